@@ -1,0 +1,23 @@
+"""What every test shares: one thread per worker, checked shapes, and no GPU tests without a GPU."""
+
+import os
+
+# Before torch starts its thread pools: pytest runs one worker per core, and each has that core to itself.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[variable] = "1"
+
+import jaxtyping
+import pytest
+import torch
+
+torch.set_num_threads(1)
+jaxtyping.install_import_hook("lipscope", "beartype.beartype")
+pytest.register_assert_rewrite("tests.checks")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

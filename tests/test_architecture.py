@@ -1,0 +1,207 @@
+"""The house rules a machine can check: imports go down, heavy packages stay in their rooms, files stay small."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "lipscope"
+
+# Lowest first; rooms on one line never import each other.
+FLOORS = [
+    ("_types",),
+    ("linalg",),
+    ("attention",),
+    ("theorems",),
+    ("mean_field",),
+    ("attack", "dynamics", "nn"),
+    ("models",),
+    ("study",),
+    ("report",),
+    ("reproduce",),
+    ("cli",),
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+HOMES = {
+    ("transformers", "lightning", "pytorch_lightning"): {"models"},
+    ("triton",): {"attention"},
+    ("matplotlib", "plotly", "altair", "bokeh"): {"report"},
+    ("ot",): {"mean_field"},
+    ("torchode", "torchdiffeq"): {"dynamics"},
+    ("pydantic",): {"study", "report", "reproduce", "cli"},
+    ("pandas", "pyarrow"): {"study", "report"},
+}
+HOME = {package: rooms for packages, rooms in HOMES.items() for package in packages}
+
+# A file over 300 lines needs an entry here, {"path": "reason"}.
+LONG: dict[str, str] = {}
+
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt)/\w")
+
+
+def imports(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[str, str]]:
+    """Every (imported dotted name, innermost function it is imported in) of a module, relative imports resolved."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(module.split(".")[: -node.level]) if node.level else ""
+            source = ".".join(part for part in (base, node.module) if part)
+            yield from ((f"{source}.{alias.name}", function) for alias in node.names)
+        else:
+            inner = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+            yield from imports(node, module, inner)
+
+
+def import_violations(source: str, module: str) -> list[str]:
+    """What the imports of `source`, the text of `module` ("lipscope.room.file"), break."""
+    room, found = module.split(".")[1], []
+    if room not in FLOOR:
+        return [f"{module}: the room {room!r} is not on the floor plan"]
+    for name, function in imports(ast.parse(source), module):
+        package, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if package != "lipscope":
+            if room not in HOME.get(package, {room}):
+                found.append(f"{module}: {package} may only be imported in {sorted(HOME[package])}")
+        elif target not in FLOOR:
+            if not target.startswith("__"):
+                found.append(
+                    f"{module}: import {target or 'lipscope'!r} from its room, not from the contents page"
+                )
+        elif (
+            room == "study"
+            and target == "report"
+            and (function == "_repr_html_" or function.startswith("plot_"))
+        ):
+            continue  # the one exception: a Study draws itself
+        elif target != room and FLOOR[target] >= FLOOR[room]:
+            found.append(f"{module}: {room} may not import {target}")
+    return found
+
+
+def file_violations(path: str, source: str) -> list[str]:
+    """Whether a Python file says in its first line what it is, and is short enough to hold in the head."""
+    found, lines = [], len(source.splitlines())
+    if source.strip() and ast.get_docstring(ast.parse(source)) is None:
+        found.append(f"{path}: no docstring says what this file is")
+    if lines > 300 and path not in LONG:
+        found.append(f"{path}: {lines} lines, more than 300")
+    return found
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level packages a fresh interpreter holds after `statement`."""
+    code = f"import sys; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def require(room: str) -> None:
+    if not (PACKAGE / room / "__init__.py").exists():
+        pytest.skip(f"lipscope/{room} does not exist yet")
+
+
+def test_imports_go_down_and_heavy_packages_stay_home():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts != ("lipscope", "__init__"):
+            found += import_violations(path.read_text(), ".".join(parts))
+    assert not found, "\n".join(found)
+
+
+def test_every_file_is_short_and_says_what_it_is():
+    folders = ("lipscope", "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert Path(__file__).resolve() in paths
+    found = [
+        v for path in paths for v in file_violations(path.relative_to(ROOT).as_posix(), path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_importing_lipscope_is_light():
+    require(".")
+    assert not loaded_by("import lipscope") & {"torch", "transformers", "numpy", "pydantic", "typer"}
+
+
+@pytest.mark.parametrize("room", ["linalg", "attention", "nn"])
+def test_the_lower_rooms_need_torch_alone(room):
+    require(room)
+    assert not loaded_by(f"import lipscope.{room}") & {
+        "transformers",
+        "pydantic",
+        "typer",
+        "pandas",
+        "triton",
+    }
+
+
+def test_no_public_name_is_also_a_module():
+    require(".")
+    modules = {path.stem for path in PACKAGE.rglob("*.py")} | {
+        path.name for path in PACKAGE.iterdir() if path.is_dir()
+    }
+    public = {name for name in dir(importlib.import_module("lipscope")) if not name.startswith("_")}
+    clashes = {n for n in public & modules if not isinstance(getattr(sys.modules["lipscope"], n), type(sys))}
+    assert not clashes, f"public names that are also modules: {sorted(clashes)}"
+
+
+def test_no_tracked_file_names_a_path_of_one_machine():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            text = (ROOT / name).read_text(errors="replace")
+            found += [f"{name}: {hit.group()}" for hit in MACHINE_PATH.finditer(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from lipscope.attention import attend", "lipscope.linalg.spectral"),
+        ("from ..attention.layer import SelfAttention", "lipscope.linalg.spectral"),
+        ("from .. import theorems", "lipscope.attention.layer"),
+        ("def f():\n    import lipscope.models", "lipscope.nn.train"),
+        ("from lipscope.nn import monitor", "lipscope.dynamics.particles"),
+        ("from lipscope import local_lipschitz", "lipscope.study.run"),
+        ("from lipscope.report import page", "lipscope.study.run"),
+        ("if True:\n    import transformers.models", "lipscope.attention.layer"),
+        ("class C:\n    def f(self):\n        from pydantic import BaseModel", "lipscope.models.sites"),
+        ("import torch", "lipscope.utils"),
+    ],
+)
+def test_a_planted_import_is_caught(source, module):
+    assert len(import_violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from .operator import LinearOperator\nfrom .._types import Status", "lipscope.linalg.spectral"),
+        ("from lipscope import __version__, linalg", "lipscope.study.records"),
+        ("def plot_growth():\n    from lipscope.report import figures", "lipscope.study.records"),
+        ("import transformers\nimport torch", "lipscope.models.loading"),
+    ],
+)
+def test_an_honest_import_passes(source, module):
+    assert import_violations(source, module) == []
+
+
+def test_a_planted_file_or_path_is_caught():
+    assert file_violations("a.py", "x = 1\n") != []
+    assert file_violations("a.py", '"""One idea."""\n' + "x = 1\n" * 300) != []
+    assert file_violations("a.py", '"""One idea."""\n' + "x = 1\n" * 299) == []
+    assert MACHINE_PATH.search("see /" + "work/main") and not MACHINE_PATH.search("example.org/home/page")
