@@ -1,4 +1,4 @@
-"""The house rules a machine can check: imports go down, heavy packages stay in their rooms, files stay small."""
+"""The house rules a machine can check: imports go down, heavy packages stay home, files stay small."""
 
 import ast
 import importlib
@@ -47,7 +47,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt)/\w")
 
 
 def imports(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[str, str]]:
-    """Every (imported dotted name, innermost function it is imported in) of a module, relative imports resolved."""
+    """Every (imported dotted name, innermost function around the import); relative imports are resolved."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, function) for alias in node.names)
@@ -73,14 +73,8 @@ def import_violations(source: str, module: str) -> list[str]:
                 found.append(f"{module}: {package} may only be imported in {sorted(HOME[package])}")
         elif target not in FLOOR:
             if not target.startswith("__"):
-                found.append(
-                    f"{module}: import {target or 'lipscope'!r} from its room, not from the contents page"
-                )
-        elif (
-            room == "study"
-            and target == "report"
-            and (function == "_repr_html_" or function.startswith("plot_"))
-        ):
+                found.append(f"{module}: import {name!r} from its room, not from the contents page")
+        elif (room, target) == ("study", "report") and re.match("plot_|_repr_html_$", function):
             continue  # the one exception: a Study draws itself
         elif target != room and FLOOR[target] >= FLOOR[room]:
             found.append(f"{module}: {room} may not import {target}")
@@ -123,9 +117,9 @@ def test_every_file_is_short_and_says_what_it_is():
     folders = ("lipscope", "tests", "examples", "benchmarks")
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert Path(__file__).resolve() in paths
-    found = [
-        v for path in paths for v in file_violations(path.relative_to(ROOT).as_posix(), path.read_text())
-    ]
+    found = []
+    for path in paths:
+        found += file_violations(path.relative_to(ROOT).as_posix(), path.read_text())
     assert not found, "\n".join(found)
 
 
@@ -137,22 +131,14 @@ def test_importing_lipscope_is_light():
 @pytest.mark.parametrize("room", ["linalg", "attention", "nn"])
 def test_the_lower_rooms_need_torch_alone(room):
     require(room)
-    assert not loaded_by(f"import lipscope.{room}") & {
-        "transformers",
-        "pydantic",
-        "typer",
-        "pandas",
-        "triton",
-    }
+    heavy = {"transformers", "pydantic", "typer", "pandas", "triton"}
+    assert not loaded_by(f"import lipscope.{room}") & heavy
 
 
 def test_no_public_name_is_also_a_module():
     require(".")
-    modules = {path.stem for path in PACKAGE.rglob("*.py")} | {
-        path.name for path in PACKAGE.iterdir() if path.is_dir()
-    }
-    public = {name for name in dir(importlib.import_module("lipscope")) if not name.startswith("_")}
-    clashes = {n for n in public & modules if not isinstance(getattr(sys.modules["lipscope"], n), type(sys))}
+    modules = {path.stem for path in PACKAGE.rglob("*") if path.is_dir() or path.suffix == ".py"}
+    clashes = modules & set(importlib.import_module("lipscope").__all__)
     assert not clashes, f"public names that are also modules: {sorted(clashes)}"
 
 
