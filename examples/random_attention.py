@@ -1,0 +1,78 @@
+"""One random attention head, two kinds of tokens: its reaction to a small change, as the sequence grows.
+
+Castin, Ablin and Peyré (2024) place one token at R u and all others elsewhere on that line, u an eigenvector
+of A = K' Q / sqrt(k), so that every other token attends to the first alone: moving it moves them all, and
+sigma is about sqrt(n - 1). Gaussian tokens in the same ball are there for comparison.
+"""
+
+import math
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import lipscope as ls
+
+LENGTHS = (2, 8, 32, 128, 512)
+DENSE_UP_TO = 32
+d = 9  # odd, so that A has a real eigenvalue
+
+
+def head(generator: torch.Generator) -> tuple[ls.SelfAttention, Tensor]:
+    """A head with Gaussian Q and K and a random rotation V, and its matrix A."""
+    Q, K, G = torch.randn(3, d, d, dtype=torch.float64, generator=generator)
+    V = torch.linalg.qr(G).Q
+    return ls.SelfAttention(Q, K, V), K.T @ Q / math.sqrt(d)
+
+
+def adversarial(A: Tensor, n: int, sharpness: float = 20.0) -> Tensor:
+    """The configuration of castin2024 on the ball whose radius R gives 2 R^2 gamma = sharpness."""
+    values, vectors = torch.linalg.eig(A)
+    real = values.imag == 0
+    values, vectors = values.real[real], vectors.real[:, real]
+    least, most = values.min().item(), values.max().item()
+    repelled = -least >= most / 8
+    u = vectors[:, values.argmin() if repelled else values.argmax()]
+    R = math.sqrt(sharpness / (2 * max(-least, most / 8)))
+    crowd = -1.0 if repelled else 0.5
+    return R * u * torch.tensor([1.0] + [crowd] * (n - 1), dtype=torch.float64)[:, None]
+
+
+def gaussian(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Gaussian tokens, as many and in the same ball as those of `like`."""
+    X = torch.randn(like.shape, dtype=torch.float64, generator=generator)
+    return X * (like.norm(dim=1).max() / X.norm(dim=1).max())
+
+
+def cells(f: ls.SelfAttention, X: Tensor, e: ls.Estimate) -> list[str]:
+    """One row of the table: the certificate, the dense SVD where that is cheap, and how the solver ended."""
+    n, dense = len(X), "-"
+    if n <= DENSE_UP_TO:
+        dense = f"{torch.linalg.matrix_norm(ls.jacobian(f, X).to_dense(), ord=2).item():.6f}"
+    numbers = [f"{e.lower:.6f}", f"{e.value:.6f}", f"{e.upper:.6f}", dense, f"{math.sqrt(n - 1):.3f}"]
+    return [str(n), *numbers, str(e.steps), e.status.name.lower()]
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(0)
+    f, A = head(generator)
+    table = Table(title="Local Lipschitz constant of one random attention head, lower <= sigma <= upper")
+    for column in ("tokens", "n", "lower", "sigma", "upper", "dense SVD", "sqrt(n-1)", "steps", "status"):
+        table.add_column(column, justify="left" if column in ("tokens", "status") else "right")
+
+    worst = [adversarial(A, n) for n in LENGTHS]
+    for name, inputs in (("adversarial", worst), ("Gaussian", [gaussian(X, generator) for X in worst])):
+        for X in inputs:
+            e = ls.local_lipschitz(f, X, gap=1.01)
+            table.add_row(name, *cells(f, X, e), end_section=X is inputs[-1])
+
+    console = Console()
+    console.print(table)
+    console.print(
+        f"Each upper bound fails with probability at most {1 - e.confidence:.0e} (a random start vector)."
+    )
+
+
+if __name__ == "__main__":
+    main()
