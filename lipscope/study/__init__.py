@@ -1,0 +1,1 @@
+"""Studies: jobs planned, run, kept durably, fitted and shown."""

@@ -1,0 +1,205 @@
+"""The durable store: one SQLite file per study; what it has acknowledged survives a kill or a power cut."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from lipscope.study.directory import (
+    APPLICATION_ID,
+    FILE,
+    SCHEMA_VERSION,
+    become_writer,
+    connect_to_read,
+    require_same,
+    require_study,
+    told,
+)
+from lipscope.study.records import COLUMNS, About, Identity, Row, Sample, Sensitivity, StudyInfo
+
+_SCHEMA = """
+CREATE TABLE info (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE rows (
+    probe TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER, head INTEGER,
+    n INTEGER NOT NULL, sample INTEGER NOT NULL, kind TEXT NOT NULL, norm TEXT NOT NULL,
+    value REAL, lower REAL NOT NULL, upper REAL NOT NULL, residual REAL, status TEXT NOT NULL,
+    radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL,
+    CHECK (value IS NULL OR (lower <= value AND value <= upper))
+) STRICT;
+CREATE UNIQUE INDEX rows_key
+    ON rows (probe, scope, ifnull(layer, -1), ifnull(head, -1), n, sample, kind, norm);
+CREATE TABLE samples (n INTEGER, sample INTEGER, tokens TEXT NOT NULL, PRIMARY KEY (n, sample)) STRICT;
+CREATE TABLE sensitivities (
+    scope TEXT NOT NULL, layer INTEGER, head INTEGER, n INTEGER NOT NULL, sample INTEGER NOT NULL,
+    right BLOB NOT NULL, left BLOB NOT NULL
+) STRICT;
+CREATE UNIQUE INDEX sensitivities_key
+    ON sensitivities (scope, ifnull(layer, -1), ifnull(head, -1), n, sample);
+"""
+
+_ORDER = "probe, kind, norm, scope, n, sample, layer, head"
+
+
+class Store:
+    """Reads a study and, for the one process that holds the lock, writes it; without a directory, in memory.
+
+    A write is one transaction: all of a job or nothing. When `write` returns, the rows are on disk.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, directory: Path | None, lock: TextIO | None = None
+    ) -> None:
+        self._db = connection
+        self._lock = lock
+        self.directory = directory
+
+    @classmethod
+    def create(cls, directory: Path | None, info: StudyInfo) -> Store:
+        """A store to write to: a new one, or the one in `directory` when it is of the same study."""
+        if directory is None:
+            store = cls(sqlite3.connect(":memory:", isolation_level=None), None)
+            store._initialise(info)
+            return store
+        lock = become_writer(directory)
+        store = cls(sqlite3.connect(directory / FILE, isolation_level=None, timeout=30), directory, lock)
+        try:
+            with told(directory):
+                store._prepare(directory, info)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def open(cls, directory: Path) -> Store:
+        """The store in `directory`, to read."""
+        return cls(connect_to_read(directory), directory)
+
+    def close(self) -> None:
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def info(self) -> StudyInfo:
+        identity, about = (
+            json.loads(self._db.execute("SELECT value FROM info WHERE key = ?", (key,)).fetchone()[0])
+            for key in ("identity", "about")
+        )
+        return StudyInfo(Identity(**identity), About(**about))
+
+    def write(self, rows: Iterable[Row], sensitivities: Iterable[Sensitivity] = ()) -> None:
+        """Keeps the rows of one job, in place of what stood under their keys; on disk when it returns."""
+        checked = [row.check() for row in rows]
+        if any(math.isnan(x) for row in checked for x in (row.lower, row.upper)):
+            raise ValueError("lower and upper are numbers, 0 and infinity where nothing is known")
+        marks = ", ".join("?" * len(COLUMNS))
+        with self._transaction():
+            self._db.executemany(f"INSERT OR REPLACE INTO rows VALUES ({marks})", checked)
+            self._db.executemany(
+                "INSERT OR REPLACE INTO sensitivities VALUES (?, ?, ?, ?, ?, ?, ?)",
+                ((*s[:5], _pack(s.right), _pack(s.left)) for s in sensitivities),
+            )
+
+    def write_samples(self, samples: Iterable[Sample]) -> None:
+        """Keeps the tokens of the samples about to be measured."""
+        with self._transaction():
+            self._db.executemany(
+                "INSERT OR REPLACE INTO samples VALUES (?, ?, ?)",
+                ((s.n, s.sample, json.dumps(s.tokens)) for s in samples),
+            )
+
+    def rows(self, probe: str | None = None) -> list[Row]:
+        """All rows, or those of one probe, in an order that does not depend on when they came."""
+        where, values = ("", ()) if probe is None else (" WHERE probe = ?", (probe,))
+        found = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM rows{where} ORDER BY {_ORDER}", values)
+        return [_row(record) for record in found]
+
+    def done(self, probe: str) -> set[tuple[str, int | None, int | None, int, int]]:
+        """(scope, layer, head, n, sample) of every row of a probe that is there and has not failed."""
+        query = "SELECT scope, layer, head, n, sample FROM rows WHERE probe = ? AND status NOT LIKE 'failed%'"
+        return set(self._db.execute(query, (probe,)))
+
+    def sample(self, n: int, sample: int) -> Sample:
+        found = self._db.execute(
+            "SELECT tokens FROM samples WHERE n = ? AND sample = ?", (n, sample)
+        ).fetchone()
+        return Sample(n, sample, tuple(json.loads(found[0])) if found else ())
+
+    def sensitivity(
+        self, scope: str, layer: int | None, head: int | None, n: int, sample: int
+    ) -> Sensitivity | None:
+        """The token norms behind one row."""
+        key = (scope, -1 if layer is None else layer, -1 if head is None else head, n, sample)
+        where = "scope = ? AND ifnull(layer, -1) = ? AND ifnull(head, -1) = ? AND n = ? AND sample = ?"
+        found = self._db.execute(f"SELECT * FROM sensitivities WHERE {where}", key).fetchone()
+        return _sensitivity(found) if found else None
+
+    def sensitivities(self) -> Iterator[Sensitivity]:
+        """All token norms, in an order that does not depend on when they came."""
+        for record in self._db.execute("SELECT * FROM sensitivities ORDER BY scope, n, sample, layer, head"):
+            yield _sensitivity(record)
+
+    def _prepare(self, directory: Path, info: StudyInfo) -> None:
+        """Make the tables of a new study, or see that the study here is the same."""
+        self._db.execute("PRAGMA synchronous = FULL")
+        if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            self._initialise(info)
+        else:
+            require_study(self._db, directory)
+            require_same(self.info().identity, info.identity, directory)
+            self._set("about", asdict(info.about))
+        self._db.execute("PRAGMA journal_mode = WAL")
+
+    def _initialise(self, info: StudyInfo) -> None:
+        statements = [s for s in _SCHEMA.split(";") if s.strip()]
+        with self._transaction():
+            for statement in statements:
+                self._db.execute(statement)
+            self._set("identity", asdict(info.identity))
+            self._set("about", asdict(info.about))
+            self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _set(self, key: str, value: object) -> None:
+        self._db.execute("INSERT OR REPLACE INTO info VALUES (?, ?)", (key, json.dumps(value)))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with told(self.directory):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+def _row(record: tuple[Any, ...]) -> Row:
+    """SQLite keeps NaN as NULL."""
+    row = Row._make(record)
+    if row.value is None or row.residual is None or row.radius is None or row.seconds is None:
+        nans = {k: math.nan for k in ("value", "residual", "radius", "seconds") if getattr(row, k) is None}
+        return row._replace(**nans)
+    return row
+
+
+def _sensitivity(record: tuple[Any, ...]) -> Sensitivity:
+    scope, layer, head, n, sample, right, left = record
+    return Sensitivity(scope, layer, head, n, sample, _unpack(right), _unpack(left))
+
+
+def _pack(values: Iterable[float]) -> bytes:
+    return array("f", values).tobytes()
+
+
+def _unpack(blob: bytes) -> tuple[float, ...]:
+    return tuple(array("f", blob))

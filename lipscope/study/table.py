@@ -1,0 +1,114 @@
+"""A study on the terminal: layers and scopes, their growth, and the tokens behind the largest number."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lipscope._types import UserError
+from lipscope.study.growth import MIN_LENGTHS, fit
+from lipscope.study.printable import for_terminal
+from lipscope.study.records import Row
+from lipscope.study.study import Study, Token
+
+TOP_TOKENS = 3
+
+
+def summary(study: Study) -> RenderableType:
+    """What `lipscope measure` and `lipscope show` print; it fits 80 columns."""
+    about, dtype = study.info.about, study.info.identity.dtype
+    parts: list[RenderableType] = [
+        Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}, {dtype}\n", style="bold")
+    ]
+    if study.sigma:
+        parts += [_table(study), Text(f"\n{_legend(study)}\n", style="dim"), _peak(study)]
+    else:
+        parts.append(Text("No value has been measured yet."))
+    if study.failed:
+        reason = for_terminal(study.failed[0].status, 200)
+        parts.append(Text(f"\n{len(study.failed)} rows have no value; the first says: {reason}", style="red"))
+    return Group(*parts)
+
+
+def _table(study: Study) -> Table:
+    longest = max(row.n for row in study.sigma)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("layer", justify="right")
+    table.add_column("scope")
+    table.add_column(f"σ at n = {longest}")
+    table.add_column("α in σ ~ C nᵅ")
+    table.add_column("rms")
+    table.add_column("R(n)")
+    before: object = "none yet"
+    for scope, layer in study.maps:
+        rows = study.largest(scope, layer)
+        name = "" if layer == before else "all" if layer is None else str(layer)
+        table.add_row(
+            name, scope, _spread([row for row in rows if row.n == longest]), *_exponent(rows), _radii(rows)
+        )
+        before = layer
+    return table
+
+
+def _spread(rows: list[Row]) -> str:
+    values = [row.value for row in rows]
+    return f"{median(values):.3g} [{min(values):.3g}, {max(values):.3g}]" if values else "-"
+
+
+def _exponent(rows: list[Row]) -> tuple[str, str]:
+    try:
+        law = fit(rows[0].scope, rows[0].layer, [(row.n, row.value) for row in rows])
+    except UserError:
+        return "-", ""
+    return f"{law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]", f"{law.rms:.2f}"
+
+
+def _radii(rows: list[Row]) -> str:
+    """The median radius at the shortest and at the longest length."""
+    lengths = sorted({row.n for row in rows})
+    ends = (
+        median(row.radius for row in rows if row.n == n) for n in dict.fromkeys((lengths[0], lengths[-1]))
+    )
+    return " → ".join(f"{radius:.3g}" for radius in ends)
+
+
+def _legend(study: Study) -> str:
+    lengths = sorted({row.n for row in study.sigma})
+    heads = "; heads: the largest of each layer" if any(row.scope == "heads" for row in study.sigma) else ""
+    ends = f"n = {lengths[0]} → {lengths[-1]}" if len(lengths) > 1 else f"n = {lengths[0]}"
+    growth = (
+        "α: least squares in log-log over all samples [95 %]; rms: what it leaves over, in log σ."
+        if len(lengths) >= MIN_LENGTHS
+        else f"α: a fit needs at least {MIN_LENGTHS} lengths."
+    )
+    return (
+        f"σ: local Lipschitz constant, median [range] over samples{heads}.\n{growth}\n"
+        f"R(n): largest norm of a token at the map's input, {ends}.\n{_certificate(study)}"
+    )
+
+
+def _certificate(study: Study) -> str:
+    gap = max((row.upper / row.lower for row in study.sigma if row.lower > 0), default=math.inf)
+    if math.isinf(gap):
+        return "Every σ is an evaluated lower bound; an upper bound needs --dtype float64."
+    return f"Every σ lies between its lower and upper bound, at most a factor {gap:.3g} apart."
+
+
+def _peak(study: Study) -> Text:
+    row = study.peak()
+    where = "the whole model" if row.layer is None else f"layer {row.layer}"
+    text = Text(
+        f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, sample {row.sample}."
+    )
+    for verb, part in (("It reacts most to", "right"), ("The change shows most at", "left")):
+        tokens = sorted(study.tokens_of(row), key=lambda token: -getattr(token, part))[:TOP_TOKENS]
+        text.append(f"\n{verb} " + ", ".join(_named(token, getattr(token, part)) for token in tokens) + ".")
+    return text
+
+
+def _named(token: Token, norm: float) -> str:
+    return f"“{for_terminal(token.token, 16)}” ({token.position}: {norm:.2f})"

@@ -1,0 +1,186 @@
+"""The store keeps what it acknowledged, refuses what is not its study, and says so in words."""
+
+import math
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from lipscope._types import UserError
+from lipscope.study.directory import FILE, SCHEMA_VERSION
+from lipscope.study.records import Sample
+from lipscope.study.store import Store
+from tests.study.fakes import info, row, sensitivity
+
+
+def test_what_was_written_is_read_back_exactly(tmp_path):
+    rows = [
+        row("heads", 1, 0, value=1 / 3),
+        row("heads", 1, 1, value=math.nan, lower=0.0, upper=math.inf, residual=math.nan, status="overflow"),
+        row("model", None, None, value=5e-324, lower=0.0, upper=math.inf),
+        row("attention", 1, None, value=1e300, upper=math.inf),
+    ]
+    store = Store.create(tmp_path / "s", info())
+    store.write(rows, [sensitivity(rows[0])])
+    store.write_samples([Sample(8, 0, ("=1+1", "\x1b[31m", "ü", "", "a", "b", "c", "d"))])
+    store.close()
+    again = Store.open(tmp_path / "s")
+    assert again.info() == info()
+    assert {repr(r) for r in again.rows()} == {repr(r) for r in rows}
+    assert again.sample(8, 0).tokens[:3] == ("=1+1", "\x1b[31m", "ü")
+    kept = again.sensitivity("heads", 1, 0, 8, 0)
+    assert kept is not None and kept.right == pytest.approx(sensitivity(rows[0]).right, rel=1e-6)
+    assert again.sensitivity("heads", 1, 1, 8, 0) is None
+    assert list(again.sensitivities()) == [kept]
+
+
+def test_rows_come_in_one_order_whenever_they_were_written(tmp_path):
+    rows = [row(layer=layer, n=n, sample=s) for layer in range(3) for n in (8, 16) for s in (0, 1)]
+    orders = []
+    for name, order in (("a", rows), ("b", rows[::-1])):
+        store = Store.create(tmp_path / name, info())
+        for r in order:
+            store.write([r])
+        orders.append(store.rows())
+        store.close()
+    assert orders[0] == orders[1]
+
+
+def test_a_job_is_kept_whole_or_not_at_all(tmp_path):
+    store = Store.create(tmp_path / "s", info())
+    with pytest.raises(ValueError, match="lower <= value <= upper"):
+        store.write([row(layer=0), row(layer=1, lower=9.0)])
+    assert store.rows() == []
+    with pytest.raises(sqlite3.Error):
+        store.write([row(layer=0)], [sensitivity(row())._replace(n="eight")])  # type: ignore[arg-type]
+    assert store.rows() == []
+
+
+def test_the_database_itself_enforces_the_order_of_the_bounds(tmp_path):
+    store = Store.create(tmp_path / "s", info())
+    store.write([row()])
+    with pytest.raises(sqlite3.IntegrityError):
+        store._db.execute("UPDATE rows SET upper = 0.5")
+
+
+def test_writing_again_replaces_and_failed_rows_are_not_done(tmp_path):
+    store = Store.create(tmp_path / "s", info())
+    store.write([row(value=math.nan, lower=0.0, upper=math.inf, status="failed: out of memory")])
+    assert store.done("sigma") == set()
+    store.write([row(), row(layer=None, scope="model")])
+    store.write([row(), row(layer=None, scope="model")])
+    assert store.done("sigma") == {("attention", 0, None, 8, 0), ("model", None, None, 8, 0)}
+    assert len(store.rows()) == 2
+    assert store.done("castin2024") == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"weights": "v"}, "another model"),
+        ({"text": "v"}, "another text"),
+        ({"numeric_version": 2}, "another numeric version"),
+        ({"tokenizer": "v"}, "another tokenizer"),
+        ({"tol": 1e-3}, "tol = 1e-06, and this run has 0.001"),
+        ({"seed": 7}, "seed = 0, and this run has 7"),
+        ({"dtype": "float32"}, "dtype = float64, and this run has float32"),
+        ({"special_tokens": True}, "special_tokens = False"),
+    ],
+)
+def test_a_directory_is_one_study(tmp_path, changes, told):
+    Store.create(tmp_path / "s", info()).close()
+    with pytest.raises(UserError, match=told) as refused:
+        Store.create(tmp_path / "s", info(**changes))
+    assert "another --out" in str(refused.value)
+    Store.create(tmp_path / "s", info()).close()
+
+
+def test_one_writer_at_a_time(tmp_path):
+    first = Store.create(tmp_path / "s", info())
+    with pytest.raises(UserError, match="another run is writing"):
+        Store.create(tmp_path / "s", info())
+    Store.open(tmp_path / "s").close()
+    first.close()
+    Store.create(tmp_path / "s", info()).close()
+
+
+def test_readers_see_what_a_living_writer_has_acknowledged(tmp_path):
+    writer = Store.create(tmp_path / "s", info())
+    writer.write([row()])
+    reader = Store.open(tmp_path / "s")
+    assert reader.rows() == [row()]
+    writer.write([row(layer=1)])
+    assert len(reader.rows()) == 2
+
+
+def broken(directory: Path, case: str) -> Path:
+    """A directory that is no study, in one of many ways."""
+    place = directory / case
+    if case == "missing":
+        return place
+    if case == "a file":
+        place.write_text("hello")
+        return place
+    place.mkdir()
+    if case == "not sqlite":
+        (place / FILE).write_text("this is not a database, but it is long enough to look like one" * 20)
+    elif case == "empty database":
+        (place / FILE).touch()
+    elif case == "foreign database":
+        with sqlite3.connect(place / FILE) as db:
+            db.execute("CREATE TABLE rows (a)")
+    elif case == "newer":
+        Store.create(place, info()).close()
+        with sqlite3.connect(place / FILE) as db:
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    elif case == "truncated":
+        Store.create(place, info()).close()
+        (place / FILE).write_bytes((place / FILE).read_bytes()[:5000])
+    return place
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("missing", "does not exist"),
+        ("a file", "is not a study"),
+        ("empty", "is not a study"),
+        ("not sqlite", "is not a study"),
+        ("empty database", "is not a study"),
+        ("foreign database", "is not a study"),
+        ("newer", "newer lipscope"),
+        ("truncated", "damaged|is not a study"),
+    ],
+)
+def test_what_is_not_a_study_is_told(tmp_path, case, told):
+    with pytest.raises(UserError, match=told):
+        Store.open(broken(tmp_path, case)).rows()
+
+
+@pytest.mark.parametrize("case", ["a file", "not sqlite", "foreign database", "newer", "truncated"])
+def test_what_is_not_a_study_is_not_written_to(tmp_path, case):
+    place = broken(tmp_path, case)
+    before = place.read_bytes() if place.is_file() else (place / FILE).read_bytes()
+    with pytest.raises(UserError):
+        Store.create(place, info())
+    assert before == (place.read_bytes() if place.is_file() else (place / FILE).read_bytes())
+
+
+def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"not a study and not empty \(it holds thesis.tex\)"):
+        Store.create(tmp_path, info())
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_start_that_was_cut_short_is_begun_again(tmp_path):
+    place = broken(tmp_path, "empty database")
+    store = Store.create(place, info())
+    store.write([row()])
+    assert store.rows() == [row()]
+
+
+def test_in_memory(tmp_path):
+    store = Store.create(None, info())
+    store.write([row()], [sensitivity(row())])
+    assert store.rows() == [row()] and store.info() == info()
