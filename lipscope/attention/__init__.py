@@ -1,0 +1,1 @@
+"""The attention map and its derivatives."""

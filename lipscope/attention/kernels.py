@@ -1,0 +1,86 @@
+"""How a query and a key become a score: dot product or squared distance, with rotary positions, softcap, sinks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Rotary positions: token i's queries and keys are turned by angle table cos, sin [n, k] (halves, not pairs, rotate)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @staticmethod
+    def standard(n: int, size: int, base: float = 10000.0, dtype: torch.dtype = torch.float64) -> Rope:
+        """theta_j = base^(-2j/k), both halves of a head sharing the same angles."""
+        frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angle = torch.arange(n, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
+        return Rope(angle.cos().to(dtype), angle.sin().to(dtype))
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotate [..., n, k]."""
+        n, half = x.shape[-2], x.shape[-1] // 2
+        if self.cos.shape[0] < n or self.cos.shape[1] != x.shape[-1]:
+            raise UserError(f"rope tables of shape {tuple(self.cos.shape)} do not cover {n} tokens of head size {x.shape[-1]}")
+        swapped = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+        return x * self.cos[:n].to(x) + swapped * self.sin[:n].to(x)
+
+    def turn_back(self, x: Tensor) -> Tensor:
+        """The adjoint of `turn`."""
+        n, half = x.shape[-2], x.shape[-1] // 2
+        y = x * self.sin[:n].to(x)
+        return x * self.cos[:n].to(x) + torch.cat([y[..., half:], -y[..., :half]], dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Dot:
+    """Score scale <q_i, k_j>, scale 1/sqrt(k) by default."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    rope: Rope | None = None
+
+    def only(self, head: int) -> Dot:
+        """This kernel for one head alone."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[head : head + 1])
+
+
+@dataclass(frozen=True, eq=False)
+class L2:
+    """Score -scale |q_i - k_j|^2, scale 1/sqrt(k) by default (Kim et al.): the dot product of augmented vectors.
+
+    -s |q - k|^2 = <(2s q, -s |q|^2, 1), (k, 1, -s |k|^2)>.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    only = Dot.only
+
+
+Kernel = Dot | L2
+
+
+def default_scale(kernel: Kernel, size: int) -> float:
+    return 1 / math.sqrt(size) if kernel.scale is None else kernel.scale
+
+
+def augment(kernel: L2, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The augmented q and k, about a common centre: distances do not see a shift, rounding does."""
+    s = default_scale(kernel, q.shape[-1])
+    centre = k.detach().mean(dim=(-3, -2), keepdim=True)
+    q, k = q - centre, k - centre
+    one = torch.ones_like(q[..., :1])
+    q_long = torch.cat([2 * s * q, -s * q.square().sum(-1, keepdim=True), one], dim=-1)
+    k_long = torch.cat([k, torch.ones_like(k[..., :1]), -s * k.square().sum(-1, keepdim=True)], dim=-1)
+    return q_long, k_long

@@ -1,0 +1,190 @@
+"""Self-attention as a map of tokens, in the papers' convention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale
+from lipscope.attention.linearization import linearize
+from lipscope.attention.primitive import attend
+from lipscope.linalg.differentiate import check_input, check_tensor
+from lipscope.linalg.operator import LinearOperator
+
+
+@dataclass(frozen=True, eq=False)
+class SelfAttention:
+    """f(X)_i = sum over heads of O_h sum_j P_ij V_h x_j,  P = softmax over j of <Q x_i, K x_j> / sqrt(k).
+
+    Q [heads k, d], K [kv_heads k, d], V [kv_heads m, d], O [d', heads m]; without O the heads are concatenated. X is [n, d] or
+    [B, n, d]. mask is [n, n] or [B, n, n]: boolean, True where i may attend to j, or additive. padding is [n] or [B, n], True
+    for real tokens. biases are (bq, bk, bv). kernel is Dot() or L2(), with softcap, sinks and rotary positions in it.
+    """
+
+    Q: Tensor
+    K: Tensor
+    V: Tensor
+    O: Tensor | None = None
+    heads: int = 1
+    kv_heads: int | None = None
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None
+    causal: bool = False
+    mask: Tensor | None = None
+    kernel: Kernel = Dot()
+    window: int | None = None
+    padding: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_weights(self)
+
+    @property
+    def groups(self) -> int:
+        """How many heads the keys and values have."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    def __call__(self, X: Tensor) -> Tensor:
+        _check_tokens(self, X)
+        q, k, v = self.project(X)
+        if isinstance(self.kernel, L2):
+            q, k = augment(self.kernel, q, k)
+        scale = 1.0 if isinstance(self.kernel, L2) else default_scale(self.kernel, q.shape[-1])
+        o = attend(q, k, v, scale=scale, causal=self.causal, window=self.window, **self.visibility(X))
+        joined = o.transpose(-3, -2).flatten(-2)
+        return joined if self.O is None else joined @ self.O.T
+
+    def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [..., heads, n, k], keys [..., kv_heads, n, k], values [..., kv_heads, n, m], rotated if the kernel says so."""
+        biases = self.biases or (None, None, None)
+        parts = []
+        for weight, bias, count in zip((self.Q, self.K, self.V), biases, (self.heads, self.groups, self.groups), strict=True):
+            y = X @ weight.T if bias is None else X @ weight.T + bias
+            parts.append(y.unflatten(-1, (count, -1)).transpose(-3, -2))
+        q, k, v = parts
+        rope = self.kernel.rope if isinstance(self.kernel, Dot) else None
+        return (q, k, v) if rope is None else (rope.turn(q), rope.turn(k), v)
+
+    def visibility(self, X: Tensor) -> dict[str, Tensor | float | None]:
+        """Mask, padding, softcap and sinks as `attend` takes them."""
+        mask = self.mask
+        if mask is not None and mask.ndim == 3:
+            mask = mask[:, None]
+        return {"mask": mask, "padding": self.padding, "softcap": self.kernel.softcap, "sinks": self.kernel.sinks}
+
+    def linearize(self, X: Tensor) -> LinearOperator:
+        """D_X f in closed form, its products O(n^2) time and, for long sequences, O(n d) memory."""
+        _check_tokens(self, X)
+        return linearize(self, X, apart=False)
+
+    def head(self, h: int) -> SelfAttention:
+        """Head h alone, before the output projection."""
+        if not 0 <= h < self.heads:
+            raise UserError(f"head {h} does not exist; the layer has heads 0 to {self.heads - 1}")
+        group = h * self.groups // self.heads
+        size, values = self.Q.shape[0] // self.heads, self.V.shape[0] // self.groups
+        own = slice(h * size, (h + 1) * size)
+        keys, vals = slice(group * size, (group + 1) * size), slice(group * values, (group + 1) * values)
+        bq, bk, bv = self.biases or (None, None, None)
+        biases = tuple(None if b is None else b[cut] for b, cut in ((bq, own), (bk, keys), (bv, vals)))
+        return replace(
+            self,
+            Q=self.Q[own],
+            K=self.K[keys],
+            V=self.V[vals],
+            O=None,
+            heads=1,
+            kv_heads=None,
+            biases=None if self.biases is None else biases,
+            kernel=self.kernel.only(h),
+        )
+
+    def heads_apart(self) -> HeadsApart:
+        """All heads, each alone: a map whose Jacobian is a batch over heads, solved together."""
+        return HeadsApart(self)
+
+    def to(self, *args, **kwargs) -> SelfAttention:
+        """Every floating-point tensor moved or converted as by Tensor.to; the map itself stays the same."""
+
+        def move(x):
+            if isinstance(x, Tensor):
+                return x.to(*args, **kwargs) if x.dtype.is_floating_point else x.to(*_devices(args), **kwargs)
+            if isinstance(x, tuple):
+                return tuple(move(y) for y in x)
+            if hasattr(x, "__dataclass_fields__"):
+                return replace(x, **{f.name: move(getattr(x, f.name)) for f in fields(x)})
+            return x
+
+        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+
+    def double(self) -> SelfAttention:
+        return self.to(torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsApart:
+    """X [n, d] -> [heads, n, m], or X [B, n, d] -> [B, heads, n, m]; the Jacobian is a batch of B * heads operators."""
+
+    layer: SelfAttention
+
+    def __call__(self, X: Tensor) -> Tensor:
+        joined = replace(self.layer, O=None)(X)
+        return joined.unflatten(-1, (self.layer.heads, -1)).transpose(-3, -2)
+
+    def linearize(self, X: Tensor) -> LinearOperator:
+        _check_tokens(self.layer, X)
+        return linearize(replace(self.layer, O=None), X, apart=True)
+
+    def double(self) -> HeadsApart:
+        return HeadsApart(self.layer.double())
+
+
+def _devices(args: tuple) -> tuple:
+    return tuple(a for a in args if not isinstance(a, torch.dtype))
+
+
+def _check_weights(f: SelfAttention) -> None:
+    for name, W in (("Q", f.Q), ("K", f.K), ("V", f.V), ("O", f.O)):
+        if W is None and name == "O":
+            continue
+        if not isinstance(W, Tensor) or W.ndim != 2:
+            got = tuple(W.shape) if isinstance(W, Tensor) else type(W).__name__
+            raise UserError(f"{name} must be a matrix [rows, d], got {got}")
+        check_tensor(name, W)
+        if W.dtype != f.Q.dtype:
+            raise UserError(f"{name} is {W.dtype} and Q is {f.Q.dtype}; give all weights one dtype")
+    d = f.Q.shape[1]
+    if not 1 <= f.groups <= f.heads or f.heads % f.groups:
+        raise UserError(f"heads={f.heads} must be a multiple of kv_heads={f.groups}")
+    for name, W, count in (("Q", f.Q, f.heads), ("K", f.K, f.groups), ("V", f.V, f.groups)):
+        if W.shape[1] != d or W.shape[0] % count or W.shape[0] == 0:
+            raise UserError(f"{name} must have shape [{count} * size, {d}], got {tuple(W.shape)}")
+    size, values = f.Q.shape[0] // f.heads, f.V.shape[0] // f.groups
+    if f.K.shape[0] // f.groups != size:
+        raise UserError(f"Q has {size} rows a head and K {f.K.shape[0] // f.groups}; they must agree")
+    if f.O is not None and f.O.shape[1] != f.heads * values:
+        raise UserError(f"O must have shape [d, {f.heads * values}] (heads * rows of V a head), got {tuple(f.O.shape)}")
+    for name, b, W in zip(("bq", "bk", "bv"), f.biases or (None,) * 3, (f.Q, f.K, f.V), strict=True):
+        if b is not None:
+            if b.shape != W.shape[:1]:
+                raise UserError(f"{name} must have shape [{W.shape[0]}], got {tuple(b.shape)}")
+            check_tensor(name, b)
+
+
+def _check_tokens(f: SelfAttention, X: Tensor) -> None:
+    check_input(X)
+    d = f.Q.shape[1]
+    if X.shape[-1] != d:
+        raise UserError(f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); the weights read tokens of size {d}")
+    if X.dtype != f.Q.dtype:
+        raise UserError(f"X is {X.dtype} and the weights are {f.Q.dtype}; convert one, e.g. f.to(X.dtype)")
+    n, B = X.shape[-2], X.shape[0] if X.ndim == 3 else None
+    allowed = [(n, n)] if B is None else [(n, n), (B, n, n)]
+    if f.mask is not None and tuple(f.mask.shape) not in allowed:
+        raise UserError(f"mask must have shape {' or '.join(map(str, allowed))} for X {tuple(X.shape)}, got {tuple(f.mask.shape)}")
+    if f.mask is not None and f.mask.dtype.is_floating_point and (f.mask.isnan() | (f.mask == torch.inf)).any():
+        raise UserError("mask holds NaN or +inf; an additive mask is finite or -inf")
+    allowed = [(n,)] if B is None else [(n,), (B, n)]
+    if f.padding is not None and tuple(f.padding.shape) not in allowed:
+        raise UserError(f"padding must have shape {' or '.join(map(str, allowed))}, got {tuple(f.padding.shape)}")

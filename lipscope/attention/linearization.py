@@ -1,0 +1,224 @@
+"""The Jacobian of self-attention at X: read the tangent, push it through the softmax, write it out.
+
+    dX -> (dq, dk, dv) = dX [Q; K; V]'  (rotated, augmented)  -> do = jvp(dq, dk, dv)  ->  do O'
+
+Everything that depends on X alone is kept: q, k, v, o, the log-sum-exp and, while it fits, P. A head reads X only through the
+rows of Q, K, V: where these are fewer than d, tangents live in the space they span.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lipscope.attention import reference, tiled
+from lipscope.attention.kernels import L2, Dot, Rope, augment, default_scale
+from lipscope.attention.pattern import Pattern
+from lipscope.attention.reference import Triple, Weights
+from lipscope.linalg.operator import Compression, LinearOperator
+
+if TYPE_CHECKING:
+    from lipscope.attention.layer import SelfAttention
+
+CACHE = 256 << 20
+"""Bytes of P worth keeping; beyond that it is computed again, a block of rows at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """What the products need, for M members of H heads (G of keys): all tensors lead with M, or 1 where shared."""
+
+    W: Tensor  # [M | 1, H k + G k + G m, r]: rows of Q (scaled), K, V in the coordinates the tangents live in
+    O: Tensor | None
+    q: Tensor  # [M, H, n, k'] scaled, rotated, augmented
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    pattern: Pattern
+    weights: Weights | None = None
+    rope: Rope | None = None
+    distance: tuple[Tensor, Tensor, float] | None = None  # centred q, k and scale of an L2 kernel
+
+    def read(self, E: Tensor) -> Triple:
+        """dX [M, n, r] -> dq, dk, dv."""
+        H, G = self.q.shape[1], self.k.shape[1]
+        size = (self.W.shape[1] - G * self.v.shape[-1]) // (H + G)
+        y = E @ self.W.mT
+        dq, dk, dv = y.split([H * size, G * size, G * self.v.shape[-1]], dim=-1)
+        dq, dk, dv = (x.unflatten(-1, (c, -1)).transpose(-3, -2) for x, c in ((dq, H), (dk, G), (dv, G)))
+        if self.rope is not None:
+            dq, dk = self.rope.turn(dq), self.rope.turn(dk)
+        if self.distance is not None:
+            # d(2s q, -s |q|^2, 1) and d(k, 1, -s |k|^2)
+            q, k, s = self.distance
+            none_q, none_k = torch.zeros_like(dq[..., :1]), torch.zeros_like(dk[..., :1])
+            dq = torch.cat([2 * s * dq, -2 * s * (q * dq).sum(-1, keepdim=True), none_q], dim=-1)
+            dk = torch.cat([dk, none_k, -2 * s * (k * dk).sum(-1, keepdim=True)], dim=-1)
+        return dq, dk, dv
+
+    def write_back(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The adjoint of `read`."""
+        if self.distance is not None:
+            q, k, s = self.distance
+            gq = 2 * s * (gq[..., :-2] - q * gq[..., -2:-1])
+            gk = gk[..., :-2] - 2 * s * k * gk[..., -1:]
+        if self.rope is not None:
+            gq, gk = self.rope.turn_back(gq), self.rope.turn_back(gk)
+        return torch.cat([x.transpose(-3, -2).flatten(-2) for x in (gq, gk, gv)], dim=-1) @ self.W
+
+    def mv(self, E: Tensor) -> Tensor:
+        if self.weights is not None:
+            do = reference.jvp(self.weights, self.q, self.k, self.v, self.o, self.read(E))
+        else:
+            do = tiled.jvp(self.q, self.k, self.v, self.o, self.lse, self.read(E), self.pattern)
+        joined = do.transpose(-3, -2).flatten(-2)
+        return joined if self.O is None else joined @ self.O.T
+
+    def rmv(self, U: Tensor) -> Tensor:
+        U = U if self.O is None else U @ self.O
+        g = U.unflatten(-1, (self.q.shape[1], -1)).transpose(-3, -2)
+        if self.weights is not None:
+            return self.write_back(*reference.vjp(self.weights, self.q, self.k, self.v, self.o, g))
+        return self.write_back(*tiled.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern))
+
+    def take(self, members: Tensor) -> _State:
+        def cut(x: Tensor | None) -> Tensor | None:
+            return x if x is None or x.shape[0] == 1 else x[members.to(x.device)]
+
+        W, weights, pattern = self.W, self.weights, self.pattern
+        return replace(
+            self,
+            W=cut(W),
+            **{name: cut(getattr(self, name)) for name in ("q", "k", "v", "o", "lse")},
+            weights=weights and Weights(*(cut(x) for x in (weights.P, weights.slope, weights.bend))),
+            pattern=replace(
+                pattern,
+                mask=cut(pattern.mask) if pattern.mask is not None and pattern.mask.ndim == 4 else pattern.mask,
+                queries=cut(pattern.queries) if pattern.queries is not None and pattern.queries.ndim == 2 else pattern.queries,
+                keys=cut(pattern.keys) if pattern.keys is not None and pattern.keys.ndim == 2 else pattern.keys,
+            ),
+            distance=self.distance and (cut(self.distance[0]), cut(self.distance[1]), self.distance[2]),
+        )
+
+    def apart(self, heads: int) -> _State:
+        """Members become (member, head) pairs of one head each."""
+
+        def each(x: Tensor) -> Tensor:
+            x = x.repeat_interleave(heads // x.shape[1], dim=1)
+            return x.reshape(-1, 1, *x.shape[2:])
+
+        def spread(x: Tensor | None, batched_ndim: int) -> Tensor | None:
+            return x if x is None or x.ndim < batched_ndim else x.repeat_interleave(heads, dim=0)
+
+        w, p = self.weights, self.pattern
+        split = w and Weights(*(None if x is None else each(reference.heads(x, heads)) for x in (w.P, w.slope, w.bend)))
+        return replace(
+            self,
+            **{name: each(getattr(self, name)) for name in ("q", "k", "v", "o", "lse")},
+            weights=split,
+            pattern=replace(p, mask=spread(p.mask, 4), queries=spread(p.queries, 2), keys=spread(p.keys, 2), sinks=None),
+            distance=self.distance and (each(self.distance[0]), each(self.distance[1]), self.distance[2]),
+        )
+
+
+def linearize(f: SelfAttention, X: Tensor, apart: bool) -> LinearOperator:
+    """The Jacobian of f at X; with `apart`, of each head alone, as a batch (member-major, then head)."""
+    tokens = X if X.ndim == 3 else X[None]
+    with torch.no_grad():
+        state, condition = _state(f, tokens)
+        if apart:
+            state = state.apart(f.heads)
+            condition = condition.repeat_interleave(f.heads)
+        W = _directions(f, apart)
+        basis = None
+        if apart or W.shape[-2] < W.shape[-1]:
+            # [Q; K; V]' = basis R, so E -> E [Q; K; V]' reads E basis only.
+            basis, R = torch.linalg.qr(W.mT)
+            W = R.mT
+        copies = tokens.shape[0] if apart else 1
+        state = replace(state, W=W.repeat(copies, 1, 1))
+    batch = None if X.ndim == 2 and not apart else state.q.shape[0]
+    core = _operator(state, (X.shape[-2], W.shape[-1]), batch, condition)
+    if basis is None:
+        return core
+    return _uncompressed(core, basis.repeat(copies, 1, 1), X.shape[-1])
+
+
+def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor]:
+    """Queries, keys, values, output at X, and the largest score of each member (non-finite where something overflows)."""
+    q, k, v = (x.contiguous() for x in f.project(X))
+    distance = None
+    if isinstance(f.kernel, L2):
+        centre = k.mean(dim=(-3, -2), keepdim=True)
+        distance = (q - centre, k - centre, default_scale(f.kernel, q.shape[-1]))
+        q, k = augment(f.kernel, q, k)
+    else:
+        q = q * default_scale(f.kernel, q.shape[-1])
+    see = f.visibility(X)
+    pattern = Pattern(f.causal, f.window, f.kernel.softcap, see["mask"], f.padding, f.padding, f.kernel.sinks)
+    o, lse = tiled.forward(q, k, v, pattern)
+    weights = None
+    if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
+        weights = reference.weights(q, k, lse, pattern)
+    largest = tiled.largest_score(q, k, pattern)
+    out = o.transpose(-3, -2).flatten(-2)
+    out = out if f.O is None else out @ f.O.T
+    overflowed = ~out.isfinite().all(dim=(1, 2))
+    rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
+    W = q.new_empty(1, 0, 0)
+    state = _State(W, f.O, q, k, v, o, lse, pattern, weights, rope, distance)
+    return state, torch.where(overflowed, torch.inf, largest.double()).cpu()
+
+
+def _directions(f: SelfAttention, apart: bool) -> Tensor:
+    """Rows of Q, K, V stacked: [1, H k + 2 G ..., d], or head by head [H, 2k + m, d]; Q carries the scale of the score."""
+    Q = f.Q * default_scale(f.kernel, f.Q.shape[0] // f.heads) if isinstance(f.kernel, Dot) else f.Q
+    if not apart:
+        return torch.cat([Q, f.K, f.V])[None]
+    K, V = (w.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0) for w in (f.K, f.V))
+    return torch.cat([Q.unflatten(0, (f.heads, -1)), K, V], dim=1)
+
+
+def _operator(state: _State, in_shape: tuple[int, int], batch: int | None, condition: Tensor) -> LinearOperator:
+    out_size = state.q.shape[1] * state.v.shape[-1] if state.O is None else state.O.shape[0]
+
+    def lead(x: Tensor) -> Tensor:
+        return x if batch is not None else x[None]
+
+    def drop(x: Tensor) -> Tensor:
+        return x if batch is not None else x[0]
+
+    return LinearOperator(
+        mv=lambda E: drop(state.mv(lead(E))),
+        rmv=lambda U: drop(state.rmv(lead(U))),
+        in_shape=in_shape,
+        out_shape=(in_shape[0], out_size),
+        batch=batch,
+        dtype=state.q.dtype,
+        device=state.q.device,
+        condition=condition if batch is not None else condition[0],
+        take=None if batch is None else lambda m: _operator(state.take(m), in_shape, len(m), condition[m]),
+    )
+
+
+def _uncompressed(core: LinearOperator, basis: Tensor, d: int) -> LinearOperator:
+    """E -> core(E basis): the operator on whole tokens, with its core for the solver."""
+    basis = basis if core.batch is not None else basis[0]
+    take = core.take
+
+    def restrict(members: Tensor) -> LinearOperator:
+        assert take is not None
+        return _uncompressed(take(members), basis if basis.shape[0] == 1 else basis[members], d)
+
+    return replace(
+        core,
+        mv=lambda E: core.mv(E @ basis),
+        rmv=lambda U: core.rmv(U) @ basis.mT,
+        in_shape=(core.in_shape[0], d),
+        take=None if take is None else restrict,
+        compressed=Compression(core, lambda E: E @ basis.mT),
+    )

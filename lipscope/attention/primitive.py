@@ -1,0 +1,195 @@
+"""The attention primitive: one differentiable function, right to second order, under autograd and torch.func alike.
+
+f = attend is written as three functions that know each other's derivatives: the value, its jvp J d and its vjp J' g. With
+B = <g, J d> the derivatives of the last two are again closed forms: grad_d B = J' g, grad_g B = J d, and grad_{q,k,v} B.
+The output and log-sum-exp they share are saved state, not variables: their own dependence on q, k, v is inside the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lipscope._types import UserError
+from lipscope.attention import tiled
+from lipscope.attention.pattern import Pattern
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    mask: Tensor | None = None,
+    padding: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(S) v for q [..., H, n, k], k [..., G, n', k], v [..., G, n', m]; G divides H (grouped keys and values).
+
+    The score scale <q_i, k_j> (scale 1/sqrt(k) by default) is soft-capped to softcap tanh(score / softcap), then masked.
+    causal shows key j to query i when j <= i + n' - n, window w only when j > i + n' - n - w. A boolean mask, broadcastable
+    to [..., H, n, n'], is True where a query may attend; a floating-point one is added. padding [..., n'] is True for real
+    tokens; a padded key is invisible and, when n = n', a padded query is fully masked. sinks [H] join the denominator.
+    A fully masked row is zero, in value and in every derivative.
+    """
+    _check(q, k, v, mask, padding, sinks, softcap, window)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q * scale, k, v))
+    rules = _Rules(causal, window, softcap, k.shape[-2] - q.shape[-2])
+    out, _ = _Attend.apply(q, k, v, mask, padding, sinks, rules)
+    return out
+
+
+class _Rules(NamedTuple):
+    """The part of a Pattern that is not tensors."""
+
+    causal: bool
+    window: int | None
+    softcap: float | None
+    shift: int
+
+
+def make_pattern(mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: _Rules) -> Pattern:
+    """A padded token is neither read nor, in self-attention, reads."""
+    queries = padding if rules.shift == 0 else None
+    return Pattern(rules.causal, rules.window, rules.softcap, mask, queries, padding, sinks, rules.shift)
+
+
+def _or_zeros(tangents: tuple[Tensor | None, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True))  # type: ignore[return-value]
+
+
+class _Attend(torch.autograd.Function):
+    """(q, k, v) -> o, log-sum-exp."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, mask, padding, sinks, rules):
+        return tiled.forward(q, k, v, make_pattern(mask, padding, sinks, rules))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.rules = inputs
+        o, lse = output
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(*tensors, o, lse)
+        ctx.save_for_forward(*tensors, o, lse)
+
+    @staticmethod
+    def backward(ctx, g, _):
+        q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
+        return *_Vjp.apply(q, k, v, g, o, lse, mask, padding, sinks, ctx.rules), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, dq, dk, dv, *_):
+        q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
+        dq, dk, dv = _or_zeros((dq, dk, dv), (q, k, v))
+        return _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules), None
+
+
+class _Jvp(torch.autograd.Function):
+    """(q, k, v; dq, dk, dv) -> do."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, rules):
+        return tiled.jvp(q, k, v, o, lse, (dq, dk, dv), make_pattern(mask, padding, sinks, rules))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.rules = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        q, k, v, dq, dk, dv, o, lse, mask, padding, sinks = ctx.saved_tensors
+        pattern = make_pattern(mask, padding, sinks, ctx.rules)
+        onto_qkv = tiled.second_vjp(q, k, v, o, lse, (dq, dk, dv), g, pattern)
+        onto_tangent = tiled.vjp(q, k, v, o, lse, g, pattern)
+        return *onto_qkv, *onto_tangent, None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, eq, ek, ev, ddq, ddk, ddv, *_):
+        q, k, v, dq, dk, dv, o, lse, mask, padding, sinks = ctx.saved_tensors
+        pattern = make_pattern(mask, padding, sinks, ctx.rules)
+        other, moved = _or_zeros((eq, ek, ev), (q, k, v)), _or_zeros((ddq, ddk, ddv), (q, k, v))
+        bent = tiled.second_jvp(q, k, v, lse, (dq, dk, dv), other, pattern)
+        return bent + tiled.jvp(q, k, v, o, lse, moved, pattern)
+
+
+class _Vjp(torch.autograd.Function):
+    """(q, k, v; g) -> gq, gk, gv."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, g, o, lse, mask, padding, sinks, rules):
+        return tiled.vjp(q, k, v, o, lse, g, make_pattern(mask, padding, sinks, rules))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.rules = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, hq, hk, hv):
+        q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
+        pattern = make_pattern(mask, padding, sinks, ctx.rules)
+        onto_qkv = tiled.second_vjp(q, k, v, o, lse, (hq, hk, hv), g, pattern)
+        onto_g = tiled.jvp(q, k, v, o, lse, (hq, hk, hv), pattern)
+        return *onto_qkv, onto_g, None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, eq, ek, ev, dg, *_):
+        q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
+        pattern = make_pattern(mask, padding, sinks, ctx.rules)
+        bent = tiled.second_vjp(q, k, v, o, lse, _or_zeros((eq, ek, ev), (q, k, v)), g, pattern)
+        dg = torch.zeros_like(g) if dg is None else dg
+        moved = tiled.vjp(q, k, v, o, lse, dg, pattern)
+        return tuple(x + y for x, y in zip(bent, moved, strict=True))
+
+
+def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3 or not x.dtype.is_floating_point:
+            raise UserError(f"{name} must be a floating-point tensor [..., heads, tokens, size], got {x.dtype} {tuple(x.shape)}")
+        if x.shape[-2] == 0:
+            raise UserError(f"{name} is empty, shape {tuple(x.shape)}: a sequence needs at least one token")
+    (H, n, size), (G, n_keys) = q.shape[-3:], k.shape[-3:-1]
+    if k.shape[-1] != size or v.shape[-3:-1] != k.shape[-3:-1]:
+        raise UserError(
+            f"q, k, v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; q and k need the same last dimension, "
+            "k and v the same heads and tokens"
+        )
+    if H % G:
+        raise UserError(f"{H} query heads cannot share {G} key heads evenly; the second must divide the first")
+    if mask is not None:
+        if mask.requires_grad:
+            raise UserError("mask requires grad, and attend treats it as a constant; pass mask.detach()")
+        if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+            raise UserError(f"mask must be boolean (True = may attend) or floating point (added to the scores), got {mask.dtype}")
+        if mask.ndim < 2 or mask.shape[-1] not in (1, n_keys) or mask.shape[-2] not in (1, n):
+            raise UserError(f"mask must broadcast to [..., {H}, {n}, {n_keys}], got {tuple(mask.shape)}")
+    if padding is not None and (padding.dtype != torch.bool or padding.shape[-1] != n_keys):
+        raise UserError(f"padding must be boolean [..., {n_keys}], True for real tokens, got {padding.dtype} {tuple(padding.shape)}")
+    if sinks is not None and (sinks.shape != (H,) or sinks.requires_grad):
+        raise UserError(f"sinks must be a detached tensor of shape [{H}], a logit per head, got {tuple(sinks.shape)}")
+    if softcap is not None and not softcap > 0:
+        raise UserError(f"softcap must be positive, got {softcap!r}")
+    if window is not None and window < 1:
+        raise UserError(f"window must be at least 1 (a token sees itself), got {window!r}")

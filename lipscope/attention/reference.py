@@ -1,0 +1,163 @@
+"""Dense attention and its derivatives in closed form: the truth the other backends are held to.
+
+Layout: q [..., H, n, k], k [..., G, n', k], v [..., G, n', m], already scaled so that the score is T = q k'. The H/G query
+heads of a group are laid one after the other as rows, so that grouped keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.pattern import Pattern
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """P = softmax(S) [..., G, rows, n'], and the first two derivatives of S in T where a softcap makes them matter."""
+
+    P: Tensor
+    slope: Tensor | None = None
+    bend: Tensor | None = None
+
+    def dS(self, dT: Tensor) -> Tensor:
+        return dT if self.slope is None else self.slope * dT
+
+
+def rows(x: Tensor, groups: int) -> Tensor:
+    """[..., H, n, k] -> [..., G, (H/G) n, k]."""
+    return x if x.shape[-3] == groups else x.unflatten(-3, (groups, -1)).flatten(-3, -2)
+
+
+def heads(x: Tensor, n_heads: int) -> Tensor:
+    """[..., G, (H/G) n, k] -> [..., H, n, k], the inverse of `rows`."""
+    groups = x.shape[-3]
+    return x if groups == n_heads else x.unflatten(-2, (n_heads // groups, -1)).flatten(-4, -3)
+
+
+def _spread(x: Tensor, groups: int, n_heads: int, n: int) -> Tensor:
+    """A mask [..., H | 1, n | 1, n'] in the layout of the scores."""
+    if groups == n_heads:
+        return x
+    return rows(x.expand(*x.shape[:-3], n_heads, n, x.shape[-1]), groups)
+
+
+def scores(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | None]:
+    """Scores [..., G, rows, n'] before any mask, and tanh(T / softcap) where there is a softcap."""
+    T = rows(q, k.shape[-3]) @ k.mT
+    if pattern.softcap is None:
+        return T, None
+    t = torch.tanh(T / pattern.softcap)
+    return pattern.softcap * t, t
+
+
+def hidden(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor | None:
+    """Where a key is not visible, in the layout of the scores; None where all are."""
+    seen = pattern.visible(q.shape[-2], k.shape[-2], q.device)
+    return None if seen is None else ~_spread(seen, k.shape[-3], q.shape[-3], q.shape[-2])
+
+
+def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | None]:
+    """S [..., G, rows, n'] with -inf where masked, and tanh(T / softcap)."""
+    S, t = scores(q, k, pattern)
+    if pattern.bias is not None:
+        S = S + _spread(pattern.bias, k.shape[-3], q.shape[-3], q.shape[-2])
+    dark = hidden(q, k, pattern)
+    return (S if dark is None else S.masked_fill(dark, -torch.inf)), t
+
+
+def largest_score(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor:
+    """max |score| over the visible pairs of each member [...]; rounding grows with it, and it shows overflow."""
+    S, _ = scores(q, k, pattern)
+    dark = hidden(q, k, pattern)
+    S = S if dark is None else S.masked_fill(dark, 0.0)
+    return S.abs().amax(dim=(-3, -2, -1))
+
+
+def _sinks(pattern: Pattern, groups: int, n: int) -> Tensor:
+    """The sinks as a column [G, rows, 1]."""
+    assert pattern.sinks is not None
+    return rows(pattern.sinks[:, None, None].expand(-1, n, 1), groups)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """o = P v [..., H, n, m] and the log-sum-exp of each row [..., H, n]; +inf for a fully masked row, whose P is 0."""
+    S, _ = logits(q, k, pattern)
+    lse = torch.logsumexp(S, dim=-1, keepdim=True)
+    if pattern.sinks is not None:
+        lse = torch.logaddexp(lse, _sinks(pattern, k.shape[-3], q.shape[-2]).to(lse))
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    o = torch.exp(S - lse) @ v
+    return heads(o, q.shape[-3]), heads(lse, q.shape[-3])[..., 0]
+
+
+def weights(q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern) -> Weights:
+    """P = exp(S - lse), once more from the saved log-sum-exp."""
+    S, t = logits(q, k, pattern)
+    P = torch.exp(S - rows(lse[..., None], k.shape[-3]))
+    if t is None or pattern.softcap is None:
+        return Weights(P)
+    slope = 1 - t.square()
+    return Weights(P, slope, -2 * t * slope / pattern.softcap)
+
+
+def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, o: Tensor, tangent: Triple) -> Tensor:
+    """dT = dq k' + q dk';  dP = P (dS - r), r = rowsum(P dS);  do = dP v + P dv."""
+    groups, (dq, dk, dv) = k.shape[-3], tangent
+    PdS = W.P * W.dS(_mixed(rows(dq, groups), rows(q, groups), k, dk))
+    r = PdS.sum(-1, keepdim=True)
+    return heads(PdS @ v + W.P @ dv - r * rows(o, groups), q.shape[-3])
+
+
+def vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, o: Tensor, g: Tensor) -> Triple:
+    """gP = g v';  gT = slope P (gP - <g, o>);  gq = gT k, gk = gT' q, gv = P' g."""
+    groups = k.shape[-3]
+    g = rows(g, groups)
+    gT = W.dS(W.P * (g @ v.mT - (g * rows(o, groups)).sum(-1, keepdim=True)))
+    return heads(gT @ k, q.shape[-3]), gT.mT @ rows(q, groups), W.P.mT @ g
+
+
+def _mixed(dq: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
+    """dq k' + q dk' as one product."""
+    return torch.cat([dq, q], dim=-1) @ torch.cat([k, dk], dim=-1).mT
+
+
+def second_vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, o: Tensor, tangent: Triple, g: Tensor) -> Triple:
+    """Gradient in q, k, v of the bilinear form <g, do> = sum_i Cov_i(dS, w) + E_i[y], w = g v', y = g dv'."""
+    groups, (dq, dk, dv) = k.shape[-3], tangent
+    do = rows(jvp(W, q, k, v, o, tangent), groups)
+    q_, dq_, g, o = rows(q, groups), rows(dq, groups), rows(g, groups), rows(o, groups)
+    dT = _mixed(dq_, q_, k, dk)
+    dS = W.dS(dT)
+    s = dS - (W.P * dS).sum(-1, keepdim=True)
+    w = g @ v.mT - (g * o).sum(-1, keepdim=True)
+    on_dS = W.P * w
+    on_T = W.dS(W.P * (s * w + g @ dv.mT - (g * do).sum(-1, keepdim=True)))
+    if W.bend is not None:
+        on_T = on_T + W.bend * dT * on_dS
+    on_dT = W.dS(on_dS)
+    return (
+        heads(on_T @ k + on_dT @ dk, q.shape[-3]),
+        on_T.mT @ q_ + on_dT.mT @ dq_,
+        (W.P * s).mT @ g,
+    )
+
+
+def second_jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, first: Triple, other: Triple) -> Tensor:
+    """D^2 o [first, other]; with s, t the scores' derivatives and c their mixed one, d2P = P ((s - Es)(t - Et) - Cov(s, t) + c - Ec)."""
+    groups, (dq, dk, dv), (eq, ek, ev) = k.shape[-3], first, other
+    q_, dq, eq = rows(q, groups), rows(dq, groups), rows(eq, groups)
+    dT, eT = _mixed(dq, q_, k, dk), _mixed(eq, q_, k, ek)
+    s, t, c = W.dS(dT), W.dS(eT), W.dS(_mixed(dq, eq, ek, dk))
+    if W.bend is not None:
+        c = c + W.bend * dT * eT
+    # A sink has score derivative 0: it joins the means through the row sum of P being below one, and nothing else.
+    mean_s, mean_t = (W.P * s).sum(-1, keepdim=True), (W.P * t).sum(-1, keepdim=True)
+    covariance = (W.P * s * t).sum(-1, keepdim=True) - mean_s * mean_t
+    d2P = W.P * ((s - mean_s) * (t - mean_t) - covariance + c - (W.P * c).sum(-1, keepdim=True))
+    do = d2P @ v + (W.P * (s - mean_s)) @ ev + (W.P * (t - mean_t)) @ dv
+    return heads(do, q.shape[-3])

@@ -1,0 +1,1 @@
+"""Linear operators, derivatives and one solver for the largest singular value."""

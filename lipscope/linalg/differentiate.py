@@ -1,0 +1,110 @@
+"""The Jacobian of a map at an input, as a linear operator: closed form where the map has one, autograd otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lipscope._types import UserError
+from lipscope.linalg.operator import LinearOperator
+
+Map = Callable[[Tensor], Tensor]
+
+
+def jacobian(f: Map, X: Tensor) -> LinearOperator:
+    """D_X f. X is [n, d], or [B, n, d] for a map that treats the B members apart: then a batch of Jacobians.
+
+    `f.linearize(X)` is used where f has it; any other f is differentiated once by autograd, and each product costs one
+    backward pass through the kept graph.
+    """
+    check_input(X)
+    check_map(f)
+    linearize = getattr(f, "linearize", None)
+    return linearize(X) if linearize is not None else _autograd_jacobian(f, X)
+
+
+def check_input(X: Tensor) -> None:
+    """Refuse what no derivative can be taken at, naming the first bad entry."""
+    if not isinstance(X, Tensor):
+        raise UserError(f"X must be a torch.Tensor of shape [n, d] or [B, n, d], got {type(X).__name__}")
+    if X.ndim not in (2, 3):
+        raise UserError(f"X must have shape [n, d] or [B, n, d], got {tuple(X.shape)}")
+    if X.numel() == 0:
+        raise UserError(f"X is empty, shape {tuple(X.shape)}: a sequence needs at least one token")
+    check_tensor("X", X)
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """Floating point and finite."""
+    if not x.dtype.is_floating_point:
+        raise UserError(f"{name} must be a floating-point tensor, got {x.dtype}; convert it with .float() or .double()")
+    if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise UserError(f"{name} has dtype {x.dtype}, too coarse to differentiate; convert it to float32 or float64")
+    bad = ~x.isfinite()
+    if bad.any():
+        index = tuple(torch.nonzero(bad)[0].tolist())
+        raise UserError(f"{name} holds {x[index].item()} at index {list(index)} (shape {tuple(x.shape)}); it must be finite")
+
+
+def check_map(f: Map) -> None:
+    """Refuse a module whose forward pass is random."""
+    if not callable(f):
+        raise UserError(f"f must be a map from tensors to tensors, got {type(f).__name__}")
+    if isinstance(f, torch.nn.Module):
+        for name, module in f.named_modules():
+            rate = getattr(module, "p", None) if isinstance(module, torch.nn.modules.dropout._DropoutNd) else None
+            rate = getattr(module, "dropout", None) if rate is None else rate
+            if module.training and isinstance(rate, float) and rate > 0:
+                raise UserError(f"module {name or type(f).__name__!r} drops out at rate {rate} in training mode; call .eval() first")
+
+
+def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
+    """J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in u."""
+    x = X.detach().clone().requires_grad_(True)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        y = f(x)
+        _check_output(f, y, X)
+        u = torch.zeros_like(y, requires_grad=True)
+        pulled = None
+        if y.requires_grad:
+            (pulled,) = torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)
+
+    def mv(E: Tensor) -> Tensor:
+        if pulled is None or not pulled.requires_grad:
+            return torch.zeros_like(y)
+        (forward,) = torch.autograd.grad(pulled, u, E, retain_graph=True, materialize_grads=True)
+        return forward
+
+    def rmv(U: Tensor) -> Tensor:
+        if not y.requires_grad:
+            return torch.zeros_like(x)
+        (backward,) = torch.autograd.grad(y, x, U, retain_graph=True, materialize_grads=True)
+        return backward
+
+    batch = X.shape[0] if X.ndim == 3 else None
+    inner = 0 if batch is None else 1
+    return LinearOperator(
+        mv=mv,
+        rmv=rmv,
+        in_shape=tuple(X.shape[inner:]),
+        out_shape=tuple(y.shape[inner:]),
+        batch=batch,
+        dtype=X.dtype,
+        device=X.device,
+        take=None if batch is None else lambda members: _autograd_jacobian(f, X[members]),
+    )
+
+
+def _check_output(f: Map, y: Tensor, X: Tensor) -> None:
+    if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
+        got = y.dtype if isinstance(y, Tensor) else type(y).__name__
+        raise UserError(f"f must return a floating-point tensor, got {got}; wrap it to return the tensor alone")
+    if X.ndim == 3 and (y.ndim < 2 or y.shape[0] != X.shape[0]):
+        raise UserError(f"f maps a batch of shape {tuple(X.shape)} to {tuple(y.shape)}: the leading dimension must stay {X.shape[0]}")
+    with torch.no_grad():
+        again = f(X)
+    if not torch.equal(y.detach().nan_to_num(), again.nan_to_num()):
+        raise UserError("f is random: two evaluations at the same X differ; call .eval() on its modules, or fix its randomness")

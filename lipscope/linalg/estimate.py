@@ -1,0 +1,59 @@
+"""A number with its certificate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from lipscope._types import Status
+
+N = TypeVar("N", float, Tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate(Generic[N]):
+    """The largest singular value of an operator, and how well it is known.
+
+    value:      ||J right|| / ||right||, evaluated.
+    lower:      value less the stated rounding: a true lower bound.
+    upper:      an upper bound that holds with probability `confidence` over the random start (jointly for a batch);
+                infinity with confidence 0 where no such bound is available: `note` says why.
+    residual:   ||J' left - value right|| / value, evaluated.
+    left, right: unit singular vectors in the operator's own shapes.
+
+    A single operator gives floats and one Status; a batch gives float64 vectors of length B and a tuple of Status.
+    """
+
+    value: N
+    lower: N
+    upper: N
+    residual: N
+    steps: N
+    status: Status | tuple[Status, ...]
+    left: Tensor
+    right: Tensor
+    confidence: float
+    note: str
+
+    def __len__(self) -> int:
+        return len(self.status) if isinstance(self.status, tuple) else 1
+
+    def __getitem__(self, i: int) -> Estimate[float]:
+        """Member i of a batch."""
+        if not isinstance(self.status, tuple):
+            raise TypeError("this Estimate is of a single operator; there is nothing to index")
+        numbers = (self.value, self.lower, self.upper, self.residual, self.steps)
+        value, lower, upper, residual, steps = (x[i].item() for x in numbers)  # type: ignore[index]
+        return Estimate(
+            value, lower, upper, residual, int(steps), self.status[i], self.left[i], self.right[i], self.confidence, self.note
+        )
+
+    def __repr__(self) -> str:
+        if isinstance(self.status, tuple):
+            return f"Estimate(batch of {len(self)}, value={self.value})"
+        return (
+            f"Estimate({self.value:.10g}, in [{self.lower:.10g}, {self.upper:.10g}] at confidence {self.confidence:.10g}, "
+            f"residual {self.residual:.1e}, {self.steps} steps, {self.status.name.lower()})"
+        )

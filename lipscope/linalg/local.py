@@ -1,0 +1,85 @@
+"""The local Lipschitz constant of a map at an input: its Jacobian and the norm of it, in one call."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.linalg.differentiate import Map, check_input, jacobian
+from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.spectral import Solver, spectral_norm
+
+
+def local_lipschitz(
+    f: Map,
+    X: Tensor,
+    tol: float = 1e-6,
+    *,
+    precision: str = "native",
+    gap: float | None = None,
+    solver: Solver | None = None,
+) -> Estimate:
+    """||D_X f||_2 at X [n, d], or at each member of X [B, n, d], solved together.
+
+    precision: "native" works in the dtype of X; "exact" recomputes in float64, which alone gives an upper bound.
+    """
+    check_input(X)
+    if precision not in ("native", "exact"):
+        raise UserError(f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}")
+    if precision == "exact":
+        f, X = in_float64(f), X.double()
+    return spectral_norm(jacobian(f, X), tol, gap=gap, solver=solver)
+
+
+def in_float64(f: Map) -> Map:
+    """The same map with its weights in float64; the caller's map is left alone."""
+    if isinstance(f, torch.nn.Module):
+        return copy.deepcopy(f).double()
+    convert = getattr(f, "double", None)
+    if convert is None:
+        raise UserError(
+            "precision='exact' needs a torch.nn.Module or a SelfAttention; for any other f convert its tensors and X to float64"
+        )
+    return convert()
+
+
+def singular_triplets(J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None) -> list[Estimate]:
+    """The k largest singular triplets, each an Estimate, repeated values included.
+
+    Found one after the other on J less what has been found: a single Krylov space shows each distinct value only once,
+    and saturated attention repeats its largest.
+    """
+    if not 1 <= k <= min(J.in_size, J.out_size):
+        raise UserError(f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}")
+    found: list[Estimate] = []
+    for _ in range(k):
+        found.append(spectral_norm(_deflated(J, found), tol, solver=solver))
+    return found
+
+
+def _deflated(J: LinearOperator, found: list[Estimate]) -> LinearOperator:
+    """(I - U U') J (I - V V') for the vectors found so far."""
+    if not found:
+        return J
+
+    def without(x: Tensor, vectors: list[Tensor]) -> Tensor:
+        for v in vectors:
+            inner = tuple(range(len(J.leading), x.ndim))
+            x = x - (x * v).sum(dim=inner, keepdim=True) * v
+        return x
+
+    left, right = [e.left for e in found], [e.right for e in found]
+    return LinearOperator(
+        mv=lambda E: without(J.mv(without(E, right)), left),
+        rmv=lambda U: without(J.rmv(without(U, left)), right),
+        in_shape=J.in_shape,
+        out_shape=J.out_shape,
+        batch=J.batch,
+        dtype=J.dtype,
+        device=J.device,
+        condition=J.condition,
+    )

@@ -1,0 +1,214 @@
+"""The largest singular value of an operator, with a two-sided certificate."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Status, UserError
+from lipscope.linalg.certificate import polynomial_bound, smallest_overlap
+from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.golub_kahan import GolubKahan
+from lipscope.linalg.operator import LinearOperator
+
+NOT_FLOAT64 = "no upper bound: it needs float64 products; use precision='exact' or float64 inputs"
+NOT_RANDOM = "no upper bound: the start vector was given, not drawn at random"
+NO_BOUND = "no upper bound: too few steps for the failure probability asked for; set gap to go on"
+CERTIFIED = "the upper bound holds unless the random start was unlucky, provided the input was not chosen with knowledge of the seed"
+
+
+@dataclass(frozen=True)
+class Solver:
+    """What the solver may spend, and the failure probability of its upper bound (shared out over a batch)."""
+
+    max_steps: int = 500
+    memory: int = 2 << 30
+    failure: float = 1e-9
+    seed: int | None = None
+
+
+def spectral_norm(
+    J: LinearOperator,
+    tol: float = 1e-6,
+    *,
+    gap: float | None = None,
+    start: Tensor | None = None,
+    solver: Solver | None = None,
+) -> Estimate:
+    """||J||_2 of an operator, or of each member of a batch, by Golub-Kahan bidiagonalisation.
+
+    tol:   stop when ||J' left - value right|| <= tol value; the error of a well separated sigma is its square.
+    gap:   go on until upper / lower <= gap (float64 only).
+    start: a first guess of the right singular vector, in J's own input shape; it costs the upper bound its certificate.
+    """
+    solver = solver or Solver()
+    _check_options(J, tol, gap, start, solver)
+    if J.compressed is not None and start is None:
+        small = spectral_norm(J.compressed.core, tol, gap=gap, solver=solver)
+        return replace(small, right=J.compressed.lift(small.right))
+    members = J.batch or 1
+    v = _random_start(J, members, solver.seed) if start is None else start.reshape(members, -1).to(J.dtype)
+    run = _Run(J, tol, gap, solver, certify=start is None and J.dtype == torch.float64)
+    run.solve(v)
+    note = CERTIFIED if start is None else NOT_RANDOM
+    estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
+    return estimate if J.batch is not None else estimate[0]
+
+
+class _Run:
+    """One solve: which members are still open, and what the finished ones left behind."""
+
+    def __init__(self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, certify: bool):
+        self.J, self.tol, self.gap, self.solver, self.certify = J, tol, gap, solver, certify
+        B = J.batch or 1
+        self.resolution = J.resolution.reshape(B).clone()
+        self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), min=tol)
+        self.right = torch.zeros(B, J.in_size, dtype=J.dtype, device=J.device)
+        self.left = torch.zeros(B, J.out_size, dtype=J.dtype, device=J.device)
+        self.theta, self.scale = torch.full((2, B), torch.nan, dtype=torch.float64)
+        self.steps = torch.zeros(B, dtype=torch.float64)
+        self.a = torch.full((B, solver.max_steps), torch.nan, dtype=torch.float64)
+        self.b, self.drift = self.a.clone(), torch.zeros(B, dtype=torch.float64)
+        self.status: list[Status] = [Status.MAX_STEPS] * B
+
+    def solve(self, start: Tensor) -> None:
+        J = self.J
+        vectors = start.shape[0] * (J.in_size + J.out_size) * start.element_size()
+        basis = GolubKahan(J, start, capacity=self.solver.memory // vectors)
+        exhausted = min(J.in_size, J.out_size + 1)
+        index = torch.arange(start.shape[0])
+        open_ = torch.ones(len(index), dtype=torch.bool)
+        for step in range(1, self.solver.max_steps + 1):
+            basis.step()
+            last = step == self.solver.max_steps or step >= exhausted
+            if not last and not _worth_checking(step, basis):
+                continue
+            theta, p, q = basis.ritz()
+            theta = torch.where(self.resolution[index].isfinite(), theta, torch.nan)
+            residual = basis.b * p[:, -1].abs() / theta
+            broken = (basis.b == 0) | theta.isnan() | (theta == 0)
+            done = broken | (residual <= self.target[index])
+            if self.gap is not None and self.certify and not basis.restarted:
+                done &= broken | self._gap_reached(basis, theta, index)
+            if last:
+                done = torch.ones_like(done)
+            for i in torch.nonzero(done & open_)[:, 0].tolist():
+                self._close(int(index[i]), i, step, basis, (theta, p, q, residual))
+            open_ &= ~done
+            if not open_.any():
+                return
+            if J.take is not None and open_.sum() <= len(open_) // 2:
+                remaining = torch.nonzero(open_)[:, 0]
+                basis.keep(remaining)
+                index, open_ = index[remaining], open_[remaining]
+
+    def _close(self, member: int, i: int, step: int, basis: GolubKahan, ritz: tuple[Tensor, ...]) -> None:
+        """Take member i of the basis as finished."""
+        theta, p, q, residual = (x[i] for x in ritz)
+        self.theta[member], self.scale[member], self.steps[member] = theta, basis.scale[i], step
+        self.drift[member] = basis.drift[i]
+        if theta.isnan():
+            overflow = not self.resolution[member].isfinite()
+            self.status[member] = Status.OVERFLOW if overflow else Status.NON_FINITE
+            return
+        self.right[member] = q.to(basis.V) @ basis.V[i, : basis.k]
+        self.left[member] = p.to(basis.U) @ basis.U[i, : basis.k]
+        if basis.b[i] == 0 or theta == 0:
+            self.status[member] = Status.BREAKDOWN
+        elif residual <= self.target[member]:
+            self.status[member] = Status.CONVERGED if residual <= self.tol else Status.RESOLUTION
+        for j, (a, b) in enumerate(basis.coefficients):
+            self.a[member, j], self.b[member, j] = a[i], b[i]
+
+    def _gap_reached(self, basis: GolubKahan, theta: Tensor, index: Tensor) -> Tensor:
+        assert self.gap is not None
+        a, b = (torch.stack(x, dim=1) for x in zip(*basis.coefficients, strict=True))
+        rounding = 4 * torch.finfo(torch.float64).eps + basis.drift / theta
+        upper = polynomial_bound(a, b, self._overlap(), rounding) * (1 + self.resolution[index])
+        return upper <= self.gap * theta * (1 - self.resolution[index])
+
+    def _overlap(self) -> float:
+        return smallest_overlap(self.J.in_size, self.solver.failure / len(self.status))
+
+    def evaluate(self, note: str) -> Estimate:
+        """The Ritz triplets put to the test with one more product each way."""
+        J, B = self.J, len(self.status)
+        shape = J.leading
+        finite = ~self.theta.isnan()
+        scale = torch.where(finite, self.scale, 1.0)
+        rescale = scale.to(self.right)[:, None]
+        w = J.mv(self.right.reshape(*shape, *J.in_shape)).reshape(B, -1) * rescale
+        # What the recurrence says J v is, against what it is: the rounding of a product, measured.
+        noise = (w - self.theta.to(w)[:, None] * self.left).norm(dim=1).double().cpu() / self.theta
+        sigma = w.norm(dim=1).double().cpu() / self.right.norm(dim=1).double().cpu().clamp_min(0.5)
+        left = torch.where(sigma.to(w)[:, None] > 0, w / sigma.to(w)[:, None], self.left)
+        z = J.rmv(left.reshape(*shape, *J.out_shape)).reshape(B, -1) * rescale
+        residual = (z - sigma.to(z)[:, None] * self.right).norm(dim=1).double().cpu() / sigma
+        residual = torch.where(sigma == 0, 0.0, residual)
+        value = sigma / scale
+        value = torch.where(finite, value, torch.nan)
+        resolution = self.resolution.nan_to_num(nan=torch.inf)
+        lower = torch.where(finite, value * (1 - resolution), 0.0)
+        upper = torch.full_like(value, torch.inf)
+        if self.certify:
+            upper = self._upper(noise, sigma, resolution) / scale
+        upper = torch.where(finite & (sigma == 0), 0.0, torch.where(finite, upper, torch.inf))
+        certified = self.certify and bool(upper.isfinite().all())
+        return Estimate(
+            value=value,
+            lower=torch.clamp(lower, min=0.0),
+            upper=torch.maximum(upper, value.nan_to_num(nan=torch.inf)),
+            residual=residual,
+            steps=self.steps,
+            status=tuple(self.status),
+            left=left.reshape(B, *J.out_shape),
+            right=self.right.reshape(B, *J.in_shape),
+            confidence=1 - self.solver.failure if certified else 0.0,
+            note=note if certified or not self.certify else NO_BOUND,
+        )
+
+    def _upper(self, noise: Tensor, sigma: Tensor, resolution: Tensor) -> Tensor:
+        """The polynomial bound with the rounding seen in the recurrence and in the evaluation, then that of J itself."""
+        eps = torch.finfo(torch.float64).eps
+        rounding = 4 * torch.clamp(noise, min=eps) + self.drift / self.theta
+        usable = rounding.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
+        width = int((~self.a.isnan()).sum(dim=1).max())
+        upper = torch.full_like(sigma, torch.inf)
+        if width and usable.any():
+            upper[usable] = polynomial_bound(
+                self.a[usable, :width], self.b[usable, :width], self._overlap(), rounding[usable]
+            )
+        return upper * (1 + resolution)
+
+
+def _worth_checking(step: int, basis: GolubKahan) -> bool:
+    """The small SVD costs as much as a product on tiny problems: look at every second step only."""
+    return step % 2 == 0 or bool((basis.b == 0).any()) or not bool(basis.b.isfinite().all())
+
+
+def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
+    """Uniform directions, drawn on the CPU so that a seed means the same everywhere."""
+    generator = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+    v = torch.randn(members, J.in_size, generator=generator, dtype=torch.float64)
+    return v.to(dtype=J.dtype, device=J.device)
+
+
+def _check_options(J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver) -> None:
+    if not (math.isfinite(tol) and tol > 0):
+        raise UserError(f"tol must be a positive number (the relative residual to reach), got {tol!r}")
+    if gap is not None and not gap > 1:
+        raise UserError(f"gap must be above 1 (upper / lower to reach, e.g. 1.01), got {gap!r}")
+    if gap is not None and J.dtype != torch.float64:
+        raise UserError(f"gap needs an upper bound, and that needs float64; the operator is {J.dtype}: use precision='exact'")
+    if not 0 < solver.failure < 1:
+        raise UserError(f"failure must be a probability between 0 and 1, got {solver.failure!r}")
+    if solver.max_steps < 1:
+        raise UserError(f"max_steps must be at least 1, got {solver.max_steps!r}")
+    if start is not None and start.numel() != (J.batch or 1) * J.in_size:
+        raise UserError(f"start must have shape {J.leading + J.in_shape}, got {tuple(start.shape)}")
+    if start is not None and not (start.isfinite().all() and start.reshape(J.batch or 1, -1).norm(dim=1).all()):
+        raise UserError("start must be finite and not zero")
