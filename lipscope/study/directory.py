@@ -20,6 +20,7 @@ SCHEMA_VERSION = 1
 
 _REMEDY = {
     "weights": "another model, or other weights",
+    "config": "a model with another configuration",
     "revision": "another revision of the model",
     "tokenizer": "another tokenizer",
     "text": "another text",

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from lipscope._types import UserError
+from lipscope.study.growth import METHOD
 from lipscope.study.printable import for_spreadsheet
 from lipscope.study.records import COLUMNS
 from lipscope.study.study import Study
+
+
+class Writable(Protocol):
+    """An open text file."""
+
+    def write(self, text: str, /) -> object: ...
+
 
 TOKEN_COLUMNS = ("scope", "layer", "head", "n", "sample", "position", "token", "right", "left")
 
@@ -20,7 +31,7 @@ def records(study: Study, tokens: bool = False) -> tuple[tuple[str, ...], Iterab
     return (TOKEN_COLUMNS, study.token_records()) if tokens else (COLUMNS, study.rows)
 
 
-def write_csv(study: Study, file: TextIO, tokens: bool = False) -> None:
+def write_csv(study: Study, file: Writable, tokens: bool = False) -> None:
     """CSV in a fixed order; every float is written so that it reads back as itself."""
     columns, found = records(study, tokens)
     writer = csv.writer(file, lineterminator="\n")
@@ -50,6 +61,55 @@ def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
         for name, values in zip(columns, kept, strict=True)
     ]
     pq.write_table(pa.Table.from_arrays(arrays, names=list(columns)), path)
+
+
+def write_file(study: Study, path: Path, kind: str, tokens: bool = False) -> None:
+    """A file that is there in full, or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        if kind == "parquet":
+            write_parquet(study, part, tokens)
+        else:
+            with part.open("w", encoding="utf-8", newline="") as file:
+                write_csv(study, file, tokens)
+        part.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
+def as_dict(study: Study) -> dict[str, Any]:
+    """The study for machines; what is not a number, or not finite, is null."""
+    return _finite(
+        {
+            "identity": asdict(study.info.identity),
+            "about": asdict(study.info.about),
+            "growth_method": METHOD,
+            "growth": [asdict(law) for at in study.maps if (law := study.law(*at)) is not None],
+            "radius": [
+                {"scope": scope, "layer": layer, "R": study.radius(scope, layer)}
+                for scope, layer in study.maps
+            ],
+            "most_sensitive": _most_sensitive(study) if study.sigma else None,
+            "failed": len(study.failed),
+            "rows": [row._asdict() for row in study.rows],
+        }
+    )
+
+
+def _most_sensitive(study: Study) -> dict[str, Any]:
+    row = study.peak()
+    return {**row._asdict(), "tokens": [token._asdict() for token in study.tokens_of(row)]}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _quoted(found: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:

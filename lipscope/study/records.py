@@ -135,6 +135,7 @@ class Identity:
     """Everything, beside a row's own columns, that decides its number. One study has one."""
 
     weights: str
+    config: str
     revision: str
     tokenizer: str
     text: str

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache, cached_property
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope._types import UserError
@@ -82,6 +83,18 @@ class Study:
     def largest(self, scope: str, layer: int | None) -> list[Row]:
         """One row per length and sample: the map itself, or its head with the largest sigma."""
         return [row for _, row in sorted(self._largest.get((scope, layer), {}).items())]
+
+    def law(self, scope: str, layer: int | None) -> Growth | None:
+        """sigma ~ C n^alpha at one layer and scope; None where there are too few lengths for a fit."""
+        try:
+            return fit(scope, layer, [(row.n, row.value) for row in self.largest(scope, layer)])
+        except UserError:
+            return None
+
+    def radius(self, scope: str, layer: int | None) -> dict[int, float]:
+        """R(n): per length, the median over samples of the largest norm of a token at the map's input."""
+        rows = self.largest(scope, layer)
+        return {n: median(row.radius for row in rows if row.n == n) for n in sorted({row.n for row in rows})}
 
     def growth(self) -> list[Growth]:
         """sigma ~ C n^alpha for every layer and scope; the method is in `lipscope.study.growth.METHOD`."""

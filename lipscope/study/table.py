@@ -9,10 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lipscope._types import UserError
-from lipscope.study.growth import MIN_LENGTHS, fit
+from lipscope.study.growth import MIN_LENGTHS, Growth
 from lipscope.study.printable import for_terminal
-from lipscope.study.records import Row
 from lipscope.study.study import Study, Token
 
 TOP_TOKENS = 3
@@ -47,41 +45,35 @@ def _table(study: Study) -> Table:
     for scope, layer in study.maps:
         rows = study.largest(scope, layer)
         name = "" if layer == before else "all" if layer is None else str(layer)
-        table.add_row(
-            name, scope, _spread([row for row in rows if row.n == longest]), *_exponent(rows), _radii(rows)
-        )
+        sigma = _spread([row.value for row in rows if row.n == longest])
+        growth = _exponent(study.law(scope, layer))
+        table.add_row(name, scope, sigma, *growth, _ends(study.radius(scope, layer)))
         before = layer
     return table
 
 
-def _spread(rows: list[Row]) -> str:
-    values = [row.value for row in rows]
+def _spread(values: list[float]) -> str:
     return f"{median(values):.3g} [{min(values):.3g}, {max(values):.3g}]" if values else "-"
 
 
-def _exponent(rows: list[Row]) -> tuple[str, str]:
-    try:
-        law = fit(rows[0].scope, rows[0].layer, [(row.n, row.value) for row in rows])
-    except UserError:
-        return "-", ""
-    return f"{law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]", f"{law.rms:.2f}"
-
-
-def _radii(rows: list[Row]) -> str:
-    """The median radius at the shortest and at the longest length."""
-    lengths = sorted({row.n for row in rows})
-    ends = (
-        median(row.radius for row in rows if row.n == n) for n in dict.fromkeys((lengths[0], lengths[-1]))
+def _exponent(law: Growth | None) -> tuple[str, str]:
+    return (
+        ("-", "") if law is None else (f"{law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]", f"{law.rms:.2f}")
     )
-    return " → ".join(f"{radius:.3g}" for radius in ends)
+
+
+def _ends(radius: dict[int, float]) -> str:
+    """R at the shortest and at the longest length."""
+    ends = dict.fromkeys((min(radius), max(radius)))
+    return " → ".join(f"{radius[n]:.3g}" for n in ends)
 
 
 def _legend(study: Study) -> str:
     lengths = sorted({row.n for row in study.sigma})
-    heads = "; heads: the largest of each layer" if any(row.scope == "heads" for row in study.sigma) else ""
+    heads = "; heads: the largest" if any(row.scope == "heads" for row in study.sigma) else ""
     ends = f"n = {lengths[0]} → {lengths[-1]}" if len(lengths) > 1 else f"n = {lengths[0]}"
     growth = (
-        "α: least squares in log-log over all samples [95 %]; rms: what it leaves over, in log σ."
+        "α: least squares in log-log, all samples [95 %]; rms: what is left, in log σ."
         if len(lengths) >= MIN_LENGTHS
         else f"α: a fit needs at least {MIN_LENGTHS} lengths."
     )

@@ -13,6 +13,7 @@ from lipscope.study.records import About, Identity, Job, Outcome, Row, Sensitivi
 
 IDENTITY = Identity(
     weights="w" * 64,
+    config="c" * 64,
     revision="none",
     tokenizer="t" * 64,
     text="x" * 64,

@@ -1,0 +1,198 @@
+"""What the user gave to be measured, read and checked: text, token ids, embeddings or pixels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lipscope._types import UserError
+from lipscope.models.embedded import default_text
+from lipscope.study.sampling import DEFAULT_LENGTHS, Rows, Windows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lipscope.models.model import Model
+
+Text = Any
+"""str | Path | list[str] | token ids (a list, a list of lists, or a tensor)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How samples are taken from a text."""
+
+    lengths: Sequence[int] | None
+    samples: int
+    seed: int
+    special_tokens: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The inputs of a study, with a name for people and the number of tokens they were taken from."""
+
+    inputs: Windows | Rows
+    name: str
+    tokens: int
+
+
+def read(model: Model, text: Text, inputs: Tensor | None, choice: Choice) -> Reading:
+    """The inputs that `text` or `inputs` stand for."""
+    if inputs is not None:
+        if text is not None:
+            raise UserError("give a text or inputs, not both.")
+        return _read_tensor(model, inputs, choice)
+    if model.trunk.main_input_name == "pixel_values":
+        raise UserError(
+            f"{model.card.name} reads pixels, not text; measure it from Python, with inputs=pixel values."
+        )
+    if text is None:
+        return _read_text(model, [default_text()], "Python's help topics", choice)
+    if isinstance(text, Path):
+        return _read_text(model, [read_file(text)], text.name, choice)
+    if isinstance(text, str):
+        return _read_text(model, [text], "text", choice)
+    if isinstance(text, Sequence) and text and all(isinstance(part, str) for part in text):
+        return _read_text(model, list(text), f"{len(text)} texts", choice)
+    return _read_ids(model, text, choice)
+
+
+def read_file(path: Path) -> str:
+    """The text of a UTF-8 file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from error
+    except OSError as error:
+        raise UserError(f"cannot read the text {path}: {error.strerror}.") from error
+
+
+def _read_text(model: Model, parts: list[str], name: str, choice: Choice) -> Reading:
+    if not any(part.strip() for part in parts):
+        raise UserError(
+            f"the text is empty ({name}); give one with at least as many tokens as the shortest length."
+        )
+    ids = tuple(i for part in parts for i in model.encode(part))
+    return _windows(model, ids, name, _digest(*(part.encode() for part in parts)), choice)
+
+
+def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
+    import torch
+
+    rows = _id_rows(text)
+    vocabulary = getattr(model.trunk.config, "vocab_size", None)
+    for i in (i for row in rows for i in row):
+        if i < 0 or (vocabulary is not None and i >= vocabulary):
+            raise UserError(
+                f"token id {i} is not in the vocabulary of {model.card.name}, which has {vocabulary}."
+            )
+    digest = _digest(*(repr(row).encode() for row in rows))
+    name = f"token ids ({len(rows)} rows)"
+    if choice.lengths is not None:
+        return _windows(model, tuple(i for row in rows for i in row), name, digest, choice)
+    lengths = tuple(len(row) for row in rows)
+    _check_positions(model, lengths)
+    return Reading(Rows(tuple(torch.tensor(row) for row in rows), lengths, digest), name, sum(lengths))
+
+
+def _id_rows(text: Text) -> list[list[int]]:
+    """Token ids as rows, whether they came as one row or many, nested or in a tensor."""
+    import torch
+
+    nested = text.tolist() if isinstance(text, torch.Tensor) else text
+    if not isinstance(nested, Sequence) or isinstance(nested, str):
+        nested = [nested]
+    rows = [list(row) if isinstance(row, Sequence) and not isinstance(row, str) else row for row in nested]
+    if not any(isinstance(row, list) for row in rows):
+        rows = [rows]
+    if not all(isinstance(row, list) and row and all(type(i) is int for i in row) for row in rows):
+        raise UserError(
+            "text must be a string, a file (Path), a list of strings, or token ids in rows of at least one, "
+            f"got {type(text).__name__}: {str(text)[:60]}"
+        )
+    return rows
+
+
+def _windows(model: Model, ids: tuple[int, ...], name: str, digest: str, choice: Choice) -> Reading:
+    before, after = _frame(model) if choice.special_tokens else ((), ())
+    room = len(ids) + len(before) + len(after)
+    lengths = _lengths(model, room, len(before) + len(after), choice.lengths)
+    return Reading(Windows(ids, lengths, choice.samples, choice.seed, digest, before, after), name, len(ids))
+
+
+def _lengths(model: Model, room: int, frame: int, asked: Sequence[int] | None) -> tuple[int, ...]:
+    """The lengths asked for, or those of the default that the text and the model allow."""
+    limit = model.max_positions
+    if asked is None:
+        fitting = tuple(n for n in DEFAULT_LENGTHS if frame < n <= room and n <= (limit or n))
+        asked = fitting or DEFAULT_LENGTHS[:1]
+    lengths = tuple(sorted(set(asked)))
+    if not lengths or lengths[0] <= frame:
+        raise UserError(f"a length must be at least {frame + 1}, got {lengths[0] if lengths else 'none'}.")
+    _check_positions(model, lengths)
+    too_long = [n for n in lengths if n > room]
+    if too_long:
+        raise UserError(
+            f"the text has {room} tokens, too few for length {too_long[0]}; "
+            f"give a longer text, or lengths up to {room}."
+        )
+    return lengths
+
+
+def _check_positions(model: Model, lengths: Sequence[int]) -> None:
+    limit = model.max_positions
+    if limit is not None and max(lengths) > limit:
+        raise UserError(
+            f"length {max(lengths)} is above the {limit} positions of {model.card.name}; "
+            f"use lengths up to {limit}."
+        )
+
+
+def _frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens that the tokenizer puts before and after a text."""
+    bare, framed = tuple(model.encode("a")), tuple(model.encode("a", special_tokens=True))
+    starts = [i for i in range(len(framed) - len(bare) + 1) if framed[i : i + len(bare)] == bare]
+    if not starts:
+        raise UserError(
+            "the tokenizer does not put its special tokens around a text; leave special tokens out."
+        )
+    return framed[: starts[0]], framed[starts[0] + len(bare) :]
+
+
+def _read_tensor(model: Model, inputs: Tensor, choice: Choice) -> Reading:
+    import torch
+
+    if choice.lengths is not None:
+        raise UserError("inputs are measured whole; leave lengths out, or give a text.")
+    pixels = model.trunk.main_input_name == "pixel_values"
+    rank = 4 if pixels else 3
+    what = "pixel values [B, channels, height, width]" if pixels else "embeddings [B, n, d]"
+    if (
+        not isinstance(inputs, torch.Tensor)
+        or not inputs.is_floating_point()
+        or inputs.ndim not in (rank - 1, rank)
+    ):
+        shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+        raise UserError(f"inputs of this model are {what}, floating point, got {shape}.")
+    inputs = inputs.detach().cpu()
+    rows = tuple(inputs if inputs.ndim == rank else inputs[None])
+    if not rows or not inputs.isfinite().all():
+        raise UserError("inputs must be finite, and at least one of them.")
+    n = _tokens_of_pixels(model, rows[0]) if pixels else inputs.shape[-2]
+    digest = _digest(str(tuple(inputs.shape)).encode(), inputs.double().contiguous().numpy().tobytes())
+    return Reading(Rows(rows, (n,) * len(rows), digest), what.split(" [")[0], n * len(rows))
+
+
+def _tokens_of_pixels(model: Model, row: Tensor) -> int:
+    return model.survey(pixel_values=row[None]).site("block", 0).X.shape[-2]
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()

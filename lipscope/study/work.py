@@ -1,0 +1,83 @@
+"""The work behind a job: one forward pass per input, kept for all its layers, and one solve per site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lipscope._types import UserError
+from lipscope.models.model import Card, Model
+from lipscope.models.sites import Survey
+from lipscope.study.probe import sigma
+from lipscope.study.records import Input, Job, Outcome
+from lipscope.study.sampling import Rows, Windows
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass
+class SigmaWork:
+    """Measures the sites of a job."""
+
+    model: Model
+    inputs: Windows | Rows
+    tol: float
+    seed: int
+    _prepared: tuple[Input, Survey] | None = field(default=None, repr=False)
+
+    def __call__(self, job: Job) -> Outcome:
+        if self._prepared is None or self._prepared[0] != job.input:
+            self._prepared = None  # let go of the old one first
+            self._prepared = job.input, survey(self.model, self.inputs, job.n, job.samples)
+        rows, sensitivities = [], []
+        for scope in job.scopes:
+            site = self._prepared[1].site(scope, job.layer, job.heads)
+            found = sigma(site, job.n, job.samples, self.tol, self.seed)
+            rows += found[0]
+            sensitivities += found[1]
+        return Outcome(job, tuple(rows), tuple(sensitivities))
+
+
+def survey(model: Model, inputs: Windows | Rows, n: int, samples: Sequence[int]) -> Survey:
+    """One forward pass over some samples of one length."""
+    batch = inputs.batch(n, samples)
+    if not batch.is_floating_point():
+        return model.survey(batch)
+    if model.trunk.main_input_name == "pixel_values":
+        return model.survey(pixel_values=batch)
+    return model.survey(inputs_embeds=batch)
+
+
+@dataclass(frozen=True)
+class StartSigmaWork:
+    """Makes the same work again in a worker process."""
+
+    card: Card
+    inputs: Windows | Rows
+    tol: float
+    seed: int
+    threads: int
+
+    def __call__(self) -> SigmaWork:
+        import torch
+
+        from lipscope.models import embedded
+        from lipscope.models.loading import load
+
+        torch.set_num_threads(self.threads)
+        card = self.card
+        revision = None if card.name == embedded.NAME else card.revision
+        model = load(
+            card.name,
+            dtype=card.dtype,
+            device=card.device,
+            revision=revision,
+            random_init=card.random_init,
+        )
+        if model.card.weights != card.weights:
+            raise UserError(
+                f"the weights of {card.name} changed while they were being measured; start a new study."
+            )
+        return SigmaWork(model, self.inputs, self.tol, self.seed)

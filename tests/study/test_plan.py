@@ -1,0 +1,47 @@
+"""The jobs of a study: each row once, in groups that do not depend on what was already there."""
+
+from itertools import product
+
+from lipscope.study.plan import Request
+from lipscope.study.records import Job
+
+HEADS = {0: (0, 1, 2), 2: (0, 1)}
+ASKED = Request(tuple(product((8, 128, 512), range(5))), (0, 2), HEADS, ("heads", "attention", "model"))
+
+
+def owed(jobs: list[Job]) -> list:
+    return [target for job in jobs for target in job.targets()]
+
+
+def test_every_target_once():
+    targets = owed(ASKED.jobs(()))
+    assert len(targets) == len(set(targets)) == 3 * 5 * ((3 + 1) + (2 + 1) + 1)
+    assert ("model", None, None, 8, 4) in targets and ("heads", 2, 1, 128, 0) in targets
+
+
+def test_short_samples_come_first_and_are_grouped():
+    jobs = ASKED.jobs(())
+    assert [job.n for job in jobs] == sorted(job.n for job in jobs)
+    assert {job.samples for job in jobs if job.n == 8} == {(0, 1, 2, 3, 4)}
+    assert {job.samples for job in jobs if job.n == 128} == {(0, 1, 2, 3), (4,)}
+    assert {job.samples for job in jobs if job.n == 512} == {(i,) for i in range(5)}
+
+
+def test_what_is_left_is_grouped_as_if_nothing_had_happened():
+    jobs = ASKED.jobs(())
+    for cut in range(0, len(jobs), 5):
+        assert ASKED.jobs(set(owed(jobs[:cut]))) == jobs[cut:]
+    assert ASKED.jobs(set(owed(jobs))) == []
+
+
+def test_only_what_is_missing_is_asked():
+    less = Request(((8, 0), (8, 1)), (0,), {0: (1,)}, ("heads",))
+    more = Request(((8, 0), (8, 1), (8, 2)), (0,), {0: (0, 1)}, ("heads", "attention"))
+    jobs = more.jobs(set(owed(less.jobs(()))))
+    assert jobs == [
+        Job(8, (2,), 0, ("heads", "attention"), (0, 1)),
+        Job(8, (0, 1), 0, ("heads", "attention"), (0,)),
+    ] or jobs == [
+        Job(8, (0, 1), 0, ("heads", "attention"), (0,)),
+        Job(8, (2,), 0, ("heads", "attention"), (0, 1)),
+    ]

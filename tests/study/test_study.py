@@ -1,0 +1,191 @@
+"""A study is read back, fitted and shown; what strangers wrote in it stays harmless."""
+
+import csv
+import io
+import math
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lipscope._types import UserError
+from lipscope.study.export import write_csv, write_parquet
+from lipscope.study.printable import for_spreadsheet, for_terminal
+from lipscope.study.records import COLUMNS, Row, Sample
+from lipscope.study.store import Store
+from lipscope.study.study import Study
+from lipscope.study.table import summary
+from tests.study.fakes import info, row, sensitivity
+
+HOSTILE = (
+    "=cmd|' /C calc'!A0",
+    "\x1b]0;owned\x07\x1b[2J",
+    "\u202eevil",
+    "[red]markup[/red]",
+    "+1",
+    "@x",
+    "\ttab",
+    "a\nb",
+)
+
+
+def sigma(layer: int, n: int, sample: int, head: int | None = None) -> float:
+    return (1 + layer) * n**0.25 * (1 + 0.01 * sample) * (1 if head is None else 0.5 + 0.1 * head)
+
+
+@pytest.fixture
+def study(tmp_path) -> Study:
+    store = Store.create(tmp_path / "s", info())
+    for n in (8, 16, 32):
+        store.write_samples([Sample(n, s, (HOSTILE * 4)[:n]) for s in range(2)])
+        for layer in range(3):
+            for s in range(2):
+                rows = [
+                    row("heads", layer, h, n, s, sigma(layer, n, s, h), radius=float(n)) for h in range(2)
+                ]
+                rows += [row("attention", layer, None, n, s, sigma(layer, n, s), radius=float(n))]
+                store.write(rows, [sensitivity(r) for r in rows])
+    store.write(
+        [row(layer=1, n=32, sample=9, value=math.nan, lower=0.0, upper=math.inf, status="failed: no\x1b[5m")]
+    )
+    store.close()
+    return Study.open(tmp_path / "s")
+
+
+def shown(study: Study) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(summary(study))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_growth_per_layer_and_scope_counts_heads_by_their_largest(study):
+    laws = {(law.scope, law.layer): law for law in study.growth()}
+    assert list(laws) == [(scope, layer) for layer in range(3) for scope in ("heads", "attention")]
+    for (scope, layer), law in laws.items():
+        assert law.alpha == pytest.approx(0.25, abs=1e-12)
+        assert pytest.approx((1 + layer) * 1.005 * (0.6 if scope == "heads" else 1), rel=1e-3) == law.C
+        assert law.points == 6
+
+
+def test_growth_refuses_two_lengths():
+    store = Store.create(None, info())
+    store.write([row(n=8), row(n=16)])
+    with pytest.raises(UserError, match="at least 3 lengths"):
+        Study(store).growth()
+    assert "a fit needs at least 3 lengths" in shown_without_tokens(Study(store))
+
+
+def shown_without_tokens(study: Study) -> str:
+    for r in study.sigma:
+        study._store.write([r], [sensitivity(r)])
+    return shown(study)
+
+
+def test_tokens_of_the_most_sensitive_sample(study):
+    tokens = study.tokens(2)
+    assert len(tokens) == 32 and [t.position for t in tokens] == list(range(32))
+    assert tokens[0].token == HOSTILE[0]
+    assert math.fsum(t.right**2 for t in tokens) == pytest.approx(1, abs=1e-6)
+    assert max(tokens, key=lambda t: t.right).position == 31  # the fake's norms rise along the sample
+    assert max(tokens, key=lambda t: t.left).position == 0
+    assert len(study.tokens(0, "heads", n=8, sample=1, head=0)) == 8
+    assert study.peak()[1:6] == ("attention", 2, None, 32, 1)
+
+
+@pytest.mark.parametrize("wanted", [{"layer": 7}, {"layer": 1, "n": 9}, {"layer": 1, "scope": "block"}])
+def test_tokens_of_what_was_not_measured(study, wanted):
+    with pytest.raises(UserError, match="measured"):
+        study.tokens(**wanted)
+
+
+def test_dataframe(study):
+    frame = study.to_dataframe()
+    assert tuple(frame.columns) == COLUMNS and len(frame) == 55
+    assert str(frame["head"].dtype) == "Int64" and frame["head"].isna().sum() == 19
+    heads = frame[(frame.scope == "heads") & (frame.n == 32) & (frame["sample"] == 1) & (frame["head"] == 1)]
+    assert list(heads.value) == [sigma(layer, 32, 1, 1) for layer in range(3)]
+
+
+def test_dataframe_without_pandas_names_the_extra(study, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match=r"lipscope\[data\]"):
+        study.to_dataframe()
+
+
+def test_csv_reads_back_to_the_same_rows(study):
+    out = io.StringIO()
+    write_csv(study, out)
+    header, *lines = csv.reader(io.StringIO(out.getvalue()))
+    assert tuple(header) == COLUMNS
+    numbers: dict[str, type] = {"layer": int, "head": int, "n": int, "sample": int}
+    numbers |= dict.fromkeys(("value", "lower", "upper", "residual", "radius", "seconds"), float)
+
+    def read(column: str, cell: str) -> Any:
+        return None if cell == "" else numbers.get(column, str)(cell)
+
+    back = [Row._make(map(read, COLUMNS, line)) for line in lines]
+    assert [repr(r) for r in back] == [repr(r) for r in study.rows]
+
+
+def test_csv_of_tokens_runs_no_formula(study):
+    out = io.StringIO()
+    write_csv(study, out, tokens=True)
+    lines = list(csv.DictReader(io.StringIO(out.getvalue())))
+    assert len(lines) == 2 * 3 * 3 * (8 + 16 + 32)
+    found = {line["token"] for line in lines}
+    assert "'=cmd|' /C calc'!A0" in found and "'+1" in found and "a\nb" in found
+    assert not any(token.lstrip()[:1] in ("=", "+", "-", "@") for token in found)
+
+
+def test_parquet_reads_back(study, tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    write_parquet(study, tmp_path / "rows.parquet")
+    write_parquet(study, tmp_path / "tokens.parquet", tokens=True)
+    rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert [repr(Row(**r)) for r in rows] == [repr(r) for r in study.rows]
+    assert pq.read_table(tmp_path / "tokens.parquet")["token"][0].as_py() == HOSTILE[0]
+
+
+def test_the_summary_fits_80_columns_and_says_it_all(study):
+    text = shown(study)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for piece in (
+        "fake/model on a text",
+        "σ at n = 32",
+        "0.25 [0.24, 0.26]",
+        "8 → 32",
+        "layer 2 (attention)",
+    ):
+        assert piece in text
+    assert "1 rows have no value; the first says: failed: no\\x1b[5m" in text.replace("\n", " ")
+
+
+def test_no_token_drives_the_terminal(study):
+    text = shown(study)
+    assert not any(c != "\n" and not c.isprintable() for c in text)
+
+
+def test_a_study_with_nothing_or_only_failures_still_shows():
+    store = Store.create(None, info())
+    assert "No value has been measured yet" in shown(Study(store))
+    store.write([row(value=math.nan, lower=0.0, upper=math.inf, status="non_finite")])
+    assert "1 rows have no value; the first says: non_finite" in shown(Study(store))
+    assert Study(store).growth() == []
+
+
+def test_repr(study):
+    assert repr(study).startswith("Study(fake/model: 54 values, 1 failed, n = 8 to 32 in ")
+
+
+def test_printable():
+    assert for_terminal("naïve 日本 \x1b\u202e\u0007\ud800") == "naïve 日本 \\x1b\\u202e\\x07\\ud800"
+    assert for_terminal("x" * 99, 10) == "x" * 9 + "…"
+    assert [for_spreadsheet(t) for t in ("=1", " =1", "-1", "\t", "ok", "")] == [
+        "'=1",
+        "' =1",
+        "'-1",
+        "'\t",
+        "ok",
+        "",
+    ]
