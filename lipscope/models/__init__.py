@@ -1,0 +1,1 @@
+"""Hugging Face models, unmodified: loaded safely, measured through lipscope's own attention."""

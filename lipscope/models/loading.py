@@ -1,0 +1,260 @@
+"""From a name, a folder or a live module to a model ready to be measured."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import safetensors
+import tokenizers
+import torch
+import transformers
+from torch import nn
+from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from lipscope._types import UserError
+from lipscope.models import embedded
+from lipscope.models.model import Card, Model
+from lipscope.models.plug import configs
+from lipscope.models.repository import Repository, first_line, open_repository
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load(
+    source: str | nn.Module | None = None,
+    tokenizer: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    random_init: int | None = None,
+) -> Model:
+    """A model by hub name or folder, a live transformers module, or the embedded default (None, "embedded").
+
+    Weights come from safetensors only, and no code that comes with a model ever runs. A live module is
+    borrowed: after every call it is as its owner left it.
+
+    tokenizer:   a tokenizer, or the name or folder of one, in place of the model's own
+    dtype:       what is measured in, float64 unless given
+    revision:    branch, tag or commit on the hub; the commit it stands for is recorded
+    random_init: seed for random weights in place of the trained ones
+    """
+    wanted = _dtype(dtype)
+    with _quiet():
+        if isinstance(source, nn.Module):
+            module, reader = _live(source, device), None
+            name, commit = module.config.name_or_path or type(module).__name__, None
+            if random_init is not None:
+                module = _random(type(module), copy.deepcopy(module.config), random_init)
+        else:
+            repository = _repository(source, revision, weights=random_init is None)
+            module, reader = _read(repository, random_init), repository
+            name, commit = repository.name, repository.revision
+        owned = reader is not None or random_init is not None
+        trunk, architecture = _trunk(module)
+        digest = weights_hash(trunk)
+        if owned:
+            nn.Module.to(trunk, _device(device), wanted).eval().requires_grad_(False)
+        words = _tokenizer(tokenizer, reader)
+    card = Card(
+        name=name,
+        revision=commit,
+        architecture=architecture,
+        weights=digest,
+        tokenizer=None if words is None else tokenizer_hash(words),
+        random_init=random_init,
+        dtype=str(wanted).removeprefix("torch."),
+        device=str(next(trunk.parameters()).device),
+        versions={
+            "python": platform.python_version(),
+            **{
+                package.__name__: package.__version__
+                for package in (torch, transformers, tokenizers, safetensors)
+            },
+        },
+    )
+    return Model(trunk, words, card, wanted, owned)
+
+
+def weights_hash(module: nn.Module) -> str:
+    """sha256 of every tensor of the module's state, by name, in its own dtype."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """sha256 of everything that decides how text becomes tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content: dict[str, Any] = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    else:
+        content = json.loads(backend.to_str())
+        content.pop("truncation", None)
+        content.pop("padding", None)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _repository(source: str | None, revision: str | None, weights: bool) -> Repository:
+    if source is None or source == embedded.NAME:
+        if revision is not None:
+            raise UserError(
+                f"the embedded model has one revision, {embedded.REVISION}; drop revision={revision!r}"
+            )
+        return Repository(embedded.TITLE, embedded.folder(), embedded.REVISION)
+    return open_repository(source, revision, weights)
+
+
+def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
+    """The model of a repository, or the same architecture with random weights."""
+    config = repository.config()
+    kinds: Any = MODEL_MAPPING.get(type(config), None)
+    kind = kinds[0] if isinstance(kinds, tuple) else kinds
+    if kind is None:
+        raise UserError(f"{repository.name} is of type {config.model_type!r}, a type without hidden states")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = (
+            quantization.get("quant_method", "unknown")
+            if isinstance(quantization, dict)
+            else type(quantization).__name__
+        )
+        if random_init is None:
+            raise UserError(
+                f"{repository.name} is quantised ({method}); lipscope needs its weights in floating point"
+            )
+        del config.quantization_config
+    if random_init is not None:
+        return _in_force(_random(kind, config, random_init))
+    state = repository.weights()
+    for key, tensor in state.items():
+        if tensor.is_floating_point() and tensor.dtype not in DTYPES.values():
+            raise UserError(
+                f"{repository.name} holds weights in {tensor.dtype} ({key}); lipscope needs float16 or finer"
+            )
+    try:
+        model, report = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype="auto",
+            attn_implementation="eager",
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(
+            f"the weights of {repository.name} do not fit its configuration ({first_line(error)})"
+        ) from error
+    for key in report["missing_keys"]:
+        # A weight that is not there must never pass for a measured one; unused parts (a pooler) do no harm.
+        model.state_dict()[key].fill_(torch.nan)
+    return _in_force(model)
+
+
+def _random(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """Random weights by the model's own rule, drawn on the CPU: a seed means the same everywhere."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        return kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+
+
+def _in_force(model: PreTrainedModel) -> PreTrainedModel:
+    """What was asked for is not always what is in force: a configuration may have overridden it."""
+    attention = {config._attn_implementation for config in configs(model)}
+    home = type(model).__module__
+    if attention != {"eager"} or not home.startswith("transformers.models."):
+        raise UserError(
+            f"refused: this model insists on attention {sorted(map(str, attention))} and code from {home}"
+        )
+    return model
+
+
+def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedModel:
+    if not isinstance(module, PreTrainedModel):
+        raise UserError(
+            f"load takes transformers models, got {type(module).__name__}; "
+            "for a map of your own use local_lipschitz(f, X)"
+        )
+    tensors = [*module.parameters(), *module.buffers()]
+    coarse = [t.dtype for t in tensors if t.dtype.itemsize == 1 and t.dtype not in (torch.bool,)]
+    if coarse or any(t.is_meta for t in tensors):
+        what = f"quantised ({coarse[0]})" if coarse else "not loaded (on the meta device)"
+        raise UserError(
+            f"the weights of this {type(module).__name__} are {what}; lipscope needs them in floating point"
+        )
+    if device is not None and module.device.type != torch.device(device).type:
+        raise UserError(f"the module stays on {module.device}; drop device={str(device)!r}, or move it first")
+    return module
+
+
+def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    """The part between embeddings and last hidden state: no heads, and of an encoder-decoder the encoder."""
+    trunk: Any = module.base_model
+    if getattr(module.config, "is_encoder_decoder", False):
+        return module.get_encoder(), f"{type(trunk).__name__} (encoder)"
+    return trunk, type(trunk).__name__
+
+
+def _tokenizer(given: Any, reader: Repository | None) -> Any:
+    if isinstance(given, str):
+        return open_repository(given, None, weights=False).tokenizer()
+    return reader.tokenizer() if given is None and reader is not None else given
+
+
+def _dtype(given: str | torch.dtype | None) -> torch.dtype:
+    wanted = DTYPES.get(given) if isinstance(given, str) else given or torch.float64
+    if wanted is None or wanted not in DTYPES.values():
+        raise UserError(
+            f"dtype must be one of {', '.join(DTYPES)}, got {str(given).removeprefix('torch.')!r}"
+        )
+    return wanted
+
+
+def _device(given: str | torch.device | None) -> torch.device:
+    try:
+        device = torch.device("cpu" if given is None else given)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device {str(given)!r} cannot be used here ({first_line(error)}); try cpu"
+        ) from error
+    return device
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' and the hub's remarks and bars held back; errors reach the user as letters of our own."""
+    hub = logging.getLogger("huggingface_hub")
+    verbosity, level, bar = (
+        transformers_logging.get_verbosity(),
+        hub.level,
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        hub.setLevel(level)
+        if bar:
+            transformers_logging.enable_progress_bar()

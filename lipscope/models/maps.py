@@ -1,0 +1,131 @@
+"""Parts of a model as maps of their tokens, differentiated by autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.linalg.differentiate import jacobian
+from lipscope.linalg.operator import LinearOperator
+from lipscope.models.plug import AttentionCall, listening
+from lipscope.models.running import Call, Host, Tap, attention_call, run_to
+
+
+class BatchedMap(Protocol):
+    """A map of a batch [B, n, d], member by member."""
+
+    def value(self, x: Tensor) -> Tensor: ...
+
+    def largest_score(self, x: Tensor) -> Tensor:
+        """A bound on the largest attention score inside, per member: it amplifies rounding."""
+        ...
+
+    def of_members(self, members: Tensor) -> BatchedMap:
+        """The map on some members of the batch."""
+        ...
+
+
+def linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
+    """The Jacobian at X [n, d] or [B, n, d]; a batch can be narrowed down to some of its members."""
+    if X.ndim == 2:
+        condition = f.largest_score(X[None])[0]
+        return replace(jacobian(lambda x: f.value(x[None])[0], X), condition=condition)
+    J = jacobian(f.value, X)
+    return replace(
+        J, condition=f.largest_score(X), take=lambda members: linearize(f.of_members(members), X[members])
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Rerun:
+    """x -> what `module`, called as before but on tokens x, shows at `tap`, or gives where there is none.
+
+    call, single: for a whole batch, and for a batch of one
+    entry:        x takes the place of the tokens at the first call of this module instead
+    then:         a module applied to the result
+    """
+
+    host: Host
+    module: nn.Module
+    call: Call
+    single: Call
+    tap: Tap | None = None
+    entry: nn.Module | None = None
+    then: nn.Module | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.value(x[None])[0] if x.ndim == 2 else self.value(x)
+
+    def value(self, x: Tensor) -> Tensor:
+        if self.entry is not None:
+            return run_to(self.host, self.module, self.call, self.tap, (self.entry, x))
+        y = run_to(self.host, self.module, self.call.at(x), self.tap)
+        return y if self.then is None else run_to(self.host, self.then, Call((y,), {}, y))
+
+    def largest_score(self, x: Tensor) -> Tensor:
+        largest = torch.zeros(x.shape[0], dtype=torch.float64)
+
+        def note(call: AttentionCall) -> Tensor:
+            torch.maximum(largest, call.largest_score().amax(dim=-1).cpu(), out=largest)
+            return call.output()
+
+        with torch.no_grad(), listening(note):
+            self.value(x)
+        return largest
+
+    def of_members(self, members: Tensor) -> Rerun:
+        return replace(self, call=self.call.of_members(members, self.single))
+
+    def linearize(self, X: Tensor) -> LinearOperator:
+        return linearize(self, X)
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """X [B, n, d] -> [B, heads, n, m], each head alone; the Jacobian is a batch over samples, then heads."""
+
+    host: Host
+    module: nn.Module
+    call: Call
+    single: Call
+    heads: tuple[int, ...]
+
+    def __call__(self, X: Tensor) -> Tensor:
+        if X.ndim == 2:
+            return self(X[None])[0]
+        return attention_call(self.host, self.module, self.call.at(X)).output()[:, list(self.heads)]
+
+    def linearize(self, X: Tensor) -> LinearOperator:
+        X = X if X.ndim == 3 else X[None]
+        samples = torch.arange(X.shape[0], device=X.device).repeat_interleave(len(self.heads))
+        heads = torch.tensor(self.heads, device=X.device).repeat(X.shape[0])
+        call = self.call.of_members(samples, self.single)
+        return linearize(_EachHead(self.host, self.module, call, self.single, heads), X[samples])
+
+
+@dataclass(frozen=True, eq=False)
+class _EachHead:
+    """x [R, n, d] -> [R, n, m]: member r goes through head heads[r] alone."""
+
+    host: Host
+    module: nn.Module
+    call: Call
+    single: Call
+    heads: Tensor
+
+    def value(self, x: Tensor) -> Tensor:
+        return self._alone(x).output()
+
+    def largest_score(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self._alone(x).largest_score().cpu()
+
+    def of_members(self, members: Tensor) -> _EachHead:
+        heads = self.heads[members.to(self.heads.device)]
+        return replace(self, call=self.call.of_members(members, self.single), heads=heads)
+
+    def _alone(self, x: Tensor) -> AttentionCall:
+        return attention_call(self.host, self.module, self.call.at(x)).alone(self.heads)

@@ -1,0 +1,233 @@
+"""A model ready to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lipscope._types import UserError
+from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
+from lipscope.models.closed import Projections
+from lipscope.models.plug import NAME
+from lipscope.models.preflight import Preflight, preflight
+from lipscope.models.running import Call, Host
+from lipscope.models.sites import SCOPES, Site, Survey
+from lipscope.models.trace import record
+
+WITHOUT_ROUTE = ("block", "model")
+"""Scopes of a model that does not run on lipscope's attention."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What was loaded; `weights` and `tokenizer` are sha256 sums, the weights in the dtype they came in."""
+
+    name: str
+    revision: str | None
+    architecture: str
+    weights: str
+    tokenizer: str | None
+    random_init: int | None
+    dtype: str
+    device: str
+    versions: dict[str, str]
+
+
+class Model:
+    """An unmodified transformers model and the maps inside it.
+
+    Between calls the module is exactly as its owner left it; during a measurement it runs on lipscope's
+    attention, in evaluation mode, in `dtype`. `lipscope.load` makes one.
+    """
+
+    def __init__(self, trunk: PreTrainedModel, tokenizer: Any, card: Card, dtype: torch.dtype, owned: bool):
+        self.trunk, self.tokenizer, self.card, self.dtype = trunk, tokenizer, card, dtype
+        self._owned = owned
+        self._checks: dict[tuple[int, ...], Preflight] = {}
+        self._layers: list[Layer] | None = None
+        self._projections: dict[nn.Module, Projections] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.trunk.parameters()).device
+
+    @property
+    def preflight(self) -> Preflight:
+        """The comparison with eager attention that came out worst so far."""
+        if not self._checks:
+            self._prepare(self._sample_input())
+        return max(self._checks.values(), key=lambda check: (not check.routed, check.difference))
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return len(self._known_layers())
+
+    @property
+    def heads(self) -> int:
+        """How many heads the widest layer has; 0 where attention cannot be measured head by head."""
+        return max(layer.heads for layer in self._known_layers())
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest input the model has positions for; None where nothing limits it."""
+        limit = getattr(self.trunk.config, "max_position_embeddings", None)
+        for module in self.trunk.modules():
+            # RoBERTa counts its positions from padding_idx + 1.
+            if (
+                isinstance(module, nn.Embedding)
+                and module.num_embeddings == limit
+                and module.padding_idx is not None
+            ):
+                return limit - module.padding_idx - 1
+        return limit
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """Token ids of a text."""
+        return self._need_tokenizer()(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        tokenizer = self._need_tokenizer()
+        return [tokenizer.decode([i]) for i in ids]
+
+    def sites(
+        self,
+        input_ids: Tensor | Sequence[Any] | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        scopes: Sequence[str] = ("heads", "attention"),
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> list[Site]:
+        """Every map asked for, at token ids [B, n] or [n], embeddings [B, n, d] or pixel values [B, c, h, w].
+
+        One forward pass serves them all. Scope heads gives one site a layer, a batch over samples and heads.
+        """
+        survey = self.survey(input_ids, inputs_embeds=inputs_embeds, pixel_values=pixel_values)
+        self.check_scopes(scopes)
+        chosen = self._chosen_layers(layers)
+        self.check_heads(heads, chosen)
+        within = [survey.site(scope, i, heads) for i in chosen for scope in scopes if scope != "model"]
+        return within + [survey.site("model") for scope in scopes if scope == "model"]
+
+    def survey(
+        self,
+        input_ids: Tensor | Sequence[Any] | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+    ) -> Survey:
+        """One forward pass, from which sites can be taken one by one."""
+        inputs = self._inputs(input_ids, inputs_embeds, pixel_values)
+        single = inputs.of_first()
+        self._prepare(single)
+        host = self._host()
+        layers = self._known_layers()
+        return Survey(host, layers, record(host, layers, inputs, single), self._projections)
+
+    def check_scopes(self, scopes: Sequence[str]) -> None:
+        """Refuse by name what does not exist, or not for this model."""
+        for scope in scopes:
+            if scope not in SCOPES:
+                raise UserError(f"there is no scope {scope!r}; the scopes are {', '.join(SCOPES)}")
+            if not self.preflight.routed and scope not in WITHOUT_ROUTE:
+                raise UserError(
+                    f"{self.preflight.reason}, so it has no scope {scope}; use scope block or model"
+                )
+
+    def check_heads(self, heads: Sequence[int] | None, layers: Sequence[int]) -> None:
+        """Refuse head numbers that some layer does not have."""
+        for i in layers:
+            count = self._known_layers()[i].heads
+            for head in heads or ():
+                if not 0 <= head < count:
+                    raise UserError(f"head {head} does not exist: layer {i} has heads 0 to {count - 1}")
+
+    def _chosen_layers(self, layers: Sequence[int] | None) -> Sequence[int]:
+        for i in layers or ():
+            if not 0 <= i < self.layers:
+                raise UserError(
+                    f"layer {i} does not exist: {self.card.architecture} has layers 0 to {self.layers - 1}"
+                )
+        return range(self.layers) if layers is None else layers
+
+    def _inputs(self, input_ids: Any, inputs_embeds: Tensor | None, pixel_values: Tensor | None) -> Call:
+        given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "pixel_values": pixel_values}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1:
+            raise UserError(
+                f"give one of input_ids, inputs_embeds and pixel_values, got {', '.join(given) or 'none'}"
+            )
+        ((name, value),) = given.items()
+        if name == "input_ids":
+            ids = torch.as_tensor(value, device=self.device)
+            if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() == 0:
+                raise UserError(
+                    f"input_ids must be integers [B, n] or [n], got {ids.dtype} {tuple(ids.shape)}"
+                )
+            tensor = ids.long() if ids.ndim == 2 else ids.long()[None]
+        else:
+            ranks = {"inputs_embeds": 3, "pixel_values": 4}
+            tensor = value.to(self.device, self.dtype)
+            tensor = tensor[None] if tensor.ndim == ranks[name] - 1 else tensor
+            if tensor.ndim != ranks[name]:
+                raise UserError(
+                    f"{name} must have {ranks[name]} dimensions, samples first, got {tuple(value.shape)}"
+                )
+        return Call((), {name: tensor}, tensor)
+
+    def _host(self) -> Host:
+        return Host(self.trunk, self.dtype, self._owned, NAME if self.preflight.routed else "eager")
+
+    def _prepare(self, single: Call) -> None:
+        """The preflight for inputs of this shape, and at the first of them a look at the anatomy."""
+        shape = tuple(single.hidden.shape)
+        if shape not in self._checks:
+            host = Host(self.trunk, self.dtype, self._owned)
+            check = preflight(host, single)
+            if self._layers is None:
+                self._layers = (
+                    routed_layers(host, single) if check.routed else bypassing_layers(self._eager(), single)
+                )
+                if not self._layers:
+                    raise UserError(
+                        f"{check.reason}, and lipscope cannot tell its blocks apart: it cannot be measured"
+                    )
+            elif check.routed != self.preflight.routed:
+                raise UserError(f"at {check.n} tokens: {check.reason}")
+            self._checks[shape] = check
+
+    def _eager(self) -> Host:
+        return Host(self.trunk, self.dtype, self._owned, "eager")
+
+    def _known_layers(self) -> list[Layer]:
+        if self._layers is None:
+            self._prepare(self._sample_input())
+        assert self._layers is not None
+        return self._layers
+
+    def _sample_input(self) -> Call:
+        """A short random input, to look at the anatomy with."""
+        config, generator = self.trunk.config, torch.Generator().manual_seed(0)
+        if self.trunk.main_input_name == "pixel_values":
+            size = config.image_size
+            height, width = size if isinstance(size, tuple | list) else (size, size)
+            return self._inputs(
+                None, None, torch.randn(1, config.num_channels, height, width, generator=generator)
+            )
+        n = min(8, self.max_positions or 8)
+        return self._inputs(torch.randint(config.vocab_size, (1, n), generator=generator), None, None)
+
+    def _need_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise UserError(
+                f"{self.card.name} came without a tokenizer; pass one to load, or token ids instead of text"
+            )
+        return self.tokenizer

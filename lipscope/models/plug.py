@@ -1,0 +1,223 @@
+"""lipscope's attention in place of a model's own, through transformers' interface, and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lipscope._types import UserError
+from lipscope.attention.primitive import attend
+
+NAME = "lipscope"
+PATTERN = "lipscope_pattern"
+"""Name of the attribute under which a mask carries the (causal, window) pair that it spells out."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What a module hands to attention: q [B, H, n, k], k [B, G, n', k], v [B, G, n', m], and rules."""
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+    causal: bool
+    window: int | None
+    mask: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    def output(self) -> Tensor:
+        """Every head before the output projection, [B, H, n, m]."""
+        return attend(
+            self.q,
+            self.k,
+            self.v,
+            scale=self.scale,
+            causal=self.causal,
+            window=self.window,
+            mask=self.mask,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+
+    def alone(self, heads: Tensor) -> AttentionCall:
+        """Head heads[r] of member r alone; members stand where heads stood, each with its mask and sink."""
+        member = torch.arange(len(heads), device=self.q.device)
+        group = heads // (self.q.shape[1] // self.k.shape[1])
+        mask = self.mask
+        if mask is not None and mask.ndim == 4:
+            mask = mask.expand(len(heads), self.q.shape[1], -1, -1)[member, heads]
+        return replace(
+            self,
+            q=self.q[member, heads],
+            k=self.k[member, group],
+            v=self.v[member, group],
+            mask=mask,
+            sinks=None if self.sinks is None else self.sinks[heads],
+        )
+
+    def largest_score(self) -> Tensor:
+        """A bound on the largest |score| of each head, by Cauchy and Schwarz; float64 [B, H]."""
+        scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        q, k = (x.norm(dim=-1).amax(dim=-1).double() for x in (self.q, self.k))
+        return abs(scale) * q * k.repeat_interleave(q.shape[-1] // k.shape[-1], dim=-1)
+
+
+Listener = Callable[[AttentionCall], Tensor]
+_listener: ContextVar[Listener | None] = ContextVar("lipscope_listener", default=None)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Every attention call goes to `listener`, which gives the heads' output [B, H, n, m] in return."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def lipscope_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function, by transformers' own signature.
+
+    Without a mask everything is visible, as in eager attention; `lipscope_mask` spells causal order out.
+    What lands in `unused` must not matter to eager attention either; the preflight would show it.
+    """
+    if dropout:
+        raise UserError(
+            f"{type(module).__name__} attends with dropout {dropout}; a measured map must not be random"
+        )
+    causal, window = getattr(attention_mask, PATTERN, (False, None))
+    mask = None if causal else attention_mask
+    call = AttentionCall(
+        module=module,
+        q=query,
+        k=key,
+        v=value,
+        scale=scaling,
+        causal=causal,
+        window=window,
+        mask=_with_bias(mask, position_bias),
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.to(query.dtype),
+    )
+    _check_constant(call)
+    listener = _listener.get()
+    heads = call.output() if listener is None else listener(call)
+    return heads.transpose(1, 2).contiguous(), None
+
+
+def lipscope_mask(local_size: int | None = None, **arguments: Any) -> Tensor | None:
+    """A boolean mask [B, 1, n, n'], True where a key may be seen; it knows if it is causal, or a window."""
+    mask = sdpa_mask(**{**arguments, "local_size": local_size, "allow_is_causal_skip": False})
+    if mask is not None:
+        pattern = _pattern(mask, local_size)
+        if pattern is not None:
+            setattr(mask, PATTERN, pattern)
+    return mask
+
+
+AttentionInterface.register(NAME, lipscope_attention)
+AttentionMaskInterface.register(NAME, lipscope_mask)
+
+
+@contextmanager
+def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
+    """The model on `implementation`, in evaluation mode, without a cache; afterwards exactly as before."""
+    wanted = {
+        "_attn_implementation_internal": implementation,
+        "_experts_implementation_internal": "eager",
+        "use_cache": False,
+    }
+    modes = [(module, module.training) for module in model.modules()]
+    before = [
+        (config, name, vars(config)[name])
+        for config in configs(model)
+        for name in wanted
+        if name in vars(config)
+    ]
+    try:
+        for module, _ in modes:
+            module.training = False
+        for config, name, _ in before:
+            vars(config)[name] = wanted[name]
+        yield
+    finally:
+        for config, name, value in before:
+            vars(config)[name] = value
+        for module, training in modes:
+            module.training = training
+
+
+def configs(model: nn.Module) -> list[PretrainedConfig]:
+    """Every configuration that some part of the model reads, each once."""
+    queue = [
+        c
+        for c in (getattr(module, "config", None) for module in model.modules())
+        if isinstance(c, PretrainedConfig)
+    ]
+    found: dict[int, PretrainedConfig] = {}
+    while queue:
+        config = queue.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            queue += [c for c in vars(config).values() if isinstance(c, PretrainedConfig)]
+    return list(found.values())
+
+
+def _pattern(mask: Tensor, window: int | None) -> tuple[bool, int | None] | None:
+    """(causal, window) where the mask is exactly that for every member of the batch."""
+    n, keys = mask.shape[-2:]
+    if n != keys:
+        return None
+    i = torch.arange(n, device=mask.device)
+    seen = i[None, :] <= i[:, None]
+    if torch.equal(mask, seen.expand_as(mask)):
+        return True, None
+    if window and torch.equal(mask, (seen & (i[None, :] > i[:, None] - window)).expand_as(mask)):
+        return True, window
+    return None
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Mask and position bias as one: boolean if there is only visibility, else additive with -inf."""
+    if mask is not None and mask.dtype != torch.bool:
+        # Additive masks spell "invisible" as the most negative number of their dtype.
+        visible = mask > torch.finfo(mask.dtype).min / 2
+        bias = mask if bias is None else bias + mask
+        mask = visible
+    if bias is None:
+        return mask
+    return bias if mask is None else torch.where(mask, bias, -torch.inf)
+
+
+def _check_constant(call: AttentionCall) -> None:
+    """Weights are frozen while measuring, so a mask or sink that asks for a gradient depends on the input."""
+    for part in (call.mask, call.sinks):
+        if torch.is_grad_enabled() and part is not None and part.requires_grad:
+            raise UserError(
+                f"{type(call.module).__name__} adds a bias to its scores that depends on the input, "
+                "which lipscope's attention does not differentiate; measure scope block or model instead"
+            )

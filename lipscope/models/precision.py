@@ -1,0 +1,69 @@
+"""True float64: models written with hard float32 casts, run in float64 from end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+REDUCED = (torch.float32, torch.bfloat16, torch.float16)
+CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+PRODUCTS = (
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    torch.mm,
+    Tensor.mm,
+    torch.bmm,
+    Tensor.bmm,
+    torch.baddbmm,
+    torch.einsum,
+    torch.nn.functional.linear,
+)
+
+
+class Float64(TorchFunctionMode):
+    """While it is active, a float64 tensor stays float64.
+
+    RMSNorm, softmax and rotary tables cast to float32 by name, so `model.double()` alone leaves seven digits.
+    Integers still become float32 where the model says so (T5 sorts its distances into buckets in that dtype);
+    products of mixed dtypes are promoted.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func in CASTS:
+                return args[0]
+            args = [_keep(a) for a in args]
+            kwargs = {name: _keep(a) for name, a in kwargs.items()}
+        if func in PRODUCTS:
+            args = _promote(args)
+        return func(*args, **kwargs)
+
+
+def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The mode for float64 measurements; nothing for any other dtype."""
+    return Float64() if dtype == torch.float64 else nullcontext()
+
+
+def _keep(argument: Any) -> Any:
+    return torch.float64 if isinstance(argument, torch.dtype) and argument in REDUCED else argument
+
+
+def _promote(args: Sequence[Any]) -> Sequence[Any]:
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not any(t.dtype == torch.float64 for t in tensors) or all(t.dtype == torch.float64 for t in tensors):
+        return args
+    return [a.double() if isinstance(a, Tensor) and a.dtype in REDUCED else a for a in args]

@@ -1,0 +1,65 @@
+"""Before anything is measured: does the model run on lipscope's attention, and say the same as with eager?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.models.plug import AttentionCall, listening
+from lipscope.models.running import Call, Host, first_tensor
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """One forward pass with lipscope's attention against one with eager attention, on an input of n tokens.
+
+    calls:      how often the model called lipscope's attention
+    routed:     whether it can be measured so; if not, `reason` says why, and its blocks are measured on eager
+    difference: ||y - y_eager|| / ||y_eager|| of the last hidden state, with the attention that is measured
+    """
+
+    n: int
+    calls: int
+    difference: float
+    routed: bool
+    reason: str = ""
+
+
+def preflight(host: Host, inputs: Call) -> Preflight:
+    """Run the model twice on `inputs`, a batch of one."""
+    eager = _last_hidden_state(replace(host, implementation="eager"), inputs)
+    name, n = type(host.trunk).__name__, eager.shape[1]
+    if not eager.isfinite().all():
+        raise UserError(
+            f"{name} gives values that are not finite: some of its weights are missing or too large"
+        )
+    calls = 0
+
+    def count(call: AttentionCall) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return call.output()
+
+    try:
+        with listening(count):
+            ours = _last_hidden_state(host, inputs)
+    except Exception as error:  # whatever a model of any kind may raise, it cannot be routed
+        reason = f"{name} does not run on lipscope's attention ({' '.join(str(error).split())[:200]})"
+        return Preflight(n, calls, 0.0, False, reason)
+    if calls == 0:
+        return Preflight(n, 0, 0.0, False, f"{name} has attention code of its own, out of lipscope's reach")
+    difference = float((ours - eager).double().norm() / eager.double().norm())
+    if not difference <= TOLERANCE[host.dtype]:
+        reason = f"{name} on lipscope's attention differs from eager attention by {difference:.1e}"
+        return Preflight(n, calls, 0.0, False, reason)
+    return Preflight(n, calls, difference, True)
+
+
+def _last_hidden_state(host: Host, inputs: Call) -> Tensor:
+    with torch.no_grad(), host.ready():
+        return first_tensor(host.run(host.trunk, inputs))

@@ -1,0 +1,205 @@
+"""Running one module of a model on a tensor of our choice, and reading a value from inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import Cache, PreTrainedModel
+
+from lipscope.models.plug import NAME, PATTERN, AttentionCall, listening, plugged
+from lipscope.models.precision import computing_in
+
+
+@dataclass(frozen=True)
+class Host:
+    """The model whose modules are run; one that is not ours lends its weights, cast and detached."""
+
+    trunk: PreTrainedModel
+    dtype: torch.dtype
+    owned: bool
+    implementation: str = NAME
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Attention, mode and arithmetic as a measurement wants them."""
+        with plugged(self.trunk, self.implementation), computing_in(self.dtype):
+            yield
+
+    def run(self, module: nn.Module, call: Call) -> Any:
+        """The module's own output for this call."""
+        if self.owned:
+            return module(*call.args, **call.kwargs)
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        lent = {name: self._lend(t) for name, t in tensors}
+        return functional_call(module, lent, call.args, call.kwargs)
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments a module was called with; `hidden` is the tensor among them that carries the tokens."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor
+
+    @staticmethod
+    def seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """From what a hook sees; caches are dropped, so that the call can be repeated."""
+        args, kwargs = _map(args, _no_cache), _map(kwargs, _no_cache)
+        named = [kwargs["hidden_states"]] if "hidden_states" in kwargs else []
+        tensors = [
+            t for t in (*args, *named, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()
+        ]
+        return Call(args, kwargs, tensors[0])
+
+    def at(self, x: Tensor) -> Call:
+        """The same call with other tokens, wherever the old ones stood."""
+
+        def swap(leaf: Any) -> Any:
+            return x if leaf is self.hidden else leaf
+
+        return Call(_map(self.args, swap), _map(self.kwargs, swap), x)
+
+    def of_first(self) -> Call:
+        """A call whose only tensor is its tokens, for the first member of the batch."""
+        return self.at(self.hidden[:1])
+
+    def of_members(self, members: Tensor, single: Call) -> Call:
+        """The call for some members of its batch; `single`, for a batch of one, shows what carries it."""
+        batch = self.hidden.shape[0] // single.hidden.shape[0]
+
+        def pick(leaf: Any, alone: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.shape == alone.shape:
+                return leaf
+            picked = leaf.unflatten(0, (batch, -1))[members.to(leaf.device)].flatten(0, 1)
+            if hasattr(leaf, PATTERN):
+                setattr(picked, PATTERN, getattr(leaf, PATTERN))
+            return picked
+
+        hidden = pick(self.hidden, single.hidden)
+
+        def choose(leaf: Any, alone: Any) -> Any:
+            return hidden if leaf is self.hidden else pick(leaf, alone)
+
+        return Call(_map(self.args, choose, single.args), _map(self.kwargs, choose, single.kwargs), hidden)
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where a value is read: at the input or the output of a module."""
+
+    module: nn.Module
+    side: str
+
+
+class _Found(Exception):  # noqa: N818 (it ends a forward pass, it is no error)
+    """The value asked for has been seen; the rest of the forward pass is not needed."""
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
+def run_to(
+    host: Host,
+    module: nn.Module,
+    call: Call,
+    tap: Tap | None = None,
+    entry: tuple[nn.Module, Tensor] | None = None,
+) -> Tensor:
+    """What `module`, called like this, shows at `tap` (its own output where there is none).
+
+    With `entry` = (module, x), x takes the place of the tokens at the first call of that module.
+    """
+    with host.ready(), _reading(tap), _entering(entry):
+        try:
+            return first_tensor(host.run(module, call))
+        except _Found as found:
+            return found.value
+
+
+@contextmanager
+def _reading(tap: Tap | None) -> Iterator[None]:
+    if tap is None:
+        yield
+        return
+
+    def at_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        raise _Found(Call.seen(args, kwargs).hidden)
+
+    def at_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> NoReturn:
+        raise _Found(first_tensor(output))
+
+    if tap.side == "input":
+        handle = tap.module.register_forward_pre_hook(at_input, with_kwargs=True)
+    else:
+        handle = tap.module.register_forward_hook(at_output)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _entering(entry: tuple[nn.Module, Tensor] | None) -> Iterator[None]:
+    if entry is None:
+        yield
+        return
+    pending = [entry[1]]
+
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        call = Call.seen(args, kwargs)
+        call = call.at(pending.pop()) if pending else call
+        return call.args, call.kwargs
+
+    handle = entry[0].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden state among a module's outputs."""
+    output = getattr(output, "last_hidden_state", output)
+    return output if isinstance(output, Tensor) else first_tensor(output[0])
+
+
+def attention_call(host: Host, module: nn.Module, call: Call) -> AttentionCall:
+    """What `module`, called like this, hands to the attention function."""
+    seen: list[AttentionCall] = []
+
+    def stop(attention: AttentionCall) -> NoReturn:
+        seen.append(attention)
+        raise _Found(attention.q)
+
+    with host.ready(), listening(stop):
+        try:
+            host.run(module, call)
+        except _Found:
+            return seen[0]
+    raise AssertionError(f"{type(module).__name__} made no attention call")
+
+
+def _no_cache(leaf: Any) -> Any:
+    return None if isinstance(leaf, Cache) else leaf
+
+
+def _map(tree: Any, change: Callable[..., Any], *others: Any) -> Any:
+    """`change` applied to every leaf of nested tuples, lists and dictionaries of arguments."""
+    if isinstance(tree, dict):
+        return {key: _map(value, change, *(o[key] for o in others)) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(_map(value, change, *(o[i] for o in others)) for i, value in enumerate(tree))
+    return change(tree, *others)

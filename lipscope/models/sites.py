@@ -1,0 +1,207 @@
+"""The places where a model can be measured: which map, of which tokens, at which layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.models.anatomy import Layer
+from lipscope.models.closed import Projections, closed_form, projection_matrix, same, select_heads
+from lipscope.models.maps import Heads, Rerun
+from lipscope.models.running import Host, Tap
+from lipscope.models.trace import Seen, Trace
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A map of tokens inside a model: its formula, and in words."""
+
+    formula: str
+    description: str
+
+
+SCOPES = {
+    "heads": Scope(
+        "f_h(X) = P_h(X) X V_h' + b_h",
+        "each head alone, before the output projection, at the attention module's own input",
+    ),
+    "attention": Scope(
+        "f(X) = [f_1(X) ... f_H(X)] O' + b",
+        "all heads with the output projection, at the attention module's own input, no residual",
+    ),
+    "normed": Scope(
+        "f(X) = Attention(Norm(X))",
+        "attention after its normalisation, at the block's input, no residual (pre-norm models)",
+    ),
+    "residual": Scope(
+        "f(X) = X + Attention(Norm(X)) or Norm(X + Attention(X))",
+        "the attention sub-layer as the model runs it, residual and normalisation in, at the block's input",
+    ),
+    "block": Scope(
+        "f(X) = Block(X)",
+        "one block as the model runs it: attention, feed-forward, residuals and normalisations",
+    ),
+    "model": Scope(
+        "f(X) = Norm(Block_L( ... Block_1(X)))",
+        "from the embeddings, as they enter the first block, to the last hidden state",
+    ),
+}
+"""X holds one token per row, P_h(X) is head h's attention matrix, mask included. Whatever else the model does on
+the way is part of the map: biases, rotary positions, soft caps, sinks, gates."""
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One map and where it is measured. `lipscope.jacobian(f, X)` is a batch of len(members) Jacobians.
+
+    layer:   counted from 0; None for the whole model
+    members: (sample, head) for each Jacobian of the batch; head is None for all heads together
+    f, X:    the map and the samples [B, n, d]; f is a SelfAttention, in closed form, where the module is one
+             (its heads apart for scope heads), otherwise the module itself, under autograd
+    offset:  a constant that the model adds to f(X) where f leaves it out: the bias of an output projection
+    """
+
+    scope: str
+    layer: int | None
+    members: tuple[tuple[int, int | None], ...]
+    f: Map
+    X: Tensor
+    offset: Tensor | None = None
+
+    @property
+    def radius(self) -> Tensor:
+        """R = max_i ||x_i||_2 for each member."""
+        samples = torch.tensor([sample for sample, _ in self.members])
+        return self.X.norm(dim=-1).amax(dim=-1).double().cpu()[samples]
+
+    def value(self) -> Tensor:
+        """The model's own value at X."""
+        with torch.no_grad():
+            y = self.f(self.X)
+        return y if self.offset is None else y + self.offset
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """The sites of one forward pass."""
+
+    host: Host
+    layers: list[Layer]
+    trace: Trace
+    known: dict[nn.Module, Projections]
+
+    def site(self, scope: str, layer: int | None = None, heads: Sequence[int] | None = None) -> Site:
+        """The map `scope` at a layer; `heads` narrows the scope heads down to some of them."""
+        if scope == "model":
+            return self._model()
+        assert layer is not None, f"scope {scope} needs a layer"
+        match scope:
+            case "heads":
+                return self._heads(layer, heads)
+            case "attention":
+                return self._attention(layer)
+            case "normed":
+                return self._normed(layer)
+            case "residual":
+                return self._residual(layer)
+            case "block":
+                return self._rerun("block", layer, self._block(layer)[1])
+        raise AssertionError(scope)
+
+    def _heads(self, i: int, heads: Sequence[int] | None) -> Site:
+        core, seen = self._core(i)
+        chosen = tuple(range(self.layers[i].heads) if heads is None else heads)
+        closed = self._closed(core, seen)
+        f = (
+            Heads(self.host, core, seen.call, seen.single, chosen)
+            if closed is None
+            else select_heads(closed, chosen).heads_apart()
+        )
+        members = tuple((sample, head) for sample in range(seen.batch) for head in chosen)
+        return Site("heads", i, members, f, seen.call.hidden)
+
+    def _attention(self, i: int) -> Site:
+        (core, seen), projection = self._core(i), self.layers[i].projection
+        if projection is None:
+            raise UserError(
+                f"no output projection is recognised in layer {i}, so it has no scope attention; use heads"
+            )
+        inside = projection in set(core.modules())
+        tap, then = (Tap(projection, "output"), None) if inside else (None, projection)
+        site = Site(
+            "attention",
+            i,
+            _whole(seen),
+            Rerun(self.host, core, seen.call, seen.single, tap, then=then),
+            seen.call.hidden,
+        )
+        closed = self._closed(core, seen)
+        if closed is None:
+            return site
+        O, b = projection_matrix(self.host, projection, closed.V.shape[0] // closed.groups * closed.heads)
+        fast = replace(site, f=replace(closed, O=O), offset=b)
+        # A gate between heads and projection would show here.
+        return fast if same(fast.value(), site.value()) else site
+
+    def _closed(self, core: nn.Module, seen: Seen) -> SelfAttention | None:
+        found = closed_form(self.host, core, seen, self.known.get(core)) or closed_form(self.host, core, seen)
+        if found is None:
+            return None
+        if self.host.owned:
+            self.known[core] = found[1]
+        return found[0]
+
+    def _normed(self, i: int) -> Site:
+        layer, (_, seen) = self.layers[i], self._block(i)
+        if not layer.prenorm or layer.projection is None:
+            raise UserError(
+                f"{type(layer.block).__name__} (layer {i}) does not normalise its input before attention, "
+                "so it has no scope normed; residual is its attention sub-layer as it runs"
+            )
+        return self._rerun("normed", i, seen, Tap(layer.projection, "output"))
+
+    def _residual(self, i: int) -> Site:
+        layer, (_, seen) = self.layers[i], self._block(i)
+        if layer.residual is None:
+            raise UserError(
+                f"{type(layer.block).__name__} (layer {i}) does not run attention as a sub-layer of its own, "
+                "so it has no scope residual; use block"
+            )
+        return self._rerun("residual", i, seen, layer.residual)
+
+    def _rerun(self, scope: str, i: int, seen: Seen, tap: Tap | None = None) -> Site:
+        block = self.layers[i].block
+        assert block is not None
+        return Site(
+            scope, i, _whole(seen), Rerun(self.host, block, seen.call, seen.single, tap), seen.call.hidden
+        )
+
+    def _model(self) -> Site:
+        block, first = self._block(0)
+        inputs = self.trace.inputs
+        f = Rerun(self.host, self.host.trunk, inputs.call, inputs.single, entry=block)
+        return Site("model", None, _whole(first), f, first.call.hidden)
+
+    def _core(self, i: int) -> tuple[nn.Module, Seen]:
+        core, seen = self.layers[i].core, self.trace.cores[i]
+        assert core is not None and seen is not None
+        return core, seen
+
+    def _block(self, i: int) -> tuple[nn.Module, Seen]:
+        block, seen = self.layers[i].block, self.trace.blocks[i]
+        if block is None or seen is None:
+            raise UserError(
+                f"layer {i} is in no list of blocks, so it has no scope normed, residual, block or model"
+            )
+        return block, seen
+
+
+def _whole(seen: Seen) -> tuple[tuple[int, int | None], ...]:
+    return tuple((sample, None) for sample in range(seen.batch))
