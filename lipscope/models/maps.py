@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Call, Host, Tap, attention_call, run_to
 
 
+@runtime_checkable
 class BatchedMap(Protocol):
     """A map of a batch [B, n, d], member by member."""
 

@@ -16,7 +16,8 @@ from lipscope.models.closed import Projections
 from lipscope.models.plug import NAME
 from lipscope.models.preflight import Preflight, preflight
 from lipscope.models.running import Call, Host
-from lipscope.models.sites import SCOPES, Site, Survey
+from lipscope.models.scopes import SCOPES
+from lipscope.models.sites import Site, Survey
 from lipscope.models.trace import record
 
 WITHOUT_ROUTE = ("block", "model")
@@ -51,6 +52,11 @@ class Model:
         self._checks: dict[tuple[int, ...], Preflight] = {}
         self._layers: list[Layer] | None = None
         self._projections: dict[nn.Module, Projections] = {}
+
+    @property
+    def owned(self) -> bool:
+        """Whether the module is lipscope's own; a live one is borrowed, and no name loads it again."""
+        return self._owned
 
     @property
     def device(self) -> torch.device:

@@ -46,11 +46,10 @@ class Float64(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func in CASTS:
                 return args[0]
-            args = [_keep(a) for a in args]
-            kwargs = {name: _keep(a) for name, a in kwargs.items()}
-        if func in PRODUCTS:
-            args = _promote(args)
-        return func(*args, **kwargs)
+            args = [torch.float64 if isinstance(a, torch.dtype) and a in REDUCED else a for a in args]
+            if kwargs.get("dtype") in REDUCED:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*(_promoted(args) if func in PRODUCTS else args), **kwargs)
 
 
 def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -58,12 +57,8 @@ def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return Float64() if dtype == torch.float64 else nullcontext()
 
 
-def _keep(argument: Any) -> Any:
-    return torch.float64 if isinstance(argument, torch.dtype) and argument in REDUCED else argument
-
-
-def _promote(args: Sequence[Any]) -> Sequence[Any]:
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    if not any(t.dtype == torch.float64 for t in tensors) or all(t.dtype == torch.float64 for t in tensors):
+def _promoted(args: Sequence[Any]) -> Sequence[Any]:
+    """float64 throughout, if there is any."""
+    if not any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args):
         return args
     return [a.double() if isinstance(a, Tensor) and a.dtype in REDUCED else a for a in args]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -64,10 +65,7 @@ class Call:
 
     def at(self, x: Tensor) -> Call:
         """The same call with other tokens, wherever the old ones stood."""
-
-        def swap(leaf: Any) -> Any:
-            return x if leaf is self.hidden else leaf
-
+        swap = partial(_swap, self.hidden, x)
         return Call(_map(self.args, swap), _map(self.kwargs, swap), x)
 
     def of_first(self) -> Call:
@@ -105,7 +103,7 @@ class Tap:
 class _Found(Exception):  # noqa: N818 (it ends a forward pass, it is no error)
     """The value asked for has been seen; the rest of the forward pass is not needed."""
 
-    def __init__(self, value: Tensor):
+    def __init__(self, value: Any):
         self.value = value
 
 
@@ -133,20 +131,26 @@ def _reading(tap: Tap | None) -> Iterator[None]:
         yield
         return
 
-    def at_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-        raise _Found(Call.seen(args, kwargs).hidden)
-
-    def at_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> NoReturn:
-        raise _Found(first_tensor(output))
-
     if tap.side == "input":
-        handle = tap.module.register_forward_pre_hook(at_input, with_kwargs=True)
+        handle = tap.module.register_forward_pre_hook(_stop_at_input, with_kwargs=True)
     else:
-        handle = tap.module.register_forward_hook(at_output)
+        handle = tap.module.register_forward_hook(_stop_at_output)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _stop_at_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise _Found(Call.seen(args, kwargs).hidden)
+
+
+def _stop_at_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> NoReturn:
+    raise _Found(first_tensor(output))
+
+
+def _stop_at_attention(call: AttentionCall) -> NoReturn:
+    raise _Found(call)
 
 
 @contextmanager
@@ -178,18 +182,16 @@ def first_tensor(output: Any) -> Tensor:
 
 def attention_call(host: Host, module: nn.Module, call: Call) -> AttentionCall:
     """What `module`, called like this, hands to the attention function."""
-    seen: list[AttentionCall] = []
-
-    def stop(attention: AttentionCall) -> NoReturn:
-        seen.append(attention)
-        raise _Found(attention.q)
-
-    with host.ready(), listening(stop):
+    with host.ready(), listening(_stop_at_attention):
         try:
             host.run(module, call)
-        except _Found:
-            return seen[0]
+        except _Found as found:
+            return found.value
     raise AssertionError(f"{type(module).__name__} made no attention call")
+
+
+def _swap(old: Tensor, new: Tensor, leaf: Any) -> Any:
+    return new if leaf is old else leaf
 
 
 def _no_cache(leaf: Any) -> Any:

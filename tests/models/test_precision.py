@@ -1,0 +1,81 @@
+"""Float64 means float64: hard casts inside a model do not cost digits."""
+
+import copy
+
+import pytest
+import torch
+
+from lipscope.models.loading import load
+from lipscope.models.precision import Float64, computing_in
+from tests.models.zoo import make, sample
+
+RMSNORM = ["llama", "mistral", "qwen3", "gemma2", "gpt_oss", "t5"]
+
+
+def slope_errors(f, X, step=1e-6):
+    """Central differences of a random direction against the product with the derivative, at one step."""
+    generator = torch.Generator().manual_seed(0)
+    E = torch.randn(X.shape, generator=generator, dtype=X.dtype)
+    product = torch.autograd.functional.jvp(f, X, E)[1]
+    with torch.no_grad():
+        difference = (f(X + step * E) - f(X - step * E)) / (2 * step)
+    return float((difference - product).norm() / product.norm())
+
+
+@pytest.mark.parametrize("name", RMSNORM)
+def test_finite_differences_agree_with_the_derivative(name):
+    (site,) = load(make(name)).sites(**sample(name, batch=1), scopes=["block"], layers=[1])
+    assert slope_errors(site.f, site.X) < 1e-8
+
+
+@pytest.mark.parametrize("name", RMSNORM)
+def test_plain_double_would_not_have_been_enough(name):
+    """The planted bug: without the mode the same check fails, so it can."""
+    module = copy.deepcopy(make(name)).double().requires_grad_(False)
+    (site,) = load(module).sites(**sample(name, batch=1), scopes=["block"], layers=[1])
+    block = site.f.module
+    call = site.f.call
+
+    def plain(x):
+        there = call.at(x)
+        out = block(*there.args, **there.kwargs)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    module.config._attn_implementation_internal = "eager"
+    module.config._experts_implementation_internal = "eager"
+    assert slope_errors(plain, site.X) > 1e-4
+
+
+CASES = {
+    "to": lambda x: x.to(torch.float32),
+    "to by name": lambda x: x.to(dtype=torch.float16),
+    "to device and dtype": lambda x: x.to("cpu", torch.bfloat16),
+    "float": lambda x: x.float(),
+    "half": lambda x: x.half(),
+    "type": lambda x: x.type(torch.float32),
+    "softmax": lambda x: torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32),
+    "sum": lambda x: x.sum(-1, dtype=torch.float32),
+    "matmul": lambda x: x @ torch.ones(3, 3, dtype=torch.float32),
+    "linear": lambda x: torch.nn.functional.linear(x.float(), torch.ones(2, 3, dtype=torch.float32)),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, torch.ones(3, 3, dtype=torch.float32)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_float64_tensor_stays_float64(case):
+    x = torch.rand(2, 3, dtype=torch.float64)
+    with Float64():
+        assert CASES[case](x).dtype == torch.float64
+
+
+def test_integers_and_float32_are_left_alone():
+    with Float64():
+        assert torch.arange(3).float().dtype == torch.float32
+        assert torch.ones(2).half().dtype == torch.float16
+    with computing_in(torch.float32):
+        assert torch.ones(2, dtype=torch.float64).float().dtype == torch.float32
+
+
+def test_measuring_in_float32_stays_in_float32():
+    for site in load(make("llama"), dtype="float32").sites(**sample("llama"), scopes=["heads", "block"]):
+        assert site.X.dtype == site.value().dtype == torch.float32
