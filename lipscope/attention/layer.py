@@ -51,7 +51,7 @@ class SelfAttention:
         if isinstance(self.kernel, L2):
             q, k = augment(self.kernel, q, k)
         scale = 1.0 if isinstance(self.kernel, L2) else default_scale(self.kernel, q.shape[-1])
-        o = attend(q, k, v, scale=scale, causal=self.causal, window=self.window, **self.visibility(X))
+        o = attend(q, k, v, scale=scale, causal=self.causal, window=self.window, **self.visibility())
         joined = o.transpose(-3, -2).flatten(-2)
         return joined if self.O is None else joined @ self.O.T
 
@@ -59,19 +59,26 @@ class SelfAttention:
         """Queries [..., heads, n, k], keys [..., kv_heads, n, k], values [..., kv_heads, n, m], rotated if the kernel says so."""
         biases = self.biases or (None, None, None)
         parts = []
-        for weight, bias, count in zip((self.Q, self.K, self.V), biases, (self.heads, self.groups, self.groups), strict=True):
+        for weight, bias, count in zip(
+            (self.Q, self.K, self.V), biases, (self.heads, self.groups, self.groups), strict=True
+        ):
             y = X @ weight.T if bias is None else X @ weight.T + bias
             parts.append(y.unflatten(-1, (count, -1)).transpose(-3, -2))
         q, k, v = parts
         rope = self.kernel.rope if isinstance(self.kernel, Dot) else None
         return (q, k, v) if rope is None else (rope.turn(q), rope.turn(k), v)
 
-    def visibility(self, X: Tensor) -> dict[str, Tensor | float | None]:
+    def visibility(self) -> dict[str, Tensor | float | None]:
         """Mask, padding, softcap and sinks as `attend` takes them."""
         mask = self.mask
         if mask is not None and mask.ndim == 3:
             mask = mask[:, None]
-        return {"mask": mask, "padding": self.padding, "softcap": self.kernel.softcap, "sinks": self.kernel.sinks}
+        return {
+            "mask": mask,
+            "padding": self.padding,
+            "softcap": self.kernel.softcap,
+            "sinks": self.kernel.sinks,
+        }
 
     def linearize(self, X: Tensor) -> LinearOperator:
         """D_X f in closed form, its products O(n^2) time and, for long sequences, O(n d) memory."""
@@ -164,7 +171,9 @@ def _check_weights(f: SelfAttention) -> None:
     if f.K.shape[0] // f.groups != size:
         raise UserError(f"Q has {size} rows a head and K {f.K.shape[0] // f.groups}; they must agree")
     if f.O is not None and f.O.shape[1] != f.heads * values:
-        raise UserError(f"O must have shape [d, {f.heads * values}] (heads * rows of V a head), got {tuple(f.O.shape)}")
+        raise UserError(
+            f"O must have shape [d, {f.heads * values}] (heads * rows of V a head), got {tuple(f.O.shape)}"
+        )
     for name, b, W in zip(("bq", "bk", "bv"), f.biases or (None,) * 3, (f.Q, f.K, f.V), strict=True):
         if b is not None:
             if b.shape != W.shape[:1]:
@@ -176,15 +185,25 @@ def _check_tokens(f: SelfAttention, X: Tensor) -> None:
     check_input(X)
     d = f.Q.shape[1]
     if X.shape[-1] != d:
-        raise UserError(f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); the weights read tokens of size {d}")
+        raise UserError(
+            f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); the weights read tokens of size {d}"
+        )
     if X.dtype != f.Q.dtype:
         raise UserError(f"X is {X.dtype} and the weights are {f.Q.dtype}; convert one, e.g. f.to(X.dtype)")
     n, B = X.shape[-2], X.shape[0] if X.ndim == 3 else None
     allowed = [(n, n)] if B is None else [(n, n), (B, n, n)]
     if f.mask is not None and tuple(f.mask.shape) not in allowed:
-        raise UserError(f"mask must have shape {' or '.join(map(str, allowed))} for X {tuple(X.shape)}, got {tuple(f.mask.shape)}")
-    if f.mask is not None and f.mask.dtype.is_floating_point and (f.mask.isnan() | (f.mask == torch.inf)).any():
+        raise UserError(
+            f"mask must have shape {' or '.join(map(str, allowed))} for X {tuple(X.shape)}, got {tuple(f.mask.shape)}"
+        )
+    if (
+        f.mask is not None
+        and f.mask.dtype.is_floating_point
+        and (f.mask.isnan() | (f.mask == torch.inf)).any()
+    ):
         raise UserError("mask holds NaN or +inf; an additive mask is finite or -inf")
     allowed = [(n,)] if B is None else [(n,), (B, n)]
     if f.padding is not None and tuple(f.padding.shape) not in allowed:
-        raise UserError(f"padding must have shape {' or '.join(map(str, allowed))}, got {tuple(f.padding.shape)}")
+        raise UserError(
+            f"padding must have shape {' or '.join(map(str, allowed))}, got {tuple(f.padding.shape)}"
+        )

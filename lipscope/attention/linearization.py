@@ -47,7 +47,9 @@ class _State:
         """dX [M, n, r] -> dq, dk, dv."""
         H, G = self.q.shape[1], self.k.shape[1]
         size = (self.W.shape[1] - G * self.v.shape[-1]) // (H + G)
-        y = E @ self.W.mT
+        y = E @ (
+            self.W[0].T if self.W.shape[0] == 1 else self.W.mT
+        )  # one weight for all members: one product
         dq, dk, dv = y.split([H * size, G * size, G * self.v.shape[-1]], dim=-1)
         dq, dk, dv = (x.unflatten(-1, (c, -1)).transpose(-3, -2) for x, c in ((dq, H), (dk, G), (dv, G)))
         if self.rope is not None:
@@ -68,7 +70,8 @@ class _State:
             gk = gk[..., :-2] - 2 * s * k * gk[..., -1:]
         if self.rope is not None:
             gq, gk = self.rope.turn_back(gq), self.rope.turn_back(gk)
-        return torch.cat([x.transpose(-3, -2).flatten(-2) for x in (gq, gk, gv)], dim=-1) @ self.W
+        G = torch.cat([x.transpose(-3, -2).flatten(-2) for x in (gq, gk, gv)], dim=-1)
+        return G @ (self.W[0] if self.W.shape[0] == 1 else self.W)
 
     def mv(self, E: Tensor) -> Tensor:
         if self.weights is not None:
@@ -97,9 +100,15 @@ class _State:
             weights=weights and Weights(*(cut(x) for x in (weights.P, weights.slope, weights.bend))),
             pattern=replace(
                 pattern,
-                mask=cut(pattern.mask) if pattern.mask is not None and pattern.mask.ndim == 4 else pattern.mask,
-                queries=cut(pattern.queries) if pattern.queries is not None and pattern.queries.ndim == 2 else pattern.queries,
-                keys=cut(pattern.keys) if pattern.keys is not None and pattern.keys.ndim == 2 else pattern.keys,
+                mask=cut(pattern.mask)
+                if pattern.mask is not None and pattern.mask.ndim == 4
+                else pattern.mask,
+                queries=cut(pattern.queries)
+                if pattern.queries is not None and pattern.queries.ndim == 2
+                else pattern.queries,
+                keys=cut(pattern.keys)
+                if pattern.keys is not None and pattern.keys.ndim == 2
+                else pattern.keys,
             ),
             distance=self.distance and (cut(self.distance[0]), cut(self.distance[1]), self.distance[2]),
         )
@@ -115,12 +124,16 @@ class _State:
             return x if x is None or x.ndim < batched_ndim else x.repeat_interleave(heads, dim=0)
 
         w, p = self.weights, self.pattern
-        split = w and Weights(*(None if x is None else each(reference.heads(x, heads)) for x in (w.P, w.slope, w.bend)))
+        split = w and Weights(
+            *(None if x is None else each(reference.heads(x, heads)) for x in (w.P, w.slope, w.bend))
+        )
         return replace(
             self,
             **{name: each(getattr(self, name)) for name in ("q", "k", "v", "o", "lse")},
             weights=split,
-            pattern=replace(p, mask=spread(p.mask, 4), queries=spread(p.queries, 2), keys=spread(p.keys, 2), sinks=None),
+            pattern=replace(
+                p, mask=spread(p.mask, 4), queries=spread(p.queries, 2), keys=spread(p.keys, 2), sinks=None
+            ),
             distance=self.distance and (each(self.distance[0]), each(self.distance[1]), self.distance[2]),
         )
 
@@ -129,10 +142,10 @@ def linearize(f: SelfAttention, X: Tensor, apart: bool) -> LinearOperator:
     """The Jacobian of f at X; with `apart`, of each head alone, as a batch (member-major, then head)."""
     tokens = X if X.ndim == 3 else X[None]
     with torch.no_grad():
-        state, condition = _state(f, tokens)
+        state, condition, worst = _state(f, tokens)
         if apart:
             state = state.apart(f.heads)
-            condition = condition.repeat_interleave(f.heads)
+            condition, worst = condition.repeat_interleave(f.heads), worst.repeat_interleave(f.heads)
         W = _directions(f, apart)
         basis = None
         if apart or W.shape[-2] < W.shape[-1]:
@@ -142,14 +155,14 @@ def linearize(f: SelfAttention, X: Tensor, apart: bool) -> LinearOperator:
         copies = tokens.shape[0] if apart else 1
         state = replace(state, W=W.repeat(copies, 1, 1))
     batch = None if X.ndim == 2 and not apart else state.q.shape[0]
-    core = _operator(state, (X.shape[-2], W.shape[-1]), batch, condition)
+    core = _operator(state, (X.shape[-2], W.shape[-1]), batch, (condition, worst))
     if basis is None:
         return core
     return _uncompressed(core, basis.repeat(copies, 1, 1), X.shape[-1])
 
 
-def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor]:
-    """Queries, keys, values, output at X, and the largest score of each member (non-finite where something overflows)."""
+def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
+    """Queries, keys, values and output at X, and how much rounding grows (non-finite where something overflows)."""
     q, k, v = (x.contiguous() for x in f.project(X))
     distance = None
     if isinstance(f.kernel, L2):
@@ -158,20 +171,49 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor]:
         q, k = augment(f.kernel, q, k)
     else:
         q = q * default_scale(f.kernel, q.shape[-1])
-    see = f.visibility(X)
-    pattern = Pattern(f.causal, f.window, f.kernel.softcap, see["mask"], f.padding, f.padding, f.kernel.sinks)
+    if f.kernel.sinks is None:
+        # The Jacobian sees keys and values through differences only: without their common part rounding is smaller.
+        v = v - v.mean(dim=-2, keepdim=True)
+        k = k if f.kernel.softcap is not None or distance else k - k.mean(dim=-2, keepdim=True)
+    mask = f.visibility()["mask"]
+    pattern = Pattern(f.causal, f.window, f.kernel.softcap, mask, f.padding, f.padding, f.kernel.sinks)
     o, lse = tiled.forward(q, k, v, pattern)
     weights = None
     if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
         weights = reference.weights(q, k, lse, pattern)
-    largest = tiled.largest_score(q, k, pattern)
     out = o.transpose(-3, -2).flatten(-2)
     out = out if f.O is None else out @ f.O.T
-    overflowed = ~out.isfinite().all(dim=(1, 2))
+    finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))
+    condition, worst = _rounding_growth(f, X, *(distance or (q, k, 1.0)))
+    condition = torch.where(finite, condition, torch.inf)
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
-    W = q.new_empty(1, 0, 0)
-    state = _State(W, f.O, q, k, v, o, lse, pattern, weights, rope, distance)
-    return state, torch.where(overflowed, torch.inf, largest.double()).cpu()
+    state = _State(q.new_empty(1, 0, 0), f.O, q, k, v, o, lse, pattern, weights, rope, distance)
+    return state, condition.cpu(), worst.cpu()
+
+
+def _rounding_growth(f: SelfAttention, X: Tensor, q: Tensor, k: Tensor, s: float) -> tuple[Tensor, Tensor]:
+    """How rounding grows in a score, per member: through the sum of terms |q| |k| (condition), and through the projections too.
+
+    fl(Q x) is off by a multiple of |Q| |x| + |bq|, whatever cancels in it: times |k| that is an error of the score (worst).
+    For a distance s |q - k|^2 the terms are s (|q| + |k|)^2, and the projections' errors enter times 2 s (|q| + |k|).
+    """
+    sizes = []
+    for W, b, count in zip((f.Q, f.K), f.biases or (None, None), (f.heads, f.groups), strict=False):
+        bias = 0.0 if b is None else _longest(b.reshape(1, count, 1, -1))
+        sizes.append(_longest(W.reshape(1, count, 1, -1)) * _longest(X[:, None]) + bias)
+    long_q, long_k = _longest(q), _longest(k)
+    if isinstance(f.kernel, L2):
+        condition = s * (long_q + long_k).square()
+        return condition, condition + 2 * s * (long_q + long_k) * (sizes[0] + sizes[1])
+    sizes[0] = sizes[0] * default_scale(f.kernel, f.Q.shape[0] // f.heads)  # q carries the scale already
+    return long_q * long_k, long_q * long_k + sizes[0] * long_k + long_q * sizes[1]
+
+
+def _longest(x: Tensor) -> Tensor:
+    """The largest norm of a vector of each member, [M, H, n, k] -> [M] in float64."""
+    x = x.flatten(1, -2).double()
+    largest = x.abs().amax(dim=(1, 2), keepdim=True).clamp_min(1e-300)
+    return ((x / largest).norm(dim=-1).amax(dim=1)) * largest[:, 0, 0]
 
 
 def _directions(f: SelfAttention, apart: bool) -> Tensor:
@@ -183,7 +225,9 @@ def _directions(f: SelfAttention, apart: bool) -> Tensor:
     return torch.cat([Q.unflatten(0, (f.heads, -1)), K, V], dim=1)
 
 
-def _operator(state: _State, in_shape: tuple[int, int], batch: int | None, condition: Tensor) -> LinearOperator:
+def _operator(
+    state: _State, in_shape: tuple[int, int], batch: int | None, errors: tuple[Tensor, Tensor]
+) -> LinearOperator:
     out_size = state.q.shape[1] * state.v.shape[-1] if state.O is None else state.O.shape[0]
 
     def lead(x: Tensor) -> Tensor:
@@ -200,8 +244,11 @@ def _operator(state: _State, in_shape: tuple[int, int], batch: int | None, condi
         batch=batch,
         dtype=state.q.dtype,
         device=state.q.device,
-        condition=condition if batch is not None else condition[0],
-        take=None if batch is None else lambda m: _operator(state.take(m), in_shape, len(m), condition[m]),
+        condition=drop(errors[0]),
+        worst=drop(errors[1]),
+        take=None
+        if batch is None
+        else lambda m: _operator(state.take(m), in_shape, len(m), (errors[0][m], errors[1][m])),
     )
 
 

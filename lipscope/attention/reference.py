@@ -70,14 +70,6 @@ def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | Non
     return (S if dark is None else S.masked_fill(dark, -torch.inf)), t
 
 
-def largest_score(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor:
-    """max |score| over the visible pairs of each member [...]; rounding grows with it, and it shows overflow."""
-    S, _ = scores(q, k, pattern)
-    dark = hidden(q, k, pattern)
-    S = S if dark is None else S.masked_fill(dark, 0.0)
-    return S.abs().amax(dim=(-3, -2, -1))
-
-
 def _sinks(pattern: Pattern, groups: int, n: int) -> Tensor:
     """The sinks as a column [G, rows, 1]."""
     assert pattern.sinks is not None

@@ -42,14 +42,10 @@ class _Sum:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
     parts = [
-        reference.forward(q[..., r, :], k[..., c, :], v[..., c, :], tile) for r, c, tile in _blocks(q, k, pattern)
+        reference.forward(q[..., r, :], k[..., c, :], v[..., c, :], tile)
+        for r, c, tile in _blocks(q, k, pattern)
     ]
     return torch.cat([o for o, _ in parts], dim=-2), torch.cat([lse for _, lse in parts], dim=-1)
-
-
-def largest_score(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor:
-    parts = [reference.largest_score(q[..., r, :], k[..., c, :], tile) for r, c, tile in _blocks(q, k, pattern)]
-    return torch.stack(parts).amax(dim=0)
 
 
 def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:

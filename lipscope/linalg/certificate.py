@@ -67,7 +67,11 @@ def polynomial_bound(
 def _left_side(lam: Tensor, alpha: Tensor, beta: Tensor, taken: Tensor, source: Tensor) -> Tensor:
     """The decreasing function of lambda above, [B, GRID], rounded up; infinity where lambda <= theta_k."""
     k = alpha.shape[1]
-    log_q, margin, above = torch.zeros_like(lam), torch.zeros_like(lam), torch.ones_like(lam, dtype=torch.bool)
+    log_q, margin, above = (
+        torch.zeros_like(lam),
+        torch.zeros_like(lam),
+        torch.ones_like(lam, dtype=torch.bool),
+    )
     # s_1 = lambda - alpha_1, s_i = lambda - alpha_i - beta_{i-1}^2 / s_{i-1};  q_k = prod s_i / beta_i
     s = torch.ones_like(lam)
     for i in range(k):

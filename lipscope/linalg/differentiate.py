@@ -40,13 +40,19 @@ def check_input(X: Tensor) -> None:
 def check_tensor(name: str, x: Tensor) -> None:
     """Floating point and finite."""
     if not x.dtype.is_floating_point:
-        raise UserError(f"{name} must be a floating-point tensor, got {x.dtype}; convert it with .float() or .double()")
+        raise UserError(
+            f"{name} must be a floating-point tensor, got {x.dtype}; convert it with .float() or .double()"
+        )
     if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise UserError(f"{name} has dtype {x.dtype}, too coarse to differentiate; convert it to float32 or float64")
+        raise UserError(
+            f"{name} has dtype {x.dtype}, too coarse to differentiate; convert it to float32 or float64"
+        )
     bad = ~x.isfinite()
     if bad.any():
         index = tuple(torch.nonzero(bad)[0].tolist())
-        raise UserError(f"{name} holds {x[index].item()} at index {list(index)} (shape {tuple(x.shape)}); it must be finite")
+        raise UserError(
+            f"{name} holds {x[index].item()} at index {list(index)} (shape {tuple(x.shape)}); it must be finite"
+        )
 
 
 def check_map(f: Map) -> None:
@@ -55,10 +61,16 @@ def check_map(f: Map) -> None:
         raise UserError(f"f must be a map from tensors to tensors, got {type(f).__name__}")
     if isinstance(f, torch.nn.Module):
         for name, module in f.named_modules():
-            rate = getattr(module, "p", None) if isinstance(module, torch.nn.modules.dropout._DropoutNd) else None
+            rate = (
+                getattr(module, "p", None)
+                if isinstance(module, torch.nn.modules.dropout._DropoutNd)
+                else None
+            )
             rate = getattr(module, "dropout", None) if rate is None else rate
             if module.training and isinstance(rate, float) and rate > 0:
-                raise UserError(f"module {name or type(f).__name__!r} drops out at rate {rate} in training mode; call .eval() first")
+                raise UserError(
+                    f"module {name or type(f).__name__!r} drops out at rate {rate} in training mode; call .eval() first"
+                )
 
 
 def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
@@ -101,10 +113,16 @@ def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
 def _check_output(f: Map, y: Tensor, X: Tensor) -> None:
     if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
         got = y.dtype if isinstance(y, Tensor) else type(y).__name__
-        raise UserError(f"f must return a floating-point tensor, got {got}; wrap it to return the tensor alone")
+        raise UserError(
+            f"f must return a floating-point tensor, got {got}; wrap it to return the tensor alone"
+        )
     if X.ndim == 3 and (y.ndim < 2 or y.shape[0] != X.shape[0]):
-        raise UserError(f"f maps a batch of shape {tuple(X.shape)} to {tuple(y.shape)}: the leading dimension must stay {X.shape[0]}")
+        raise UserError(
+            f"f maps a batch of shape {tuple(X.shape)} to {tuple(y.shape)}: the leading dimension must stay {X.shape[0]}"
+        )
     with torch.no_grad():
         again = f(X)
     if not torch.equal(y.detach().nan_to_num(), again.nan_to_num()):
-        raise UserError("f is random: two evaluations at the same X differ; call .eval() on its modules, or fix its randomness")
+        raise UserError(
+            "f is random: two evaluations at the same X differ; call .eval() on its modules, or fix its randomness"
+        )

@@ -47,7 +47,16 @@ class Estimate(Generic[N]):
         numbers = (self.value, self.lower, self.upper, self.residual, self.steps)
         value, lower, upper, residual, steps = (x[i].item() for x in numbers)  # type: ignore[index]
         return Estimate(
-            value, lower, upper, residual, int(steps), self.status[i], self.left[i], self.right[i], self.confidence, self.note
+            value,
+            lower,
+            upper,
+            residual,
+            int(steps),
+            self.status[i],
+            self.left[i],
+            self.right[i],
+            self.confidence,
+            self.note,
         )
 
     def __repr__(self) -> str:

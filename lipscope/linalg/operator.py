@@ -28,6 +28,7 @@ class LinearOperator:
     """`mv` maps [*in_shape] to [*out_shape], `rmv` is its adjoint; with `batch` = B both act on B members at once.
 
     condition:  rounding amplification; a product is accurate to about 8 eps (1 + condition) ||J||, non-finite means overflow.
+    worst:      the same without the luck of cancelling errors; bounds are widened by 32 eps (1 + worst). Default: condition.
     take:       the operator restricted to some members of the batch, where that is cheaper than the whole.
     compressed: the same operator through fewer input dimensions.
     """
@@ -40,6 +41,7 @@ class LinearOperator:
     dtype: torch.dtype = torch.float64
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     condition: Tensor | float = 0.0
+    worst: Tensor | float | None = None
     take: Callable[[Tensor], LinearOperator] | None = None
     compressed: Compression | None = None
 
@@ -59,8 +61,16 @@ class LinearOperator:
     @property
     def resolution(self) -> Tensor:
         """Relative accuracy of one product, 8 eps (1 + condition), per member."""
-        condition = torch.as_tensor(self.condition, dtype=torch.float64, device="cpu")
-        return (8 * torch.finfo(self.dtype).eps * (1 + condition)).expand(self.leading)
+        return 8 * self._amplified(self.condition)
+
+    @property
+    def rounding(self) -> Tensor:
+        """Stated bound on the relative error of a norm evaluated with these products, 32 eps (1 + worst)."""
+        return 32 * self._amplified(self.condition if self.worst is None else self.worst)
+
+    def _amplified(self, factor: Tensor | float) -> Tensor:
+        growth = 1 + torch.as_tensor(factor, dtype=torch.float64, device="cpu")
+        return (torch.finfo(self.dtype).eps * growth).expand(self.leading)
 
     @property
     def T(self) -> LinearOperator:

@@ -20,6 +20,9 @@ NOT_RANDOM = "no upper bound: the start vector was given, not drawn at random"
 NO_BOUND = "no upper bound: too few steps for the failure probability asked for; set gap to go on"
 CERTIFIED = "the upper bound holds unless the random start was unlucky, provided the input was not chosen with knowledge of the seed"
 
+SMALL = 1 << 16
+"""Numbers in one vector of the whole batch, below which a product is cheaper than a look at the small matrix."""
+
 
 @dataclass(frozen=True)
 class Solver:
@@ -65,7 +68,7 @@ class _Run:
     def __init__(self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, certify: bool):
         self.J, self.tol, self.gap, self.solver, self.certify = J, tol, gap, solver, certify
         B = J.batch or 1
-        self.resolution = J.resolution.reshape(B).clone()
+        self.resolution, self.rounding = J.resolution.reshape(B), J.rounding.reshape(B)
         self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), min=tol)
         self.right = torch.zeros(B, J.in_size, dtype=J.dtype, device=J.device)
         self.left = torch.zeros(B, J.out_size, dtype=J.dtype, device=J.device)
@@ -101,7 +104,7 @@ class _Run:
             open_ &= ~done
             if not open_.any():
                 return
-            if J.take is not None and open_.sum() <= len(open_) // 2:
+            if J.take is not None and 4 * open_.sum() <= 3 * len(open_):
                 remaining = torch.nonzero(open_)[:, 0]
                 basis.keep(remaining)
                 index, open_ = index[remaining], open_[remaining]
@@ -115,8 +118,8 @@ class _Run:
             overflow = not self.resolution[member].isfinite()
             self.status[member] = Status.OVERFLOW if overflow else Status.NON_FINITE
             return
-        self.right[member] = q.to(basis.V) @ basis.V[i, : basis.k]
-        self.left[member] = p.to(basis.U) @ basis.U[i, : basis.k]
+        self.right[member] = q.to(basis.V) @ basis.V[: basis.k, i]
+        self.left[member] = p.to(basis.U) @ basis.U[: basis.k, i]
         if basis.b[i] == 0 or theta == 0:
             self.status[member] = Status.BREAKDOWN
         elif residual <= self.target[member]:
@@ -127,9 +130,9 @@ class _Run:
     def _gap_reached(self, basis: GolubKahan, theta: Tensor, index: Tensor) -> Tensor:
         assert self.gap is not None
         a, b = (torch.stack(x, dim=1) for x in zip(*basis.coefficients, strict=True))
-        rounding = 4 * torch.finfo(torch.float64).eps + basis.drift / theta
-        upper = polynomial_bound(a, b, self._overlap(), rounding) * (1 + self.resolution[index])
-        return upper <= self.gap * theta * (1 - self.resolution[index])
+        source = 4 * torch.finfo(torch.float64).eps + basis.drift / theta
+        upper = polynomial_bound(a, b, self._overlap(), source) * (1 + self.rounding[index])
+        return upper <= self.gap * theta * (1 - self.rounding[index])
 
     def _overlap(self) -> float:
         return smallest_overlap(self.J.in_size, self.solver.failure / len(self.status))
@@ -151,11 +154,11 @@ class _Run:
         residual = torch.where(sigma == 0, 0.0, residual)
         value = sigma / scale
         value = torch.where(finite, value, torch.nan)
-        resolution = self.resolution.nan_to_num(nan=torch.inf)
-        lower = torch.where(finite, value * (1 - resolution), 0.0)
+        rounding = self.rounding.nan_to_num(nan=torch.inf)
+        lower = torch.where(finite, value * (1 - rounding), 0.0)
         upper = torch.full_like(value, torch.inf)
         if self.certify:
-            upper = self._upper(noise, sigma, resolution) / scale
+            upper = self._upper(noise, sigma, rounding) / scale
         upper = torch.where(finite & (sigma == 0), 0.0, torch.where(finite, upper, torch.inf))
         certified = self.certify and bool(upper.isfinite().all())
         return Estimate(
@@ -171,23 +174,28 @@ class _Run:
             note=note if certified or not self.certify else NO_BOUND,
         )
 
-    def _upper(self, noise: Tensor, sigma: Tensor, resolution: Tensor) -> Tensor:
-        """The polynomial bound with the rounding seen in the recurrence and in the evaluation, then that of J itself."""
+    def _upper(self, noise: Tensor, sigma: Tensor, rounding: Tensor) -> Tensor:
+        """The polynomial bound with the noise seen in the recurrence and in the evaluation, then the rounding of J itself."""
         eps = torch.finfo(torch.float64).eps
-        rounding = 4 * torch.clamp(noise, min=eps) + self.drift / self.theta
-        usable = rounding.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
+        source = 4 * torch.clamp(noise, min=eps) + self.drift / self.theta
+        usable = source.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
         width = int((~self.a.isnan()).sum(dim=1).max())
         upper = torch.full_like(sigma, torch.inf)
         if width and usable.any():
             upper[usable] = polynomial_bound(
-                self.a[usable, :width], self.b[usable, :width], self._overlap(), rounding[usable]
+                self.a[usable, :width], self.b[usable, :width], self._overlap(), source[usable]
             )
-        return upper * (1 + resolution)
+        return upper * (1 + rounding)
 
 
 def _worth_checking(step: int, basis: GolubKahan) -> bool:
-    """The small SVD costs as much as a product on tiny problems: look at every second step only."""
-    return step % 2 == 0 or bool((basis.b == 0).any()) or not bool(basis.b.isfinite().all())
+    """The small SVD costs as much as a product on small problems: there, look at every second step only."""
+    return (
+        step % 2 == 0
+        or basis.V[0].numel() > SMALL
+        or bool((basis.b == 0).any())
+        or not bool(basis.b.isfinite().all())
+    )
 
 
 def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
@@ -197,18 +205,24 @@ def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
     return v.to(dtype=J.dtype, device=J.device)
 
 
-def _check_options(J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver) -> None:
+def _check_options(
+    J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver
+) -> None:
     if not (math.isfinite(tol) and tol > 0):
         raise UserError(f"tol must be a positive number (the relative residual to reach), got {tol!r}")
     if gap is not None and not gap > 1:
         raise UserError(f"gap must be above 1 (upper / lower to reach, e.g. 1.01), got {gap!r}")
     if gap is not None and J.dtype != torch.float64:
-        raise UserError(f"gap needs an upper bound, and that needs float64; the operator is {J.dtype}: use precision='exact'")
+        raise UserError(
+            f"gap needs an upper bound, and that needs float64; the operator is {J.dtype}: use precision='exact'"
+        )
     if not 0 < solver.failure < 1:
         raise UserError(f"failure must be a probability between 0 and 1, got {solver.failure!r}")
     if solver.max_steps < 1:
         raise UserError(f"max_steps must be at least 1, got {solver.max_steps!r}")
     if start is not None and start.numel() != (J.batch or 1) * J.in_size:
         raise UserError(f"start must have shape {J.leading + J.in_shape}, got {tuple(start.shape)}")
-    if start is not None and not (start.isfinite().all() and start.reshape(J.batch or 1, -1).norm(dim=1).all()):
+    if start is not None and not (
+        start.isfinite().all() and start.reshape(J.batch or 1, -1).norm(dim=1).all()
+    ):
         raise UserError("start must be finite and not zero")

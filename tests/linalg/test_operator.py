@@ -1,0 +1,46 @@
+"""Operators: products, transposes, compositions."""
+
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope.linalg.operator import dense_operator
+from tests.checks import assert_adjoint, assert_matches_dense
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 4, 3)])
+def test_dense_operator_is_its_matrix(shape):
+    M = random(*shape)
+    assert_matches_dense(dense_operator(M), M)
+    assert torch.equal(dense_operator(M).T.T.to_dense(), M)
+
+
+def test_composition_and_scaling():
+    A, B = random(3, 4), random(4, 5, seed=1)
+    assert_matches_dense(dense_operator(A) @ dense_operator(B), A @ B)
+    assert_matches_dense(2.5 * dense_operator(A), 2.5 * A)
+
+
+def test_composition_refuses_shapes_that_do_not_fit():
+    with pytest.raises(ls.UserError, match=r"reads \(4,\), the inner one gives \(5,\)"):
+        dense_operator(random(3, 4)) @ dense_operator(random(5, 2))
+
+
+def test_the_adjoint_check_can_fail():
+    M = random(3, 3)
+    wrong = ls.LinearOperator(mv=lambda x: M @ x, rmv=lambda x: M @ x, in_shape=(3,), out_shape=(3,))
+    with pytest.raises(AssertionError, match="adjoint"):
+        assert_adjoint(wrong)
+
+
+def test_taking_members_of_a_batch():
+    M = random(5, 3, 4)
+    J = dense_operator(M)
+    members = torch.tensor([3, 1])
+    assert J.take is not None
+    assert_matches_dense(J.take(members), M[members])
+    assert_matches_dense(J.T.take(members), M[members].mT)

@@ -1,0 +1,130 @@
+"""The solver: right values, honest statuses, options."""
+
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope.linalg.operator import dense_operator
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (2, 2), (7, 3), (3, 7), (60, 40), (40, 60)])
+def test_against_svd(shape):
+    M = random(6, *shape)
+    exact = torch.linalg.matrix_norm(M, 2)
+    e = ls.spectral_norm(dense_operator(M), tol=1e-9)
+    assert ((e.value - exact).abs() <= 1e-12 * exact).all()
+    assert (e.lower <= exact * (1 + 1e-15)).all() and (exact <= e.upper).all()
+    assert (e.residual <= 1e-9).all() and all(s.ok for s in e.status)
+
+
+def test_triplet_is_a_singular_triplet():
+    M = random(30, 20)
+    e = ls.spectral_norm(dense_operator(M), tol=1e-10)
+    assert torch.allclose(M @ e.right, e.value * e.left, atol=1e-12)
+    assert (M.T @ e.left - e.value * e.right).norm() <= 1e-9 * e.value
+    assert abs(e.left.norm() - 1) < 1e-13 and abs(e.right.norm() - 1) < 1e-13
+
+
+def test_batch_and_single_agree_and_index():
+    M = random(4, 15, 15)
+    batch = ls.spectral_norm(dense_operator(M), tol=1e-10)
+    assert len(batch) == 4
+    for i in range(4):
+        alone = ls.spectral_norm(dense_operator(M[i]), tol=1e-10)
+        assert isinstance(alone.value, float) and isinstance(alone.status, ls.Status)
+        assert batch[i].value == pytest.approx(alone.value, rel=1e-12)
+    with pytest.raises(TypeError, match="single operator"):
+        alone[0]
+
+
+def test_small_memory_restarts_and_converges():
+    M = random(200, 200)
+    solver = ls.Solver(memory=8 * 400 * 8)
+    e = ls.spectral_norm(dense_operator(M), tol=1e-8, solver=solver)
+    assert e.value == pytest.approx(torch.linalg.matrix_norm(M, 2).item(), rel=1e-12)
+    assert e.status is ls.Status.CONVERGED and e.upper >= e.value
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-308, 1e-200, 1e200, 1e306])
+def test_scale_is_harmless(factor):
+    M = factor * random(12, 12)
+    e = ls.spectral_norm(dense_operator(M))
+    exact = torch.linalg.matrix_norm(random(12, 12), 2).item() * factor
+    assert e.value == pytest.approx(exact, rel=1e-7 if factor == 1e-308 else 1e-11) and e.status.ok
+    assert e.lower <= exact <= e.upper
+
+
+def test_float32_has_no_upper_bound_and_says_so():
+    e = ls.spectral_norm(dense_operator(random(30, 30).float()))
+    assert e.upper == float("inf") and e.confidence == 0 and "float64" in e.note
+    assert e.value == pytest.approx(torch.linalg.matrix_norm(random(30, 30), 2).item(), rel=1e-6)
+
+
+def test_float32_below_its_resolution():
+    e = ls.spectral_norm(dense_operator(random(30, 30).float()), tol=1e-9)
+    assert e.status is ls.Status.RESOLUTION and e.residual < 1e-5
+
+
+def test_warm_start_costs_the_certificate():
+    M = random(50, 50)
+    cold = ls.spectral_norm(dense_operator(M), tol=1e-8)
+    warm = ls.spectral_norm(dense_operator(M), tol=1e-8, start=cold.right)
+    assert warm.steps < cold.steps and warm.value == pytest.approx(cold.value, rel=1e-13)
+    assert warm.upper == float("inf") and warm.confidence == 0 and "start" in warm.note
+
+
+def test_max_steps_is_reported():
+    e = ls.spectral_norm(dense_operator(random(200, 200)), tol=1e-12, solver=ls.Solver(max_steps=5))
+    exact = torch.linalg.matrix_norm(random(200, 200), 2).item()
+    assert e.status is ls.Status.MAX_STEPS and e.steps == 5 and e.lower <= exact <= e.upper
+
+
+def test_nan_gives_non_finite_not_a_number_to_trust():
+    M = random(3, 4, 4)
+    M[1, 0, 0] = torch.nan
+    e = ls.spectral_norm(dense_operator(M))
+    assert e.status[1] is ls.Status.NON_FINITE and e.value[1].isnan() and e.upper[1] == float("inf")
+    for i in (0, 2):
+        assert e.value[i] == pytest.approx(torch.linalg.matrix_norm(M[i], 2).item(), rel=1e-10)
+
+
+def test_seed_reproduces_and_no_seed_varies():
+    J = dense_operator(random(40, 40))
+    first, second = (ls.spectral_norm(J, tol=0.1, solver=ls.Solver(seed=7)) for _ in range(2))
+    assert first.value == second.value and torch.equal(first.right, second.right)
+    assert ls.spectral_norm(J, tol=0.1).value != ls.spectral_norm(J, tol=0.1).value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tol": 0.0}, "tol must be a positive number"),
+        ({"tol": -1e-3}, "tol must be a positive number"),
+        ({"tol": float("nan")}, "tol must be a positive number"),
+        ({"gap": 1.0}, "gap must be above 1"),
+        ({"start": torch.ones(3)}, r"start must have shape \(8,\), got \(3,\)"),
+        ({"start": torch.zeros(8)}, "start must be finite and not zero"),
+        ({"solver": ls.Solver(failure=0.0)}, "failure must be a probability"),
+        ({"solver": ls.Solver(max_steps=0)}, "max_steps must be at least 1"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ls.UserError, match=message):
+        ls.spectral_norm(dense_operator(random(8, 8)), **options)
+
+
+def test_gap_in_float32_is_refused():
+    with pytest.raises(ls.UserError, match="needs float64"):
+        ls.spectral_norm(dense_operator(random(8, 8).float()), gap=1.01)
+
+
+def test_misleading_start_spectrum():
+    """A bulk of equal values hides one larger: stopping on small changes would return 0.9."""
+    spectrum = torch.cat([torch.ones(1), torch.full((1999,), 0.9)]).double()
+    J = dense_operator(torch.diag(spectrum))
+    for seed in range(5):
+        assert ls.spectral_norm(J, solver=ls.Solver(seed=seed)).value == pytest.approx(1, rel=1e-10)
