@@ -1,0 +1,137 @@
+"""Fused attention that also returns each row's log-sum-exp: what its derivatives are computed from later."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lipscope.attention.pattern import Pattern
+from lipscope.attention.triton_operands import (
+    Precision,
+    as_operands,
+    blank,
+    block,
+    descriptor,
+    needs_scaling,
+    padding_of,
+    power,
+    product_of,
+)
+from lipscope.attention.triton_tiles import (
+    LOG2E,
+    add_product,
+    are_real,
+    cap,
+    key_range,
+    read,
+    read_low,
+    scores,
+    visible,
+)
+
+
+@triton.jit
+@no_type_check
+def _forward(
+    q, k, v, o, lse, keys, stops, sinks, units, softcap, window, shift, n, n_keys,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
+    i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    h, b = tl.program_id(1), tl.program_id(2)
+    g, stop = h // GROUP, n_keys
+    if stops is not None:
+        stop = tl.load(stops + b)
+    score_unit, v_unit = 1.0, 1.0
+    if units is not None:
+        score_unit, v_unit = tl.load(units), tl.load(units + 1)
+    rows = i + tl.arange(0, M)
+    qi = read(q, b, h, i, M, K)
+    qi_low = read_low(q, b, h, i, qi, PRODUCT)
+    acc = tl.zeros([M, V], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    bounds = key_range(i, stop, shift, window, CAUSAL, M, N)
+    for run in tl.static_range(3):
+        if run > 0 or window is not None:
+            for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+                kj, vj = read(k, b, g, j, N, K), read(v, b, g, j, N, V)
+                kj_low, vj_low = read_low(k, b, g, j, kj, PRODUCT), read_low(v, b, g, j, vj, PRODUCT)
+                t = scores(qi, qi_low, kj, kj_low, PRODUCT)
+                t, _ = cap(t, score_unit, softcap)
+                columns = j + tl.arange(0, N)
+                if run != 1:
+                    seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
+                    t = tl.where(seen, t, float("-inf"))
+                if keys is not None:
+                    t = tl.where(are_real(keys, b, columns, n_keys)[None, :], t, float("-inf"))
+                last, top = top, tl.maximum(top, tl.max(t, 1))
+                base = tl.where(top == float("-inf"), 0.0, top)
+                p = tl.exp2(t - base[:, None])
+                shrink = tl.exp2(last - base)
+                total = total * shrink + tl.sum(p, 1)
+                acc = add_product(acc * shrink[:, None], p, 1.0, vj, vj_low, v_unit, PRODUCT)
+    _finish(o, lse, sinks, acc, top, total, rows, i, h, b, n, M, V)
+
+
+@triton.jit
+@no_type_check
+def _finish(o, lse, sinks, acc, top, total, rows, i, h, b, n, M: tl.constexpr, V: tl.constexpr):
+    """o = acc / total, the sink's share in the total; a row that sees nothing is 0, and its lse -inf."""
+    seen = top > float("-inf")
+    if sinks is not None:
+        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        acc *= shrink[:, None]
+        total = total * shrink + tl.exp2(sink - higher)
+        top = higher
+    value = tl.where(seen, (top + tl.log2(total)) / LOG2E, float("-inf"))
+    out = tl.where(seen[:, None], acc / total[:, None], 0.0)
+    tl.store(lse + (b * tl.num_programs(1) + h).to(tl.int64) * n + rows, value, mask=rows < n)
+    o.store([b, h, i, 0], out.to(o.dtype).reshape(1, 1, M, V))
+
+
+TILES = {
+    # (M, N, warps, stages) by product and head dimension: M queries per program, N keys per step.
+    ("plain", 64): (128, 64, 8, 3),
+    ("plain", 128): (128, 64, 8, 3),
+    ("half", 64): (128, 64, 8, 2),
+    ("half", 128): (128, 64, 8, 2),
+    ("pair", 64): (128, 64, 8, 2),
+    ("pair", 128): (128, 32, 8, 2),
+}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair"
+) -> tuple[Tensor, Tensor]:
+    """o [..., H, n, m] and lse [..., H, n], the latter in float32; the scale of the score is in q already."""
+    (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
+    product = product_of(q.dtype, precision)
+    K, V = block(q.shape[-1]), block(m)
+    M, N, warps, stages = TILES[product, max(64, K, V)]
+    factors = units = None
+    if needs_scaling(q.dtype, product):
+        a, b, c = factors = power(q), power(k), power(v)
+        units = torch.stack([1 / (a * b), 1 / c])
+    qs, ks, vs = as_operands((q, k, v), factors, product)
+    B = q.shape[:-3].numel()
+    keys, stops = padding_of(pattern, B)
+    o = blank((B, H, n, m), q.dtype, q.device)
+    lse = torch.empty(B, H, n, dtype=torch.float32, device=q.device)
+    _forward[triton.cdiv(n, M), H, B](
+        descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(o, M), lse, keys, stops,
+        pattern.sinks, units, pattern.softcap, pattern.window, pattern.shift, n, n_keys,
+        H // G, pattern.causal, product, M, N, K, V, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    o, lse = o.view(*q.shape[:-1], m), lse.view(q.shape[:-1])
+    if pattern.queries is not None:
+        real = pattern.queries[..., None, :]
+        o, lse = o.where(real[..., None], 0), lse.where(real, -torch.inf)
+    return o, lse

@@ -1,0 +1,133 @@
+"""The fused tangent of attention, from the saved o and lse: do = P dv + W v - (W 1) o with W = P * dT."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lipscope.attention.pattern import Pattern
+from lipscope.attention.triton_operands import (
+    Precision,
+    aligned,
+    as_operands,
+    blank,
+    block,
+    descriptor,
+    needs_scaling,
+    padding_of,
+    power,
+    product_of,
+)
+from lipscope.attention.triton_tiles import (
+    add_low,
+    add_product,
+    are_real,
+    cap,
+    key_range,
+    read,
+    read_low,
+    read_top,
+    row_peak,
+    scores,
+    visible,
+)
+
+
+@triton.jit
+@no_type_check
+def _jvp(
+    q, k, v, dq, dk, dv, o, do, lse, keys, stops, units, softcap, window, shift, n, n_keys,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
+    i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    h, b = tl.program_id(1), tl.program_id(2)
+    g, stop = h // GROUP, n_keys
+    if stops is not None:
+        stop = tl.load(stops + b)
+    score_unit, dscore_unit, v_unit, dv_unit = 1.0, 1.0, 1.0, 1.0
+    if units is not None:
+        score_unit, dscore_unit = tl.load(units), tl.load(units + 1)
+        v_unit, dv_unit = tl.load(units + 2) * dscore_unit, tl.load(units + 3)
+    rows = i + tl.arange(0, M)
+    top = read_top(lse, (b * tl.num_programs(1) + h) * n, rows, n)
+    qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
+    qi_low, dqi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(dq, b, h, i, dqi, PRODUCT)
+    acc = tl.zeros([M, V], tl.float32)
+    drift = tl.zeros([M], tl.float32)
+    bounds = key_range(i, stop, shift, window, CAUSAL, M, N)
+    for run in tl.static_range(3):
+        if run > 0 or window is not None:
+            for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+                kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
+                vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
+                kj_low, dkj_low = read_low(k, b, g, j, kj, PRODUCT), read_low(dk, b, g, j, dkj, PRODUCT)
+                vj_low, dvj_low = read_low(v, b, g, j, vj, PRODUCT), read_low(dv, b, g, j, dvj, PRODUCT)
+                t = scores(qi, qi_low, kj, kj_low, PRODUCT)
+                dt = add_low(tl.zeros([M, N], tl.float32), dqi, dqi_low, kj, kj_low, PRODUCT)
+                dt = add_low(dt, qi, qi_low, dkj, dkj_low, PRODUCT)
+                dt = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T, dt))
+                t, slope = cap(t, score_unit, softcap)
+                p = tl.exp2(t - top[:, None])
+                columns = j + tl.arange(0, N)
+                if run != 1:
+                    seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
+                    p = tl.where(seen, p, 0.0)
+                if keys is not None:
+                    p = tl.where(are_real(keys, b, columns, n_keys)[None, :], p, 0.0)
+                w = p * dt
+                if softcap is not None:
+                    w *= slope
+                drift += tl.sum(w, 1)
+                acc = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
+                acc = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
+    acc -= (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)
+    do.store([b, h, i, 0], acc.to(do.dtype).reshape(1, 1, M, V))
+
+
+TILES = {
+    # (M, N, warps, stages, registers) by product and head dimension: M queries per program, N keys per step.
+    ("plain", 64): (128, 64, 8, 2, 128),
+    ("plain", 128): (128, 64, 8, 2, None),
+    ("half", 64): (128, 64, 8, 2, None),
+    ("half", 128): (128, 32, 8, 2, None),
+    ("pair", 64): (128, 64, 8, 2, None),
+    ("pair", 128): (64, 32, 4, 2, None),
+}
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def jvp(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern,
+    precision: Precision = "pair",
+) -> Tensor:  # fmt: skip
+    """do [..., H, n, m] along (dq, dk, dv) of q's dtype; the scale of the score is in q and dq already."""
+    dq, dk, dv = tangent
+    (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
+    product = product_of(q.dtype, precision)
+    K, V = block(q.shape[-1]), block(m)
+    M, N, warps, stages, registers = TILES[product, max(64, K, V)]
+    factors = units = None
+    if needs_scaling(q.dtype, product):
+        a, b, c, d = power(q), power(k), power(v), power(dv)
+        e = torch.minimum(power(dq) / a, power(dk) / b)  # one for both: dq k' and q dk' are added up
+        factors = a, b, c, a * e, b * e, d
+        units = torch.stack([1 / (a * b), 1 / (a * b * e), 1 / c, 1 / d])
+    qs, ks, vs, dqs, dks, dvs = as_operands((q, k, v, dq, dk, dv), factors, product)
+    B = q.shape[:-3].numel()
+    keys, stops = padding_of(pattern, B)
+    do = blank((B, H, n, m), q.dtype, q.device)
+    _jvp[triton.cdiv(n, M), H, B](
+        descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
+        descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
+        descriptor(aligned(o), M), descriptor(do, M),
+        lse.contiguous(), keys, stops, units, pattern.softcap, pattern.window, pattern.shift, n, n_keys,
+        H // G, pattern.causal, product, M, N, K, V, num_warps=warps, num_stages=stages, maxnreg=registers,
+    )  # fmt: skip
+    return do.view(*q.shape[:-1], m)

@@ -1,0 +1,158 @@
+"""What the Triton kernels share: tiles, which keys a block of queries sees, and products in three precisions.
+
+PRODUCT is "plain" (bf16 operands), "half" (fp16) or "pair" (float32 as two fp16). Kernels are compiled from
+their source: `no_type_check` keeps run-time checkers from wrapping them.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+@no_type_check
+def read(source, b, h, i, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows i, i + 1, ... of one head; whatever lies outside the tensor reads as zero."""
+    return source.load([b, h, i, 0]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+@no_type_check
+def read_low(source, b, h, i, high, PRODUCT: tl.constexpr):
+    """The low halves that belong to `high`, which lie a batch further; where there are none, a stand-in."""
+    if PRODUCT == "pair":
+        high = source.load([b + tl.num_programs(2), h, i, 0]).reshape(high.shape)
+    return high
+
+
+@triton.jit
+@no_type_check
+def add_low(acc, a, a_low, b, b_low, PRODUCT: tl.constexpr):
+    """acc plus the low halves' part of a b', which comes first: tensor cores truncate at the sum's size."""
+    if PRODUCT == "pair":
+        acc = tl.dot(a_low, b.T, acc)
+        acc = tl.dot(a, b_low.T, acc)
+    return acc
+
+
+@triton.jit
+@no_type_check
+def scores(a, a_low, b, b_low, PRODUCT: tl.constexpr):
+    """a b'."""
+    acc = tl.zeros([a.shape[0], b.shape[0]], tl.float32)
+    return tl.dot(a, b.T, add_low(acc, a, a_low, b, b_low, PRODUCT))
+
+
+@triton.jit
+@no_type_check
+def add_product(acc, a, peak, b, b_low, unit, PRODUCT: tl.constexpr):
+    """acc + unit a b for a float32 tile a whose rows stay below `peak`.
+
+    fp16 has 5 exponent bits: a is brought to 2^14 first, so that nothing that matters under- or overflows.
+    The sum over tiles is kept outside the tensor cores, which truncate: after thousands of tiles that shows.
+    """
+    if PRODUCT == "plain":
+        acc = tl.dot(a.to(b.dtype), b, acc)
+    else:
+        a = a * (16384.0 / peak)
+        high = a.to(b.dtype)
+        part = tl.zeros_like(acc)
+        if PRODUCT == "pair":
+            part = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, part)
+            part = tl.dot(high, b_low, part)
+        part = tl.dot(high, b, part)
+        acc += part * (peak * (unit / 16384.0))
+    return acc
+
+
+@triton.jit
+@no_type_check
+def row_peak(a, PRODUCT: tl.constexpr):
+    """The largest entry of each row, [rows, 1], for `add_product`, where that is needed."""
+    return 1.0 if PRODUCT == "plain" else tl.maximum(tl.max(tl.abs(a), 1), 1e-30)[:, None]
+
+
+@triton.jit
+@no_type_check
+def tanh(x):
+    """Right to 2e-7 near zero too, where (1 - e) / (1 + e) cancels."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - e) / (1 + e)
+    y = x * x
+    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315))))
+    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+@no_type_check
+def cap(t, unit, softcap):
+    """The score c tanh(t unit / c) in units of log 2, and its slope (not to be read without a cap)."""
+    if softcap is None:
+        score, slope = t * (unit * LOG2E), t
+    else:
+        bend = tanh(t * (unit / softcap))
+        score, slope = bend * (softcap * LOG2E), 1 - bend * bend
+    return score, slope
+
+
+@triton.jit
+@no_type_check
+def visible(i, j, n_keys, shift, window, CAUSAL: tl.constexpr):
+    """Whether query i sees key j, for a row of one and a column of the other."""
+    seen = j < n_keys
+    if CAUSAL:
+        seen = seen & (j <= i + shift)
+    if window is not None:
+        seen = seen & (j > i + shift - window)
+    return seen
+
+
+@triton.jit
+@no_type_check
+def key_range(i, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Queries i .. i + M see keys in three runs of tiles: cut on the left, whole, cut on the right."""
+    first, whole = 0, 0
+    last, cut = stop, stop // N * N
+    if CAUSAL:
+        last = tl.minimum(last, tl.maximum(i + M + shift, 0))
+        cut = tl.minimum(cut, tl.maximum(i + shift + 1, 0) // N * N)
+    if window is not None:
+        first = tl.maximum(i + shift - window + 1, 0) // N * N
+        whole = tl.cdiv(tl.maximum(i + M + shift - window, 0), N) * N
+    return first, tl.minimum(whole, last), whole, cut, tl.maximum(whole, cut), last
+
+
+@triton.jit
+@no_type_check
+def query_range(j, n, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Keys j .. j + N are seen by queries in three runs of tiles: cut on the left, whole, cut on the right.
+
+    A last tile that ends beyond n is whole: its missing rows have no weight (`read_top`).
+    """
+    first, whole = 0, 0
+    last, cut = n, tl.cdiv(n, M) * M
+    if CAUSAL:
+        first = tl.maximum(j - shift, 0) // M * M
+        whole = tl.cdiv(tl.maximum(j + N - 1 - shift, 0), M) * M
+    if window is not None:
+        last = tl.minimum(last, tl.maximum(j + N - 1 - shift + window, 0))
+        cut = tl.minimum(cut, tl.maximum(j - shift + window, 0) // M * M)
+    return first, tl.minimum(whole, last), whole, cut, tl.maximum(whole, cut), last
+
+
+@triton.jit
+@no_type_check
+def read_top(lse, offset, rows, n):
+    """Log-sum-exp in units of log 2; +inf for a row that sees nothing, so that its weights are zero."""
+    top = tl.load(lse + offset.to(tl.int64) + rows, mask=rows < n, other=float("inf")) * LOG2E
+    return tl.where(top == float("-inf"), float("inf"), top)
+
+
+@triton.jit
+@no_type_check
+def are_real(keys, b, j, n_keys):
+    """Which of the keys j are not padding."""
+    return tl.load(keys + b.to(tl.int64) * n_keys + j, mask=j < n_keys, other=0) > 0

@@ -1,0 +1,188 @@
+"""The Triton kernels against naive float64 attention: under Triton's interpreter, and compiled on a GPU.
+
+The interpreter must be chosen before triton is imported, and stays chosen: a subprocess runs this file.
+It multiplies bf16 wrongly, so bf16 is left to the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+TOLERANCE = {"pair": 1e-6, "half": 1e-3, "float16": 1e-3, "bfloat16": 5e-3}
+"""Largest error relative to float64, in the Frobenius norm."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """q [B, H, n, k], k [B, G, keys, k], v [B, G, keys, m]; `size` is that of the tangents."""
+
+    B: int = 1
+    H: int = 2
+    G: int = 2
+    n: int = 149
+    keys: int = 149
+    k: int = 64
+    m: int = 64
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    padded: bool = False
+    size: float = 1.0
+
+
+CASES = {
+    "everything visible": Case(),
+    "three tokens": Case(n=3, keys=3, k=32, m=32),
+    "causal, grouped, padded": Case(B=2, H=4, G=2, n=133, keys=133, k=40, m=24, causal=True, padded=True),
+    "window, softcap, more keys": Case(G=1, n=101, keys=187, k=33, m=33, causal=True, window=50, softcap=3.0),
+    "sinks, more queries": Case(G=1, n=187, keys=101, k=33, m=80, causal=True, window=90, sinks=True),
+    "window without order": Case(n=187, keys=187, k=48, m=48, window=30),
+    "large head": Case(H=1, G=1, n=77, keys=77, k=128, m=100, causal=True),
+    "tiny tangents": Case(H=1, G=1, n=77, keys=77, k=32, m=32, size=1e-20),
+}
+INTERPRETED = [(name, "pair") for name in CASES] + [
+    ("causal, grouped, padded", "half"),
+    ("causal, grouped, padded", "float16"),
+    ("window, softcap, more keys", "float16"),
+]
+
+
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, case: Case, seen: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention as it is written down, and its log-sum-exp; a row that sees nothing is zero."""
+    k, v = (x.repeat_interleave(case.H // case.G, dim=1) for x in (k, v))
+    t = q @ k.mT
+    t = t if case.softcap is None else case.softcap * torch.tanh(t / case.softcap)
+    dead = ~seen.any(-1, keepdim=True)
+    t = t.masked_fill(~(seen | dead), -math.inf)
+    if sinks is not None:
+        t = torch.cat([t, sinks[:, None, None].expand(*t.shape[:-1], 1)], dim=-1)
+    P = torch.softmax(t, dim=-1)[..., : k.shape[-2]].masked_fill(dead, 0)
+    return P @ v, torch.logsumexp(t, -1).masked_fill(dead[..., 0], -math.inf)
+
+
+def visibility(case: Case, real: Tensor | None, device: str) -> Tensor:
+    i = torch.arange(case.n, device=device)[:, None] + case.keys - case.n
+    j = torch.arange(case.keys, device=device)[None, :]
+    seen = torch.ones(case.n, case.keys, dtype=torch.bool, device=device)
+    seen = seen & (j <= i) if case.causal else seen
+    seen = seen if case.window is None else seen & (j > i - case.window)
+    seen = seen.expand(case.B, 1, -1, -1)
+    return seen if real is None else seen & real[:, None, None, :] & real[:, None, :, None]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Unwritten memory is NaN, so that an element a kernel forgets is seen."""
+    empty = torch.empty
+
+    def nan(*args: Any, **options: Any) -> Tensor:
+        x = empty(*args, **options)
+        return x.fill_(math.nan) if x.dtype.is_floating_point else x
+
+    torch.empty = nan
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+def errors(case: Case, precision: str, device: str) -> dict[str, float]:
+    """How far value, lse, tangent and cotangents are from float64, each on fresh random inputs."""
+    from lipscope.attention import triton_forward, triton_jvp, triton_vjp
+    from lipscope.attention.pattern import Pattern
+
+    dtype = getattr(torch, precision, torch.float32)
+    mode: Literal["pair", "half"] = "pair" if precision == "pair" else "half"
+
+    def draw(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, dtype=torch.float64, device=device) * size).to(dtype).double()
+
+    B, H, G, n, keys, k, m = case.B, case.H, case.G, case.n, case.keys, case.k, case.m
+    point = draw(B, H, n, k, size=k**-0.5), draw(B, G, keys, k), draw(B, G, keys, m)
+    dq, dk, dv = (draw(*x.shape, size=case.size) for x in point)
+    g = draw(B, H, n, m, size=case.size)
+    sinks = torch.randn(H, device=device) if case.sinks else None
+    real = None
+    if case.padded:
+        real = torch.ones(B, keys, dtype=torch.bool, device=device)
+        real[0, keys // 2 :], real[-1, : keys // 3] = False, False
+    seen = visibility(case, real, device)
+
+    def value(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return naive(q, k, v, case, seen, None if sinks is None else sinks.double())
+
+    o, lse = value(*point)
+    do = torch.func.jvp(lambda *x: value(*x)[0], point, (dq, dk, dv))[1]
+    onto = torch.func.vjp(lambda *x: value(*x)[0], *point)[1](g)
+
+    pattern = Pattern(case.causal, case.window, case.softcap, None, real, real, sinks, shift=keys - n)
+    q, k_, v, dq, dk, dv, g = (x.to(dtype) for x in (*point, dq, dk, dv, g))
+    with poisoned():
+        mine_o, mine_lse = triton_forward.forward(q, k_, v, pattern, mode)
+        mine_do = triton_jvp.jvp(q, k_, v, mine_o, mine_lse, (dq, dk, dv), pattern, mode)
+        mine_g = triton_vjp.vjp(q, k_, v, mine_o, mine_lse, g, pattern, mode)
+
+    pairs = zip(("o", "do", "gq", "gk", "gv"), (mine_o, mine_do, *mine_g), (o, do, *onto), strict=True)
+    found = {name: ((x.double() - y).norm() / y.norm()).item() for name, x, y in pairs}
+    assert torch.equal(mine_lse.isfinite(), lse.isfinite())
+    found["lse"] = (mine_lse.double() - lse)[lse.isfinite()].abs().max().item()
+    return found
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, float]]:
+    """The errors of all interpreted cases, from a process of their own."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("name", "precision"), INTERPRETED)
+def test_interpreted(interpreted: dict[str, dict[str, float]], name: str, precision: str) -> None:
+    judge(interpreted[f"{name}: {precision}"], precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(name: str, precision: str) -> None:
+    if precision == "float16" and CASES[name].size < 1e-6:
+        pytest.skip("float16 has no such numbers")
+    judge(errors(CASES[name], precision, "cuda"), precision)
+
+
+def judge(found: dict[str, float], precision: str) -> None:
+    """NaN fails too. The error of the lse is absolute; 16-bit operands have exact scores."""
+    lse = found.pop("lse")
+    assert lse <= (1e-2 if precision == "half" else 4e-6), f"lse off by {lse}"
+    off = {name: error for name, error in found.items() if not error <= TOLERANCE[precision]}
+    assert not off, f"beyond {TOLERANCE[precision]}: {off}"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())
+    torch.set_num_threads(1)
+    print(json.dumps({f"{name}: {p}": errors(CASES[name], p, "cpu") for name, p in INTERPRETED}))
