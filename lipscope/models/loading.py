@@ -23,7 +23,7 @@ from lipscope._types import UserError
 from lipscope.models import embedded
 from lipscope.models.model import Card, Model
 from lipscope.models.plug import configs
-from lipscope.models.repository import Repository, first_line, open_repository
+from lipscope.models.repository import Repository, on_one_line, open_repository
 
 DTYPES = {
     "float64": torch.float64,
@@ -161,7 +161,7 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(
-            f"the weights of {repository.name} do not fit its configuration ({first_line(error)})"
+            f"the weights of {repository.name} do not fit its configuration ({on_one_line(error)})"
         ) from error
     for key in report["missing_keys"]:
         # A weight that is not there must never pass for a measured one; unused parts (a pooler) do no harm.
@@ -234,7 +234,7 @@ def _device(given: str | torch.device | None) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"device {str(given)!r} cannot be used here ({first_line(error)}); try cpu"
+            f"device {str(given)!r} cannot be used here ({on_one_line(error)}); try cpu"
         ) from error
     return device
 

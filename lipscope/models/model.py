@@ -187,6 +187,11 @@ class Model:
                 raise UserError(
                     f"{name} must have {ranks[name]} dimensions, samples first, got {tuple(value.shape)}"
                 )
+        limit = self.max_positions if name != "pixel_values" else None
+        if limit is not None and tensor.shape[1] > limit:
+            raise UserError(
+                f"{tensor.shape[1]} tokens are more than the {limit} positions of {self.card.name}"
+            )
         return Call((), {name: tensor}, tensor)
 
     def _host(self) -> Host:

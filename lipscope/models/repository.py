@@ -77,9 +77,9 @@ class Repository:
             )
         try:
             return CONFIG_MAPPING[kind].from_dict(raw)
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
+        except Exception as error:  # each configuration class objects in its own way
             raise UserError(
-                f"{self.name}: its config.json does not describe a {kind} model ({first_line(error)})"
+                f"{self.name}: its config.json does not describe a {kind} model ({on_one_line(error)})"
             ) from error
 
     def weights(self) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class Repository:
                 )
             except (ValueError, OSError, ImportError, KeyError) as error:
                 raise UserError(
-                    f"{self.name}: its tokenizer cannot be read ({first_line(error)}); pass one to load"
+                    f"{self.name}: its tokenizer cannot be read ({on_one_line(error)}); pass one to load"
                 ) from error
         tokenizer.name_or_path = self.name
         return tokenizer
@@ -189,7 +189,7 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
     except tuple(kind for kind, _ in HUB_ERRORS) as error:
         kinds = [kind for kind, _ in HUB_ERRORS if isinstance(error, kind)]
         kind = OfflineModeIsEnabled if kinds[0] is LocalEntryNotFoundError and is_offline_mode() else kinds[0]
-        letter = dict(HUB_ERRORS)[kind].format(name=name, revision=revision, error=first_line(error))
+        letter = dict(HUB_ERRORS)[kind].format(name=name, revision=revision, error=on_one_line(error))
         raise UserError(letter) from error
 
 
@@ -205,11 +205,11 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{name}: {path.name} cannot be read ({first_line(error)})") from error
+        raise UserError(f"{name}: {path.name} cannot be read ({on_one_line(error)})") from error
     if not isinstance(content, dict):
         raise UserError(f"{name}: {path.name} should hold a JSON object, not {type(content).__name__}")
     return content
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]
+def on_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lipscope.models.loading import load
+from lipscope.models.maps import Rerun
 from lipscope.models.precision import Float64, computing_in
 from tests.models.zoo import make, sample
 
@@ -33,8 +34,8 @@ def test_plain_double_would_not_have_been_enough(name):
     """The planted bug: without the mode the same check fails, so it can."""
     module = copy.deepcopy(make(name)).double().requires_grad_(False)
     (site,) = load(module).sites(**sample(name, batch=1), scopes=["block"], layers=[1])
-    block = site.f.module
-    call = site.f.call
+    assert isinstance(site.f, Rerun)
+    block, call = site.f.module, site.f.call
 
     def plain(x):
         there = call.at(x)

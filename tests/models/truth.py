@@ -12,7 +12,7 @@ from lipscope.models.precision import Float64
 
 
 class Truth:
-    """A float64 copy of a model on eager attention, run whole: tokens put in at one place, read at another."""
+    """A float64 copy of a model on eager attention, run whole: tokens put in here, read there."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = copy.deepcopy(model).double().eval().requires_grad_(False)

@@ -1,0 +1,80 @@
+"""What a model says of itself, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lipscope._types import UserError
+from lipscope.models.loading import load
+from tests.models.test_loading import words
+from tests.models.zoo import BYPASSING, FAMILIES, make, sample
+
+POSITIONS = {"roberta": 38, "t5": None, "vit": None, "falcon": 2048}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *BYPASSING])
+def test_layers_heads_and_positions(name):
+    model = load(make(name))
+    assert (model.layers, model.heads) == (2, 0 if name in BYPASSING else 2)
+    assert model.max_positions == POSITIONS.get(name, 40)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
+def test_the_last_position_can_be_measured_and_no_later_one(name):
+    model = load(make(name))
+    limit = model.max_positions
+    assert limit is not None
+    model.survey(torch.randint(3, 50, (1, limit)))
+    with pytest.raises(UserError, match=f"{limit + 1} tokens are more than the {limit} positions"):
+        model.survey(torch.randint(3, 50, (1, limit + 1)))
+    with pytest.raises((IndexError, RuntimeError)):
+        make(name)(torch.randint(3, 50, (1, limit + 1)))
+
+
+def test_text_becomes_tokens_and_back():
+    model = load(make("bert"), words())
+    assert model.encode("w3 w4") == [3, 4]
+    assert model.tokens([3, 4]) == ["w3", "w4"]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no input": ({}, "got none"),
+    "two inputs": ({"input_ids": [1], "inputs_embeds": torch.zeros(1, 2, 8)}, "got input_ids, inputs_embeds"),
+    "empty": ({"input_ids": []}, "integers"),
+    "real ids": ({"input_ids": [0.5]}, "integers"),
+    "too deep": ({"input_ids": [[[1]]]}, r"\[B, n\] or \[n\]"),
+    "flat embeddings": ({"inputs_embeds": torch.zeros(8)}, "3 dimensions"),
+    "scope": ({"input_ids": [1, 2], "scopes": ["mlp"]}, "no scope 'mlp'; the scopes are heads, attention"),
+    "layer": ({"input_ids": [1, 2], "layers": [2]}, "layer 2 does not exist: BertModel has layers 0 to 1"),
+    "negative layer": ({"input_ids": [1, 2], "layers": [-1]}, "layer -1"),
+    "head": ({"input_ids": [1, 2], "heads": [2]}, "head 2 does not exist: layer 0 has heads 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_named(case):
+    arguments, message = BAD[case]
+    with pytest.raises(UserError, match=message):
+        load(make("bert")).sites(**arguments)
+
+
+def test_text_needs_a_tokenizer():
+    with pytest.raises(UserError, match="came without a tokenizer"):
+        load(make("bert")).encode("w1")
+
+
+def test_embeddings_are_taken_in_place_of_tokens():
+    module, ids = make("bert"), sample("bert")["input_ids"]
+    model, vectors = load(module), module.get_input_embeddings()(ids).detach()
+    for a, b in zip(model.sites(ids), model.sites(inputs_embeds=vectors), strict=True):
+        torch.testing.assert_close(a.X, b.X, rtol=1e-12, atol=1e-12)
+
+
+def test_every_length_is_checked_against_eager_attention_and_the_worst_is_kept():
+    model = load(make("mistral"))
+    lengths = (2, 9, 5)
+    for n in lengths:
+        model.survey(torch.randint(3, 50, (2, n)))
+    assert {check.n for check in model._checks.values()} >= set(lengths)
+    assert model.preflight.difference == max(check.difference for check in model._checks.values())
