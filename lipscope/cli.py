@@ -27,7 +27,7 @@ class MeasureCommand(TyperCommand):
     """Its help ends with the formula of every scope, from the one table that has them."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from lipscope.models.sites import SCOPES
+        from lipscope.models.scopes import SCOPES
 
         super().format_help(ctx, formatter)
         typer.echo(" Scopes: the map f that is measured, at X, which holds one token per row.\n")
@@ -37,16 +37,12 @@ class MeasureCommand(TyperCommand):
 
 @app.command(cls=MeasureCommand)
 def measure(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
     text: Annotated[
         str | None,
         typer.Option(metavar="FILE|-", help="UTF-8 text; - is stdin.", show_default="embedded prose"),
     ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens per sample.", show_default="8,16,...,256")
-    ] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens per sample.", show_default="8,16,...,256")] = None,
     samples: Annotated[int, typer.Option(help="Samples per length.")] = 3,
     layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
     heads: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
@@ -55,9 +51,7 @@ def measure(
         typer.Option(help="Which map, see below; repeat it.", show_default="heads, attention"),
     ] = None,
     random_init: Annotated[int | None, typer.Option(metavar="SEED", help="Random weights instead.")] = None,
-    special_tokens: Annotated[
-        bool, typer.Option("--special-tokens", help="Frame samples with them.")
-    ] = False,
+    special_tokens: Annotated[bool, typer.Option("--special-tokens", help="Frame samples with them.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
     tol: Annotated[float, typer.Option(help="Relative residual at which a solve ends.")] = 1e-6,
     device: Annotated[str | None, typer.Option(help="As in cpu, cuda, cuda:1.", show_default="cpu")] = None,
@@ -155,11 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _tell(str(error), WRONG_INPUT)
     except Exception as error:
-        if not hasattr(
-            error, "format_message"
-        ):  # the parser's own complaints, whose class typer does not export
+        if not hasattr(error, "format_message"):  # the parser's own complaints, whose class typer does not export
             raise
-        return _tell(error.format_message(), WRONG_INPUT)
+        context = getattr(error, "ctx", None)
+        remedy = f" Try `{context.command_path} --help`." if context else ""
+        return _tell(f"{error.format_message().rstrip('.')}.{remedy}", WRONG_INPUT)
     return int(code or 0)
 
 
@@ -178,9 +172,7 @@ def _numbers(name: str, value: str | None) -> list[int] | None:
     for part in value.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(
-                f"--{name} takes whole numbers and ranges, as in 0,2,5-7; {part.strip()!r} is neither."
-            )
+            raise UserError(f"--{name} takes whole numbers and ranges, as in 0,2,5-7; {part.strip()!r} is neither.")
         if dash and int(last) < int(first):
             raise UserError(f"--{name}: the range {part.strip()} is empty; write the smaller number first.")
         found += range(int(first), int(last or first) + 1)
@@ -221,3 +213,7 @@ def _print(study: Study, as_json: bool) -> None:
     from lipscope.study.table import summary
 
     Console(highlight=False).print(summary(study))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

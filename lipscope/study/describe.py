@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipscope import __version__
 from lipscope.linalg.spectral import Solver
-from lipscope.models.sites import SCOPES
+from lipscope.models.scopes import SCOPES
 from lipscope.study.plan import Request
 from lipscope.study.probe import NUMERIC_VERSION
 from lipscope.study.reading import Reading
@@ -56,6 +56,7 @@ def about(model: Model, reading: Reading, request: Request, who: Identity) -> Ab
         architecture=card.architecture,
         layers=model.layers,
         heads=model.heads,
+        device=model.device.type,
         text=reading.name,
         text_tokens=reading.tokens,
         scopes={name: f"{scope.formula}: {scope.description}" for name, scope in SCOPES.items()},

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from lipscope._types import UserError
 from lipscope.study.records import Input, Job, Outcome
@@ -19,6 +19,7 @@ Work = Callable[[Job], Outcome]
 TRIES = 3
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Runs jobs in any order and hands back one outcome for each; it never touches the store.
 
@@ -74,9 +75,7 @@ class Workers:
                         if deaths[worker.job] < TRIES:
                             queue.put_back(worker.job)
                         else:
-                            yield Outcome(
-                                worker.job, failure=f"{message.how} with this job in hand, {TRIES} times"
-                            )
+                            yield Outcome(worker.job, failure=f"{message.how} with this job in hand, {TRIES} times")
         finally:
             for worker in crew:
                 worker.end()
@@ -135,9 +134,7 @@ class _Worker:
         code = self.process.exitcode or 0
         self.pipe.close()
         return _Death(
-            f"the worker was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"the worker ended ({code})"
+            f"the worker was killed by {signal.Signals(-code).name}" if code < 0 else f"the worker ended ({code})"
         )
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lipscope._types import UserError
 from lipscope.study.growth import METHOD
@@ -17,6 +17,7 @@ from lipscope.study.records import COLUMNS
 from lipscope.study.study import Study
 
 
+@runtime_checkable
 class Writable(Protocol):
     """An open text file."""
 
@@ -89,8 +90,7 @@ def as_dict(study: Study) -> dict[str, Any]:
             "growth_method": METHOD,
             "growth": [asdict(law) for at in study.maps if (law := study.law(*at)) is not None],
             "radius": [
-                {"scope": scope, "layer": layer, "R": study.radius(scope, layer)}
-                for scope, layer in study.maps
+                {"scope": scope, "layer": layer, "R": study.radius(scope, layer)} for scope, layer in study.maps
             ],
             "most_sensitive": _most_sensitive(study) if study.sigma else None,
             "failed": len(study.failed),

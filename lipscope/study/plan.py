@@ -42,9 +42,7 @@ class Request:
     def _places(self) -> list[tuple[int | None, tuple[str, ...]]]:
         """(layer, scopes to measure there); None is the whole model."""
         inside = tuple(scope for scope in self.scopes if scope != WHOLE_MODEL)
-        places: list[tuple[int | None, tuple[str, ...]]] = [
-            (layer, inside) for layer in self.layers if inside
-        ]
+        places: list[tuple[int | None, tuple[str, ...]]] = [(layer, inside) for layer in self.layers if inside]
         return places + ([(None, (WHOLE_MODEL,))] if WHOLE_MODEL in self.scopes else [])
 
     def _missing(

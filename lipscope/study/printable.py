@@ -5,9 +5,7 @@ from __future__ import annotations
 
 def for_terminal(text: str, width: int | None = None) -> str:
     """Control, bidi and other invisible characters become visible escapes: no token drives the terminal."""
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text
-    )
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
     return shown if width is None or len(shown) <= width else shown[: width - 1] + "…"
 
 

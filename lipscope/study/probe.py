@@ -20,9 +20,7 @@ NUMERIC_VERSION = 1
 """Raised whenever the same inputs give other numbers than before: a study never mixes two of them."""
 
 
-def sigma(
-    site: Site, n: int, samples: Sequence[int], tol: float, seed: int
-) -> tuple[list[Row], list[Sensitivity]]:
+def sigma(site: Site, n: int, samples: Sequence[int], tol: float, seed: int) -> tuple[list[Row], list[Sensitivity]]:
     """One row and the token norms behind it for every member of the site, whose samples are `samples`."""
     began = time.perf_counter()
     solver = Solver(seed=_solver_seed(seed, site, n, samples))

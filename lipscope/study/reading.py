@@ -47,9 +47,7 @@ def read(model: Model, text: Text, inputs: Tensor | None, choice: Choice) -> Rea
             raise UserError("give a text or inputs, not both.")
         return _read_tensor(model, inputs, choice)
     if model.trunk.main_input_name == "pixel_values":
-        raise UserError(
-            f"{model.card.name} reads pixels, not text; measure it from Python, with inputs=pixel values."
-        )
+        raise UserError(f"{model.card.name} reads pixels, not text; measure it from Python, with inputs=pixel values.")
     if text is None:
         return _read_text(model, [default_text()], "Python's help topics", choice)
     if isinstance(text, Path):
@@ -73,9 +71,7 @@ def read_file(path: Path) -> str:
 
 def _read_text(model: Model, parts: list[str], name: str, choice: Choice) -> Reading:
     if not any(part.strip() for part in parts):
-        raise UserError(
-            f"the text is empty ({name}); give one with at least as many tokens as the shortest length."
-        )
+        raise UserError(f"the text is empty ({name}); give one with at least as many tokens as the shortest length.")
     ids = tuple(i for part in parts for i in model.encode(part))
     return _windows(model, ids, name, _digest(*(part.encode() for part in parts)), choice)
 
@@ -87,10 +83,9 @@ def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
     vocabulary = getattr(model.trunk.config, "vocab_size", None)
     for i in (i for row in rows for i in row):
         if i < 0 or (vocabulary is not None and i >= vocabulary):
-            raise UserError(
-                f"token id {i} is not in the vocabulary of {model.card.name}, which has {vocabulary}."
-            )
-    digest = _digest(*(repr(row).encode() for row in rows))
+            raise UserError(f"token id {i} is not in the vocabulary of {model.card.name}, which has {vocabulary}.")
+    whole = b"rows" if choice.lengths is None else b"windows"
+    digest = _digest(whole, *(repr(row).encode() for row in rows))
     name = f"token ids ({len(rows)} rows)"
     if choice.lengths is not None:
         return _windows(model, tuple(i for row in rows for i in row), name, digest, choice)
@@ -147,8 +142,7 @@ def _check_positions(model: Model, lengths: Sequence[int]) -> None:
     limit = model.max_positions
     if limit is not None and max(lengths) > limit:
         raise UserError(
-            f"length {max(lengths)} is above the {limit} positions of {model.card.name}; "
-            f"use lengths up to {limit}."
+            f"length {max(lengths)} is above the {limit} positions of {model.card.name}; use lengths up to {limit}."
         )
 
 
@@ -157,9 +151,7 @@ def _frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     bare, framed = tuple(model.encode("a")), tuple(model.encode("a", special_tokens=True))
     starts = [i for i in range(len(framed) - len(bare) + 1) if framed[i : i + len(bare)] == bare]
     if not starts:
-        raise UserError(
-            "the tokenizer does not put its special tokens around a text; leave special tokens out."
-        )
+        raise UserError("the tokenizer does not put its special tokens around a text; leave special tokens out.")
     return framed[: starts[0]], framed[starts[0] + len(bare) :]
 
 
@@ -171,11 +163,7 @@ def _read_tensor(model: Model, inputs: Tensor, choice: Choice) -> Reading:
     pixels = model.trunk.main_input_name == "pixel_values"
     rank = 4 if pixels else 3
     what = "pixel values [B, channels, height, width]" if pixels else "embeddings [B, n, d]"
-    if (
-        not isinstance(inputs, torch.Tensor)
-        or not inputs.is_floating_point()
-        or inputs.ndim not in (rank - 1, rank)
-    ):
+    if not isinstance(inputs, torch.Tensor) or not inputs.is_floating_point() or inputs.ndim not in (rank - 1, rank):
         shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
         raise UserError(f"inputs of this model are {what}, floating point, got {shape}.")
     inputs = inputs.detach().cpu()

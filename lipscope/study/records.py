@@ -159,6 +159,7 @@ class About:
     architecture: str
     layers: int
     heads: int
+    device: str
     text: str
     text_tokens: int
     scopes: dict[str, str]

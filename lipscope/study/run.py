@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +12,15 @@ from lipscope.study.describe import about, identity, sample_texts
 from lipscope.study.engine import Engine, InProcess, Workers
 from lipscope.study.plan import WHOLE_MODEL, Request
 from lipscope.study.reading import Choice, Reading, Text, read
-from lipscope.study.records import Job, StudyInfo
+from lipscope.study.records import StudyInfo
 from lipscope.study.store import Store
 from lipscope.study.study import SIGMA, Study
+from lipscope.study.writer import Progress, keep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lipscope.models.model import Model
-
-Progress = Callable[[float, float], None]
-"""Called with the work done and the whole of it, in the same unit, at the start and after every job."""
 
 
 def measure(
@@ -59,13 +56,11 @@ def measure(
     request = _request(model, reading, layers, heads, scopes)
     engine = _engine(model, reading, tol, seed, workers)
     who = identity(model, reading, tol, seed, special_tokens)
-    store = Store.create(
-        None if out is None else Path(out), StudyInfo(who, about(model, reading, request, who))
-    )
+    store = Store.create(None if out is None else Path(out), StudyInfo(who, about(model, reading, request, who)))
     try:
         jobs = request.jobs(store.done(SIGMA))
         store.write_samples(sample_texts(model, reading, jobs))
-        _run(engine, store, jobs, model, progress)
+        keep(engine.run(jobs), store, jobs, progress)
     except BaseException:
         store.close()
         raise
@@ -73,32 +68,6 @@ def measure(
         return Study(store)
     store.close()
     return Study.open(store.directory)
-
-
-def _run(engine: Engine, store: Store, jobs: list[Job], model: Model, progress: Progress | None) -> None:
-    """The one writer: every outcome is on disk before the next is asked for."""
-    total, done, kept = sum(job.weight for job in jobs), 0.0, 0
-    report = progress or (lambda done, total: None)
-    report(done, total)
-    try:
-        with closing(engine.run(jobs)) as outcomes:
-            for job, rows, sensitivities, failure in outcomes:
-                if failure is not None:
-                    rows = job.failed_rows(failure, model.card.dtype, model.device.type)
-                store.write(rows, sensitivities)
-                done, kept = done + job.weight, kept + 1
-                report(done, total)
-    except KeyboardInterrupt as stop:
-        stop.add_note(_farewell(store, kept, len(jobs)))
-        raise
-
-
-def _farewell(store: Store, kept: int, jobs: int) -> str:
-    if store.directory is None:
-        return "Stopped; nothing was kept, because no --out directory was given."
-    return (
-        f"Stopped; {kept} of {jobs} jobs are kept in {store.directory}. The same command goes on from there."
-    )
 
 
 def _check_numbers(samples: int, tol: float, seed: int, workers: int) -> None:
@@ -136,9 +105,7 @@ def _request(
     chosen = range(model.layers) if layers is None else tuple(dict.fromkeys(layers))
     for layer in chosen:
         if not 0 <= layer < model.layers:
-            raise UserError(
-                f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}."
-            )
+            raise UserError(f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}.")
     model.check_heads(heads, chosen)
     pairs = tuple(reading.inputs.pairs)
     trial = survey(model, reading.inputs, pairs[0][0], pairs[0][1:])
@@ -157,8 +124,6 @@ def _engine(model: Model, reading: Reading, tol: float, seed: int, workers: int)
     if workers == 1:
         return InProcess(SigmaWork(model, reading.inputs, tol, seed))
     if not model._owned:
-        raise UserError(
-            "a module given as an object is measured in this process; use workers=1, or give its path."
-        )
+        raise UserError("a module given as an object is measured in this process; use workers=1, or give its path.")
     threads = max(1, (os.cpu_count() or 1) // workers)
     return Workers(StartSigmaWork(model.card, reading.inputs, tol, seed, threads), workers)

@@ -5,23 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT_LENGTHS = (8, 16, 32, 64, 128, 256)
-
-
-class Inputs(Protocol):
-    """Something that knows its samples, pairs (n, sample), and gives the model's input for some of one n."""
-
-    digest: str
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]: ...
-
-    def batch(self, n: int, samples: Sequence[int]) -> Tensor: ...
 
 
 @dataclass(frozen=True)

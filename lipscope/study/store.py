@@ -7,7 +7,7 @@ import math
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -53,9 +53,7 @@ class Store:
     A write is one transaction: all of a job or nothing. When `write` returns, the rows are on disk.
     """
 
-    def __init__(
-        self, connection: sqlite3.Connection, directory: Path | None, lock: TextIO | None = None
-    ) -> None:
+    def __init__(self, connection: sqlite3.Connection, directory: Path | None, lock: TextIO | None = None) -> None:
         self._db = connection
         self._lock = lock
         self.directory = directory
@@ -73,7 +71,7 @@ class Store:
             with told(directory):
                 store._prepare(directory, info)
         except BaseException:
-            store.close()
+            store._abandon()
             raise
         return store
 
@@ -83,6 +81,13 @@ class Store:
         return cls(connect_to_read(directory), directory)
 
     def close(self) -> None:
+        if self._lock is not None:
+            # At rest a study is one plain file, readable where nothing can be written; a reader may delay it.
+            with suppress(sqlite3.OperationalError):
+                self._db.execute("PRAGMA journal_mode = DELETE")
+        self._abandon()
+
+    def _abandon(self) -> None:
         self._db.close()
         if self._lock is not None:
             self._lock.close()
@@ -127,14 +132,10 @@ class Store:
         return set(self._db.execute(query, (probe,)))
 
     def sample(self, n: int, sample: int) -> Sample:
-        found = self._db.execute(
-            "SELECT tokens FROM samples WHERE n = ? AND sample = ?", (n, sample)
-        ).fetchone()
+        found = self._db.execute("SELECT tokens FROM samples WHERE n = ? AND sample = ?", (n, sample)).fetchone()
         return Sample(n, sample, tuple(json.loads(found[0])) if found else ())
 
-    def sensitivity(
-        self, scope: str, layer: int | None, head: int | None, n: int, sample: int
-    ) -> Sensitivity | None:
+    def sensitivity(self, scope: str, layer: int | None, head: int | None, n: int, sample: int) -> Sensitivity | None:
         """The token norms behind one row."""
         key = (scope, -1 if layer is None else layer, -1 if head is None else head, n, sample)
         where = "scope = ? AND ifnull(layer, -1) = ? AND ifnull(head, -1) = ? AND n = ? AND sample = ?"

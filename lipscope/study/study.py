@@ -98,10 +98,7 @@ class Study:
 
     def growth(self) -> list[Growth]:
         """sigma ~ C n^alpha for every layer and scope; the method is in `lipscope.study.growth.METHOD`."""
-        return [
-            fit(scope, layer, [(r.n, r.value) for r in self.largest(scope, layer)])
-            for scope, layer in self.maps
-        ]
+        return [fit(scope, layer, [(r.n, r.value) for r in self.largest(scope, layer)]) for scope, layer in self.maps]
 
     def peak(self) -> Row:
         """The largest sigma at the greatest length, over the layers of one scope: attention, if measured."""
@@ -129,16 +126,10 @@ class Study:
                 f"layer {layer} was not measured; this study has {sorted({str(at) for _, at in self.maps})}."
             )
         scope = scope or next((s for s in scopes if s != "heads"), scopes[0])
-        rows = [
-            r for r in self.sigma if (r.scope, r.layer) == (scope, layer) and (head is None or r.head == head)
-        ]
-        rows = [
-            r for r in rows if r.n == (n or max(x.n for x in rows)) and (sample is None or r.sample == sample)
-        ]
+        rows = [r for r in self.sigma if (r.scope, r.layer) == (scope, layer) and (head is None or r.head == head)]
+        rows = [r for r in rows if r.n == (n or max(x.n for x in rows)) and (sample is None or r.sample == sample)]
         if not rows:
-            raise UserError(
-                f"nothing was measured at layer {layer}, {scope}, n = {n}, sample {sample}, head {head}."
-            )
+            raise UserError(f"nothing was measured at layer {layer}, {scope}, n = {n}, sample {sample}, head {head}.")
         row = max(rows, key=lambda r: r.value)
         return self.tokens_of(row)
 
@@ -146,9 +137,7 @@ class Study:
         """The tokens behind one row."""
         found = self._store.sensitivity(row.scope, row.layer, row.head, row.n, row.sample)
         if found is None:
-            raise UserError(
-                f"the study kept no token norms for layer {row.layer}, scope {row.scope}, n = {row.n}."
-            )
+            raise UserError(f"the study kept no token norms for layer {row.layer}, scope {row.scope}, n = {row.n}.")
         words = self._store.sample(row.n, row.sample).tokens or tuple(f"#{i}" for i in range(row.n))
         return [Token(i, *item) for i, item in enumerate(zip(words, found.right, found.left, strict=True))]
 
@@ -165,9 +154,7 @@ class Study:
         try:
             import pandas as pd
         except ImportError as error:
-            raise UserError(
-                "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
-            ) from error
+            raise UserError("to_dataframe needs pandas; install it with: pip install 'lipscope[data]'") from error
         frame = pd.DataFrame.from_records(self.rows, columns=list(COLUMNS))
         return frame.astype({"layer": "Int64", "head": "Int64"})
 
@@ -179,6 +166,4 @@ class Study:
         lengths = sorted({row.n for row in self.sigma})
         at = f" in {self.directory}" if self.directory else ""
         span = f", n = {lengths[0]} to {lengths[-1]}" if lengths else ""
-        return (
-            f"Study({self.info.about.model}: {len(self.sigma)} values, {len(self.failed)} failed{span}{at})"
-        )
+        return f"Study({self.info.about.model}: {len(self.sigma)} values, {len(self.failed)} failed{span}{at})"

@@ -57,9 +57,7 @@ def _spread(values: list[float]) -> str:
 
 
 def _exponent(law: Growth | None) -> tuple[str, str]:
-    return (
-        ("-", "") if law is None else (f"{law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]", f"{law.rms:.2f}")
-    )
+    return ("-", "") if law is None else (f"{law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]", f"{law.rms:.2f}")
 
 
 def _ends(radius: dict[int, float]) -> str:
@@ -93,9 +91,7 @@ def _certificate(study: Study) -> str:
 def _peak(study: Study) -> Text:
     row = study.peak()
     where = "the whole model" if row.layer is None else f"layer {row.layer}"
-    text = Text(
-        f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, sample {row.sample}."
-    )
+    text = Text(f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, sample {row.sample}.")
     for verb, part in (("It reacts most to", "right"), ("The change shows most at", "left")):
         tokens = sorted(study.tokens_of(row), key=lambda token: -getattr(token, part))[:TOP_TOKENS]
         text.append(f"\n{verb} " + ", ".join(_named(token, getattr(token, part)) for token in tokens) + ".")

@@ -29,6 +29,7 @@ ABOUT = About(
     architecture="FakeModel",
     layers=3,
     heads=2,
+    device="cpu",
     text="a text",
     text_tokens=1000,
     scopes={"heads": "each head", "attention": "all heads"},
@@ -107,3 +108,19 @@ def refuse_at_birth():
     from lipscope._types import UserError
 
     raise UserError("no such model")
+
+
+def keep_slowly(directory: str, count: int) -> None:
+    """A study of `count` fake jobs in a process that may be killed; prints a line per acknowledged job."""
+    from lipscope.study.engine import InProcess
+    from lipscope.study.store import Store
+    from lipscope.study.writer import keep
+
+    def work(job: Job) -> Outcome:
+        time.sleep(0.01)
+        return answer(job)
+
+    store = Store.create(Path(directory), info())
+    done = store.done("sigma")
+    todo = [job for job in jobs(count) if not set(job.targets()) <= done]
+    keep(InProcess(work).run(todo), store, todo, lambda done, total: print(done, flush=True))

@@ -57,9 +57,7 @@ def test_workers_live_long_and_keep_to_their_input(tmp_path):
     pids = {path.name.split("-")[-1] for path in tmp_path.glob("done-*")}
     assert len(pids) == 2
     first_of = {(path.name.split("-")[1], path.name.split("-")[-1]) for path in tmp_path.glob("done-*")}
-    assert (
-        len(first_of) <= 3
-    )  # two inputs, two workers: each prepares its own, at most one helps the other out
+    assert len(first_of) <= 3  # two inputs, two workers: each prepares its own, at most one helps the other out
 
 
 def test_workers_end_when_the_run_is_left_early(tmp_path):

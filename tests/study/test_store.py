@@ -180,6 +180,15 @@ def test_a_start_that_was_cut_short_is_begun_again(tmp_path):
     assert store.rows() == [row()]
 
 
+def test_a_study_at_rest_is_one_plain_file(tmp_path):
+    store = Store.create(tmp_path / "s", info())
+    store.write([row()])
+    assert (tmp_path / "s" / f"{FILE}-wal").exists()
+    store.close()
+    assert len(Store.open(tmp_path / "s").rows()) == 1
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["study.lock", FILE]
+
+
 def test_in_memory(tmp_path):
     store = Store.create(None, info())
     store.write([row()], [sensitivity(row())])

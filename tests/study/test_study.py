@@ -41,14 +41,10 @@ def study(tmp_path) -> Study:
         store.write_samples([Sample(n, s, (HOSTILE * 4)[:n]) for s in range(2)])
         for layer in range(3):
             for s in range(2):
-                rows = [
-                    row("heads", layer, h, n, s, sigma(layer, n, s, h), radius=float(n)) for h in range(2)
-                ]
+                rows = [row("heads", layer, h, n, s, sigma(layer, n, s, h), radius=float(n)) for h in range(2)]
                 rows += [row("attention", layer, None, n, s, sigma(layer, n, s), radius=float(n))]
                 store.write(rows, [sensitivity(r) for r in rows])
-    store.write(
-        [row(layer=1, n=32, sample=9, value=math.nan, lower=0.0, upper=math.inf, status="failed: no\x1b[5m")]
-    )
+    store.write([row(layer=1, n=32, sample=9, value=math.nan, lower=0.0, upper=math.inf, status="failed: no\x1b[5m")])
     store.close()
     return Study.open(tmp_path / "s")
 

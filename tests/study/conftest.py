@@ -1,0 +1,15 @@
+"""What tests of studies measure."""
+
+import pytest
+
+from tests.study.tiny import PROSE, save_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", layers=2)
+
+
+@pytest.fixture(scope="session")
+def prose() -> str:
+    return PROSE

@@ -1,0 +1,96 @@
+"""SIGKILL at any moment: nothing acknowledged is lost, and the final table is that of an undisturbed run."""
+
+import io
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lipscope._types import UserError
+from lipscope.cli import main
+from lipscope.study.export import write_csv
+from lipscope.study.study import Study
+from tests.study.fakes import keep_slowly
+from tests.study.tiny import save_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def exported(directory: Path) -> str:
+    """The CSV, timing aside."""
+    out = io.StringIO()
+    write_csv(Study.open(directory), out)
+    return "\n".join(line.rsplit(",", 1)[0] for line in out.getvalue().splitlines())
+
+
+def test_a_few_kills(tmp_path, capsys):
+    random.seed(0)
+    code = f"from tests.study.fakes import keep_slowly; keep_slowly({str(tmp_path / 'killed')!r}, 60)"
+    kept = 0
+    for _ in range(4):
+        child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        child.stdout.readline()  # the study has begun
+        time.sleep(random.uniform(0.0, 0.15))
+        os.kill(child.pid, signal.SIGKILL)
+        acknowledged = len(child.stdout.read().splitlines())
+        child.wait()
+        rows = len(Study.open(tmp_path / "killed").rows)
+        assert rows >= kept + acknowledged
+        kept = rows
+    assert 0 < kept < 60
+    keep_slowly(str(tmp_path / "killed"), 60)
+    keep_slowly(str(tmp_path / "calm"), 60)
+    assert exported(tmp_path / "killed") == exported(tmp_path / "calm")
+
+
+@pytest.mark.slow
+def test_fifty_kills_of_two_hundred_jobs(tmp_path, prose, capsys):
+    random.seed(1)
+    model = save_tiny(tmp_path / "model", layers=5)
+    (tmp_path / "text").write_text(prose)
+    command = [
+        "measure",
+        model,
+        "--text",
+        str(tmp_path / "text"),
+        "--lengths",
+        "9-48",
+        "--samples",
+        "1",
+        "--out",
+    ]
+    assert main([*command, str(tmp_path / "calm")]) == 0
+    assert len({row[2:6:2] for row in Study.open(tmp_path / "calm").rows}) == 200  # (layer, n): one job each
+    killed = tmp_path / "killed"
+    known: set[str] = set()
+    for _ in range(50):
+        child = multiprocessing.get_context("fork").Process(target=main, args=([*command, str(killed)],))
+        child.start()
+        wait_for_growth(killed, len(known))
+        time.sleep(random.uniform(0.0, 0.03))
+        assert child.pid is not None and child.is_alive(), "the study was over before its fiftieth kill"
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        now = set(map(repr, Study.open(killed).rows))
+        assert known <= now
+        known = now
+    assert main([*command, str(killed)]) == 0
+    assert exported(killed) == exported(tmp_path / "calm")
+
+
+def wait_for_growth(directory: Path, rows: int) -> None:
+    """Until something new has been kept, at the latest after ten seconds."""
+    for _ in range(2000):
+        try:
+            if len(Study.open(directory).rows) > rows:
+                return
+        except UserError:
+            pass  # not a study yet
+        time.sleep(0.005)
