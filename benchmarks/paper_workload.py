@@ -1,7 +1,7 @@
 """The workload of Castin et al.'s figures: the power method as the paper describes it against lipscope, in one run.
 
-Three layers of a pretrained encoder, inputs of n = 2..100 tokens, ten inputs for each n, float32, the same threads. The map
-is multi-head attention with its output projection. Every value is compared with a float64 solve to residual 1e-12.
+Three layers of a pretrained encoder, inputs of n = 2..100 tokens, ten inputs for each n, float32, the same threads. The
+map is multi-head attention with its output projection. Every value is compared with a float64 solve to residual 1e-12.
 
     python benchmarks/paper_workload.py                 # every 7th n
     python benchmarks/paper_workload.py --every 1       # all of them
@@ -63,6 +63,7 @@ def embedded_encoder() -> tuple[list[ls.SelfAttention], list[int], torch.nn.Modu
     if spec is None or spec.origin is None:
         return None
     from pydoc_data.topics import topics
+
     from tokenizers import Tokenizer
     from transformers import BertModel
 
@@ -134,16 +135,10 @@ def measure(n: int, encoder, layers: list[ls.SelfAttention], generator: torch.Ge
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=7, help="take every k-th n of 2..100")
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="threads for both methods"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "paper_workload_cpu.json"
-    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads for both methods")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "paper_workload_cpu.json")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(0)
@@ -162,9 +157,7 @@ def main() -> None:
         numbers = (f"{r['ratio']:.1f}", f"{r['power_steps']:.1f}", f"{r['lipscope_steps']:.1f}")
         table.add_row(str(r["n"]), *numbers, f"{r['power_error']:.0e}", f"{r['lipscope_error']:.0e}")
     Console().print(table)
-    print(
-        f"geometric mean of the ratio {mean:.1f} (target 20); largest lipscope error {worst:.1e} (target 1e-5)"
-    )
+    print(f"geometric mean of the ratio {mean:.1f} (target 20); largest lipscope error {worst:.1e} (target 1e-5)")
     result = {
         "encoder": "all-MiniLM-L6-v2" if encoder else "random",
         "threads": args.threads,

@@ -27,15 +27,20 @@ _CONTENTS = {
 __all__ = ["__version__", *_CONTENTS]
 
 if TYPE_CHECKING:
-    from lipscope._types import Status, UserError
-    from lipscope.attention.kernels import L2, Dot, Rope
-    from lipscope.attention.layer import SelfAttention
-    from lipscope.attention.primitive import attend
-    from lipscope.linalg.differentiate import jacobian
-    from lipscope.linalg.estimate import Estimate
-    from lipscope.linalg.local import local_lipschitz, singular_triplets
-    from lipscope.linalg.operator import LinearOperator
-    from lipscope.linalg.spectral import Solver, spectral_norm
+    from lipscope._types import Status as Status
+    from lipscope._types import UserError as UserError
+    from lipscope.attention.kernels import L2 as L2
+    from lipscope.attention.kernels import Dot as Dot
+    from lipscope.attention.kernels import Rope as Rope
+    from lipscope.attention.layer import SelfAttention as SelfAttention
+    from lipscope.attention.primitive import attend as attend
+    from lipscope.linalg.differentiate import jacobian as jacobian
+    from lipscope.linalg.estimate import Estimate as Estimate
+    from lipscope.linalg.local import local_lipschitz as local_lipschitz
+    from lipscope.linalg.local import singular_triplets as singular_triplets
+    from lipscope.linalg.operator import LinearOperator as LinearOperator
+    from lipscope.linalg.spectral import Solver as Solver
+    from lipscope.linalg.spectral import spectral_norm as spectral_norm
 
 
 def __getattr__(name: str) -> object:

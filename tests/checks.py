@@ -21,9 +21,7 @@ def assert_adjoint(J: ls.LinearOperator, seed: int = 0, tol: float = 1e-12) -> N
 
     left, right = (flat(JE) * flat(U)).sum(-1), (flat(E) * flat(JU)).sum(-1)
     size = flat(JE).norm(dim=-1) * flat(U).norm(dim=-1) + flat(E).norm(dim=-1) * flat(JU).norm(dim=-1)
-    assert ((left - right).abs() <= tol * size).all(), (
-        f"adjoint defect {((left - right).abs() / size).max():.1e}"
-    )
+    assert ((left - right).abs() <= tol * size).all(), f"adjoint defect {((left - right).abs() / size).max():.1e}"
 
 
 def assert_matches_dense(J: ls.LinearOperator, dense: Tensor, tol: float = 1e-12) -> None:

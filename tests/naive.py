@@ -10,9 +10,7 @@ from torch import Tensor
 import lipscope as ls
 
 
-def naive_attend(
-    q, k, v, scale=None, causal=False, window=None, mask=None, padding=None, softcap=None, sinks=None
-):
+def naive_attend(q, k, v, scale=None, causal=False, window=None, mask=None, padding=None, softcap=None, sinks=None):
     """Same contract as lipscope.attend, with keys repeated for groups and the softmax spelled out."""
     repeat = q.shape[-3] // k.shape[-3]
     k, v = k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
@@ -60,10 +58,7 @@ def naive_layer(f: ls.SelfAttention, X: Tensor) -> Tensor:
         q, k = rotate(q, f.kernel.rope), rotate(k, f.kernel.rope)
     k, v = k.repeat_interleave(f.heads // f.groups, 0), v.repeat_interleave(f.heads // f.groups, 0)
     scale = f.kernel.scale or 1 / math.sqrt(q.shape[-1])
-    if isinstance(f.kernel, ls.L2):
-        S = -scale * (q[:, :, None] - k[:, None]).square().sum(-1)
-    else:
-        S = scale * (q @ k.mT)
+    S = -scale * (q[:, :, None] - k[:, None]).square().sum(-1) if isinstance(f.kernel, ls.L2) else scale * (q @ k.mT)
     n = X.shape[0]
     P = naive_softmax(S, n, n, f.causal, f.window, f.mask, f.padding, f.kernel.softcap, f.kernel.sinks)
     joined = (P @ v).transpose(0, 1).flatten(1)

@@ -13,7 +13,7 @@ from lipscope._types import UserError
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary positions: token i's queries and keys are turned by angle table cos, sin [n, k] (halves, not pairs, rotate)."""
+    """Rotary positions: the tables cos, sin [n, k] turn queries and keys; coordinate j pairs with j + k/2."""
 
     cos: Tensor
     sin: Tensor
@@ -29,7 +29,9 @@ class Rope:
         """Rotate [..., n, k]."""
         n, half = x.shape[-2], x.shape[-1] // 2
         if self.cos.shape[0] < n or self.cos.shape[1] != x.shape[-1]:
-            raise UserError(f"rope tables of shape {tuple(self.cos.shape)} do not cover {n} tokens of head size {x.shape[-1]}")
+            raise UserError(
+                f"rope tables of shape {tuple(self.cos.shape)} do not cover {n} tokens of head size {x.shape[-1]}"
+            )
         swapped = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
         return x * self.cos[:n].to(x) + swapped * self.sin[:n].to(x)
 
@@ -49,10 +51,6 @@ class Dot:
     sinks: Tensor | None = None
     rope: Rope | None = None
 
-    def only(self, head: int) -> Dot:
-        """This kernel for one head alone."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks[head : head + 1])
-
 
 @dataclass(frozen=True, eq=False)
 class L2:
@@ -65,10 +63,13 @@ class L2:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    only = Dot.only
-
 
 Kernel = Dot | L2
+
+
+def only_head(kernel: Kernel, head: int) -> Kernel:
+    """The kernel of one head alone."""
+    return kernel if kernel.sinks is None else replace(kernel, sinks=kernel.sinks[head : head + 1])
 
 
 def default_scale(kernel: Kernel, size: int) -> float:

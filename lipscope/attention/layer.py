@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale
+from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale, only_head
 from lipscope.attention.linearization import linearize
 from lipscope.attention.primitive import attend
 from lipscope.linalg.differentiate import check_input, check_tensor
@@ -19,9 +20,10 @@ from lipscope.linalg.operator import LinearOperator
 class SelfAttention:
     """f(X)_i = sum over heads of O_h sum_j P_ij V_h x_j,  P = softmax over j of <Q x_i, K x_j> / sqrt(k).
 
-    Q [heads k, d], K [kv_heads k, d], V [kv_heads m, d], O [d', heads m]; without O the heads are concatenated. X is [n, d] or
-    [B, n, d]. mask is [n, n] or [B, n, n]: boolean, True where i may attend to j, or additive. padding is [n] or [B, n], True
-    for real tokens. biases are (bq, bk, bv). kernel is Dot() or L2(), with softcap, sinks and rotary positions in it.
+    Q [heads k, d], K [kv_heads k, d], V [kv_heads m, d], O [d', heads m]; without O the heads are concatenated. X is
+    [n, d] or [B, n, d]. mask is [n, n] or [B, n, n]: boolean, True where i may attend to j, or additive. padding is [n]
+    or [B, n], True for real tokens. biases are (bq, bk, bv). kernel is Dot() or L2(), with softcap, sinks and rotary
+    positions in it.
     """
 
     Q: Tensor
@@ -51,12 +53,23 @@ class SelfAttention:
         if isinstance(self.kernel, L2):
             q, k = augment(self.kernel, q, k)
         scale = 1.0 if isinstance(self.kernel, L2) else default_scale(self.kernel, q.shape[-1])
-        o = attend(q, k, v, scale=scale, causal=self.causal, window=self.window, **self.visibility())
+        o = attend(
+            q,
+            k,
+            v,
+            scale=scale,
+            causal=self.causal,
+            window=self.window,
+            mask=self.mask_per_head,
+            padding=self.padding,
+            softcap=self.kernel.softcap,
+            sinks=self.kernel.sinks,
+        )
         joined = o.transpose(-3, -2).flatten(-2)
         return joined if self.O is None else joined @ self.O.T
 
     def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [..., heads, n, k], keys [..., kv_heads, n, k], values [..., kv_heads, n, m], rotated if the kernel says so."""
+        """Queries [..., heads, n, k], keys [..., kv_heads, n, k], values [..., kv_heads, n, m], rotated."""
         biases = self.biases or (None, None, None)
         parts = []
         for weight, bias, count in zip(
@@ -68,17 +81,10 @@ class SelfAttention:
         rope = self.kernel.rope if isinstance(self.kernel, Dot) else None
         return (q, k, v) if rope is None else (rope.turn(q), rope.turn(k), v)
 
-    def visibility(self) -> dict[str, Tensor | float | None]:
-        """Mask, padding, softcap and sinks as `attend` takes them."""
-        mask = self.mask
-        if mask is not None and mask.ndim == 3:
-            mask = mask[:, None]
-        return {
-            "mask": mask,
-            "padding": self.padding,
-            "softcap": self.kernel.softcap,
-            "sinks": self.kernel.sinks,
-        }
+    @property
+    def mask_per_head(self) -> Tensor | None:
+        """The mask as `attend` takes it: [B, n, n] becomes [B, 1, n, n]."""
+        return self.mask[:, None] if self.mask is not None and self.mask.ndim == 3 else self.mask
 
     def linearize(self, X: Tensor) -> LinearOperator:
         """D_X f in closed form, its products O(n^2) time and, for long sequences, O(n d) memory."""
@@ -94,7 +100,10 @@ class SelfAttention:
         own = slice(h * size, (h + 1) * size)
         keys, vals = slice(group * size, (group + 1) * size), slice(group * values, (group + 1) * values)
         bq, bk, bv = self.biases or (None, None, None)
-        biases = tuple(None if b is None else b[cut] for b, cut in ((bq, own), (bk, keys), (bv, vals)))
+
+        def part(b: Tensor | None, cut: slice) -> Tensor | None:
+            return None if b is None else b[cut]
+
         return replace(
             self,
             Q=self.Q[own],
@@ -103,18 +112,18 @@ class SelfAttention:
             O=None,
             heads=1,
             kv_heads=None,
-            biases=None if self.biases is None else biases,
-            kernel=self.kernel.only(h),
+            biases=(part(bq, own), part(bk, keys), part(bv, vals)),
+            kernel=only_head(self.kernel, h),
         )
 
     def heads_apart(self) -> HeadsApart:
         """All heads, each alone: a map whose Jacobian is a batch over heads, solved together."""
         return HeadsApart(self)
 
-    def to(self, *args, **kwargs) -> SelfAttention:
+    def to(self, *args: Any, **kwargs: Any) -> SelfAttention:
         """Every floating-point tensor moved or converted as by Tensor.to; the map itself stays the same."""
 
-        def move(x):
+        def move(x: Any) -> Any:
             if isinstance(x, Tensor):
                 return x.to(*args, **kwargs) if x.dtype.is_floating_point else x.to(*_devices(args), **kwargs)
             if isinstance(x, tuple):
@@ -171,9 +180,7 @@ def _check_weights(f: SelfAttention) -> None:
     if f.K.shape[0] // f.groups != size:
         raise UserError(f"Q has {size} rows a head and K {f.K.shape[0] // f.groups}; they must agree")
     if f.O is not None and f.O.shape[1] != f.heads * values:
-        raise UserError(
-            f"O must have shape [d, {f.heads * values}] (heads * rows of V a head), got {tuple(f.O.shape)}"
-        )
+        raise UserError(f"O must have shape [d, {f.heads * values}] (heads * rows of V a head), got {tuple(f.O.shape)}")
     for name, b, W in zip(("bq", "bk", "bv"), f.biases or (None,) * 3, (f.Q, f.K, f.V), strict=True):
         if b is not None:
             if b.shape != W.shape[:1]:
@@ -185,9 +192,7 @@ def _check_tokens(f: SelfAttention, X: Tensor) -> None:
     check_input(X)
     d = f.Q.shape[1]
     if X.shape[-1] != d:
-        raise UserError(
-            f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); the weights read tokens of size {d}"
-        )
+        raise UserError(f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); the weights read tokens of size {d}")
     if X.dtype != f.Q.dtype:
         raise UserError(f"X is {X.dtype} and the weights are {f.Q.dtype}; convert one, e.g. f.to(X.dtype)")
     n, B = X.shape[-2], X.shape[0] if X.ndim == 3 else None
@@ -196,14 +201,8 @@ def _check_tokens(f: SelfAttention, X: Tensor) -> None:
         raise UserError(
             f"mask must have shape {' or '.join(map(str, allowed))} for X {tuple(X.shape)}, got {tuple(f.mask.shape)}"
         )
-    if (
-        f.mask is not None
-        and f.mask.dtype.is_floating_point
-        and (f.mask.isnan() | (f.mask == torch.inf)).any()
-    ):
+    if f.mask is not None and f.mask.dtype.is_floating_point and (f.mask.isnan() | (f.mask == torch.inf)).any():
         raise UserError("mask holds NaN or +inf; an additive mask is finite or -inf")
-    allowed = [(n,)] if B is None else [(n,), (B, n)]
-    if f.padding is not None and tuple(f.padding.shape) not in allowed:
-        raise UserError(
-            f"padding must have shape {' or '.join(map(str, allowed))}, got {tuple(f.padding.shape)}"
-        )
+    shapes = [(n,)] if B is None else [(n,), (B, n)]
+    if f.padding is not None and tuple(f.padding.shape) not in shapes:
+        raise UserError(f"padding must have shape {' or '.join(map(str, shapes))}, got {tuple(f.padding.shape)}")

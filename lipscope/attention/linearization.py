@@ -2,12 +2,13 @@
 
     dX -> (dq, dk, dv) = dX [Q; K; V]'  (rotated, augmented)  -> do = jvp(dq, dk, dv)  ->  do O'
 
-Everything that depends on X alone is kept: q, k, v, o, the log-sum-exp and, while it fits, P. A head reads X only through the
-rows of Q, K, V: where these are fewer than d, tangents live in the space they span.
+Everything that depends on X alone is kept: q, k, v, o, the log-sum-exp and, while it fits, P. A head reads X only
+through the rows of Q, K, V: where these are fewer than d, tangents live in the space they span.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -47,9 +48,7 @@ class _State:
         """dX [M, n, r] -> dq, dk, dv."""
         H, G = self.q.shape[1], self.k.shape[1]
         size = (self.W.shape[1] - G * self.v.shape[-1]) // (H + G)
-        y = E @ (
-            self.W[0].T if self.W.shape[0] == 1 else self.W.mT
-        )  # one weight for all members: one product
+        y = E @ (self.W[0].T if self.W.shape[0] == 1 else self.W.mT)  # one weight for all members: one product
         dq, dk, dv = y.split([H * size, G * size, G * self.v.shape[-1]], dim=-1)
         dq, dk, dv = (x.unflatten(-1, (c, -1)).transpose(-3, -2) for x, c in ((dq, H), (dk, G), (dv, G)))
         if self.rope is not None:
@@ -89,52 +88,37 @@ class _State:
         return self.write_back(*tiled.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern))
 
     def take(self, members: Tensor) -> _State:
-        def cut(x: Tensor | None) -> Tensor | None:
-            return x if x is None or x.shape[0] == 1 else x[members.to(x.device)]
-
-        W, weights, pattern = self.W, self.weights, self.pattern
-        return replace(
-            self,
-            W=cut(W),
-            **{name: cut(getattr(self, name)) for name in ("q", "k", "v", "o", "lse")},
-            weights=weights and Weights(*(cut(x) for x in (weights.P, weights.slope, weights.bend))),
-            pattern=replace(
-                pattern,
-                mask=cut(pattern.mask)
-                if pattern.mask is not None and pattern.mask.ndim == 4
-                else pattern.mask,
-                queries=cut(pattern.queries)
-                if pattern.queries is not None and pattern.queries.ndim == 2
-                else pattern.queries,
-                keys=cut(pattern.keys)
-                if pattern.keys is not None and pattern.keys.ndim == 2
-                else pattern.keys,
-            ),
-            distance=self.distance and (cut(self.distance[0]), cut(self.distance[1]), self.distance[2]),
-        )
+        """Some of the members."""
+        return self._each(lambda x: x if x.shape[0] == 1 else x[members.to(x.device)])
 
     def apart(self, heads: int) -> _State:
         """Members become (member, head) pairs of one head each."""
 
-        def each(x: Tensor) -> Tensor:
+        def split(x: Tensor) -> Tensor:
             x = x.repeat_interleave(heads // x.shape[1], dim=1)
             return x.reshape(-1, 1, *x.shape[2:])
 
-        def spread(x: Tensor | None, batched_ndim: int) -> Tensor | None:
-            return x if x is None or x.ndim < batched_ndim else x.repeat_interleave(heads, dim=0)
-
         w, p = self.weights, self.pattern
-        split = w and Weights(
-            *(None if x is None else each(reference.heads(x, heads)) for x in (w.P, w.slope, w.bend))
-        )
+        if w is not None:
+            w = w.each(lambda x: reference.heads(x, heads))
+        # Sinks are in the log-sum-exp already; masks repeat for each head of a member.
+        spread = replace(p, sinks=None).each(lambda x: x.repeat_interleave(heads, dim=0))
+        return replace(replace(self, weights=w, pattern=Pattern())._each(split), pattern=spread)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> _State:
+        """The same change to everything that leads with members."""
+        d = self.distance
         return replace(
             self,
-            **{name: each(getattr(self, name)) for name in ("q", "k", "v", "o", "lse")},
-            weights=split,
-            pattern=replace(
-                p, mask=spread(p.mask, 4), queries=spread(p.queries, 2), keys=spread(p.keys, 2), sinks=None
-            ),
-            distance=self.distance and (each(self.distance[0]), each(self.distance[1]), self.distance[2]),
+            W=self.W if self.W.numel() == 0 else change(self.W),
+            q=change(self.q),
+            k=change(self.k),
+            v=change(self.v),
+            o=change(self.o),
+            lse=change(self.lse),
+            weights=None if self.weights is None else self.weights.each(change),
+            pattern=self.pattern.each(change),
+            distance=None if d is None else (change(d[0]), change(d[1]), d[2]),
         )
 
 
@@ -175,8 +159,7 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
         # The Jacobian sees keys and values through differences only: without their common part rounding is smaller.
         v = v - v.mean(dim=-2, keepdim=True)
         k = k if f.kernel.softcap is not None or distance else k - k.mean(dim=-2, keepdim=True)
-    mask = f.visibility()["mask"]
-    pattern = Pattern(f.causal, f.window, f.kernel.softcap, mask, f.padding, f.padding, f.kernel.sinks)
+    pattern = Pattern(f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks)
     o, lse = tiled.forward(q, k, v, pattern)
     weights = None
     if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
@@ -192,9 +175,9 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
 
 
 def _rounding_growth(f: SelfAttention, X: Tensor, q: Tensor, k: Tensor, s: float) -> tuple[Tensor, Tensor]:
-    """How rounding grows in a score, per member: through the sum of terms |q| |k| (condition), and through the projections too.
+    """How rounding grows in a score, per member: in the sum of terms |q| |k| (condition), and in the projections too.
 
-    fl(Q x) is off by a multiple of |Q| |x| + |bq|, whatever cancels in it: times |k| that is an error of the score (worst).
+    fl(Q x) is off by a multiple of |Q| |x| + |bq|, whatever cancels in it: times |k|, an error of the score (worst).
     For a distance s |q - k|^2 the terms are s (|q| + |k|)^2, and the projections' errors enter times 2 s (|q| + |k|).
     """
     sizes = []
@@ -217,7 +200,7 @@ def _longest(x: Tensor) -> Tensor:
 
 
 def _directions(f: SelfAttention, apart: bool) -> Tensor:
-    """Rows of Q, K, V stacked: [1, H k + 2 G ..., d], or head by head [H, 2k + m, d]; Q carries the scale of the score."""
+    """Rows of Q (scaled), K, V stacked: [1, H k + G k + G m, d], or head by head [H, 2k + m, d]."""
     Q = f.Q * default_scale(f.kernel, f.Q.shape[0] // f.heads) if isinstance(f.kernel, Dot) else f.Q
     if not apart:
         return torch.cat([Q, f.K, f.V])[None]

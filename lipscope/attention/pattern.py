@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +42,14 @@ class Pattern:
             keys=None if self.keys is None else self.keys[..., cols],
             shift=self.shift + rows.start - cols.start,
         )
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Pattern:
+        """The same change to whatever differs from member to member: [B, H, n, n'] masks, [B, n] padding."""
+
+        def apply(x: Tensor | None, members: int) -> Tensor | None:
+            return x if x is None or x.ndim < members else change(x)
+
+        return replace(self, mask=apply(self.mask, 4), queries=apply(self.queries, 2), keys=apply(self.keys, 2))
 
     def columns(self, rows: slice, n_keys: int) -> slice:
         """The keys that causal order and window leave to these rows."""

@@ -1,8 +1,9 @@
 """The attention primitive: one differentiable function, right to second order, under autograd and torch.func alike.
 
-f = attend is written as three functions that know each other's derivatives: the value, its jvp J d and its vjp J' g. With
-B = <g, J d> the derivatives of the last two are again closed forms: grad_d B = J' g, grad_g B = J d, and grad_{q,k,v} B.
-The output and log-sum-exp they share are saved state, not variables: their own dependence on q, k, v is inside the formulas.
+f = attend is written as three functions that know each other's derivatives: the value, its jvp J d and its vjp J' g.
+With B = <g, J d> the derivatives of the last two are closed forms again: grad_d B = J' g, grad_g B = J d, and
+grad_{q,k,v} B. The output and log-sum-exp they share are saved state, not variables: their own dependence on q, k, v is
+inside the formulas.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ def attend(
 ) -> Tensor:
     """softmax(S) v for q [..., H, n, k], k [..., G, n', k], v [..., G, n', m]; G divides H (grouped keys and values).
 
-    The score scale <q_i, k_j> (scale 1/sqrt(k) by default) is soft-capped to softcap tanh(score / softcap), then masked.
-    causal shows key j to query i when j <= i + n' - n, window w only when j > i + n' - n - w. A boolean mask, broadcastable
-    to [..., H, n, n'], is True where a query may attend; a floating-point one is added. padding [..., n'] is True for real
-    tokens; a padded key is invisible and, when n = n', a padded query is fully masked. sinks [H] join the denominator.
-    A fully masked row is zero, in value and in every derivative.
+    The score scale <q_i, k_j>, scale 1/sqrt(k) by default, is soft-capped to softcap tanh(score / softcap), then masked.
+    causal shows key j to query i when j <= i + n' - n, window w only when j > i + n' - n - w. A boolean mask,
+    broadcastable to [..., H, n, n'], is True where a query may attend; a floating-point one is added. padding [..., n']
+    is True for real tokens; a padded key is invisible and, when n = n', a padded query is fully masked. sinks [H] join
+    the denominator. A fully masked row is zero, in value and in every derivative.
     """
     _check(q, k, v, mask, padding, sinks, softcap, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -167,7 +168,9 @@ class _Vjp(torch.autograd.Function):
 def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.dtype.is_floating_point:
-            raise UserError(f"{name} must be a floating-point tensor [..., heads, tokens, size], got {x.dtype} {tuple(x.shape)}")
+            raise UserError(
+                f"{name} must be a floating-point tensor [..., heads, tokens, size], got {x.dtype} {tuple(x.shape)}"
+            )
         if x.shape[-2] == 0:
             raise UserError(f"{name} is empty, shape {tuple(x.shape)}: a sequence needs at least one token")
     (H, n, size), (G, n_keys) = q.shape[-3:], k.shape[-3:-1]
@@ -182,11 +185,13 @@ def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
         if mask.requires_grad:
             raise UserError("mask requires grad, and attend treats it as a constant; pass mask.detach()")
         if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-            raise UserError(f"mask must be boolean (True = may attend) or floating point (added to the scores), got {mask.dtype}")
+            raise UserError(f"mask must be boolean (True = may attend) or floating point (added), got {mask.dtype}")
         if mask.ndim < 2 or mask.shape[-1] not in (1, n_keys) or mask.shape[-2] not in (1, n):
             raise UserError(f"mask must broadcast to [..., {H}, {n}, {n_keys}], got {tuple(mask.shape)}")
     if padding is not None and (padding.dtype != torch.bool or padding.shape[-1] != n_keys):
-        raise UserError(f"padding must be boolean [..., {n_keys}], True for real tokens, got {padding.dtype} {tuple(padding.shape)}")
+        raise UserError(
+            f"padding must be boolean [..., {n_keys}], True for real tokens, got {padding.dtype} {tuple(padding.shape)}"
+        )
     if sinks is not None and (sinks.shape != (H,) or sinks.requires_grad):
         raise UserError(f"sinks must be a detached tensor of shape [{H}], a logit per head, got {tuple(sinks.shape)}")
     if softcap is not None and not softcap > 0:

@@ -1,11 +1,12 @@
 """Dense attention and its derivatives in closed form: the truth the other backends are held to.
 
-Layout: q [..., H, n, k], k [..., G, n', k], v [..., G, n', m], already scaled so that the score is T = q k'. The H/G query
-heads of a group are laid one after the other as rows, so that grouped keys and values are never repeated.
+Layout: q [..., H, n, k], k [..., G, n', k], v [..., G, n', m], already scaled so that the score is T = q k'. The H/G
+query heads of a group are laid one after the other as rows, so that grouped keys and values are never repeated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ class Weights:
     P: Tensor
     slope: Tensor | None = None
     bend: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Weights:
+        """The same change to every tensor."""
+        slope, bend = (None if x is None else change(x) for x in (self.slope, self.bend))
+        return Weights(change(self.P), slope, bend)
 
     def dS(self, dT: Tensor) -> Tensor:
         return dT if self.slope is None else self.slope * dT
@@ -140,7 +146,10 @@ def second_vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, o: Tensor, tangent: 
 
 
 def second_jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, first: Triple, other: Triple) -> Tensor:
-    """D^2 o [first, other]; with s, t the scores' derivatives and c their mixed one, d2P = P ((s - Es)(t - Et) - Cov(s, t) + c - Ec)."""
+    """D^2 o [first, other]: with s, t the scores' derivatives and c their mixed one,
+
+    d2P = P ((s - Es)(t - Et) - Cov(s, t) + c - Ec).
+    """
     groups, (dq, dk, dv), (eq, ek, ev) = k.shape[-3], first, other
     q_, dq, eq = rows(q, groups), rows(dq, groups), rows(eq, groups)
     dT, eT = _mixed(dq, q_, k, dk), _mixed(eq, q_, k, ek)

@@ -1,7 +1,7 @@
 """The same attention and derivatives in O(n d) memory: the dense formulas on one block of rows at a time.
 
-A block of rows needs whole rows of scores only, so there is no running softmax, and causal order or a window leave columns
-out. A problem that fits one tile is one block: then this is the dense formula itself.
+A block of rows needs whole rows of scores only, so there is no running softmax, and causal order or a window leave
+columns out. A problem that fits one tile is one block: then this is the dense formula itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _blocks(q: Tensor, k: Tensor, pattern: Pattern) -> Iterator[tuple[slice, sli
 
 
 class _Sum:
-    """Sums the blocks' contributions to the keys; made from the first part, so that it is batched when the parts are (vmap)."""
+    """The blocks' contributions to the keys; made from the first part, hence batched when the parts are (vmap)."""
 
     def __init__(self, like: Tensor):
         self.like = like
@@ -41,10 +41,7 @@ class _Sum:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    parts = [
-        reference.forward(q[..., r, :], k[..., c, :], v[..., c, :], tile)
-        for r, c, tile in _blocks(q, k, pattern)
-    ]
+    parts = [reference.forward(q[..., r, :], k[..., c, :], v[..., c, :], tile) for r, c, tile in _blocks(q, k, pattern)]
     return torch.cat([o for o, _ in parts], dim=-2), torch.cat([lse for _, lse in parts], dim=-1)
 
 
@@ -86,9 +83,7 @@ def second_vjp(
     return torch.cat(queries, dim=-2), keys.total, values.total
 
 
-def second_jvp(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: Triple, other: Triple, pattern: Pattern
-) -> Tensor:
+def second_jvp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: Triple, other: Triple, pattern: Pattern) -> Tensor:
     parts = []
     for r, c, tile in _blocks(q, k, pattern):
         q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]

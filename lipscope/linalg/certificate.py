@@ -1,9 +1,9 @@
 """Probabilistic upper bound on the largest singular value from the Golub-Kahan coefficients of a random start.
 
-With T_k the Lanczos matrix of J'J and q_k its orthonormal polynomial, 1 = ||q_k(J'J) v_1|| >= |<v_1, y_1>| q_k(lambda_1), where
-y_1 is a top eigenvector. A start drawn uniformly on the sphere has |<v_1, y_1>| >= c with probability 1 - delta, so
-lambda_1 lies below the root of q_k = 1/c, for every k at once. Rounding, a source of relative size e in every step of the
-recurrence, changes the equation to
+With T_k the Lanczos matrix of J'J, q_k its orthonormal polynomial and y_1 a top eigenvector,
+1 = ||q_k(J'J) v_1|| >= |<v_1, y_1>| q_k(lambda_1). A start drawn uniformly on the sphere has |<v_1, y_1>| >= c with
+probability 1 - delta, so lambda_1 lies below the root of q_k = 1/c, for every k at once. Rounding, a source of relative
+size e in every step of the recurrence, changes the equation to
 
     (1 + e) / q_k(lambda) + e lambda sum_m [(lambda - T_k)^{-1}]_{1m} = c,
 

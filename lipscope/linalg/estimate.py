@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from lipscope._types import Status
-
-N = TypeVar("N", float, Tensor)
+Numbers = Any
+"""A float for a single operator, a float64 vector of length B for a batch."""
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate(Generic[N]):
+class Estimate:
     """The largest singular value of an operator, and how well it is known.
 
     value:      ||J right|| / ||right||, evaluated.
@@ -26,12 +25,12 @@ class Estimate(Generic[N]):
     A single operator gives floats and one Status; a batch gives float64 vectors of length B and a tuple of Status.
     """
 
-    value: N
-    lower: N
-    upper: N
-    residual: N
-    steps: N
-    status: Status | tuple[Status, ...]
+    value: Numbers
+    lower: Numbers
+    upper: Numbers
+    residual: Numbers
+    steps: Numbers
+    status: Any  # Status, or a tuple of them
     left: Tensor
     right: Tensor
     confidence: float
@@ -40,12 +39,12 @@ class Estimate(Generic[N]):
     def __len__(self) -> int:
         return len(self.status) if isinstance(self.status, tuple) else 1
 
-    def __getitem__(self, i: int) -> Estimate[float]:
+    def __getitem__(self, i: int) -> Estimate:
         """Member i of a batch."""
         if not isinstance(self.status, tuple):
             raise TypeError("this Estimate is of a single operator; there is nothing to index")
         numbers = (self.value, self.lower, self.upper, self.residual, self.steps)
-        value, lower, upper, residual, steps = (x[i].item() for x in numbers)  # type: ignore[index]
+        value, lower, upper, residual, steps = (x[i].item() for x in numbers)
         return Estimate(
             value,
             lower,
@@ -63,6 +62,7 @@ class Estimate(Generic[N]):
         if isinstance(self.status, tuple):
             return f"Estimate(batch of {len(self)}, value={self.value})"
         return (
-            f"Estimate({self.value:.10g}, in [{self.lower:.10g}, {self.upper:.10g}] at confidence {self.confidence:.10g}, "
+            f"Estimate({self.value:.10g}, in [{self.lower:.10g}, {self.upper:.10g}] "
+            f"at confidence {self.confidence:.10g}, "
             f"residual {self.residual:.1e}, {self.steps} steps, {self.status.name.lower()})"
         )

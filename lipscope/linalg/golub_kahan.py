@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.operator import LinearOperator, Product
 
 FIRST_ROOM = 16
 """Basis vectors allocated at first; doubled when full."""
@@ -85,7 +85,7 @@ class GolubKahan:
         self.b, self.scale, self.drift = self.b[members], self.scale[members], self.drift[members]
         self.coefficients = [(a[members], b[members]) for a, b in self.coefficients]
 
-    def _product(self, product, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _product(self, product: Product, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         leading = self.J.leading
         y = product(x.reshape(*leading, *shape)).reshape(self.members, -1)
         return y * self.scale.to(y)[:, None]
@@ -103,9 +103,7 @@ class GolubKahan:
         """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is invariant."""
         norm = w.norm(dim=1).double().cpu()
         floor = (
-            8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2))
-            if self.k
-            else 0 * norm
+            8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2)) if self.k else 0 * norm
         )
         norm = torch.where(norm <= floor, 0.0, norm)
         inverse = torch.where(norm == 0, 0.0, 1 / norm)
@@ -146,7 +144,10 @@ class GolubKahan:
             self.H = torch.nn.functional.pad(self.H, (0, more, 0, more))
 
     def _restart(self) -> None:
-        """Keep the leading third of the Ritz vectors, and v_{k+1}: J V = U diag(theta), J' U = V diag(theta) + v_{k+1} (b p_k)'."""
+        """Keep the leading third of the Ritz vectors and v_{k+1}.
+
+        J V = U diag(theta) and J' U = V diag(theta) + v_{k+1} (b p_k)'.
+        """
         p, theta, qh = torch.linalg.svd(self.H[:, : self.k, : self.k])
         kept = max(1, self.k // 3)
         V, U = self.combine(qh[:, :kept], self.V), self.combine(p.mT[:, :kept], self.U)

@@ -29,9 +29,7 @@ def local_lipschitz(
     """
     check_input(X)
     if precision not in ("native", "exact"):
-        raise UserError(
-            f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}"
-        )
+        raise UserError(f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}")
     if precision == "exact":
         f, X = in_float64(f), X.double()
     return spectral_norm(jacobian(f, X), tol, gap=gap, solver=solver)
@@ -44,23 +42,20 @@ def in_float64(f: Map) -> Map:
     convert = getattr(f, "double", None)
     if convert is None:
         raise UserError(
-            "precision='exact' needs a torch.nn.Module or a SelfAttention; for any other f convert its tensors and X to float64"
+            "precision='exact' needs a torch.nn.Module or a SelfAttention; "
+            "for any other f convert its tensors and X to float64"
         )
     return convert()
 
 
-def singular_triplets(
-    J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None
-) -> list[Estimate]:
+def singular_triplets(J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None) -> list[Estimate]:
     """The k largest singular triplets, each an Estimate, repeated values included.
 
     Found one after the other on J less what has been found: a single Krylov space shows each distinct value only once,
     and saturated attention repeats its largest.
     """
     if not 1 <= k <= min(J.in_size, J.out_size):
-        raise UserError(
-            f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}"
-        )
+        raise UserError(f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}")
     found: list[Estimate] = []
     for _ in range(k):
         found.append(spectral_norm(_deflated(J, found), tol, solver=solver))

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Compression:
-    """J = core . lift^T, where lift has orthonormal columns: J and core share their singular values and left vectors."""
+    """J = core . lift', lift with orthonormal columns: J and core share singular values and left vectors."""
 
     core: LinearOperator
     lift: Product
@@ -27,8 +27,9 @@ class Compression:
 class LinearOperator:
     """`mv` maps [*in_shape] to [*out_shape], `rmv` is its adjoint; with `batch` = B both act on B members at once.
 
-    condition:  rounding amplification; a product is accurate to about 8 eps (1 + condition) ||J||, non-finite means overflow.
-    worst:      the same without the luck of cancelling errors; bounds are widened by 32 eps (1 + worst). Default: condition.
+    condition:  rounding amplification; a product is good to about 8 eps (1 + condition) ||J||; non-finite: overflow.
+    worst:      the same without the luck of cancelling errors; bounds are widened by 32 eps (1 + worst).
+                Default: condition.
     take:       the operator restricted to some members of the batch, where that is cheaper than the whole.
     compressed: the same operator through fewer input dimensions.
     """

@@ -1,0 +1,133 @@
+"""The closed-form Jacobian: against the dense one, by tiles, per head, in fewer dimensions, at the edges."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope.attention import linearization, tiled
+from tests.cases import KINDS, problem
+from tests.checks import assert_adjoint, assert_matches_dense
+from tests.naive import dense_jacobian
+
+
+def accuracy(J: ls.LinearOperator) -> float:
+    return max(1e-12, float(J.rounding.max()))
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["weights kept", "weights recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_dense_jacobian(kind, cached, monkeypatch):
+    if not cached:
+        monkeypatch.setattr(linearization, "CACHE", 0)
+        monkeypatch.setattr(tiled, "TILE", 20)
+    for seed in (0, 1):
+        f, X = problem(kind, seed)
+        J = ls.jacobian(f, X)
+        assert_matches_dense(J, dense_jacobian(f, X), tol=accuracy(J))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(
+    "kind", ["multi-head, projected", "grouped keys", "sinks", "softcap", "L2", "rotary", "padding"]
+)
+def test_heads_apart(kind, cached, monkeypatch):
+    if not cached:
+        monkeypatch.setattr(linearization, "CACHE", 0)
+    f, X = problem(kind, 3)
+    batch = torch.stack([X, 0.3 * X])
+    J = ls.jacobian(f.heads_apart(), batch)
+    assert J.batch == 2 * f.heads
+    dense = torch.stack([dense_jacobian(f.head(h), x) for x in batch for h in range(f.heads)])
+    assert_matches_dense(J, dense, tol=accuracy(J))
+    members = torch.tensor([2, 0])
+    assert_matches_dense(J.take(members), dense[members], tol=accuracy(J))
+
+
+def test_members_of_a_batch_with_masks_of_their_own(monkeypatch):
+    f, _ = problem("multi-head, projected", 3)
+    g = torch.Generator().manual_seed(0)
+    X = torch.randn(4, 6, f.Q.shape[1], generator=g, dtype=torch.float64)
+    masked = replace(f, mask=torch.rand(4, 6, 6, generator=g) > 0.4, padding=torch.rand(4, 6, generator=g) > 0.2)
+    dense = torch.stack(
+        [dense_jacobian(replace(masked, mask=masked.mask[i], padding=masked.padding[i]), X[i]) for i in range(4)]
+    )
+    for cache in (linearization.CACHE, 0):
+        monkeypatch.setattr(linearization, "CACHE", cache)
+        J = ls.jacobian(masked, X)
+        assert_matches_dense(J, dense)
+        assert_matches_dense(J.take(torch.tensor([3, 1])), dense[[3, 1]])
+
+
+def test_a_head_is_solved_in_the_space_it_reads():
+    g = torch.Generator().manual_seed(0)
+    f = ls.SelfAttention(*(torch.randn(4, 50, generator=g, dtype=torch.float64) for _ in range(3)))
+    X = torch.randn(7, 50, generator=g, dtype=torch.float64)
+    J = ls.jacobian(f, X)
+    assert J.in_shape == (7, 50) and J.compressed.core.in_shape == (7, 12)
+    dense = dense_jacobian(f, X)
+    e = ls.spectral_norm(J, tol=1e-10)
+    assert e.value == pytest.approx(torch.linalg.matrix_norm(dense, 2).item(), rel=1e-12)
+    assert e.right.shape == (7, 50) and torch.allclose(
+        dense @ e.right.flatten(), e.value * e.left.flatten(), atol=1e-10
+    )
+    assert_adjoint(J.compressed.core)
+
+
+def test_stated_rounding_holds_in_float32():
+    """A float32 solve against a float64 solve of the very same problem stays within the rounding it states."""
+    for kind in KINDS:
+        for seed in range(6):
+            f, X = problem(kind, seed)
+            if "huge" in kind or "tiny" in kind:
+                continue  # outside the range of float32
+            single, x = f.to(torch.float32), X.float()
+            exact = ls.local_lipschitz(single.double(), x.double(), tol=1e-10).value
+            J = ls.jacobian(single, x)
+            e = ls.spectral_norm(J, tol=1e-10)
+            if e.status.ok:
+                assert abs(e.value - exact) <= float(J.rounding) * exact, f"{kind} {seed}"
+
+
+def test_scores_that_overflow_have_their_status():
+    f = ls.SelfAttention(*(torch.eye(3, dtype=torch.float64) for _ in range(3)))
+    X = 1e200 * torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    e = ls.local_lipschitz(f, X)
+    assert e.status is ls.Status.OVERFLOW and e.value != e.value and e.upper == float("inf") and e.lower == 0
+
+
+def test_a_norm_that_overflows_has_its_status():
+    f, X = problem("huge output projection", 0)
+    e = ls.local_lipschitz(replace(f, V=1e160 * f.V), X)
+    assert e.status is ls.Status.OVERFLOW and e.value != e.value and e.upper == float("inf")
+
+
+def test_overflow_of_one_member_leaves_the_others_alone():
+    f, X = problem("gaussian", 0)
+    e = ls.local_lipschitz(f, torch.stack([X, 1e200 * X, 2 * X]), tol=1e-10)
+    assert e.status[1] is ls.Status.OVERFLOW and e.value[1].isnan()
+    for i, x in ((0, X), (2, 2 * X)):
+        assert e.value[i].item() == pytest.approx(ls.local_lipschitz(f, x, tol=1e-10).value, rel=1e-11)
+
+
+def test_large_radius_limit():
+    """One winner per row: J tends to a selection matrix times V, of norm |V| sqrt(most votes)."""
+    g = torch.Generator().manual_seed(4)
+    Q, K, V, X = (torch.randn(3, 3, generator=g, dtype=torch.float64) for _ in range(4))
+    X = torch.cat([X, torch.randn(5, 3, generator=g, dtype=torch.float64)])
+    f = ls.SelfAttention(Q, K, V)
+    votes = torch.bincount((X @ Q.T @ K @ X.T).argmax(dim=1)).max().item()
+    limit = torch.linalg.matrix_norm(V, 2).item() * votes**0.5
+    assert ls.local_lipschitz(f, 300 * X).value == pytest.approx(limit, rel=1e-10)
+
+
+def test_long_sequences_in_little_memory():
+    """n = 2048 by tiles against a closed form: equal tokens average, J = (1/n) 1 1' (x) V plus nothing else."""
+    n, d = 2048, 8
+    V = torch.randn(d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    f = ls.SelfAttention(torch.eye(d).double(), torch.eye(d).double(), V)
+    token = torch.randn(d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    e = ls.local_lipschitz(f, token.expand(n, d).contiguous())
+    # D_X f = (1/n) 1 1' (x) V: the covariances vanish, and x_j - m_i too
+    assert e.value == pytest.approx(torch.linalg.matrix_norm(V, 2).item(), rel=1e-10)

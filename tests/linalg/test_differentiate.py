@@ -1,0 +1,95 @@
+"""Jacobians of any map by autograd: against dense ones, and what cannot be differentiated."""
+
+import pytest
+import torch
+
+import lipscope as ls
+from tests.checks import assert_matches_dense
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def module(**options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64, **options).eval()
+
+
+def dense(f, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.functional.jacobian(f, x).reshape(-1, x.numel())
+
+
+MAPS = {
+    "pointwise": torch.sin,
+    "polynomial": lambda X: X @ X.mT @ X,
+    "constant": lambda X: torch.ones_like(X),
+    "linear": lambda X: X.cumsum(-2),
+    "sdpa": lambda X: torch.nn.functional.scaled_dot_product_attention(X, X, X),
+    "encoder layer": module(dropout=0.0),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_any_map_against_the_dense_jacobian(name):
+    f, X = MAPS[name], draw(5, 8)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = dense(f, X)
+    assert_matches_dense(ls.jacobian(f, X), exact)
+    batch = torch.stack([X, draw(5, 8, seed=1), 2 * X])
+    J = ls.jacobian(f, batch)
+    assert_matches_dense(J, torch.stack([dense(lambda x: f(x[None])[0], x) for x in batch]))
+    members = torch.tensor([2, 0])
+    assert_matches_dense(J.take(members), J.to_dense()[members])
+
+
+def test_closed_form_and_autograd_agree():
+    f = ls.SelfAttention(draw(4, 6), draw(4, 6, seed=1), draw(6, 6, seed=2), heads=2, causal=True)
+    X = draw(5, 6, seed=3)
+    assert_matches_dense(ls.jacobian(lambda Z: f(Z), X), ls.jacobian(f, X).to_dense())
+
+
+def test_constant_map_has_norm_zero():
+    e = ls.local_lipschitz(MAPS["constant"], draw(3, 4))
+    assert e.value == e.upper == 0 and e.status is ls.Status.BREAKDOWN
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+def test_dropout_in_training_mode_is_refused_by_name(rate):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(rate)).double()
+    with pytest.raises(ls.UserError, match=f"module '1' drops out at rate {rate}"):
+        ls.jacobian(model, draw(3, 4))
+    ls.jacobian(model.eval(), draw(3, 4))
+
+
+def test_hidden_randomness_is_found_out():
+    with pytest.raises(ls.UserError, match="f is random"):
+        ls.jacobian(lambda X: torch.nn.functional.dropout(X, 0.5), draw(10, 8))
+
+
+@pytest.mark.parametrize(
+    ("f", "X", "message"),
+    [
+        (torch.sin, draw(3, 4).index_fill(0, torch.tensor(1), torch.nan), r"X holds nan at index \[1, 0\]"),
+        (
+            torch.sin,
+            torch.ones(3, 4, dtype=torch.int32),
+            "X must be a floating-point tensor, got torch.int32",
+        ),
+        (torch.sin, draw(2, 2, 2, 2), "X must have shape"),
+        (torch.sin, draw(3, 0), "X is empty"),
+        (torch.sin, draw(3, 4).to(torch.float8_e4m3fn), "too coarse to differentiate"),
+        (lambda X: (X, X), draw(3, 4), "f must return a floating-point tensor, got tuple"),
+        (lambda X: X.argmax(-1), draw(3, 4), "f must return a floating-point tensor, got torch.int64"),
+        (lambda X: X.sum(0), draw(2, 3, 4), "the leading dimension must stay 2"),
+    ],
+)
+def test_bad_input_is_named(f, X, message):
+    with pytest.raises(ls.UserError, match=message):
+        ls.jacobian(f, X)
+
+
+def test_the_callers_graph_and_weights_are_left_alone():
+    model, X = module(dropout=0.0), draw(5, 8).requires_grad_()
+    ls.local_lipschitz(model, X)
+    assert X.grad is None and all(p.grad is None for p in model.parameters())
