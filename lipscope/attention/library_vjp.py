@@ -18,9 +18,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None
     if any(x is not None for x in more):
         return "the library knows causal order, but no window, softcap, mask, padding or sinks"
     if pattern.causal and (pattern.shift or q.shape[-2] != k.shape[-2]):
-        return (
-            f"the library's causal order needs as many queries as keys, not {q.shape[-2]} and {k.shape[-2]}"
-        )
+        return f"the library's causal order needs as many queries as keys, not {q.shape[-2]} and {k.shape[-2]}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > 128 or q.shape[-1] % 8:
         sizes = f"{q.shape[-1]} and {v.shape[-1]}"
         return f"the library wants one head dimension, a multiple of 8 up to 128; these are {sizes}"
@@ -40,7 +38,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
 
 def vjp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
     """gq, gk, gv from g [..., H, n, m]; the scale of the score is in q already."""
-    flat = [_flat(x) for x in (g, q, k, v, o)]
+    flat = [_flat(x) for x in (g, q, k, v, o.to(q.dtype))]
     lse = lse.reshape(-1, *lse.shape[-2:]).contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the dropout's random state
     n, n_keys, causal = q.shape[-2], k.shape[-2], pattern.causal

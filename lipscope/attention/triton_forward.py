@@ -75,7 +75,7 @@ def _forward(
                 p = tl.exp2(t - base[:, None])
                 shrink = tl.exp2(last - base)
                 total = total * shrink + tl.sum(p, 1)
-                acc = add_product(acc * shrink[:, None], p, 1.0, vj, vj_low, v_unit, PRODUCT)
+                acc, _ = add_product(acc * shrink[:, None], p, 1.0, vj, vj_low, v_unit, PRODUCT)
     _finish(o, lse, sinks, acc, top, total, rows, i, h, b, n, M, V)
 
 
@@ -108,10 +108,8 @@ TILES = {
 }
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair"
-) -> tuple[Tensor, Tensor]:
-    """o [..., H, n, m] and lse [..., H, n], the latter in float32; the scale of the score is in q already."""
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair") -> tuple[Tensor, Tensor]:
+    """o [..., H, n, m] and lse [..., H, n], both in float32; the scale of the score is in q already."""
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
     K, V = block(q.shape[-1]), block(m)
@@ -123,7 +121,7 @@ def forward(
     qs, ks, vs = as_operands((q, k, v), factors, product)
     B = q.shape[:-3].numel()
     keys, stops = padding_of(pattern, B)
-    o = blank((B, H, n, m), q.dtype, q.device)
+    o = blank((B, H, n, m), torch.float32, q.device)
     lse = torch.empty(B, H, n, dtype=torch.float32, device=q.device)
     _forward[triton.cdiv(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(o, M), lse, keys, stops,

@@ -70,12 +70,8 @@ def aligned(x: Tensor) -> Tensor:
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """x [B, H, n, k], to be read or written `rows` rows at a time."""
-    step = (
-        16 // x.element_size()
-    )  # a dimension of size one may have any stride in torch; here it must be aligned
-    strides = [
-        stride if size > 1 else step for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
-    ]
+    step = 16 // x.element_size()  # a dimension of size one may have any stride in torch; here it must be aligned
+    strides = [stride if size > 1 else step for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block(x.shape[-1])])
 
 

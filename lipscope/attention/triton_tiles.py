@@ -49,13 +49,15 @@ def scores(a, a_low, b, b_low, PRODUCT: tl.constexpr):
 @triton.jit
 @no_type_check
 def add_product(acc, a, peak, b, b_low, unit, PRODUCT: tl.constexpr):
-    """acc + unit a b for a float32 tile a whose rows stay below `peak`.
+    """acc + unit a b for a float32 tile a whose rows stay below `peak`; and the row sums of a as it was rounded.
 
     fp16 has 5 exponent bits: a is brought to 2^14 first, so that nothing that matters under- or overflows.
     The sum over tiles is kept outside the tensor cores, which truncate: after thousands of tiles that shows.
     """
     if PRODUCT == "plain":
-        acc = tl.dot(a.to(b.dtype), b, acc)
+        high = a.to(b.dtype)
+        total = tl.sum(high.to(tl.float32), 1)
+        acc = tl.dot(high, b, acc)
     else:
         a = a * (16384.0 / peak)
         high = a.to(b.dtype)
@@ -63,9 +65,12 @@ def add_product(acc, a, peak, b, b_low, unit, PRODUCT: tl.constexpr):
         if PRODUCT == "pair":
             part = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, part)
             part = tl.dot(high, b_low, part)
+        else:
+            a = high.to(tl.float32)
         part = tl.dot(high, b, part)
         acc += part * (peak * (unit / 16384.0))
-    return acc
+        total = tl.sum(a * (peak / 16384.0), 1)
+    return acc, total
 
 
 @triton.jit

@@ -80,7 +80,7 @@ def _onto_queries(
                     z = tl.where(are_real(keys, b, columns, n_keys)[None, :], z, 0.0)
                 if softcap is not None:
                     z *= slope
-                acc = add_product(acc, z, row_peak(z, PRODUCT), kj, kj_low, k_unit, PRODUCT)
+                acc, _ = add_product(acc, z, row_peak(z, PRODUCT), kj, kj_low, k_unit, PRODUCT)
     gq.store([b, h, i, 0], acc.to(gq.dtype).reshape(1, 1, M, K))
 
 
@@ -128,8 +128,8 @@ def _onto_keys(
                     z = p * (dp * dp_unit - mean[None, :])
                     if softcap is not None:
                         z *= slope
-                    on_v = add_product(on_v, p, 1.0, gi, gi_low, g_unit, PRODUCT)
-                    on_k = add_product(on_k, z, row_peak(z, PRODUCT), qi, qi_low, q_unit, PRODUCT)
+                    on_v, _ = add_product(on_v, p, 1.0, gi, gi_low, g_unit, PRODUCT)
+                    on_k, _ = add_product(on_k, z, row_peak(z, PRODUCT), qi, qi_low, q_unit, PRODUCT)
     if keys is not None:
         real = are_real(keys, b, rows, n_keys)[:, None]
         on_k, on_v = tl.where(real, on_k, 0.0), tl.where(real, on_v, 0.0)
@@ -139,11 +139,11 @@ def _onto_keys(
 
 TILES = {
     # (M, N, warps, stages, registers) by product and head dimension, for gq and for gk, gv.
-    ("plain", 64): ((128, 64, 8, 2, 128), (32, 128, 8, 2, 128)),
+    ("plain", 64): ((128, 64, 8, 2, 128), (64, 64, 4, 2, None)),
     ("plain", 128): ((128, 64, 8, 2, None), (64, 128, 8, 2, None)),
-    ("half", 64): ((128, 64, 8, 2, 128), (64, 128, 8, 2, None)),
+    ("half", 64): ((128, 64, 8, 2, 128), (64, 64, 4, 2, None)),
     ("half", 128): ((128, 32, 8, 2, None), (32, 128, 8, 2, None)),
-    ("pair", 64): ((128, 32, 8, 2, 128), (32, 128, 8, 2, None)),
+    ("pair", 64): ((128, 32, 8, 2, 128), (64, 64, 4, 2, None)),
     ("pair", 128): ((64, 32, 4, 2, None), (32, 64, 4, 2, None)),
 }
 

@@ -1,0 +1,175 @@
+"""The attention kernels on one GPU, beside the matrix product's ceiling, eager attention and the library, in one run.
+
+    python benchmarks/gpu_kernels.py                    # n = 4096 .. 131072, 12 heads x 64
+    python benchmarks/gpu_kernels.py --n 16384 --head 128
+
+J d, or J' g, is 5 matrix products of 2 n^2 k operations per head, half of that when causal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from lipscope.attention import library_vjp, tiled, triton_forward, triton_jvp, triton_vjp
+from lipscope.attention.pattern import Pattern
+
+WIDTH = 768
+GOALS = {("tangent", False): 0.75, ("tangent", True): 0.65, ("pair", False): 0.62, ("pair", True): 0.62}
+"""Fractions of the matrix product's rate, at n = 131072."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. A target that is None was not set; residual belongs to solves."""
+
+    name: str
+    n: int
+    causal: bool
+    dtype: str
+    value: float
+    unit: str
+    residual: float | None = None
+    target: float | None = None
+    met: bool | None = None
+
+
+def seconds(f: Callable[[], object], budget: float = 1.0) -> float:
+    """Median time of f on the device, after a warm-up."""
+    f()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < budget and len(times) < 30):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        f()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def peak_bytes(f: Callable[[], object]) -> int:
+    """What f needs beside what is there already."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    f()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def gemm() -> Row:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return Row("gemm", 8192, False, "bfloat16", 2 * 8192**3 / seconds(lambda: a @ b) / 1e12, "TFLOP/s")
+
+
+def problem(n: int, head: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """q, k, v; dq, dk, dv; g. The scale of the score is in q."""
+
+    def draw(size: float) -> Tensor:
+        return (torch.randn(1, WIDTH // head, n, head, device="cuda") * size).to(dtype)
+
+    point = [draw(1 / math.sqrt(head)), draw(1), draw(1)]
+    return point, [draw(1e-3 / math.sqrt(head)), draw(1e-3), draw(1e-3)], draw(1e-3)
+
+
+def operations(n: int, causal: bool) -> float:
+    return 10 * n * (n + 1) / 2 * WIDTH if causal else 10 * n * n * WIDTH
+
+
+def fused(n: int, head: int, causal: bool, dtype: torch.dtype, ceiling: float) -> list[Row]:
+    """Tangent, and tangent with cotangent, as a solver alternates them."""
+    point, (dq, dk, dv), g = problem(n, head, dtype)
+    q, k, v = point
+    pattern = Pattern(causal=causal)
+    o, lse = triton_forward.forward(q, k, v, pattern)
+    back = triton_vjp.vjp if library_vjp.unsupported(q, k, v, pattern) else library_vjp.vjp
+    t = seconds(lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), pattern))
+    u = seconds(lambda: back(q, k, v, o, lse, g, pattern))
+    rows = []
+    for name, rate in (("tangent", 1 / t), ("pair", 2 / (t + u))):
+        value = operations(n, causal) * rate / 1e12
+        goal = GOALS.get((name, causal)) if (n, head, dtype) == (131072, 64, torch.bfloat16) else None
+        target = None if goal is None else goal * ceiling
+        met = None if target is None else value >= target
+        rows.append(Row(name, n, causal, str(dtype)[6:], value, "TFLOP/s", None, target, met))
+    return rows
+
+
+def eager(n: int, head: int) -> list[Row]:
+    """torch.func.jvp on softmax(q k') v in float32, against the fused tangent: how many times as slow and as large."""
+    point, tangent, _ = problem(n, head, torch.float32)
+    reference, far = seconds_and_bytes(lambda: torch.func.jvp(dense, tuple(point), tuple(tangent)))
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v, dq, dk, dv = (x.to(dtype) for x in (*point, *tangent))
+        o, lse = triton_forward.forward(q, k, v, Pattern())
+        mine, near = seconds_and_bytes(lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), Pattern()))  # noqa: B023
+        slower, larger, kind = reference / mine, far / near, str(dtype)[6:]
+        goal = 25.0 if dtype == torch.bfloat16 else None
+        met = None if goal is None else slower >= goal
+        rows.append(Row("eager", n, False, kind, slower, "times as slow", None, goal, met))
+        rows.append(Row("eager", n, False, kind, larger, "times the memory", None, 10.0, larger >= 10))
+    return rows
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+def seconds_and_bytes(f: Callable[[], object]) -> tuple[float, int]:
+    return seconds(f), peak_bytes(f)
+
+
+def accuracy(n: int, head: int, dtype: torch.dtype) -> Row:
+    """Error of the tangent relative to float64, on 64 rows drawn at random."""
+    point, (dq, dk, dv), _ = problem(n, head, dtype)
+    q, k, v = point
+    o, lse = triton_forward.forward(q, k, v, Pattern())
+    mine = triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), Pattern())
+    rows = torch.randperm(n, device="cuda")[:64]
+    q, dq, k, v, dk, dv = (x.double() for x in (q[:, :, rows], dq[:, :, rows], k, v, dk, dv))
+    o, lse = tiled.forward(q, k, v, Pattern())
+    truth = tiled.jvp(q, k, v, o, lse, (dq, dk, dv), Pattern())
+    error = ((mine[:, :, rows].double() - truth).norm() / truth.norm()).item()
+    target = 5e-3 if dtype == torch.bfloat16 else 1e-6
+    return Row("tangent_error", n, False, str(dtype)[6:], error, "relative", None, target, error <= target)
+
+
+def show(row: Row) -> Row:
+    verdict = "" if row.met is None else f"   target {row.target:.3g}: {'met' if row.met else 'MISSED'}"
+    causal = "causal" if row.causal else ""
+    print(f"{row.name:14} {row.n:8} {causal:7} {row.dtype:9} {row.value:10.4g} {row.unit}{verdict}", flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
+    parser.add_argument("--head", type=int, default=64, help="head dimension; heads x head = 768")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    options = parser.parse_args()
+    rows = [show(gemm())]
+    for n in options.n:
+        for dtype in (torch.bfloat16, torch.float32):
+            rows += [show(r) for c in (False, True) for r in fused(n, options.head, c, dtype, rows[0].value)]
+            rows.append(show(accuracy(n, options.head, dtype)))
+    if 16384 in options.n:
+        rows += [show(r) for r in eager(16384, options.head)]
+    if options.out:
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        report = {"device": torch.cuda.get_device_name(), "versions": versions, "rows": [asdict(r) for r in rows]}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
