@@ -22,7 +22,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-TOLERANCE = {"pair": 1e-6, "half": 1e-3, "float16": 1e-3, "bfloat16": 5e-3}
+TOLERANCE = {"pair": 1e-6, "half": 1e-3, "float16": 6e-4, "bfloat16": 5e-3}
 """Largest error relative to float64, in the Frobenius norm."""
 
 
@@ -48,14 +48,14 @@ class Case:
 
 CASES = {
     "everything visible": Case(),
-    "three tokens": Case(n=3, keys=3, k=32, m=32),
+    "five tokens": Case(H=6, G=6, n=5, keys=5, k=32, m=32),
     "causal, grouped, padded": Case(B=2, H=4, G=2, n=133, keys=133, k=40, m=24, causal=True, padded=True),
     "window, softcap, more keys": Case(G=1, n=101, keys=187, k=33, m=33, causal=True, window=50, softcap=3.0),
     "sinks, more queries": Case(G=1, n=187, keys=101, k=33, m=80, causal=True, window=90, sinks=True),
     "window without order": Case(n=187, keys=187, k=48, m=48, window=30),
     "large head": Case(H=1, G=1, n=77, keys=77, k=128, m=100, causal=True),
     "tiny tangents": Case(H=1, G=1, n=77, keys=77, k=32, m=32, size=1e-20),
-    "nearly one-hot": Case(H=1, G=1, n=77, keys=77, k=64, m=64, sharp=10.0),
+    "nearly one-hot": Case(H=1, G=1, n=77, keys=77, k=64, m=64, sharp=20.0),
 }
 INTERPRETED = [(name, "pair") for name in CASES] + [
     ("causal, grouped, padded", "half"),
