@@ -1,0 +1,1 @@
+"""Bounds on the Lipschitz constants of attention, each with its hypotheses, one file per paper."""

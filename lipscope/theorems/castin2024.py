@@ -1,0 +1,264 @@
+"""Castin, Ablin, Peyre: attention on n tokens in a ball is of order R^2 sqrt(n); their bounds and sharper ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Ball, Domain, Point
+from lipscope.attention.layer import SelfAttention
+from lipscope.theorems.heads import Head, Sight, heads_of, over_heads, reach, sight
+from lipscope.theorems.local import features, terms
+from lipscope.theorems.rounding import TINY, down, exp_down, gamma, length_up, norm_up, up
+from lipscope.theorems.statement import (
+    DOT,
+    FULL_OR_CAUSAL,
+    HEADS_APART,
+    NO_ADDITIVE,
+    NO_QUERY_BIAS,
+    NO_ROPE,
+    PLAIN_SCORES,
+    ROTATION,
+    TWO_TOKENS,
+    Bound,
+    Hypothesis,
+)
+
+
+def theorem_upper(f: SelfAttention, domain: Domain) -> float:
+    """sqrt(3) sum_h ||O_h V_h|| (||A_h||^2 R^4 (4n + 1) + n)^(1/2)."""
+    assert isinstance(domain, Ball)
+    n, R = domain.n, domain.R
+
+    def head(h: Head) -> float:
+        a = reach(h, R).query
+        return up(math.sqrt(3) * h.V_norm * math.hypot(a * math.sqrt(4 * n + 1), math.sqrt(n)))
+
+    return over_heads(f, head)
+
+
+def compact_upper(f: SelfAttention, domain: Domain) -> float:
+    """||V|| [a + sqrt(kappa) + a_b min(sqrt(kappa), 4 sqrt(N) / (3 sqrt 3))]: the sqrt(n) and the mean-field regime."""
+    assert isinstance(domain, Ball)
+    seen = sight(f, domain.n)
+    viewers = seen.seen.sum(dim=0).max().item()
+
+    def head(h: Head) -> float:
+        a = reach(h, domain.R)
+        root = math.sqrt(column_mass(seen, a.range)) * (1 + gamma(8))
+        keys = a.key * min(root, 4 * math.sqrt(viewers) / (3 * math.sqrt(3)))
+        return up(h.V_norm * (a.query + root + keys))
+
+    return over_heads(f, head)
+
+
+def column_mass(seen: Sight, score_range: float) -> float:
+    """kappa, the largest sum of a column of P when scores within a row differ by at most score_range.
+
+    kappa = max_j sum over the i that see j of 1 / (1 + (n_i - 1) e^(-range - spread_i)), n_i keys seen by i.
+    """
+    n = len(seen.counts)
+    least = torch.tensor([exp_down(-(score_range + s) * (1 + gamma(8))) for s in seen.spread.tolist()]).double()
+    most = 1 / (1 + (seen.counts - 1).clamp_min(0) * least * (1 - gamma(8)))
+    return up((seen.seen * most[:, None]).sum(dim=0).max().item(), n + 16)
+
+
+def theorem_lower(f: SelfAttention, domain: Domain) -> float:
+    """|Vu| sqrt(n - 1) / (1 + (n - 1) e^(-2 gamma R^2)), gamma = max(-gamma_min, gamma_1 / 8), u the eigenvector."""
+    return max(_theorem_case(h, domain)[0] for h in heads_of(f, folded=True))
+
+
+def theorem_witness(f: SelfAttention, domain: Domain) -> Tensor:
+    """One token at R u, the crowd at -R u (or at R u / 2): special token first."""
+    return max((_theorem_case(h, domain) for h in heads_of(f, folded=True)), key=lambda c: c[0])[1]
+
+
+def _theorem_case(h: Head, domain: Domain) -> tuple[float, Tensor]:
+    assert isinstance(domain, Ball)
+    n, R = domain.n, domain.R
+    values, vectors = torch.linalg.eig(h.A)
+    real = _real(values)
+    values, vectors = values[real].real, vectors[:, real].real
+    lowest, highest = values.argmin(), values.argmax()
+    opposite = -values[lowest] >= values[highest] / 8
+    u = vectors[:, lowest if opposite else highest]
+    u = u / length_up(u)
+    # The proof reads A only through <u, A u>: a computed u does as well as an eigenvector.
+    quotient = (u @ h.A @ u).item()
+    gap = -2 * quotient * R * R if opposite else quotient * R * R / 4
+    p = 1 / (1 + (n - 1) * math.exp(min(-gap, 700.0)))
+    slack = 1 - 4 * _gap_error(h, R)
+    value = h.factor * _value_length(h, u) * math.sqrt(n - 1) * p * max(slack, 0.0)
+    X = (-R if opposite else R / 2) * u.repeat(n, 1)
+    X[0] = R * u
+    return down(value, n + 64), X
+
+
+def tuned_lower(f: SelfAttention, domain: Domain) -> float:
+    """|Vu| max over G of (sum_i [p_i (1 + (1 - p_i) G)]^2)^(1/2), p_i = 1 / (1 + n_i e^(-G)): the gap G tuned to n."""
+    return max(_tuned_case(f, h, domain)[0] for h in heads_of(f, folded=True))
+
+
+def tuned_witness(f: SelfAttention, domain: Domain) -> Tensor:
+    """The special token where most tokens see it, at distance R from the origin, the crowd where the gap is best."""
+    return max((_tuned_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda c: c[0])[1]
+
+
+def _tuned_case(f: SelfAttention, h: Head, domain: Domain, grid: int = 257) -> tuple[float, Tensor]:
+    """Tokens R u and c u, c in [-R, R]: G = <A c u + beta, R u - c u>; candidates u are eigenvectors of A + A'."""
+    assert isinstance(domain, Ball)
+    n, R = domain.n, domain.R
+    seen = sight(f, n).seen
+    special = int((seen & ~torch.eye(n, dtype=torch.bool)).sum(dim=0).argmax())
+    rows = seen[:, special].clone()
+    rows[special] = False
+    crowd, times = (seen[rows].sum(dim=1) - 1).double().unique(return_counts=True)
+    if crowd.numel() == 0:
+        return 0.0, torch.zeros(n, h.d, dtype=torch.float64)
+    _, vectors = torch.linalg.eigh((h.A + h.A.T) / 2)
+    ends = vectors[:, torch.unique(torch.tensor([*range(min(4, h.d)), *range(max(0, h.d - 4), h.d)]))].T
+    units = torch.cat([ends, -ends])
+    units = units / length_up(units)[:, None]
+    c = torch.linspace(-R, R, grid, dtype=torch.float64)
+    quotients, tilts = ((units @ h.A.T) * units).sum(1), units @ h.beta
+    G = ((quotients[:, None] * c + tilts[:, None]) * (R - c)).clamp(-700, 700)
+    p = 1 / (1 + crowd * torch.exp(-G)[..., None])
+    gains = ((p * (1 + (1 - p) * G[..., None])).square() * times).sum(-1).sqrt()
+    lengths = torch.tensor([_value_length(h, u) for u in units]).double()
+    gains = gains * lengths[:, None] * (G >= 0)
+    best = int(gains.argmax())
+    u, where = units[best // grid], c[best % grid]
+    X = where * u.repeat(n, 1)
+    X[special] = R * u
+    value = h.factor * gains.flatten()[best].item() * max(0.0, 1 - 4 * _gap_error(h, R))
+    return down(value, n + 64), X
+
+
+def _gap_error(h: Head, R: float) -> float:
+    """By how much a computed score gap of tokens in B_R may be off, and p and 1 - p with it, relatively."""
+    return 4 * gamma(2 * h.steps) * R * (h.A_size * R + h.beta_size)
+
+
+def _value_length(h: Head, u: Tensor) -> float:
+    """A lower bound of |Vu|."""
+    return max(0.0, (h.V @ u).norm().item() * (1 - gamma(h.d + 8)) - gamma(h.steps) * h.V_size)
+
+
+def _real(values: Tensor) -> Tensor:
+    return values.imag.abs() <= 1e-12 * values.abs().max()
+
+
+def large_radius_limit(f: SelfAttention, X: Tensor) -> float:
+    """The limit of ||D_{RX} f|| as R grows, ||V|| sqrt(max_j #{i : i attends most to j}), for one head without ties."""
+    (h,) = heads_of(f.double(), folded=True)
+    return h.factor * h.V_norm * math.sqrt(_selection(h, X.double()).sum(dim=0).max().item())
+
+
+def _selection(h: Head, X: Tensor) -> Tensor:
+    """[n, n], one where j is what i attends most to."""
+    weights = features(h, X).P
+    chosen = torch.zeros_like(weights)
+    chosen[torch.arange(len(X)), weights.argmax(dim=1)] = 1
+    return chosen * weights.any(dim=1)[:, None]
+
+
+def saturated_upper(f: SelfAttention, domain: Domain) -> float:
+    """The large-radius limit at X, plus what X is short of it."""
+    limit, rest, factor = _saturated(f, domain)
+    return up(factor * (limit + rest))
+
+
+def saturated_lower(f: SelfAttention, domain: Domain) -> float:
+    """The large-radius limit at X, less what X is short of it."""
+    limit, rest, factor = _saturated(f, domain)
+    return down(factor * (limit * (1 - gamma(f.Q.shape[1] ** 2 + 64)) - rest))
+
+
+def _saturated(f: SelfAttention, domain: Domain) -> tuple[float, float, float]:
+    """||D_X f - Sel (x) V|| <= max ||V C_i A|| + ||V|| ||P - Sel|| + key term."""
+    assert isinstance(domain, Point)
+    (h,) = heads_of(f, folded=True)
+    seen = features(h, domain.X)
+    query, _, keys = terms(h, domain.X)
+    chosen = _selection(h, domain.X)
+    away = norm_up(seen.P - chosen).item() + (seen.P_slack.square().sum().sqrt().item() + TINY) * (1 + gamma(64))
+    limit = h.V_norm * math.sqrt(chosen.sum(dim=0).max().item())
+    # V_norm is an upper bound; the lower use of the limit must not exceed the true norm.
+    excess = 2 * gamma(h.d**2 + h.steps) * (h.V_norm + h.V_size) * math.sqrt(domain.n)
+    return limit, up(query + h.V_norm * away + keys + excess), h.factor
+
+
+def _has_real_eigenvalue(f: SelfAttention, _: Domain) -> bool:
+    return all(bool(_real(torch.linalg.eigvals(h.A)).any()) for h in heads_of(f, folded=True))
+
+
+ONE_HEAD = Hypothesis("one head", lambda f, _: f.heads == 1)
+REAL_EIGENVALUE = Hypothesis("A = K'Q/sqrt(k) has a real eigenvalue (in every head)", _has_real_eigenvalue)
+PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
+
+BOUNDS = (
+    Bound(
+        "Castin et al., ball",
+        "upper",
+        "2",
+        Ball,
+        (*PLAIN, NO_QUERY_BIAS, FULL_OR_CAUSAL),
+        "castin2024",
+        "upper bound on B_R^n: one head, several heads, masked",
+        theorem_upper,
+    ),
+    Bound(
+        "compact",
+        "upper",
+        "2",
+        Ball,
+        (DOT, PLAIN_SCORES, ROTATION),
+        "lipscope",
+        "docs/theory/bounds.md, compact bound",
+        compact_upper,
+    ),
+    Bound(
+        "Castin et al., ball, from below",
+        "lower",
+        "2",
+        Ball,
+        (*PLAIN, NO_QUERY_BIAS, FULL_OR_CAUSAL, HEADS_APART, TWO_TOKENS, REAL_EIGENVALUE),
+        "castin2024",
+        "lower bound on B_R^n; masked: special token first",
+        theorem_lower,
+        theorem_witness,
+    ),
+    Bound(
+        "tuned gap",
+        "lower",
+        "2",
+        Ball,
+        (*PLAIN, NO_ADDITIVE, HEADS_APART, TWO_TOKENS),
+        "lipscope",
+        "docs/theory/bounds.md, tuned gap",
+        tuned_lower,
+        tuned_witness,
+    ),
+    Bound(
+        "large-radius limit with its error",
+        "upper",
+        "2",
+        Point,
+        (DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
+        "castin2024",
+        "large-radius regime; error: docs/theory/bounds.md",
+        saturated_upper,
+    ),
+    Bound(
+        "large-radius limit with its error, from below",
+        "lower",
+        "2",
+        Point,
+        (DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
+        "castin2024",
+        "large-radius regime; error: docs/theory/bounds.md",
+        saturated_lower,
+    ),
+)

@@ -1,0 +1,239 @@
+"""A certified bound on a ball around X: the norm at X, plus the integral of a bound B(rho) of the second derivative.
+
+    ||Y - X||_F <= r   =>   ||D_Y f|| <= ||D_X f|| + int_0^r B(rho) d rho,    B nondecreasing
+
+or, where it is smaller, an interval bound of the three blocks of D_Y f. Letters and proof: docs/theory/certified.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Around, Domain
+from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.local import local_lipschitz
+from lipscope.linalg.spectral import Solver
+from lipscope.theorems.heads import Head, over_heads
+from lipscope.theorems.local import Centred, Features, centred, features, narrow
+from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
+from lipscope.theorems.statement import DOT, NO_ROPE, PLAIN_SCORES, Bound
+
+STEPS = 8
+"""Right Riemann sums of B: each step costs one evaluation."""
+
+GRAM = 128
+"""Sequence length up to which the third cumulant is bounded through an n x n Gram matrix per query."""
+
+
+@dataclass(frozen=True, eq=False)
+class Base:
+    """What B(rho) needs of X: weights, b_i, centred V x_j and A' x_j, each with its error."""
+
+    h: Head
+    seen: Features
+    b: Tensor  # [n, .], coordinates with the lengths and inner products of b_i
+    b_slack: Tensor
+    b_long: Tensor
+    v: Centred
+    a: Centred
+    own: Tensor  # |b_i + A' (x_i - c_i)|
+
+    @property
+    def v_far(self) -> Tensor:
+        """|V x'_ij| [n, n], at least; 0 for keys that are not seen."""
+        return torch.where(self.seen.seen, self.v.length + self.v.slack, 0.0)
+
+    @property
+    def a_far(self) -> Tensor:
+        return torch.where(self.seen.seen, self.a.length + self.a.slack, 0.0)
+
+
+def base(h: Head, X: Tensor) -> Base:
+    seen = features(h, X)
+    s, n = h.scale, len(X)
+    K, K_off = narrow(h.one.K)
+    Q, Q_off = narrow(h.one.Q)
+    K_size, Q_size = frobenius_up(h.one.K), frobenius_up(h.one.Q)
+    b, a = s * (seen.q @ K), s * (seen.k @ Q)
+    b_slack = abs(s) * K_size * (seen.q_slack + length_up(seen.q) * (K_off + gamma(h.steps))) * (1 + gamma(16))
+    a_slack = abs(s) * Q_size * (seen.k_slack + length_up(seen.k) * (Q_off + gamma(h.steps))) * (1 + gamma(16))
+    whole_a = s * (seen.k @ h.one.Q)
+    own = length_up(s * (seen.q @ h.one.K) + whole_a - seen.P @ whole_a)
+    # The same centre in two coordinate systems: it may differ by the errors of both.
+    own = own + b_slack + a_slack + 4 * a_slack.max() + 4 * gamma(n + 8) * length_up(whole_a).max()
+    a_centred = centred(seen, a, a_slack)
+    return Base(h, seen, b, b_slack, length_up(b) + b_slack, centred(seen, seen.v, seen.v_slack), a_centred, own)
+
+
+def weights_within(x: Base, rho: float) -> Tensor:
+    """P-bar: no weight P_ij(Z) exceeds it for ||Z - X||_F <= rho."""
+    seen, A = x.seen, x.h.A_norm
+    n = len(seen.P)
+    delta = rho * torch.sqrt(x.b_long[:, None].square() + x.a_far.square()) + A * rho * rho / 2
+    delta[range(n), range(n)] = rho * x.own + A * rho * rho
+    delta = delta * (1 + 20 * U) + seen.log_slack[:, None]
+    rise = torch.exp(delta) * (1 + 8 * U + 4 * U * delta)
+    fall = torch.exp(-delta) * (1 - 8 * U - 4 * U * delta).clamp_min(0)
+    high = torch.where(seen.seen, seen.P.clamp_min(TINY), 0.0) * rise
+    low = torch.where(seen.P > TINY, seen.P, 0.0) * fall
+    others = ((low.sum(1, keepdim=True) * (1 - gamma(n + 4)) - low * (1 + 4 * U)) * (1 - 4 * U)).clamp_min(0)
+    monotone = torch.where(high.isinf(), 1.0, high / (high + others).clamp_min(TINY))
+    row = length_up(seen.P) * torch.exp(seen.log_slack) * (1 + gamma(n + 8))
+    mean = (x.b_long * row * rho + A * rho * rho + x.a.mean * rho) * (1 + 20 * U)
+    jensen = high * (torch.exp(mean) * (1 + 8 * U + 4 * U * mean))[:, None]
+    most = torch.fmin(monotone, jensen) * (1 + 16 * U)
+    return torch.where(seen.seen, most.nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0), 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """The quantities of docs/theory/certified.md at radius rho, in its letters."""
+
+    P: Tensor
+    root: Tensor
+    pi: Tensor  # sqrt of the largest weight of each row
+    b: Tensor  # b-bar
+    v_size: Tensor  # ||(sqrt P-bar V x')||
+    a_size: Tensor
+    sigma: Tensor
+    q: Tensor
+    tau: Tensor
+    k_b: Tensor
+    T: Tensor
+    e_v: Tensor
+    e_a: Tensor
+
+
+def spread(x: Base, rho: float) -> Spread:
+    A, V = x.h.A_norm, x.h.V_norm
+    P = weights_within(x, rho)
+    n = len(P)
+    root = P.sqrt() * (1 + 4 * U)
+    pi = root.amax(dim=1)
+    b = (x.b_long + A * rho) * (1 + 8 * U)
+    v_size = _weighted_norm(root, x.v)
+    a_size = _weighted_norm(root, x.a)
+    sigma, q = v_size + V * pi * rho, a_size + A * pi * rho
+    tau = torch.sqrt((pi * b).square() + (root.diagonal() * b + q).square()) * (1 + 16 * U)
+    columns = norm_up(root.T[..., None] * x.b)
+    columns = columns + length_up(root.T * (x.b_slack + 4 * U * x.b_long)) * (1 + gamma(n + 8))
+    k_b = columns.max() + A * pi.max() * rho
+    e_v = rho * (V * pi + sigma * tau) + x.v.mean
+    e_a = rho * (A * pi + q * tau) + x.a.mean
+    return Spread(P, root, pi, b, v_size, a_size, sigma, q, tau, k_b, k_b + q.max(), e_v, e_a)
+
+
+def _weighted_norm(root: Tensor, y: Centred) -> Tensor:
+    """||(sqrt(P-bar_ij) y_ij)_j|| for each i."""
+    return norm_up(root[..., None] * y.y) + length_up(root * (y.slack + 4 * U * y.length))
+
+
+def third_cumulant(x: Base, s: Spread, rho: float) -> Tensor:
+    """lambda_i: the norm of kappa_3(s, V z, A' z) for scores s of unit variance."""
+    A, V = x.h.A_norm, x.h.V_norm
+    v_max, a_max = x.v_far.amax(dim=1), x.a_far.amax(dim=1)
+    core = torch.minimum(v_max * s.a_size, a_max * s.v_size)
+    if len(s.P) <= GRAM:
+        core = torch.minimum(core, _gram(x, s))
+    shifts = V * rho * (s.root * x.a_far).amax(1) + A * rho * (s.root * x.v_far).amax(1) + V * A * rho * rho * s.pi
+    return core + shifts + s.sigma * s.e_a + s.e_v * s.q
+
+
+def _gram(x: Base, s: Spread) -> Tensor:
+    """The root of the largest eigenvalue of sqrt(P_j P_l) <V x'_j, V x'_l> <A' x'_j, A' x'_l>."""
+    steps = x.v.y.shape[-1] + x.a.y.shape[-1] + 16
+    G = (x.v.y @ x.v.y.mT) * (x.a.y @ x.a.y.mT) * s.root[:, :, None] * s.root[:, None, :]
+    size = length_up(s.root * x.v_far * x.a_far)
+    slack = length_up(s.root * (x.v_far * x.a.slack + x.a_far * x.v.slack))
+    return (norm_up(G) + 2 * size * slack + gamma(steps) * size.square()).sqrt() * (1 + 4 * U)
+
+
+def second_derivative(x: Base, rho: float) -> float:
+    """B(rho): at least the norm of D^2 f at every Z with ||Z - X||_F <= rho (V scaled)."""
+    A, V = x.h.A_norm, x.h.V_norm
+    s = spread(x, rho)
+    n, d = len(s.P), x.h.d
+    query = (V * s.pi * s.q + s.sigma * s.pi * A + s.tau * third_cumulant(x, s, rho)).max()
+    values = V * torch.minimum(s.pi.max() * s.T, (s.P * s.tau[:, None].square()).sum(0).max().sqrt())
+    total = query + values + _keys_through_scores(x, s, rho) + V * _keys_through_tokens(s) + (s.sigma * s.pi).max() * A
+    return up(total.item(), 2 * n + d + x.h.V.shape[0] + 200)
+
+
+def _keys_through_scores(x: Base, s: Spread, rho: float) -> Tensor:
+    """c_1: kappa_3(s, V z, <b, eps>), three ways."""
+    V = x.h.V_norm
+    row = s.P.norm(dim=1)
+    omega = (s.root * x.v_far).amax(1) + s.pi * (V * rho + s.e_v)
+    v_bar = x.v_far + (V * rho + s.e_v)[:, None]
+    through_all = (s.b * (omega + s.sigma * row)).max() * s.T
+    through_keys = (s.tau * (x.v_far.amax(1) + V * rho + s.e_v)).max() * s.k_b
+    apart = (
+        (s.b.square()[:, None] * s.P * v_bar).norm(dim=0).max()
+        + (s.b.square() * s.sigma * s.pi).max() * norm_up(s.P)
+        + (s.b * omega * s.q).max()
+        + (s.sigma * s.b * row).max() * s.T
+    )
+    return torch.minimum(apart, torch.minimum(through_all, through_keys))
+
+
+def _keys_through_tokens(s: Spread) -> Tensor:
+    """c_2 / ||V||: Cov(eta, <b, eps>), three ways."""
+    direct = (s.b[:, None] * s.P).norm(dim=0).max() + (s.b * s.P.norm(dim=1)).max() * norm_up(s.P)
+    mass = s.P.sum(0).max().sqrt() * (s.b * s.pi).max()
+    return torch.minimum(direct, torch.minimum(s.pi.max() * s.k_b, mass))
+
+
+def interval(x: Base, rho: float) -> float:
+    """The three blocks of D_Z f bounded over the whole ball at once (V scaled)."""
+    A, V = x.h.A_norm, x.h.V_norm
+    s = spread(x, rho)
+    n, d = len(s.P), x.h.d
+    weight = (s.root * s.sigma[:, None]).T
+    columns = norm_up(weight[..., None] * x.b) + length_up(weight * (x.b_slack + 8 * U * x.b_long))
+    keys = columns.max() + A * rho * (s.sigma * s.pi).max()
+    weights = torch.minimum(norm_up(s.P), s.P.sum(0).max().sqrt())
+    return up(((s.sigma * s.q).max() + V * weights + keys).item(), 2 * n + d + x.h.V.shape[0] + 200)
+
+
+def certified_upper(f: SelfAttention, domain: Domain) -> float:
+    """The smaller of the Taylor and the interval bound; ||D_X f|| enters by its upper certificate."""
+    assert isinstance(domain, Around)
+    X, r = domain.X, domain.r
+    radii = [r * (i + 1) / STEPS * (1 + 4 * U) for i in range(STEPS)]
+
+    def rise(h: Head) -> float:
+        x = base(h, X)
+        return up(math.fsum(_finite(second_derivative, x, rho) for rho in radii) * r / STEPS)
+
+    at_X = local_lipschitz(f, X, tol=1e-6, gap=1.0001).upper
+    taylor = up(at_X + over_heads(f, rise))
+    return min(taylor, over_heads(f, lambda h: _finite(interval, base(h, X), r)))
+
+
+def _finite(part: Callable[[Base, float], float], x: Base, rho: float) -> float:
+    """A value that is not a number bounds nothing, nor does one that linear algebra refused to compute."""
+    try:
+        value = part(x, rho)
+    except RuntimeError:
+        return math.inf
+    return math.inf if math.isnan(value) else value
+
+
+BOUNDS = (
+    Bound(
+        "certified",
+        "upper",
+        "2",
+        Around,
+        (DOT, PLAIN_SCORES, NO_ROPE),
+        "lipscope",
+        "docs/theory/certified.md",
+        certified_upper,
+        confidence=1 - Solver().failure,
+    ),
+)

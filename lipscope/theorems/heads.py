@@ -1,0 +1,191 @@
+"""A layer head by head, as the theorems read it: sizes of A = K'Q/sqrt(k), b, V, who sees whom, and sums over heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.attention.kernels import Dot, default_scale
+from lipscope.attention.layer import SelfAttention
+from lipscope.attention.pattern import Pattern
+from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, up
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """seen [n, n]: who attends to whom; spread [n]: largest difference of additive mask entries within a row."""
+
+    seen: Tensor
+    spread: Tensor
+    mask: Tensor | None
+
+    @property
+    def counts(self) -> Tensor:
+        """How many keys each query sees."""
+        return self.seen.sum(dim=1)
+
+
+def sight(f: SelfAttention, n: int) -> Sight:
+    """Who sees whom among n tokens, all masks taken together."""
+    for name, given in (("mask", f.mask), ("padding", f.padding)):
+        if given is not None and tuple(given.shape) != ((n, n) if name == "mask" else (n,)):
+            raise UserError(
+                f"the domain has n={n} tokens and the layer's {name} has shape {tuple(given.shape)}; they must agree"
+            )
+    boolean = f.mask if f.mask is None or f.mask.dtype == torch.bool else f.mask > -math.inf
+    mask = None if boolean is None else boolean[None]
+    seen = Pattern(f.causal, f.window, None, mask, f.padding, f.padding).visible(n, n, f.Q.device)
+    seen = torch.ones(n, n, dtype=torch.bool) if seen is None else seen.reshape(seen.shape[-2:]).expand(n, n)
+    additive = f.mask if f.mask is not None and f.mask.dtype != torch.bool else None
+    spread = torch.zeros(n, dtype=torch.float64)
+    if additive is not None:
+        high = torch.where(seen, additive, -math.inf).amax(1)
+        low = torch.where(seen, additive, math.inf).amin(1)
+        spread = torch.where(seen.any(1), high - low, 0.0).double()
+    return Sight(seen, spread, additive)
+
+
+def rope_stretch(f: SelfAttention) -> float | None:
+    """The largest factor by which rope lengthens a vector, about 1; None if it is no rotation."""
+    rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
+    if rope is None:
+        return 1.0
+    half = rope.cos.shape[1] // 2
+    if not all(torch.equal(t[:, :half], t[:, half:]) for t in (rope.cos, rope.sin)):
+        return None
+    return up(math.sqrt((rope.cos.double().square() + rope.sin.double().square()).max().item()))
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One head; the true value matrix is factor * V, factor a power of two, so that V has entries of order one.
+
+    A product of matrices with at most `steps` operations per entry is off by at most gamma(steps) times the product
+    of the Frobenius norms, whatever cancels in it; A_size, beta_size and V_size are these products.
+    """
+
+    one: SelfAttention
+    V: Tensor
+    V_size: float
+    factor: float
+
+    @property
+    def d(self) -> int:
+        return self.V.shape[1]
+
+    @property
+    def k(self) -> int:
+        return self.one.Q.shape[0]
+
+    @property
+    def steps(self) -> int:
+        return 2 * (self.d + self.k + self.one.V.shape[0]) + 16
+
+    @cached_property
+    def scale(self) -> float:
+        return default_scale(self.one.kernel, self.k)
+
+    @cached_property
+    def A(self) -> Tensor:
+        return self.scale * (self.one.K.T @ self.one.Q)
+
+    @cached_property
+    def A_size(self) -> float:
+        return up(abs(self.scale) * frobenius_up(self.one.K).item() * frobenius_up(self.one.Q).item())
+
+    @cached_property
+    def A_norm(self) -> float:
+        return up(norm_up(self.A).item() + gamma(self.steps) * self.A_size)
+
+    @cached_property
+    def query_bias(self) -> Tensor:
+        bias = self.one.biases[0] if self.one.biases else None
+        return torch.zeros(self.k, dtype=torch.float64) if bias is None else bias
+
+    @cached_property
+    def beta(self) -> Tensor:
+        """K' b_q / sqrt(k), so that b_i = A x_i + beta."""
+        return self.scale * (self.one.K.T @ self.query_bias)
+
+    @cached_property
+    def beta_size(self) -> float:
+        return up(abs(self.scale) * frobenius_up(self.one.K).item() * length_up(self.query_bias).item())
+
+    @cached_property
+    def beta_norm(self) -> float:
+        return up(length_up(self.beta).item() + gamma(self.steps) * self.beta_size)
+
+    @cached_property
+    def V_norm(self) -> float:
+        return up(norm_up(self.V).item() + gamma(self.steps) * self.V_size)
+
+
+def heads_of(f: SelfAttention, folded: bool) -> Iterator[Head]:
+    """The heads; with `folded` the output projection is multiplied into the values of each."""
+    for h in range(f.heads):
+        one = f.head(h)
+        V, size = one.V, frobenius_up(one.V).item()
+        power = math.frexp(V.abs().max().item())[1]
+        V, size = torch.ldexp(V, torch.tensor(-power)), math.ldexp(size, -power)
+        if folded and f.O is not None:
+            m = V.shape[0]
+            W = f.O[:, h * m : (h + 1) * m]
+            outer = math.frexp(W.abs().max().item())[1]
+            W = torch.ldexp(W, torch.tensor(-outer))
+            V, size, power = W @ V, up(frobenius_up(W).item() * size), power + outer
+        yield Head(replace(one, O=None), V, size, _power_of_two(power))
+
+
+def over_heads(f: SelfAttention, bound: Callable[[Head], float]) -> float:
+    """An upper bound of a layer from upper bounds of its heads (of V scaled by `factor`).
+
+    Concatenated heads add as squares. Heads under O add with O_h multiplied into V_h, or as squares times ||O||.
+    """
+    if f.O is None or f.heads > 1:
+        apart = hypotenuse([head.factor * bound(head) for head in heads_of(f, folded=False)])
+        if f.O is None:
+            return apart
+        squares = up(norm_up(f.O).item() * apart)
+    else:
+        squares = math.inf
+    total = up(math.fsum(head.factor * bound(head) for head in heads_of(f, folded=True)))
+    return min(x for x in (total, squares, math.inf) if not math.isnan(x))
+
+
+def hypotenuse(values: list[float]) -> float:
+    """The root of the sum of squares, without overflow, rounded up."""
+    return up(math.hypot(*values), len(values) + 8)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How strongly the scores of tokens in B_R react: through the query, through the keys; and their range in a row."""
+
+    query: float
+    key: float
+    range: float
+
+
+def reach(head: Head, R: float) -> Reach:
+    """a = ||A|| R^2, a_b = R (||A|| R + |beta|) and 2 a_b; with rope A depends on positions: from Q and K apart."""
+    if isinstance(head.one.kernel, Dot) and head.one.kernel.rope is not None:
+        stretch = rope_stretch(head.one)
+        assert stretch is not None
+        s = abs(head.scale) * stretch**2
+        q, k = norm_up(head.one.Q).item(), norm_up(head.one.K).item()
+        bk = head.one.biases[1] if head.one.biases else None
+        bias_q, bias_k = length_up(head.query_bias).item(), 0.0 if bk is None else length_up(bk).item()
+        far_q, far_k = q * R + bias_q, k * R + bias_k
+        return Reach(up(s * q * far_k * R), up(s * far_q * k * R), up(2 * s * far_q * far_k))
+    key = up(R * (head.A_norm * R + head.beta_norm))
+    return Reach(up(head.A_norm * R * R), key, 2 * key)
+
+
+def _power_of_two(exponent: int) -> float:
+    return math.inf if exponent > 1023 else math.ldexp(1.0, exponent)

@@ -1,0 +1,217 @@
+"""Kim, Papamakarios, Mnih: dot-product attention has no global constant; L2 attention has one, in two norms.
+
+Their values are V = W_V' A with A made of the query weights, so that V = M Q: what moves a value also moves the
+distances. The bounds below are stated for any M; ||M_h|| ||Q_h|| is at most their ||W_Q||^2 ||W_V|| / sqrt(k), which
+enters the 2-norm bound squared: the fourth power of ||W_Q|| under the root, not the second as it is often quoted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from scipy.special import lambertw
+from torch import Tensor
+
+from lipscope._types import Ball, Domain, Everywhere
+from lipscope.attention.layer import SelfAttention
+from lipscope.theorems.heads import Head, heads_of, hypotenuse, sight
+from lipscope.theorems.rounding import U, down, gamma, norm_down, norm_up, row_sum_up, up
+from lipscope.theorems.statement import (
+    DISTANCE,
+    DOT,
+    HEADS_APART,
+    NO_ADDITIVE,
+    NO_QUERY_BIAS,
+    NO_ROPE,
+    PLAIN_SCORES,
+    SELF_SEEN,
+    TWO_TOKENS,
+    Bound,
+    Hypothesis,
+)
+
+
+def mean_distance(keys: int) -> float:
+    """phi^-1(N - 1), phi(x) = x e^(x + 1): the largest mean score distance of a query that sees itself among N keys."""
+    return up(float(lambertw((keys - 1) / math.e).real), 64) if keys > 1 else 0.0
+
+
+def value_factor(h: Head) -> Tensor | None:
+    """M with V = M Q, or None where the values do not factor through the queries."""
+    Q = h.one.Q
+    M = h.V @ torch.linalg.pinv(Q)
+    within = 64 * U * max(Q.shape) * (M.norm() * Q.norm() + h.V_size)
+    return M if (h.V - M @ Q).norm() <= within else None
+
+
+def _factor_norm(h: Head, norm: Callable[[Tensor], float]) -> float:
+    """norm(M) norm(Q), with what V - M Q leaves where Q is invertible on the tokens."""
+    M = value_factor(h)
+    assert M is not None
+    Q = h.one.Q
+    rest = 0.0
+    if Q.shape[0] >= Q.shape[1]:
+        left = torch.linalg.pinv(Q)
+        skew = norm_up(left @ Q - torch.eye(Q.shape[1], dtype=Q.dtype)).item() + gamma(h.steps) * _size(left) * _size(Q)
+        missed = _size(h.V - M @ Q) + gamma(h.steps) * (_size(M) * _size(Q) + h.V_size)
+        rest = math.inf if skew >= 0.5 else missed * _size(left) / (1 - skew) * math.sqrt(max(M.shape))
+    return up((norm(M) + rest) * norm(Q))
+
+
+def _size(M: Tensor) -> float:
+    return up(M.norm().item(), M.numel())
+
+
+def _spectral(M: Tensor) -> float:
+    return norm_up(M).item()
+
+
+def distance_upper(f: SelfAttention, domain: Domain) -> float:
+    """(sum_i (4 phi^-1(n_i - 1) + 1)^2)^(1/2) ||M|| ||Q||, n_i the number of keys that query i sees."""
+    rows = [4 * mean_distance(c) + 1 for c in sight(f, domain.n).counts.tolist() if c > 0]
+    return _over_heads(f, hypotenuse(rows or [0.0]))
+
+
+def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
+    """(sqrt(1 + N/2) + 2 phi + 2 sqrt(omega N phi)) ||M|| ||Q||, N others see a key, omega = phi^-1(1)."""
+    seen = sight(f, domain.n)
+    phi = mean_distance(int(seen.counts.max()))
+    others = int((seen.seen & ~torch.eye(domain.n, dtype=torch.bool)).sum(dim=0).max())
+    return _over_heads(f, up(math.sqrt(1 + others / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * others * phi)))
+
+
+def _over_heads(f: SelfAttention, reaction: float) -> float:
+    apart = hypotenuse([h.factor * _factor_norm(h, _spectral) for h in heads_of(f, folded=False)])
+    return up(reaction * apart * (1.0 if f.O is None else norm_up(f.O).item()))
+
+
+def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
+    """(4 sqrt(k) phi^-1(N - 1) + 1) ||O||_inf max_h ||M_h||_inf ||Q_h||_inf, norms being largest absolute row sums."""
+    phi = mean_distance(int(sight(f, domain.n).counts.max()))
+    k = f.Q.shape[0] // f.heads
+    largest = max(h.factor * _factor_norm(h, row_sum_up) for h in heads_of(f, folded=False))
+    return up((4 * math.sqrt(k) * phi + 1) * largest * (1.0 if f.O is None else row_sum_up(f.O)))
+
+
+def quadratic_lower(f: SelfAttention, domain: Domain) -> float:
+    """||V (c R^2 u u' A + I / n)||, c about 1: a token at 0 among tokens at +-R u; grows like R^2."""
+    return max(_quadratic_case(f, h, domain)[0] for h in heads_of(f, folded=True))
+
+
+def quadratic_witness(f: SelfAttention, domain: Domain) -> Tensor:
+    """Zero where a token sees all, R u and -R u in turn elsewhere."""
+    return max((_quadratic_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda case: case[0])[1]
+
+
+def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
+    assert isinstance(domain, Ball)
+    n, R = domain.n, domain.R
+    u = _reactive_direction(h)
+    odd = (n - 1) % 2
+    covariance = R * R * ((n - 1) / n - odd / n**2)
+    M = h.V @ (covariance * torch.outer(u, u @ h.A) + torch.eye(h.d, dtype=torch.float64) / n)
+    slack = 4 * gamma(2 * h.steps + 32) * h.V_size * (covariance * h.A_size + 1)
+    signs = 1 - 2 * (torch.arange(n - 1) % 2).double()
+    centre = int(sight(f, n).seen.all(dim=1).nonzero()[0])
+    order = [i for i in range(n) if i != centre]
+    X = torch.zeros(n, h.d, dtype=torch.float64)
+    X[order] = R * signs[:, None] * u
+    return down(h.factor * (norm_down(M) - slack)), X
+
+
+def _reactive_direction(h: Head) -> Tensor:
+    """A unit u with |Vu| |A'u| large."""
+    v, a = torch.linalg.svd(h.V)[2][0], torch.linalg.svd(h.A)[0][:, 0]
+    candidates = [v, a, *(x / x.norm() for x in (v + a, v - a) if x.norm() > 1e-3)]
+    best = max(candidates, key=lambda u: ((h.V @ u).norm() * (h.A.T @ u).norm()).item())
+    return best * (1 - gamma(h.d + 8))
+
+
+def no_global_constant(f: SelfAttention, domain: Domain) -> float:
+    """Infinite where some direction moves both a value and a score, u with Vu and A'u not 0; else 0, nothing said."""
+    if all(_reaction(h) <= 0 for h in heads_of(f, folded=True)):
+        return 0.0
+    return math.inf
+
+
+def _reaction(h: Head) -> float:
+    u = _reactive_direction(h)
+    value = (h.V @ u).norm().item() - gamma(4 * h.steps) * h.V_size
+    score = (h.A.T @ u).norm().item() - gamma(4 * h.steps) * h.A_size
+    return min(value, score)
+
+
+TIED = Hypothesis(
+    "queries and keys are the same: K = Q with the same bias (untied, a query need not be near its own key)",
+    lambda f, _: f.groups == f.heads and torch.equal(f.Q, f.K) and _tied_biases(f),
+)
+FACTORED = Hypothesis(
+    "the values factor through the queries, V = M Q in every head",
+    lambda f, _: all(value_factor(h) is not None for h in heads_of(f, folded=False)),
+)
+ONE_SEES_ALL = Hypothesis("some token sees all tokens", lambda f, d: bool(sight(f, d.n).seen.all(dim=1).any()))
+
+
+def _tied_biases(f: SelfAttention) -> bool:
+    bq, bk, _ = f.biases or (None, None, None)
+    return (bq is None and bk is None) or (bq is not None and bk is not None and torch.equal(bq, bk))
+
+
+L2_HYPOTHESES = (DISTANCE, PLAIN_SCORES, NO_ADDITIVE, TIED, SELF_SEEN, FACTORED)
+DOT_HYPOTHESES = (DOT, PLAIN_SCORES, NO_ROPE, NO_ADDITIVE, NO_QUERY_BIAS, HEADS_APART, TWO_TOKENS, ONE_SEES_ALL)
+
+BOUNDS = (
+    Bound(
+        "Kim et al., L2 attention",
+        "upper",
+        "2",
+        Everywhere,
+        L2_HYPOTHESES,
+        "kim2021",
+        "2-norm bound of L2 attention, with the fourth power; docs/theory/bounds.md",
+        distance_upper,
+    ),
+    Bound(
+        "L2 attention",
+        "upper",
+        "2",
+        Everywhere,
+        L2_HYPOTHESES,
+        "lipscope",
+        "docs/theory/bounds.md, L2 attention",
+        tighter_distance_upper,
+    ),
+    Bound(
+        "Kim et al., L2 attention, largest coordinate",
+        "upper",
+        "inf",
+        Everywhere,
+        L2_HYPOTHESES,
+        "kim2021",
+        "infinity-norm bound of L2 attention",
+        largest_coordinate_upper,
+    ),
+    Bound(
+        "Kim et al., rate R^2",
+        "lower",
+        "2",
+        Ball,
+        DOT_HYPOTHESES,
+        "kim2021",
+        "dot-product attention is not Lipschitz; the sequence of the proof",
+        quadratic_lower,
+        quadratic_witness,
+    ),
+    Bound(
+        "Kim et al., no global constant",
+        "lower",
+        "2",
+        Everywhere,
+        DOT_HYPOTHESES,
+        "kim2021",
+        "dot-product attention is not Lipschitz",
+        no_global_constant,
+    ),
+)

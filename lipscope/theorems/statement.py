@@ -1,0 +1,96 @@
+"""What a theorem is here: a formula with its kind, norm, domain, hypotheses and source; and shared hypotheses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Domain
+from lipscope.attention.kernels import L2, Dot, Rope
+from lipscope.attention.layer import SelfAttention
+from lipscope.theorems.heads import rope_stretch, sight
+
+Check = Callable[[SelfAttention, Domain], bool]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A condition in words, and its check."""
+
+    says: str
+    holds: Check
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One theorem about self-attention layers.
+
+    kind:    "upper": at least the constant at every input of the domain; "lower": at most the constant of the domain.
+    norm:    "2", "inf" (largest coordinate), "inf2" (largest token), "W2" (measures, Wasserstein).
+    domain:  Point, Ball, Around or Everywhere, the kind of set it speaks of.
+    fn:      the value, for a float64 layer.
+    witness: for a lower bound, an input where the constant is at least the value.
+    """
+
+    name: str
+    kind: str
+    norm: str
+    domain: type[Domain]
+    hypotheses: tuple[Hypothesis, ...]
+    cite: str
+    where: str
+    fn: Callable[[SelfAttention, Domain], float]
+    witness: Callable[[SelfAttention, Domain], Tensor] | None = None
+    confidence: float = 1.0
+
+
+def _rope(f: SelfAttention) -> Rope | None:
+    return f.kernel.rope if isinstance(f.kernel, Dot) else None
+
+
+def _query_bias(f: SelfAttention) -> bool:
+    return f.biases is not None and f.biases[0] is not None and bool((f.biases[0] != 0).any())
+
+
+def _additive(f: SelfAttention) -> bool:
+    return f.mask is not None and f.mask.dtype.is_floating_point
+
+
+def _plain_order(f: SelfAttention, d: Domain) -> bool:
+    """Every query sees every key, or every key up to itself."""
+    seen = sight(f, d.n).seen
+    everything = torch.ones_like(seen)
+    return not _additive(f) and (bool(seen.all()) or torch.equal(seen, everything.tril()))
+
+
+DOT = Hypothesis("the scores are dot products (kernel Dot)", lambda f, _: isinstance(f.kernel, Dot))
+DISTANCE = Hypothesis("the scores are squared distances (kernel L2)", lambda f, _: isinstance(f.kernel, L2))
+PLAIN_SCORES = Hypothesis(
+    "the softmax is plain: no softcap, no sinks", lambda f, _: f.kernel.softcap is None and f.kernel.sinks is None
+)
+NO_ROPE = Hypothesis("queries and keys are not rotated (no rope)", lambda f, _: _rope(f) is None)
+ROTATION = Hypothesis(
+    "rope, if any, rotates: its tables repeat the same angles in both halves", lambda f, _: rope_stretch(f) is not None
+)
+NO_QUERY_BIAS = Hypothesis("the queries have no bias", lambda f, _: not _query_bias(f))
+NO_ADDITIVE = Hypothesis("the mask, if any, is boolean", lambda f, _: not _additive(f))
+FULL_OR_CAUSAL = Hypothesis("every token sees all tokens, or all up to itself (causal)", _plain_order)
+FULL = Hypothesis(
+    "every token sees all tokens (no mask, window or padding)",
+    lambda f, d: not _additive(f) and bool(sight(f, d.n).seen.all()),
+)
+CAUSAL = Hypothesis(
+    "every token sees the tokens up to itself (causal, no other mask)",
+    lambda f, d: not _additive(f) and torch.equal(s := sight(f, d.n).seen, torch.ones_like(s).tril()),
+)
+SELF_SEEN = Hypothesis(
+    "every query that sees anything sees its own key",
+    lambda f, d: bool((sight(f, d.n).seen.diagonal() | ~sight(f, d.n).seen.any(1)).all()),
+)
+HEADS_APART = Hypothesis(
+    "one head, or heads concatenated without an output projection", lambda f, _: f.heads == 1 or f.O is None
+)
+TWO_TOKENS = Hypothesis("at least two tokens", lambda _, d: d.n >= 2)

@@ -1,0 +1,88 @@
+"""Yudin et al.: the norm of the softmax's Jacobian, and the bound at X that follows from it; with a tightening."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Domain, Point
+from lipscope.attention.layer import SelfAttention
+from lipscope.theorems.heads import Head, over_heads
+from lipscope.theorems.local import Features, features
+from lipscope.theorems.rounding import TINY, frobenius_up, gamma, norm_up, up
+from lipscope.theorems.statement import DOT, NO_QUERY_BIAS, NO_ROPE, PLAIN_SCORES, Bound
+
+
+def softmax_jacobian_norm(P: Tensor) -> Tensor:
+    """g_1(p) = p_1 (p_2 + p_3 + ... + p_2), p sorted: at least ||diag p - p p'|| for each row p of P [n, n].
+
+    On paper p_2 + p_3 + ... is 1 - p_1; computed so it would round below the truth when p_1 is near 1.
+    """
+    p = P.sort(dim=-1, descending=True).values
+    if p.shape[-1] == 1:
+        return torch.zeros_like(p[..., 0])
+    return p[..., 0] * (p[..., 1:].sum(dim=-1) + p[..., 1]) * (1 + gamma(p.shape[-1] + 8))
+
+
+def data_upper(f: SelfAttention, domain: Domain) -> float:
+    """||V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i))."""
+    assert isinstance(domain, Point)
+    X = domain.X
+
+    def head(h: Head) -> float:
+        seen = features(h, X)
+        return up(h.V_norm * (_weights_norm(seen) + 2 * norm_up(X).item() ** 2 * h.A_norm * _sharpness(seen)))
+
+    return over_heads(f, head)
+
+
+def centred_upper(f: SelfAttention, domain: Domain) -> float:
+    """||V|| (||P|| + max_i g_1(P_i) ||X_c|| (||X_c A|| + ||X A' + 1 beta'||)), X_c the tokens less any common point."""
+    assert isinstance(domain, Point)
+    X = domain.X
+    Xc = X - X.mean(dim=0)
+
+    def head(h: Head) -> float:
+        seen = features(h, X)
+        size, long = frobenius_up(Xc).item(), frobenius_up(X).item()
+        spread = norm_up(Xc).item() + gamma(4) * size
+        queries = norm_up(Xc @ h.A).item() + gamma(h.steps) * h.A_size * size
+        b = X @ h.A.T + h.beta
+        keys = norm_up(b).item() + gamma(h.steps) * (h.A_size * long + h.beta_size * len(X) ** 0.5)
+        return up(h.V_norm * (_weights_norm(seen) + _sharpness(seen) * spread * (queries + keys)))
+
+    return over_heads(f, head)
+
+
+def _weights_norm(seen: Features) -> float:
+    return up(norm_up(seen.P).item() + frobenius_up(seen.P_slack).item())
+
+
+def _sharpness(seen: Features) -> float:
+    """max_i g_1 of the true rows: g_1 grows with each entry."""
+    visible = torch.where(seen.P_slack > 0, seen.P_up.clamp_min(TINY), 0.0)
+    return up(softmax_jacobian_norm(visible).max().item())
+
+
+BOUNDS = (
+    Bound(
+        "Yudin et al.",
+        "upper",
+        "2",
+        Point,
+        (DOT, PLAIN_SCORES, NO_ROPE, NO_QUERY_BIAS),
+        "yudin2025",
+        "local bound through g_1",
+        data_upper,
+    ),
+    Bound(
+        "Yudin et al., centred",
+        "upper",
+        "2",
+        Point,
+        (DOT, PLAIN_SCORES, NO_ROPE),
+        "lipscope",
+        "docs/theory/bounds.md, tightening of yudin2025",
+        centred_upper,
+    ),
+)

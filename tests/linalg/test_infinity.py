@@ -1,0 +1,50 @@
+"""The largest absolute row sum against dense Jacobians."""
+
+import math
+
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope.linalg import infinity
+from lipscope.linalg.operator import dense_operator
+from tests.cases import KINDS, problem
+from tests.naive import dense_jacobian
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matches_the_dense_jacobian(kind: str):
+    f, X = problem(kind, 3)
+    J = dense_jacobian(f, X)
+    exact = J.abs().sum(dim=1).max().item()
+    e = infinity.infinity_norm(ls.jacobian(f, X))
+    assert e.status is ls.Status.CONVERGED and e.confidence == 1.0
+    assert e.lower <= exact <= e.upper
+    assert abs(e.value - exact) <= 1e-9 * exact
+    assert e.right.abs().eq(1).all() and e.left.sum() == 1
+    assert (ls.jacobian(f, X).mv(e.right) * e.left).sum().item() == pytest.approx(exact, rel=1e-9)
+
+
+def test_members_of_a_batch_are_apart(monkeypatch):
+    monkeypatch.setattr(infinity, "BLOCK", 100)  # several blocks of rows
+    f, X = problem("causal", 1)
+    batch = torch.stack([X, 2 * X, X.flip(0)])
+    e = infinity.infinity_norm(ls.jacobian(f, batch))
+    alone = [infinity.infinity_norm(ls.jacobian(f, x)).value for x in batch]
+    assert e.value.tolist() == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_map_without_closed_form():
+    torch.manual_seed(0)
+    W = torch.randn(5, 3, dtype=torch.float64)
+    X = torch.randn(2, 3, dtype=torch.float64)
+    e = infinity.infinity_norm(ls.jacobian(lambda x: torch.tanh(x @ W.T), X))
+    J = torch.autograd.functional.jacobian(lambda x: torch.tanh(x @ W.T), X).reshape(10, 6)
+    assert e.value == pytest.approx(J.abs().sum(1).max().item(), rel=1e-12)
+
+
+def test_a_derivative_that_is_not_finite_is_said_so():
+    M = torch.eye(3, dtype=torch.float64)
+    M[1, 2] = math.nan
+    e = infinity.infinity_norm(dense_operator(M))
+    assert e.status is ls.Status.NON_FINITE and e.upper == math.inf and e.lower == 0

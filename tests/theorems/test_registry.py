@@ -1,0 +1,116 @@
+"""Every registered bound against every named case: the test knows no theorem by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lipscope._types import Around, Ball, Everywhere, Point, UserError
+from lipscope.theorems.registry import NORMS, REGISTRY, bounds
+from tests.cases import KINDS, problem
+from tests.theorems.soundness import Tally, audit
+
+QUICK, CAMPAIGN = 1, 40
+"""Problems of each kind: together the campaign compares more than 100,000 pairs of bound and input."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bound_is_sound(kind: str):
+    for seed in range(QUICK):
+        audit(*problem(kind, seed), seed, Tally(0, {}), steps=2)
+
+
+@pytest.mark.slow
+def test_every_bound_is_sound_campaign():
+    tally = Tally(0, {})
+    for kind in KINDS:
+        for seed in range(1000, 1000 + CAMPAIGN):
+            audit(*problem(kind, seed), seed, tally, steps=6)
+    print(f"{tally.pairs} pairs; worst ratios:", *sorted(tally.worst.items()), sep="\n")
+    assert tally.pairs >= 100_000
+    assert {bound.name for bound in REGISTRY if bound.fn is not None} - set(tally.worst) <= {
+        bound.name for bound in REGISTRY if bound.domain is Everywhere and bound.kind == "lower"
+    }
+
+
+def test_rows_are_in_one_norm_and_name_their_source():
+    f, X = problem("causal", 0)
+    for domain in (Point(X), Ball(2.0, len(X)), Around(X, 0.1), Everywhere(len(X))):
+        for norm in NORMS:
+            for row in bounds(f, domain, norm):
+                assert row.norm == norm and row.kind in ("upper", "lower") and row.value >= 0
+                assert row.cite and row.where and 0 < row.confidence <= 1
+
+
+def test_what_does_not_apply_says_why():
+    f, X = problem("softcap", 0)
+    rows = bounds(f, Point(X))
+    assert not rows
+    assert {refusal.failed for refusal in rows.not_offered} >= {"the softmax is plain: no softcap, no sinks"}
+
+
+def test_every_theorem_is_offered_or_refused_in_its_norm():
+    f, X = problem("L2", 0)
+    for norm in NORMS:
+        rows = bounds(f, Ball(1.0, len(X)), norm)
+        named = {row.name for row in rows} | {refusal.name for refusal in rows.not_offered}
+        assert named == {
+            bound.name
+            for bound in REGISTRY
+            if bound.norm == norm and (bound.domain is Ball or (bound.domain is Everywhere and bound.kind == "upper"))
+        }
+
+
+def test_an_upper_bound_on_a_ball_is_offered_at_a_point_and_a_lower_one_is_not():
+    f, X = problem("gaussian", 0)
+    at_point = {row.name: row for row in bounds(f, Point(X))}
+    on_ball = {row.name: row for row in bounds(f, Ball(X.norm(dim=1).max().item(), len(X)))}
+    assert at_point["compact"].value == pytest.approx(on_ball["compact"].value, rel=1e-12)
+    assert "tuned gap" in on_ball and "tuned gap" not in at_point
+
+
+def test_values_do_not_depend_on_the_dtype_of_the_weights():
+    f, X = problem("biases", 0)
+    single = f.to(torch.float32)
+    rows = bounds(single, Point(X.float()))
+    again = bounds(single.double(), Point(X.float().double()))
+    assert [row.value for row in rows] == [row.value for row in again]
+
+
+def test_what_overflows_bounds_nothing():
+    f, X = problem("gaussian", 0)
+    huge = replace(f, Q=1e200 * f.Q, K=1e200 * f.K)
+    for row in bounds(huge, Around(X, 0.1)):
+        assert row.kind == "lower" or row.value == math.inf
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda X: Ball(0.0, 3), "R > 0"),
+        (lambda X: Ball(-1.0, 3), "R=-1.0"),
+        (lambda X: Ball(math.inf, 3), "finite"),
+        (lambda X: Ball(1.0, 0), "n >= 1"),
+        (lambda X: Around(X, 0.0), "r > 0"),
+        (lambda X: Around(X, math.nan), "r=nan"),
+        (lambda X: Point(X[None]), r"\[n, d\]"),
+        (lambda X: Point(X * math.nan), "finite"),
+        (lambda X: Everywhere(0), "n >= 1"),
+    ],
+)
+def test_a_bad_domain_is_refused(make, word):
+    with pytest.raises(UserError, match=word):
+        make(torch.ones(3, 2))
+
+
+def test_a_domain_the_layer_does_not_fit_is_refused():
+    f, X = problem("boolean mask", 0)
+    with pytest.raises(UserError, match="mask has shape"):
+        bounds(f, Ball(1.0, len(X) + 1))
+    with pytest.raises(UserError, match="tokens of size"):
+        bounds(f, Point(torch.ones(len(X), X.shape[1] + 1)))
+    with pytest.raises(UserError, match="'W2'"):
+        bounds(f, Point(X), norm="1")
