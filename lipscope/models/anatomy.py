@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import Call, Host, Tap, first_tensor
+from lipscope.models.running import Call, Host, Tap, first_tensor, has_tokens, leaves, tensors_of
 
 ENTRIES = 4096
 """Entries of an activation that are looked at when two of them are compared."""
@@ -25,6 +25,7 @@ class Layer:
     projection: the output projection, which may lie outside the core (BERT)
     residual:   where the sub-layer comes out, residual and normalisation included; None where it does not
     prenorm:    whether the block normalises its input before attention
+    alone:      whether the core reads these tokens alone, and calls the attention function once
     """
 
     block: nn.Module | None
@@ -33,26 +34,30 @@ class Layer:
     projection: nn.Module | None = None
     residual: Tap | None = None
     prenorm: bool = False
+    alone: bool = True
 
 
 @dataclass(frozen=True)
 class Event:
-    """Tokens seen inside a block: at the "input" or "output" of a module, or its "heads" unprojected."""
+    """Tokens seen inside a block: at the "input" or "output" of a module, or its "heads" unprojected.
+
+    company: whether other arguments depend on the block's tokens as well
+    """
 
     module: nn.Module
     side: str
     value: Tensor
+    company: bool = False
 
 
 def routed_layers(host: Host, inputs: Call) -> list[Layer]:
     """The layers of a model that calls the attention function; `inputs` has a batch of one."""
-    cores, heads = _attention_modules(host, inputs)
-    blocks = [_block_of(core, set(cores), host.trunk) for core in cores]
-    inside = _watch(host, inputs, {block for block in blocks if block is not None})
-    if len(inside) != len(cores):
-        return [Layer(None, core, count) for core, count in zip(cores, heads, strict=True)]
-    parts = zip(blocks, cores, heads, inside, strict=True)
-    return [_read_block(block, core, count, events) for block, core, count, events in parts]
+    cores = _attention_modules(host, inputs)
+    blocks = {core: _block_of(core, set(cores), host.trunk) for core in cores}
+    if None in blocks.values():
+        return [Layer(None, core, heads, alone=False) for core, heads in cores.items()]
+    inside = _watch(host, inputs, {block for block in blocks.values() if block is not None})
+    return [_read_block(blocks, cores, events) for events in inside]
 
 
 def bypassing_layers(host: Host, inputs: Call) -> list[Layer]:
@@ -65,17 +70,17 @@ def bypassing_layers(host: Host, inputs: Call) -> list[Layer]:
     return []
 
 
-def _attention_modules(host: Host, inputs: Call) -> tuple[list[nn.Module], list[int]]:
-    """Every module that calls the attention function, in order, with its number of heads."""
-    calls: list[tuple[nn.Module, int]] = []
+def _attention_modules(host: Host, inputs: Call) -> dict[nn.Module, int]:
+    """Every module that calls the attention function, with its number of heads."""
+    found: dict[nn.Module, int] = {}
 
     def note(call: AttentionCall) -> Tensor:
-        calls.append((call.module, call.q.shape[1]))
+        found.setdefault(call.module, call.q.shape[1])
         return call.output()
 
     with torch.no_grad(), host.ready(), listening(note):
         host.run(host.trunk, inputs)
-    return [module for module, _ in calls], [heads for _, heads in calls]
+    return found
 
 
 def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Module | None:
@@ -97,12 +102,14 @@ def _watch(host: Host, inputs: Call, blocks: set[nn.Module]) -> list[list[Event]
         nonlocal current
         if module in blocks:
             current = []
-        if current is not None and _has_tokens(args, kwargs):
-            current.append(Event(module, "input", _sample(Call.seen(args, kwargs).hidden)))
+        if current is not None and has_tokens((args, kwargs)):
+            tokens = Call.seen(args, kwargs).hidden
+            company = any(t.requires_grad for t in tensors_of((args, kwargs)) if t is not tokens)
+            current.append(Event(module, "input", _sample(tokens), company))
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         nonlocal current
-        if current is not None and _has_tokens((output,), {}):
+        if current is not None and has_tokens(output):
             current.append(Event(module, "output", _sample(first_tensor(output))))
         if module in blocks and current is not None:
             if any(event.side == "heads" for event in current):
@@ -116,18 +123,26 @@ def _watch(host: Host, inputs: Call, blocks: set[nn.Module]) -> list[list[Event]
         return heads
 
     inside = {module for block in blocks for module in block.modules()}
-    with torch.no_grad(), host.ready(), _hooks(inside, enter, leave), listening(note):
+    with host.ready(), leaves(blocks), _hooks(inside, enter, leave), listening(note):
         host.run(host.trunk, inputs)
     return finished
 
 
-def _read_block(block: nn.Module | None, core: nn.Module, heads: int, events: list[Event]) -> Layer:
+def _read_block(blocks: dict[nn.Module, nn.Module | None], cores: dict[nn.Module, int], events: list[Event]) -> Layer:
     """Recognise projection, normalisation and residual by their values."""
-    entry, at = events[0].value, next(i for i, e in enumerate(events) if e.side == "heads")
-    own_input = next(e.value for e in reversed(events[:at]) if e.module is core and e.side == "input")
-    projection = _projection(core, events, at)
-    prenorm = not _same(own_input, entry)
-    return Layer(block, core, heads, projection, _residual(entry, events[at + 1 :], prenorm), prenorm)
+    (first, *more) = (i for i, event in enumerate(events) if event.side == "heads")
+    core, entry = events[first].module, events[0].value
+    own = next(e for e in reversed(events[:first]) if e.module is core and e.side == "input")
+    prenorm = not _same(own.value, entry)
+    return Layer(
+        block=blocks[core],
+        core=core,
+        heads=cores[core],
+        projection=_projection(core, events, first),
+        residual=_residual(entry, events[first + 1 :], prenorm),
+        prenorm=prenorm,
+        alone=not more and not own.company,
+    )
 
 
 def _projection(core: nn.Module, events: list[Event], at: int) -> nn.Module | None:
@@ -176,15 +191,10 @@ def _tolerance(x: Tensor) -> float:
 
 def _sample(x: Tensor) -> Tensor:
     """At most ENTRIES entries, evenly spread, with the shape told by their number."""
-    flat = x.reshape(-1)
+    flat = x.detach().reshape(-1)
     step = 1 + (flat.numel() - 1) // ENTRIES
     flat = flat[::step]
     return flat.double() if flat.dtype == torch.float64 else flat.float()
-
-
-def _has_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    tensors = [t for t in (*args, *kwargs.values()) for t in (t if isinstance(t, tuple) else (t,))]
-    return any(isinstance(t, Tensor) and t.is_floating_point() for t in tensors)
 
 
 def _chain(host: Host, inputs: Call, members: set[nn.Module]) -> list[nn.Module]:
@@ -193,13 +203,13 @@ def _chain(host: Host, inputs: Call, members: set[nn.Module]) -> list[nn.Module]
     last: list[Tensor] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _has_tokens(args, kwargs):
+        if has_tokens((args, kwargs)):
             tokens = _sample(Call.seen(args, kwargs).hidden)
             if not last or _same(tokens, last[-1]):
                 chain.append(module)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if _has_tokens((output,), {}):
+        if has_tokens(output):
             last.append(_sample(first_tensor(output)))
 
     with torch.no_grad(), host.ready(), _hooks(members, enter, leave):

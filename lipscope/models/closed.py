@@ -23,8 +23,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 class Projections:
     """Token by token q = Q x + bq, k = K x + bk, v = V x + bv, before any rotation.
 
-    layout: the entries of a head that rotate together, "halves" or "pairs"; None without rotary positions
-    order:  sorts pairs into halves, which leaves every score as it is
+    layout: which entries of a head rotate together, by the reading of the tables that fits; None if none do
+    order:  sorts a head into two halves that rotate together, which leaves every score as it is
     """
 
     weights: tuple[Tensor, Tensor, Tensor]
@@ -48,9 +48,9 @@ def closed_form(
         if own.q.shape[-2] != own.k.shape[-2] or not _shared_by_heads(own.mask):
             return None
         probed = attention_call(host, core, seen.single.at(_probe(X))) if known is None else None
-        for layout, rope in _rotations(seen.call, own):
+        for layout, order, rope in _rotations(seen.call, own):
             if probed is not None:
-                found = _solve(probed, X.shape[-1], layout, rope)
+                found = _solve(probed, X.shape[-1], layout, order, rope)
             elif known is not None and known.layout == layout:
                 found = known
             else:
@@ -101,34 +101,49 @@ def _probe(X: Tensor) -> Tensor:
     return tokens.view(rows, n, d)
 
 
-def _rotations(call: Call, own: AttentionCall) -> Iterator[tuple[str | None, Rope | None]]:
-    """No rotation, then what every pair of tables among the arguments could mean."""
-    yield None, None
+def _rotations(call: Call, own: AttentionCall) -> Iterator[tuple[str | None, Tensor, Rope | None]]:
+    """Layout, order and tables: no rotation, then what every pair of tables among the arguments could mean."""
     n, size = own.q.shape[-2:]
-    for cos, sin in (pair for pair in (*call.args, *call.kwargs.values()) if _is_table(pair, n, size)):
-        for layout in ("halves", "pairs"):
-            yield layout, Rope(_spread(cos, size, layout), _spread(sin, size, layout))
+    plain = torch.arange(size, device=own.q.device)
+    yield None, plain, None
+    for pair in (*call.args, *call.kwargs.values()):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(_is_table(t, n) for t in pair)):
+            continue
+        tables = torch.stack([t.reshape(-1, n, t.shape[-1])[0] for t in pair])
+        width = tables.shape[-1]
+        readings = {
+            "halves": (width, tables[..., : width // 2]),
+            "pairs": (width, tables[..., ::2]),
+            "pairs, one table": (width, tables[..., : width // 2]),
+            "halves, half a table": (2 * width, tables),
+            "pairs, half a table": (2 * width, tables),
+        }
+        for layout, (turned, angles) in readings.items():
+            if turned <= size and turned % 2 == 0 == size % 2:
+                order = _halves(plain, turned, pairs="pairs" in layout)
+                yield layout, order, _spread(angles, size)
 
 
-def _is_table(pair: Any, n: int, size: int) -> bool:
-    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)):
-        return False
-    return all(t.ndim == 3 and t.shape[1] == n and t.shape[2] in (size, size // 2) for t in pair)
+def _is_table(t: Any, n: int) -> bool:
+    return isinstance(t, Tensor) and t.ndim in (2, 3) and t.shape[-2] == n and t.is_floating_point()
 
 
-def _spread(table: Tensor, size: int, layout: str) -> Tensor:
-    """[1, n, size or size / 2] as [n, size] for halves."""
-    table = table[0]
-    if table.shape[-1] == size and layout == "halves":
-        return table
-    half = table[:, ::2] if table.shape[-1] == size else table
-    return torch.cat([half, half], dim=-1)
+def _halves(plain: Tensor, turned: int, pairs: bool) -> Tensor:
+    """The order that lays out a head, whose first `turned` entries rotate, as two halves that rotate together."""
+    moving, still = plain[:turned], plain[turned:]
+    first, second = (moving[::2], moving[1::2]) if pairs else moving.chunk(2)
+    return torch.cat([first, still[::2], second, still[1::2]])
 
 
-def _solve(probed: AttentionCall, d: int, layout: str | None, rope: Rope | None) -> Projections:
+def _spread(angles: Tensor, size: int) -> Rope:
+    """cos and sin [2, n, r / 2] as tables for whole heads; entries that do not rotate have angle 0."""
+    cos, sin = angles
+    still = cos.new_zeros(cos.shape[0], size // 2 - cos.shape[1])
+    return Rope(torch.cat([cos, still + 1] * 2, dim=-1), torch.cat([sin, still] * 2, dim=-1))
+
+
+def _solve(probed: AttentionCall, d: int, layout: str | None, order: Tensor, rope: Rope | None) -> Projections:
     """Weights and biases from what the module makes of the probe, the rotation undone."""
-    order = torch.arange(probed.q.shape[-1], device=probed.q.device)
-    order = torch.cat([order[::2], order[1::2]]) if layout == "pairs" else order
 
     def unturned(x: Tensor) -> Tensor:
         if rope is None:
@@ -146,8 +161,10 @@ def _solve(probed: AttentionCall, d: int, layout: str | None, rope: Rope | None)
 
 def _assemble(found: Projections, own: AttentionCall, rope: Rope | None) -> SelfAttention:
     mask = own.mask
-    if mask is not None and mask.ndim == 4:
-        mask = mask[0, 0] if mask.shape[0] == 1 else mask[:, 0]
+    if mask is not None:
+        n = own.q.shape[-2]
+        mask = mask.expand(*mask.shape[:-2], n, n)
+        mask = mask if mask.ndim == 2 else mask[0, 0] if mask.shape[0] == 1 else mask[:, 0]
     return SelfAttention(
         *found.weights,
         heads=own.q.shape[1],

@@ -76,9 +76,7 @@ def _verify(place: Path) -> None:
         with open(place / name, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
-            raise UserError(
-                f"{place / name} is not the file of {REVISION} (its sha256 is {found}); remove {place}"
-            )
+            raise UserError(f"{place / name} is not the file of {REVISION} (its sha256 is {found}); remove {place}")
 
 
 def _fetch(place: Path) -> Path:

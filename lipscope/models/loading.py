@@ -23,7 +23,8 @@ from lipscope._types import UserError
 from lipscope.models import embedded
 from lipscope.models.model import Card, Model
 from lipscope.models.plug import configs
-from lipscope.models.repository import Repository, on_one_line, open_repository
+from lipscope.models.repository import Repository, open_repository
+from lipscope.models.running import on_one_line
 
 DTYPES = {
     "float64": torch.float64,
@@ -80,10 +81,7 @@ def load(
         device=str(next(trunk.parameters()).device),
         versions={
             "python": platform.python_version(),
-            **{
-                package.__name__: package.__version__
-                for package in (torch, transformers, tokenizers, safetensors)
-            },
+            **{package.__name__: package.__version__ for package in (torch, transformers, tokenizers, safetensors)},
         },
     )
     return Model(trunk, words, card, wanted, owned)
@@ -113,9 +111,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 def _repository(source: str | None, revision: str | None, weights: bool) -> Repository:
     if source is None or source == embedded.NAME:
         if revision is not None:
-            raise UserError(
-                f"the embedded model has one revision, {embedded.REVISION}; drop revision={revision!r}"
-            )
+            raise UserError(f"the embedded model has one revision, {embedded.REVISION}; drop revision={revision!r}")
         return Repository(embedded.NAME, embedded.folder(), embedded.REVISION)
     return open_repository(source, revision, weights)
 
@@ -135,9 +131,7 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
             else type(quantization).__name__
         )
         if random_init is None:
-            raise UserError(
-                f"{repository.name} is quantised ({method}); lipscope needs its weights in floating point"
-            )
+            raise UserError(f"{repository.name} is quantised ({method}); lipscope needs its weights in floating point")
         del config.quantization_config
     if random_init is not None:
         return _in_force(_random(kind, config, random_init))
@@ -181,9 +175,7 @@ def _in_force(model: PreTrainedModel) -> PreTrainedModel:
     attention = {config._attn_implementation for config in configs(model)}
     home = type(model).__module__
     if attention != {"eager"} or not home.startswith("transformers.models."):
-        raise UserError(
-            f"refused: this model insists on attention {sorted(map(str, attention))} and code from {home}"
-        )
+        raise UserError(f"refused: this model insists on attention {sorted(map(str, attention))} and code from {home}")
     return model
 
 
@@ -207,10 +199,14 @@ def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedMod
 
 def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """The part between embeddings and last hidden state: no heads, and of an encoder-decoder the encoder."""
-    trunk: Any = module.base_model
-    if getattr(module.config, "is_encoder_decoder", False):
-        return module.get_encoder(), f"{type(trunk).__name__} (encoder)"
-    return trunk, type(trunk).__name__
+    kinds: Any = MODEL_MAPPING.get(type(module.config), ())
+    trunk: Any = module if type(module) in (kinds if isinstance(kinds, tuple) else (kinds,)) else module.base_model
+    if not getattr(module.config, "is_encoder_decoder", False):
+        return trunk, type(trunk).__name__
+    encoder = module.get_encoder()
+    if not isinstance(encoder, PreTrainedModel):
+        raise UserError(f"the encoder of {type(trunk).__name__} is not a transformers model of its own")
+    return encoder, f"{type(trunk).__name__} (encoder)"
 
 
 def _tokenizer(given: Any, reader: Repository | None) -> Any:
@@ -222,9 +218,7 @@ def _tokenizer(given: Any, reader: Repository | None) -> Any:
 def _dtype(given: str | torch.dtype | None) -> torch.dtype:
     wanted = DTYPES.get(given) if isinstance(given, str) else given or torch.float64
     if wanted is None or wanted not in DTYPES.values():
-        raise UserError(
-            f"dtype must be one of {', '.join(DTYPES)}, got {str(given).removeprefix('torch.')!r}"
-        )
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {str(given).removeprefix('torch.')!r}")
     return wanted
 
 
@@ -233,9 +227,7 @@ def _device(given: str | torch.device | None) -> torch.device:
         device = torch.device("cpu" if given is None else given)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device {str(given)!r} cannot be used here ({on_one_line(error)}); try cpu"
-        ) from error
+        raise UserError(f"device {str(given)!r} cannot be used here ({on_one_line(error)}); try cpu") from error
     return device
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import LinearOperator
 from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Call, Host, Tap, attention_call, run_to
+
+STEPS, GROSS = (1e-5, 1e-7, 1e-3), 0.05
+"""Relative steps of the finite differences, the best of which counts, and the error that is no longer rounding."""
 
 
 @runtime_checkable
@@ -32,12 +37,32 @@ class BatchedMap(Protocol):
 def linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
     """The Jacobian at X [n, d] or [B, n, d]; a batch can be narrowed down to some of its members."""
     if X.ndim == 2:
-        condition = f.largest_score(X[None])[0]
-        return replace(jacobian(lambda x: f.value(x[None])[0], X), condition=condition)
+        J = jacobian(lambda x: f.value(x[None])[0], X)
+        _check_derivative(lambda x: f.value(x[None])[0], J, X)
+        return replace(J, condition=f.largest_score(X[None])[0])
+    J = _linearize(f, X)
+    _check_derivative(f.value, J, X)
+    return J
+
+
+def _linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
     J = jacobian(f.value, X)
-    return replace(
-        J, condition=f.largest_score(X), take=lambda members: linearize(f.of_members(members), X[members])
-    )
+    return replace(J, condition=f.largest_score(X), take=lambda m: _linearize(f.of_members(m), X[m]))
+
+
+def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tensor) -> None:
+    """Hold J to finite differences: a module may hide part of its map from autograd (no_grad, straight-through)."""
+    if X.dtype != torch.float64:
+        return
+    E = torch.randn(X.shape, generator=torch.Generator().manual_seed(0), dtype=X.dtype).to(X.device)
+    expected = J.mv(E)
+    for step in STEPS:
+        h = step * X.square().mean().sqrt()
+        with torch.no_grad():
+            error = (f(X + h * E) - f(X - h * E)) / (2 * h) - expected
+        if error.norm() <= GROSS * expected.norm() or not error.isfinite().all():
+            return
+    raise UserError("part of this map is hidden from autograd: its derivative is not that of its values")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +89,8 @@ class Rerun:
         if self.entry is not None:
             return run_to(self.host, self.module, self.call, self.tap, (self.entry, x))
         y = run_to(self.host, self.module, self.call.at(x), self.tap)
+        # Inside a block, samples may lie one after the other (OPT).
+        y = y.unflatten(0, (x.shape[0], -1)) if y.ndim == 2 else y
         return y if self.then is None else run_to(self.host, self.then, Call((y,), {}, y))
 
     def largest_score(self, x: Tensor) -> Tensor:

@@ -106,9 +106,7 @@ def lipscope_attention(
     What lands in `unused` must not matter to eager attention either; the preflight would show it.
     """
     if dropout:
-        raise UserError(
-            f"{type(module).__name__} attends with dropout {dropout}; a measured map must not be random"
-        )
+        raise UserError(f"{type(module).__name__} attends with dropout {dropout}; a measured map must not be random")
     causal, window = getattr(attention_mask, PATTERN, (False, None))
     mask = None if causal else attention_mask
     call = AttentionCall(
@@ -153,10 +151,7 @@ def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
     }
     modes = [(module, module.training) for module in model.modules()]
     before = [
-        (config, name, vars(config)[name])
-        for config in configs(model)
-        for name in wanted
-        if name in vars(config)
+        (config, name, vars(config)[name]) for config in configs(model) for name in wanted if name in vars(config)
     ]
     try:
         for module, _ in modes:
@@ -174,9 +169,7 @@ def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
 def configs(model: nn.Module) -> list[PretrainedConfig]:
     """Every configuration that some part of the model reads, each once."""
     queue = [
-        c
-        for c in (getattr(module, "config", None) for module in model.modules())
-        if isinstance(c, PretrainedConfig)
+        c for c in (getattr(module, "config", None) for module in model.modules()) if isinstance(c, PretrainedConfig)
     ]
     found: dict[int, PretrainedConfig] = {}
     while queue:
@@ -217,7 +210,4 @@ def _check_constant(call: AttentionCall) -> None:
     """Weights are frozen while measuring, so a mask or sink that asks for a gradient depends on the input."""
     for part in (call.mask, call.sinks):
         if torch.is_grad_enabled() and part is not None and part.requires_grad:
-            raise UserError(
-                f"{type(call.module).__name__} adds a bias to its scores that depends on the input, "
-                "which lipscope's attention does not differentiate; measure scope block or model instead"
-            )
+            raise UserError(f"{type(call.module).__name__} adds a bias to its scores that depends on the input")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import Call, Host, first_tensor
+from lipscope.models.running import Call, Host, first_tensor, leaves, on_one_line
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
@@ -32,12 +32,15 @@ class Preflight:
 
 def preflight(host: Host, inputs: Call) -> Preflight:
     """Run the model twice on `inputs`, a batch of one."""
-    eager = _last_hidden_state(replace(host, implementation="eager"), inputs)
-    name, n = type(host.trunk).__name__, eager.shape[1]
+    name = type(host.trunk).__name__
+    try:
+        with torch.no_grad():
+            eager = _last_hidden_state(replace(host, implementation="eager"), inputs)
+    except Exception as error:  # each model objects to an input in its own way
+        raise UserError(f"{name} does not run on {', '.join(inputs.kwargs)} ({on_one_line(error)})") from error
+    n = eager.shape[1]
     if not eager.isfinite().all():
-        raise UserError(
-            f"{name} gives values that are not finite: some of its weights are missing or too large"
-        )
+        raise UserError(f"{name} gives values that are not finite: some of its weights are missing or too large")
     calls = 0
 
     def count(call: AttentionCall) -> Tensor:
@@ -46,10 +49,10 @@ def preflight(host: Host, inputs: Call) -> Preflight:
         return call.output()
 
     try:
-        with listening(count):
+        with listening(count), leaves(_members_of_lists(host.trunk)):
             ours = _last_hidden_state(host, inputs)
-    except Exception as error:  # whatever a model of any kind may raise, it cannot be routed
-        reason = f"{name} does not run on lipscope's attention ({' '.join(str(error).split())[:200]})"
+    except Exception as error:
+        reason = f"{name} does not run on lipscope's attention ({on_one_line(error)})"
         return Preflight(n, calls, 0.0, False, reason)
     if calls == 0:
         return Preflight(n, 0, 0.0, False, f"{name} has attention code of its own, out of lipscope's reach")
@@ -61,5 +64,9 @@ def preflight(host: Host, inputs: Call) -> Preflight:
 
 
 def _last_hidden_state(host: Host, inputs: Call) -> Tensor:
-    with torch.no_grad(), host.ready():
-        return first_tensor(host.run(host.trunk, inputs))
+    with host.ready():
+        return first_tensor(host.run(host.trunk, inputs)).detach()
+
+
+def _members_of_lists(trunk: nn.Module) -> list[nn.Module]:
+    return [member for module in trunk.modules() if isinstance(module, nn.ModuleList) for member in module]

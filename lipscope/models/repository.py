@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lipscope._types import UserError
+from lipscope.models.running import on_one_line
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 TOKENIZER = (
@@ -91,32 +92,22 @@ class Repository:
             names = set(read_json(index, self.name).get("weight_map", {}).values())
         else:
             names = set()
-        foreign = [
-            name for name in names if not fnmatch(name, "model*.safetensors") or Path(name).name != name
-        ]
+        foreign = [name for name in names if not fnmatch(name, "model*.safetensors") or Path(name).name != name]
         if not names or foreign:
-            pickled = any(
-                fnmatch(path.name, pattern) for path in self.folder.iterdir() for pattern in PICKLES
-            )
+            pickled = any(fnmatch(path.name, pattern) for path in self.folder.iterdir() for pattern in PICKLES)
             found = "only pickled weights, which can run code when they are read" if pickled else "none"
             raise UserError(
                 f"{self.name}: expected weights in model.safetensors or its shards, got {foreign or found}. "
                 "Convert them with safetensors, or use random_init."
             )
         try:
-            return {
-                key: tensor for name in sorted(names) for key, tensor in load_file(self.folder / name).items()
-            }
+            return {key: tensor for name in sorted(names) for key, tensor in load_file(self.folder / name).items()}
         except Exception as error:
             raise UserError(f"{self.name}: its safetensors files cannot be read ({error})") from error
 
     def tokenizer(self) -> Any:
         """Its tokenizer, or None; transformers sees only the files that describe one."""
-        files = [
-            path
-            for path in self.folder.iterdir()
-            if any(fnmatch(path.name, pattern) for pattern in TOKENIZER)
-        ]
+        files = [path for path in self.folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in TOKENIZER)]
         if not files:
             return None
         with tempfile.TemporaryDirectory() as clean:
@@ -126,9 +117,7 @@ class Repository:
                 else:
                     shutil.copyfile(path, Path(clean) / path.name)
             try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    clean, trust_remote_code=False, local_files_only=True
-                )
+                tokenizer = AutoTokenizer.from_pretrained(clean, trust_remote_code=False, local_files_only=True)
             except (ValueError, OSError, ImportError, KeyError) as error:
                 raise UserError(
                     f"{self.name}: its tokenizer cannot be read ({on_one_line(error)}); pass one to load"
@@ -142,9 +131,7 @@ def open_repository(source: str, revision: str | None, weights: bool) -> Reposit
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(
-                f"{source} has no config.json: it is not a folder that transformers saved a model to"
-            )
+            raise UserError(f"{source} has no config.json: it is not a folder that transformers saved a model to")
         return Repository(source, folder, None)
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"{source} is not a folder with a model in it")
@@ -152,9 +139,7 @@ def open_repository(source: str, revision: str | None, weights: bool) -> Reposit
         config = Path(hf_hub_download(source, "config.json", revision=revision))
         commit = config.parent.name
         patterns = ["config.json", *TOKENIZER, *(WEIGHTS if weights else ())]
-        return Repository(
-            source, Path(snapshot_download(source, revision=commit, allow_patterns=patterns)), commit
-        )
+        return Repository(source, Path(snapshot_download(source, revision=commit, allow_patterns=patterns)), commit)
 
 
 HUB_ERRORS: tuple[tuple[type[Exception], str], ...] = (
@@ -209,7 +194,3 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{name}: {path.name} should hold a JSON object, not {type(content).__name__}")
     return content
-
-
-def on_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,9 +58,7 @@ class Call:
         """From what a hook sees; caches are dropped, so that the call can be repeated."""
         args, kwargs = _map(args, _no_cache), _map(kwargs, _no_cache)
         named = [kwargs["hidden_states"]] if "hidden_states" in kwargs else []
-        tensors = [
-            t for t in (*args, *named, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()
-        ]
+        tensors = [t for t in (*args, *named, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
         return Call(args, kwargs, tensors[0])
 
     def at(self, x: Tensor) -> Call:
@@ -174,6 +172,41 @@ def _entering(entry: tuple[nn.Module, Tensor] | None) -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def leaves(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Tokens that enter any of these modules ask for a gradient, so that whatever depends on them does too."""
+    handles = [module.register_forward_pre_hook(_make_leaf, with_kwargs=True) for module in modules]
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _make_leaf(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not has_tokens((args, kwargs)):
+        return None
+    call = Call.seen(args, kwargs)
+    call = call.at(call.hidden.detach().requires_grad_(True))
+    return call.args, call.kwargs
+
+
+def has_tokens(tree: Any) -> bool:
+    """Whether there is a floating-point tensor among these."""
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tensors_of(tree))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Every tensor in nested arguments."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
 def first_tensor(output: Any) -> Tensor:
     """The hidden state among a module's outputs."""
     output = getattr(output, "last_hidden_state", output)
@@ -192,6 +225,11 @@ def attention_call(host: Host, module: nn.Module, call: Call) -> AttentionCall:
 
 def _swap(old: Tensor, new: Tensor, leaf: Any) -> Any:
     return new if leaf is old else leaf
+
+
+def on_one_line(error: Exception) -> str:
+    """What somebody else's error says, short enough to quote."""
+    return " ".join(str(error).split())[:200]
 
 
 def _no_cache(leaf: Any) -> Any:

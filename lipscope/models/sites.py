@@ -92,9 +92,7 @@ class Survey:
     def _attention(self, i: int) -> Site:
         (core, seen), projection = self._core(i), self.layers[i].projection
         if projection is None:
-            raise UserError(
-                f"no output projection is recognised in layer {i}, so it has no scope attention; use heads"
-            )
+            raise UserError(f"no output projection is recognised in layer {i}, so it has no scope attention; use heads")
         inside = projection in set(core.modules())
         tap, then = (Tap(projection, "output"), None) if inside else (None, projection)
         site = Site(
@@ -141,9 +139,7 @@ class Survey:
     def _rerun(self, scope: str, i: int, seen: Seen, tap: Tap | None = None) -> Site:
         block = self.layers[i].block
         assert block is not None
-        return Site(
-            scope, i, _whole(seen), Rerun(self.host, block, seen.call, seen.single, tap), seen.call.hidden
-        )
+        return Site(scope, i, _whole(seen), Rerun(self.host, block, seen.call, seen.single, tap), seen.call.hidden)
 
     def _model(self) -> Site:
         block, first = self._block(0)
@@ -154,15 +150,32 @@ class Survey:
     def _core(self, i: int) -> tuple[nn.Module, Seen]:
         core, seen = self.layers[i].core, self.trace.cores[i]
         assert core is not None and seen is not None
+        if not self.layers[i].alone:
+            raise UserError(
+                f"{type(core).__name__} (layer {i}) is not one map of one sequence of tokens, so it has no scope "
+                "heads and no scope attention; use residual or block"
+            )
+        _check_tokens(core, i, seen)
         return core, seen
 
     def _block(self, i: int) -> tuple[nn.Module, Seen]:
         block, seen = self.layers[i].block, self.trace.blocks[i]
         if block is None or seen is None:
-            raise UserError(
-                f"layer {i} is in no list of blocks, so it has no scope normed, residual, block or model"
-            )
+            raise UserError(f"layer {i} is in no list of blocks, so it has no scope normed, residual, block or model")
+        _check_tokens(block, i, seen)
         return block, seen
+
+
+def _check_tokens(module: nn.Module, i: int, seen: Seen) -> None:
+    shape = tuple(seen.call.hidden.shape)
+    if len(shape) != 3:
+        raise UserError(
+            f"{type(module).__name__} (layer {i}) reads tokens of shape {shape}, not sequences [samples, tokens, size]"
+        )
+    if shape[1:] != tuple(seen.single.hidden.shape[1:]):
+        raise UserError(
+            f"{type(module).__name__} (layer {i}) lays samples one after the other, as {shape}; give them one by one"
+        )
 
 
 def _whole(seen: Seen) -> tuple[tuple[int, int | None], ...]:

@@ -48,9 +48,7 @@ def record(host: Host, layers: list[Layer], inputs: Call, single: Call) -> Trace
 
 
 def _record(host: Host, layers: list[Layer], inputs: Call) -> tuple[list[Call | None], list[Call | None]]:
-    calls: dict[nn.Module, list[Call]] = {
-        m: [] for layer in layers for m in (layer.core, layer.block) if m is not None
-    }
+    calls: dict[nn.Module, list[Call]] = {m: [] for layer in layers for m in (layer.core, layer.block) if m is not None}
     with torch.no_grad(), host.ready(), _noting(calls):
         host.run(host.trunk, inputs)
     taken: Counter[nn.Module] = Counter()
@@ -62,8 +60,7 @@ def _record(host: Host, layers: list[Layer], inputs: Call) -> tuple[list[Call | 
         return calls[module][taken[module] - 1]
 
     pairs = [
-        (next_call(layer.core), next_call(layer.block) if layer.block is not layer.core else None)
-        for layer in layers
+        (next_call(layer.core), next_call(layer.block) if layer.block is not layer.core else None) for layer in layers
     ]
     return [core for core, _ in pairs], [block for _, block in pairs]
 

@@ -14,9 +14,7 @@ from lipscope.models import embedded
 from lipscope.models.loading import load
 
 INSTALLED = embedded._installed() or Path("not installed")
-needs_wheel = pytest.mark.skipif(
-    not INSTALLED.is_dir(), reason=f"needs {embedded.REVISION}, which make install brings"
-)
+needs_wheel = pytest.mark.skipif(not INSTALLED.is_dir(), reason=f"needs {embedded.REVISION}, which make install brings")
 
 
 @pytest.fixture
@@ -98,9 +96,7 @@ def test_a_wheel_without_the_files_is_refused(bare, monkeypatch):
 
 
 def test_without_a_network_the_reason_and_the_remedy_are_told(bare, monkeypatch):
-    failed = subprocess.CompletedProcess(
-        [], 1, "", "WARNING: retrying\nERROR: No matching distribution found"
-    )
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(UserError, match=r"No matching distribution.*pip install --no-deps"):
         embedded.folder()

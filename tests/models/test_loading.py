@@ -193,9 +193,7 @@ def test_a_hub_revision_is_pinned_and_recorded(tmp_path, monkeypatch):
         ({"source": "two words"}, "neither a folder nor the name"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_in_one_sentence_or_two(
-    folder, tmp_path_factory, arguments, message
-):
+def test_what_cannot_be_loaded_is_refused_in_one_sentence_or_two(folder, tmp_path_factory, arguments, message):
     places = {"folder": folder, "empty": tmp_path_factory.mktemp("empty")}
     source = arguments.pop("source")
     with pytest.raises(UserError, match=message) as caught:

@@ -201,9 +201,7 @@ def make(name: str, seed: int = 0) -> PreTrainedModel:
     options = {key: value for key, value in family.options.items() if value is not None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, family.model)(
-            getattr(transformers, family.config)(**copy.deepcopy(options))
-        )
+        model = getattr(transformers, family.model)(getattr(transformers, family.config)(**copy.deepcopy(options)))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter))
