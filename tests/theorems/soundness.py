@@ -54,14 +54,15 @@ def _weighted(f: ls.SelfAttention, X: Tensor, g: Generator) -> float:
 
 def _largest_token(J: Tensor, n: int) -> float:
     """sup_i |sum_j J_ij e_j| over |e_j| <= 1, by alternating maximisation in every row: a lower bound of the sup."""
-    blocks = J.reshape(n, -1, n, J.shape[1] // n).permute(0, 2, 1, 3)  # i, j, out, in
+    size = J.abs().max().clamp_min(1e-300)
+    blocks = (J / size).reshape(n, -1, n, J.shape[1] // n).permute(0, 2, 1, 3)  # i, j, out, in
     target = torch.linalg.svd(blocks.sum(dim=1), full_matrices=False)[0][..., 0]  # i, out
     for _ in range(20):
         e = torch.einsum("ijab,ia->ijb", blocks, target)
         e = e / e.norm(dim=-1, keepdim=True).clamp_min(1e-300)
         moved = torch.einsum("ijab,ijb->ia", blocks, e)
         target = moved / moved.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-    return moved.norm(dim=-1).max().item()
+    return moved.norm(dim=-1).max().item() * size.item()
 
 
 def ascended(f: ls.SelfAttention, X: Tensor, domain: Domain, steps: int) -> Tensor:

@@ -1,0 +1,183 @@
+"""Networks: norm layers, residual branches, blocks and chains, bounded part by part along the radius of their tokens.
+
+A part is Lipschitz on a set and maps it into another; constants multiply along a chain and add over a branch. At a
+single input, measure the derivative of the whole map instead: norm layers erase directions that a product counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Ball, Everywhere, UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.theorems.heads import heads_of, hypotenuse
+from lipscope.theorems.registry import bounds
+from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, up
+
+
+@dataclass(frozen=True, eq=False)
+class RMSNorm:
+    """x -> weight * x / sqrt(|x|^2 / d + eps), token by token."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, X: Tensor) -> Tensor:
+        return self.weight * X / (X.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
+
+    def lipschitz(self, R: float, n: int) -> float:
+        """max|weight| / sqrt(eps), attained at 0."""
+        return _per_root(self.weight.double().abs().max().item(), self.eps)
+
+    def radius(self, R: float) -> float:
+        """sqrt(d) max|weight|; for small tokens R max|weight| / sqrt(eps)."""
+        largest = self.weight.double().abs().max().item()
+        return up(largest * min(math.sqrt(self.weight.numel()), _per_root(R, self.eps)))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerNorm:
+    """x -> weight * (x - mean) / sqrt(variance + eps) + bias, token by token."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, X: Tensor) -> Tensor:
+        centred = X - X.mean(dim=-1, keepdim=True)
+        return self.weight * centred / (centred.square().mean(dim=-1, keepdim=True) + self.eps).sqrt() + self.bias
+
+    @cached_property
+    def norm(self) -> float:
+        """||diag(weight) (I - 11'/d)||."""
+        d = self.weight.numel()
+        M = self.weight.double()[:, None] * (torch.eye(d, dtype=torch.float64) - 1 / d)
+        return up(norm_up(M).item() + gamma(8) * frobenius_up(M).item())
+
+    def lipschitz(self, R: float, n: int) -> float:
+        """||diag(weight) (I - 11'/d)|| / sqrt(eps), attained at constant tokens."""
+        return _per_root(self.norm, self.eps)
+
+    def radius(self, R: float) -> float:
+        """sqrt(d) ||diag(weight) (I - 11'/d)|| + |bias|."""
+        size = self.norm * min(math.sqrt(self.weight.numel()), _per_root(R, self.eps))
+        return up(size + length_up(self.bias.double()).item())
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """x -> W x + b, token by token."""
+
+    W: Tensor
+    b: Tensor | None = None
+
+    def __call__(self, X: Tensor) -> Tensor:
+        return X @ self.W.T if self.b is None else X @ self.W.T + self.b
+
+    def lipschitz(self, R: float, n: int) -> float:
+        return norm_up(self.W.double()).item()
+
+    def radius(self, R: float) -> float:
+        return up(self.lipschitz(R, 1) * R + (0.0 if self.b is None else length_up(self.b.double()).item()))
+
+
+@dataclass(frozen=True, eq=False)
+class Pointwise:
+    """An activation with function(0) = 0 whose slope is at most `slope` in absolute value."""
+
+    function: Callable[[Tensor], Tensor]
+    slope: float
+
+    def __post_init__(self) -> None:
+        if self.function(torch.zeros(1)).item() != 0:
+            raise UserError("Pointwise needs an activation with function(0) = 0; shift it into the affine map after it")
+
+    def __call__(self, X: Tensor) -> Tensor:
+        return self.function(X)
+
+    def lipschitz(self, R: float, n: int) -> float:
+        return self.slope
+
+    def radius(self, R: float) -> float:
+        return up(self.slope * R)
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """A self-attention layer as a part; the best theorem on the ball of its tokens, or everywhere."""
+
+    f: SelfAttention
+
+    def __call__(self, X: Tensor) -> Tensor:
+        return self.f(X)
+
+    def lipschitz(self, R: float, n: int) -> float:
+        rows = bounds(self.f, Ball(R, n) if math.isfinite(R) else Everywhere(n))
+        return min((row.value for row in rows if row.kind == "upper"), default=math.inf)
+
+    def radius(self, R: float) -> float:
+        """An output token is a mean of values, each at most ||V|| R + |b_v| long."""
+        f = self.f.double()
+        sizes = []
+        for h in heads_of(f, folded=False):
+            bv = h.one.biases[2] if h.one.biases else None
+            sizes.append(h.factor * h.V_norm * R + (0.0 if bv is None else length_up(bv).item()))
+        return up(hypotenuse(sizes) * (1.0 if f.O is None else norm_up(f.O).item()))
+
+
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """X -> X + inner(X)."""
+
+    inner: Part
+
+    def __call__(self, X: Tensor) -> Tensor:
+        return X + self.inner(X)
+
+    def lipschitz(self, R: float, n: int) -> float:
+        return up(1 + self.inner.lipschitz(R, n))
+
+    def radius(self, R: float) -> float:
+        return up(R + self.inner.radius(R))
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Parts applied one after the other, the first first."""
+
+    parts: tuple[Part, ...]
+
+    def __call__(self, X: Tensor) -> Tensor:
+        for part in self.parts:
+            X = part(X)
+        return X
+
+    def lipschitz(self, R: float, n: int) -> float:
+        total = 1.0
+        for part in self.parts:
+            total, R = up(total * part.lipschitz(R, n)), part.radius(R)
+        return math.inf if math.isnan(total) else total
+
+    def radius(self, R: float) -> float:
+        for part in self.parts:
+            R = part.radius(R)
+        return R
+
+
+Part = RMSNorm | LayerNorm | Affine | Pointwise | Attention | Residual | Chain
+
+
+def network_bound(part: Part, domain: Ball | Everywhere) -> float:
+    """An upper bound of the 2-norm Lipschitz constant of a network on a ball of tokens, or everywhere."""
+    return part.lipschitz(domain.R if isinstance(domain, Ball) else math.inf, domain.n)
+
+
+def _per_root(size: float, eps: float) -> float:
+    """size / sqrt(eps); without eps a norm layer is not Lipschitz."""
+    return up(size / math.sqrt(eps)) if eps > 0 else math.inf if size > 0 else 0.0
