@@ -1,0 +1,1 @@
+"""Infinitely many tokens: attention as a map of probability measures."""

@@ -1,0 +1,153 @@
+"""Attention on measures, F(mu) = (Gamma_mu)#mu, and its two derivatives: along fields, and in the query alone.
+
+    Gamma_mu(x) = sum_j P_j(x) V x_j,   P_j(x) = w_j e^{S(x, x_j)} / sum_l w_l e^{S(x, x_l)}
+
+A weight is an additive mask log w_j, so that everything attention can do, its closed-form derivative too, carries over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.attention.kernels import L2, Dot, augment, default_scale
+from lipscope.attention.layer import SelfAttention
+from lipscope.attention.primitive import attend
+from lipscope.linalg.differentiate import jacobian
+from lipscope.linalg.operator import Compression, LinearOperator
+from lipscope.mean_field.measures import Measure
+
+
+def push(f: SelfAttention, mu: Measure) -> Measure:
+    """F(mu): the measure that attention f makes of mu, atom by atom. Equal weights recover f itself."""
+    return replace(mu, points=lifted(f, mu)(mu.points))
+
+
+def derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
+    """D_mu F in L2(mu): W^{1/2} J W^{-1/2} with J = d F(mu)_i / d x_j and W = diag(w).
+
+    The operator reads and writes fields in coordinates E_i = sqrt(w_i) xi_i, in which the norm of L2(mu) is Euclidean.
+    """
+    return in_l2(lifted(f, mu).linearize(mu.points), mu.weights)
+
+
+def velocity(f: SelfAttention, mu: Measure) -> Callable[[Tensor], Tensor]:
+    """Gamma_mu, as a function of query points [N, d] anywhere in space; mu has no positions."""
+    if mu.positions is not None:
+        raise UserError("this measure has positions: Gamma depends on them too; leave them out")
+    lift = lifted(f, mu)
+    mask = None if lift.mask is None else lift.mask[:1]
+    return lambda Z: respond(lift, Z, mu.points, mask)
+
+
+def query_derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
+    """D Gamma_mu(x_i) at every atom, mu held fixed (V C_i A for dot products): a batch of n operators [d] -> [d']."""
+    J, extra = query_blocks(lifted(f, mu), mu.points[None]), _log_range(mu.weights)
+    return replace(J, condition=J.condition + extra, worst=_plus(J.worst, extra))
+
+
+def lifted(f: SelfAttention, mu: Measure) -> SelfAttention:
+    """f as a map of the atoms of mu: the same weights, and log w_j (and the order of positions) as a mask."""
+    liftable(f)
+    n, d = mu.points.shape
+    if d != f.Q.shape[1]:
+        raise UserError(f"the points have size {d}; the weights of f read tokens of size {f.Q.shape[1]}")
+    if f.causal != (mu.positions is not None):
+        raise UserError(
+            "f is causal and the measure has no positions; use Measure.uniform(X, causal=True) or pass positions"
+            if f.causal
+            else "the measure has positions and f is not causal; make f causal, or leave the positions out"
+        )
+    w, s = mu.weights.detach(), mu.positions
+    mask = None if bool((w == w[0]).all()) else w.log().expand(n, n)
+    if s is None or bool((s.diff() > 0).all()):  # in order and without ties, positions are the causal order
+        return replace(f, mask=mask)
+    seen = s[None, :] <= s[:, None]
+    mask = seen if mask is None else mask.masked_fill(~seen, -torch.inf)
+    return replace(f, causal=False, mask=mask)
+
+
+def liftable(f: object) -> SelfAttention:
+    """f, unless it knows tokens by their number or counts them: a map of measures can do neither."""
+    if not isinstance(f, SelfAttention):
+        raise UserError(f"f must be a SelfAttention to act on measures, got {type(f).__name__}")
+    rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
+    forbidden = {
+        "mask": f.mask,
+        "window": f.window,
+        "padding": f.padding,
+        "sinks": f.kernel.sinks,
+        "rotary positions": rope,
+    }
+    for name, value in forbidden.items():
+        if value is not None:
+            raise UserError(
+                f"f has {name}, which depends on the number or the count of tokens; a measure has neither: leave it out"
+            )
+    return f
+
+
+def respond(f: SelfAttention, Z: Tensor, X: Tensor, mask: Tensor | None) -> Tensor:
+    """What queries at Z [..., N, d] read from keys and values at X [..., n, d]; mask [N, n] or [B, N, n]."""
+    q, (_, k, v) = f.project(Z)[0], f.project(X)
+    scale = 1.0 if isinstance(f.kernel, L2) else default_scale(f.kernel, q.shape[-1])
+    if isinstance(f.kernel, L2):
+        q, k = augment(f.kernel, q, k)
+    mask = mask if mask is None or mask.ndim == 2 else mask[:, None]
+    o = attend(q, k, v, scale=scale, mask=mask, causal=f.causal, softcap=f.kernel.softcap)
+    joined = o.transpose(-3, -2).flatten(-2)
+    return joined if f.O is None else joined @ f.O.T
+
+
+def query_blocks(lift: SelfAttention, X: Tensor) -> LinearOperator:
+    """The derivative of row i in its own query, for X [B, n, d]: a batch of B n operators [d] -> [d'], member-major."""
+    B, n, d = X.shape
+
+    def rows(Z: Tensor) -> Tensor:
+        return respond(lift, Z.reshape(B, n, d), X, lift.mask).reshape(B * n, 1, -1)
+
+    J = jacobian(rows, X.reshape(B * n, 1, d))
+    whole = lift.linearize(X)
+    worst = whole.condition if whole.worst is None else whole.worst
+    spread = [torch.as_tensor(c).expand(B).repeat_interleave(n) for c in (whole.condition, worst)]
+    # No `take`: a row of the mask belongs to its own query, and autograd would pair them anew.
+    return replace(J, condition=spread[0], worst=spread[1], take=None)
+
+
+def stacked(f: SelfAttention, X: Tensor, weights: Tensor) -> tuple[LinearOperator, LinearOperator]:
+    """`derivative` and `query_derivative` of B measures at once, X [B, n, d] and weights [B, n].
+
+    The second is a batch of B n operators. For a causal f the atoms stand at increasing positions.
+    """
+    B, n, _ = X.shape
+    lift = replace(liftable(f), mask=weights.log()[:, None, :].expand(B, n, n))
+    return in_l2(lift.linearize(X), weights), query_blocks(lift, X)
+
+
+def in_l2(J: LinearOperator, weights: Tensor) -> LinearOperator:
+    """W^{1/2} J W^{-1/2} for weights [n], or [B, n] with a batch of B."""
+    roots = weights.detach().sqrt()[..., None]
+    extra = _log_range(weights)
+    take, small = J.take, J.compressed
+    return replace(
+        J,
+        mv=lambda E: roots * J.mv(E / roots),
+        rmv=lambda U: J.rmv(roots * U) / roots,
+        condition=J.condition + extra,
+        worst=_plus(J.worst, extra),
+        take=None if take is None else lambda members: in_l2(take(members), weights[members]),
+        compressed=None if small is None else Compression(in_l2(small.core, weights), small.lift),
+    )
+
+
+def _log_range(weights: Tensor) -> Tensor:
+    """A score carries log w_j: its rounding grows with the largest of them."""
+    return weights.detach().log().abs().amax(dim=-1).double().cpu()
+
+
+def _plus(x: Tensor | float | None, extra: Tensor) -> Tensor | None:
+    return None if x is None else x + extra

@@ -1,0 +1,138 @@
+"""Mass splitting: does attention react more strongly when copies of a token may move apart?
+
+    L_split(mu) = max( ||D_mu F||, max_i ||D Gamma_mu(x_i)|| ),   D Gamma_mu(x_i) = V C_i A for dot products
+
+is the constant over all ways to split atoms and move the pieces infinitesimally; two equal copies of one atom reach it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.mean_field.attention_on_measures import derivative, push, query_derivative
+from lipscope.mean_field.measures import Measure, as_measure
+from lipscope.mean_field.transport import wasserstein
+
+
+@dataclass(frozen=True, eq=False)
+class Splitting:
+    """What splitting does at a measure, tokens that coincide taken as one.
+
+    together:  ||D_mu F||, every atom moving as a whole.
+    apart:     ||D Gamma_mu(x_i)|| of the atom where it is largest: two copies of it moving against each other.
+    token:     that atom, by its index in the input.
+    direction: the unit vector along which one copy moves, the other moving back.
+    per_token: ||D Gamma_mu(x_i)|| for every atom of `measure`.
+
+    This is the constant for infinitesimal moves. Mass that jumps a finite distance can be stretched more: `jump_ratio`.
+    """
+
+    measure: Measure
+    together: Estimate
+    apart: Estimate
+    token: int
+    direction: Tensor
+    per_token: Tensor
+    atom: int
+
+    @property
+    def value(self) -> float:
+        """L_split(mu)."""
+        return max(self.together.value, self.apart.value)
+
+    @property
+    def gain(self) -> float:
+        """By what factor splitting helps; 1 where it does not."""
+        if self.apart.value <= self.together.value:
+            return 1.0
+        return self.apart.value / self.together.value if self.together.value else float("inf")
+
+    @property
+    def helps(self) -> bool:
+        """Whether splitting strictly helps, beyond the residuals of both numbers and rounding."""
+        eps = torch.finfo(self.per_token.dtype).eps
+        margin = self.together.residual + self.apart.residual + 1000 * eps
+        return self.apart.value > self.together.value * (1 + margin)
+
+    @property
+    def certain(self) -> bool:
+        """Whether even the bounds on both numbers tell that splitting helps (float64 only)."""
+        return self.apart.lower > self.together.upper
+
+    def halves(self, t: float) -> Measure:
+        """The measure with the atom in two halves, moved by +t and -t along `direction`; the other atoms stay."""
+        pair = self.measure.split(2)
+        field = torch.zeros_like(pair.points)
+        field[2 * self.atom], field[2 * self.atom + 1] = t * self.direction, -t * self.direction
+        return pair.moved(field)
+
+
+def splitting(
+    f: SelfAttention,
+    mu: Measure | Tensor,
+    tol: float = 1e-8,
+    *,
+    gap: float | None = None,
+    solver: Solver | None = None,
+) -> Splitting:
+    """Whether duplicating tokens of X [n, d], or atoms of mu, makes f less smooth: which, by how much, along what."""
+    given = as_measure(mu, f.causal)
+    measure = given.merged()
+    solver = solver or Solver()
+    each = replace(solver, failure=solver.failure / 2)  # both bounds hold together with the confidence asked for
+    together = spectral_norm(derivative(f, measure), tol, gap=gap, solver=each)
+    blocks = spectral_norm(query_derivative(f, measure), tol, gap=gap, solver=each)
+    per_token = torch.as_tensor(blocks.value)
+    atom = int(per_token.argmax())
+    position = None if measure.positions is None else measure.positions[atom]
+    return Splitting(
+        measure=measure,
+        together=together,
+        apart=blocks[atom],
+        token=given.index_of(measure.points[atom], position),
+        direction=blocks.right[atom].reshape(-1),
+        per_token=per_token.to(measure.points),
+        atom=atom,
+    )
+
+
+def split_estimate(found: Splitting) -> Estimate:
+    """L_split(mu) as an Estimate; its vectors are fields on `measure.split(2)`, in the coordinates of `derivative`."""
+    lower = max(found.together.lower, found.apart.lower)
+    upper = max(found.together.upper, found.apart.upper)
+    both = max(0.0, found.together.confidence + found.apart.confidence - 1)
+    if found.apart.value <= found.together.value:
+        left, right = (x.repeat_interleave(2, dim=0) / 2**0.5 for x in (found.together.left, found.together.right))
+        return replace(found.together, lower=lower, upper=upper, confidence=both, left=left, right=right)
+    n = len(found.measure)
+
+    def halved(x: Tensor) -> Tensor:
+        field = x.new_zeros(2 * n, x.numel())
+        field[2 * found.atom], field[2 * found.atom + 1] = x.flatten() / 2**0.5, -x.flatten() / 2**0.5
+        return field
+
+    left, right = halved(found.apart.left), halved(found.apart.right)
+    return replace(found.apart, lower=lower, upper=upper, confidence=both, left=left, right=right)
+
+
+def jump_ratio(f: SelfAttention, mu: Measure, token: int, to: Tensor, mass: float) -> float:
+    """W2(F(nu), F(mu)) / W2(nu, mu), nu being mu with some mass of one atom moved to the point `to`, however far.
+
+    As the mass tends to 0, so does W2(nu, mu), yet the ratio can stay above L_split(mu): that constant is about short
+    moves of any mass, not about long moves of a small mass.
+    """
+    if not 0 < mass < mu.weights[token].item():
+        raise UserError(
+            f"mass must be between 0 and the weight {mu.weights[token].item():g} of token {token}, got {mass!r}"
+        )
+    weights = torch.cat([mu.weights, mu.weights.new_tensor([mass])])
+    weights[token] -= mass
+    nu = Measure(torch.cat([mu.points, to.reshape(1, -1).to(mu.points)]), weights)
+    return wasserstein(push(f, nu), push(f, mu)) / wasserstein(nu, mu)

@@ -1,0 +1,56 @@
+"""The distance on measures over [0, 1] x R^d that causal attention is measured in: transport at each position apart.
+
+    d_p(mu, nu) = ( integral of W_p(mu^s, nu^s)^p d theta(s) )^{1/p},   d_inf = ess sup over s of W_inf(mu^s, nu^s)
+
+theta is the law of the position, which both measures share; mu^s is the law of the token at position s. Attention never
+moves a position, so that the image measures share theta too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.transport import NEGLIGIBLE, atoms_distance, check_exponent, power_mean
+
+
+def conditional_distance(mu: Measure, nu: Measure, p: float = 2) -> float:
+    """d_p for 1 <= p <= inf of two measures with positions; infinite, and refused, where their positions differ."""
+    check_exponent(p)
+    if mu.positions is None or nu.positions is None:
+        raise UserError("conditional_distance needs measures with positions; without them use wasserstein")
+    here, there = _fibres(mu), _fibres(nu)
+    _check_marginals(here, there)
+    moves = []
+    for s, (x, a) in here.items():
+        y, b = there[s]
+        moves.append((a.sum().item(), atoms_distance(x, a / a.sum(), y, b / b.sum(), p)))
+    mass, length = torch.tensor(moves, dtype=torch.float64).T
+    return power_mean(mass, length, p)
+
+
+def _fibres(mu: Measure) -> dict[float, tuple[Tensor, Tensor]]:
+    """For each position, in order, the points there and their masses."""
+    assert mu.positions is not None
+    order = mu.positions.argsort(stable=True)
+    values, counts = torch.unique_consecutive(mu.positions[order], return_counts=True)
+    points = mu.points[order].double().split(counts.tolist())
+    weights = mu.weights[order].double().split(counts.tolist())
+    return dict(zip(values.tolist(), zip(points, weights, strict=True), strict=True))
+
+
+def _check_marginals(here: dict, there: dict) -> None:
+    for s in sorted(here.keys() ^ there.keys()):
+        owner = "first" if s in here else "second"
+        raise UserError(
+            f"d_p compares measures with the same law of positions; only the {owner} has mass at position {s:.6g}"
+        )
+    for s, (_, a) in here.items():
+        first, second = a.sum().item(), there[s][1].sum().item()
+        if abs(first - second) > max(NEGLIGIBLE, 1e-9 * first):
+            raise UserError(
+                f"d_p compares measures with the same law of positions; position {s:.6g} has mass {first:.9g} in the "
+                f"first and {second:.9g} in the second"
+            )

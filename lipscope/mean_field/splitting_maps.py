@@ -1,0 +1,136 @@
+"""Which maps split: the gain from mass splitting over a grid of two tokens, and its largest value over many tokens.
+
+Small problems by the hundred, so that dense matrices, all at once, are the quick way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from lipscope._types import UserError
+from lipscope.attention.kernels import L2
+from lipscope.attention.layer import SelfAttention
+from lipscope.mean_field.attention_on_measures import stacked
+from lipscope.mean_field.measures import Measure
+
+
+@dataclass(frozen=True, eq=False)
+class SplittingMap:
+    """gain[i, j] = L_split / ||D|| for two tokens at positions[i] and positions[j], with equal weights."""
+
+    positions: Tensor
+    gain: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One map of the table: the largest gain found with equal weights and with free ones, and where."""
+
+    name: str
+    equal: float
+    free: float
+    measure: Measure
+
+
+def gains(f: SelfAttention, X: Tensor, weights: Tensor) -> Tensor:
+    """max_i ||D Gamma(x_i)|| / ||D_mu F|| for B measures, X [B, n, d] and weights [B, n]: above 1, they split."""
+    whole, blocks = stacked(f, X, weights)
+    together = torch.linalg.matrix_norm(whole.to_dense(), 2)
+    apart = torch.linalg.matrix_norm(blocks.to_dense(), 2).unflatten(0, X.shape[:2]).amax(dim=1)
+    return torch.where(together > 0, apart / together, 0.0)
+
+
+def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
+    """The gain over the square positions x positions, for f on tokens of size 1."""
+    if f.Q.shape[1] != 1 or positions.ndim != 1:
+        raise UserError(
+            f"the map is of two tokens on a line: f must read tokens of size 1, got {f.Q.shape[1]}, "
+            f"and positions be a vector, got {tuple(positions.shape)}"
+        )
+    X = torch.cartesian_prod(positions, positions)[..., None]
+    weights = torch.full_like(X[..., 0], 0.5)
+    gain = gains(f, X, weights).clamp_min(1.0)
+    return SplittingMap(positions, gain.unflatten(0, (len(positions), -1)))
+
+
+def largest_gain(
+    f: SelfAttention, n: int, R: float, *, equal: bool = True, tries: int = 2000, seed: int = 0
+) -> tuple[float, Measure]:
+    """The largest gain found on n tokens in the ball of radius R, and where: random draws, then the best ones improved.
+
+    equal: weights 1/n; otherwise weights are drawn too, from e^-10 to 1 before they are normalised. A gain of 1 says
+    that the search met no measure that splits, not that there is none.
+    """
+    g = Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=f.Q.dtype)
+
+    d = f.Q.shape[1]
+    X = noise(tries, n, d)
+    # Radii of every order from R/100 to R: what splits is often one token near 0 and another far out.
+    X = X / X.norm(dim=-1, keepdim=True) * R * 10 ** (-2 * torch.rand(tries, n, 1, generator=g, dtype=X.dtype))
+    level = torch.zeros_like(X[..., 0]) if equal else -10 * torch.rand(tries, n, generator=g, dtype=X.dtype)
+    score = gains(f, X, level.softmax(dim=1))
+    best = score.topk(min(tries, 50)).indices
+    X, level, score = X[best], level[best], score[best]
+    for step in torch.logspace(-0.5, -3, 60).tolist():
+        trial = _into_ball(X + step * (X.abs() + 0.01 * R) * noise(*X.shape), R)
+        tilt = level if equal else level + 5 * step * noise(*level.shape)
+        now = gains(f, trial, tilt.softmax(dim=1))
+        better = now > score
+        X, level = torch.where(better[:, None, None], trial, X), torch.where(better[:, None], tilt, level)
+        score = torch.where(better, now, score)
+    top = int(score.argmax())
+    positions = torch.arange(1, n + 1, dtype=X.dtype) / n if f.causal else None
+    return max(1.0, score[top].item()), Measure(X[top], level[top].softmax(dim=0), positions)
+
+
+def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[Row]:
+    """For each map of `MAPS`, the largest gain found on n tokens of size 2 in the ball of radius R."""
+    rows = []
+    for name, make in MAPS.items():
+        f = make()
+        equal, _ = largest_gain(f, n, R, tries=tries, seed=seed)
+        free, measure = largest_gain(f, n, R, equal=False, tries=tries, seed=seed)
+        rows.append(Row(name, equal, free, measure))
+    return rows
+
+
+def _into_ball(X: Tensor, R: float) -> Tensor:
+    return X * (R / X.norm(dim=-1, keepdim=True).clamp_min(R))
+
+
+def _dot(A: list[list[float]], causal: bool = False) -> Callable[[], SelfAttention]:
+    def make() -> SelfAttention:
+        I = torch.eye(2, dtype=torch.float64)
+        return SelfAttention(math.sqrt(2) * torch.tensor(A, dtype=torch.float64), I, I, causal=causal)
+
+    return make
+
+
+def _l2(causal: bool = False) -> Callable[[], SelfAttention]:
+    def make() -> SelfAttention:
+        I = torch.eye(2, dtype=torch.float64)
+        return SelfAttention(I, I, I, kernel=L2(scale=0.5), causal=causal)
+
+    return make
+
+
+MAPS: dict[str, Callable[[], SelfAttention]] = {
+    "A = -I": _dot([[-1.0, 0.0], [0.0, -1.0]]),
+    "A = I": _dot([[1.0, 0.0], [0.0, 1.0]]),
+    "A = diag(1, -1)": _dot([[1.0, 0.0], [0.0, -1.0]]),
+    "A = rotation by 90 degrees": _dot([[0.0, -1.0], [1.0, 0.0]]),
+    "A nilpotent": _dot([[0.0, 1.0], [0.0, 0.0]]),
+    "L2": _l2(),
+    "masked, A = -I": _dot([[-1.0, 0.0], [0.0, -1.0]], causal=True),
+    "masked, A = I": _dot([[1.0, 0.0], [0.0, 1.0]], causal=True),
+    "masked, L2": _l2(causal=True),
+}
+"""Maps on tokens of size 2 with V = I, by the sign and kind of A."""

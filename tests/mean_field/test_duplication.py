@@ -1,0 +1,147 @@
+"""Mass splitting: the closed form against real copies, the perturbation it names, and what it does not cover."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Generator
+
+import lipscope as ls
+from lipscope.mean_field.attention_on_measures import derivative, push, velocity
+from lipscope.mean_field.duplication import jump_ratio, split_estimate, splitting
+from lipscope.mean_field.local import local_lipschitz
+from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.transport import wasserstein
+from tests.mean_field.weighted import dense_derivative, line, norm, one_head, randn, random_case, random_weights
+
+
+def test_the_example_on_the_line():
+    """X = (0, 4), A = -1, V = 1: the copy of 0 that sees both tokens alike is stretched by Var = 4."""
+    f, X = one_head(-1.0), torch.tensor([[0.0], [4.0]], dtype=torch.float64)
+    found = splitting(f, X)
+    assert found.together.value == pytest.approx(3.6717, abs=5e-5) and found.value == pytest.approx(4.0, abs=1e-12)
+    assert found.helps and found.certain and found.token == 0
+    assert found.gain == pytest.approx(4 / 3.6717108047716653, rel=1e-12)
+    assert found.direction.abs().tolist() == [1.0]
+    assert norm(dense_derivative(f, Measure.uniform(X))) == pytest.approx(3.6717, abs=5e-5)
+    assert norm(dense_derivative(f, Measure.uniform(X).split(2))) == pytest.approx(4.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_two_copies_reach_the_closed_form_and_eight_no_more(block):
+    """200 random measures, the split Jacobian written out and differentiated by autograd."""
+    for seed in range(50 * block, 50 * block + 50):
+        f, mu = random_case(seed)
+        found = splitting(f, mu)
+        for copies in (2, 8):
+            assert norm(dense_derivative(f, mu.split(copies))) == pytest.approx(found.value, rel=1e-10)
+        assert norm(dense_derivative(f, mu)) == pytest.approx(found.together.value, rel=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_only_the_atoms_that_are_split_count_and_unequal_parts_do_as_well(seed):
+    f, mu = random_case(seed, n_max=3)
+    g = Generator().manual_seed(seed)
+    i = int(torch.randint(0, len(mu), (), generator=g))
+    share = 0.05 + 0.9 * torch.rand((), generator=g, dtype=torch.float64)
+    weights = torch.cat([mu.weights, mu.weights[i : i + 1] * share])
+    weights[i] *= 1 - share
+    parts = Measure(torch.cat([mu.points, mu.points[i : i + 1]]), weights)
+    found = splitting(f, mu)
+    truth = max(found.together.value, found.per_token[i].item())
+    assert norm(dense_derivative(f, parts)) == pytest.approx(truth, rel=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_masked_measures_split_by_the_same_formula(seed):
+    f, mu = random_case(seed, n_max=5)
+    f = replace(f, causal=True)
+    s = torch.rand(len(mu), generator=Generator().manual_seed(seed), dtype=torch.float64)
+    mu = replace(mu, positions=s)
+    assert norm(dense_derivative(f, mu.split(2))) == pytest.approx(splitting(f, mu).value, rel=1e-10)
+
+
+def test_a_masked_example():
+    """X = (4, -4, 0), A = -1: 10.344 becomes 10.667 when the last token is split."""
+    found = splitting(one_head(-1.0, causal=True), torch.tensor([[4.0], [-4.0], [0.0]], dtype=torch.float64))
+    assert found.helps and found.token == 2
+    assert (found.together.value, found.value) == pytest.approx((10.344, 10.667), abs=5e-4)
+
+
+@pytest.mark.parametrize("points", [[0.0, 4.0], [0.0, 4.0, -4.0], [0.3, 5.0]])
+def test_the_perturbation_it_names_is_stretched_as_it_says(points):
+    f = one_head(-1.0)
+    found = splitting(f, line(points))
+    assert found.helps
+    halves = found.halves(1e-5)
+    ratio = wasserstein(push(f, halves), push(f, found.measure)) / wasserstein(halves, found.measure)
+    assert ratio == pytest.approx(found.value, rel=1e-4)
+
+
+def test_examples_in_the_plane():
+    I = torch.eye(2, dtype=torch.float64)
+    f = one_head(-I, I)
+    cross = 4 * torch.cat([0 * I[:1], I, -I])
+    for X, whole, split in ((cross[[0, 1, 3]], 10.344, 32 / 3), (cross, 6.2132, 6.4)):
+        found = splitting(f, X)
+        assert found.helps and found.token == 0
+        assert (found.together.value, found.value) == pytest.approx((whole, split), abs=5e-4)
+
+
+def test_where_splitting_does_not_help():
+    found = splitting(one_head(1.0), line([0.0, 4.0]))
+    assert not found.helps and not found.certain and found.gain == 1.0
+    assert found.value == found.together.value > found.apart.value
+    alone = splitting(one_head(-1.0), line([3.0]))
+    assert alone.gain == 1.0 and alone.value == pytest.approx(1.0)
+    nothing = splitting(one_head(-1.0, 0.0), line([0.0, 4.0]))
+    assert nothing.value == 0.0 and nothing.gain == 1.0 and not nothing.helps
+
+
+def test_tokens_that_coincide_are_one_atom():
+    f, X = one_head(-1.0), torch.tensor([[4.0], [4.0], [0.0], [0.0]], dtype=torch.float64)
+    found = splitting(f, X)
+    assert len(found.measure) == 2 and found.token == 2
+    assert found.together.value == pytest.approx(3.6717, abs=5e-5)
+    assert local_lipschitz(f, X).value == pytest.approx(4.0)  # four tokens: the copies are there already
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_squared_distances_of_tied_weights_never_split(seed):
+    """J_ii = V (2s C_i + P_ii I): the part a copy loses only adds to the diagonal block."""
+    g = Generator().manual_seed(seed)
+    n, d = int(torch.randint(2, 6, (), generator=g)), int(torch.randint(1, 4, (), generator=g))
+    turn = torch.linalg.qr(randn(g, d, d))[0]
+    size = 10 ** (2 * torch.rand((), generator=g, dtype=torch.float64) - 1)
+    f = ls.SelfAttention(size * turn, size * turn, randn(g, d, d), kernel=ls.L2(), causal=bool(seed % 2))
+    s = torch.rand(n, generator=g, dtype=torch.float64) if seed % 2 else None
+    found = splitting(f, Measure(3 * randn(g, n, d), random_weights(g, n), s))
+    assert found.apart.value <= found.together.value and found.gain == 1.0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_the_estimate_with_splitting_has_fields_on_two_copies(seed):
+    f, mu = random_case(seed) if seed else (one_head(-1.0), line([0.0, 4.0]))
+    e = split_estimate(splitting(f, mu))
+    assert e.lower <= e.value <= e.upper < e.value * 1.01
+    J = derivative(f, mu.split(2))
+    assert e.right.shape == J.in_shape and e.right.norm().item() == pytest.approx(1.0)
+    assert torch.allclose(J.mv(e.right), e.value * e.left, atol=1e-6 * e.value)
+
+
+def test_a_finite_jump_is_not_covered():
+    """mu = e^{-6} delta_1 + (1 - e^{-6}) delta_{-1}, A = 6: mass that goes from 1 to 0.338 is stretched 2.63-fold."""
+    f, w = one_head(6.0), math.exp(-6.0)
+    mu = line([1.0, -1.0], [w, 1 - w])
+    found = splitting(f, mu)
+    assert (found.together.value, found.apart.value) == pytest.approx((1.0861, 0.0591), abs=1e-4)
+    to = torch.tensor([0.338], dtype=torch.float64)
+    ratios = [jump_ratio(f, mu, 0, to, mass) for mass in (1e-4, 1e-5, 1e-6, 1e-7)]
+    gamma = velocity(f, mu)
+    secant = ((gamma(to[None]) - gamma(mu.points[:1])).norm() / (to - mu.points[0]).norm()).item()
+    assert ratios[-1] == pytest.approx(secant, rel=1e-4) == pytest.approx(2.6346, abs=1e-3)
+    assert min(ratios) > 2.4 * found.value
+    for mass in (0.0, w, 1.0):
+        with pytest.raises(ls.UserError, match="mass must be between 0"):
+            jump_ratio(f, mu, 0, to, mass)

@@ -1,0 +1,92 @@
+"""Wasserstein distances against enumeration, against each other, and at close points."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Generator
+
+import lipscope as ls
+from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.transport import distances, wasserstein
+from tests.mean_field.weighted import line, randn, random_weights
+
+EXPONENTS = [1, 1.5, 2, 4, math.inf]
+
+
+def by_enumeration(x, y, p):
+    """Equal weights: an optimal coupling is a permutation (Birkhoff)."""
+    D = distances(x, y)
+    best = math.inf
+    for order in itertools.permutations(range(len(x))):
+        moves = D[torch.arange(len(x)), list(order)]
+        best = min(best, moves.max().item() if math.isinf(p) else moves.pow(p).mean().item() ** (1 / p))
+    return best
+
+
+@pytest.mark.parametrize("p", EXPONENTS)
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_equal_weights_match_enumeration(p, d):
+    g = Generator().manual_seed(d)
+    for _ in range(5):
+        x, y = randn(g, 5, d), randn(g, 5, d)
+        assert wasserstein(Measure.uniform(x), Measure.uniform(y), p) == pytest.approx(
+            by_enumeration(x, y, p), rel=1e-9
+        )
+
+
+@pytest.mark.parametrize("p", EXPONENTS)
+def test_the_line_agrees_with_the_linear_program(p):
+    """The same measures laid on a line in the plane, where the program runs."""
+    g = Generator().manual_seed(0)
+    for _ in range(10):
+        mu, nu = (Measure(randn(g, n, 1), random_weights(g, n)) for n in (6, 9))
+        lifted = [Measure(torch.cat([m.points, 0 * m.points], dim=1), m.weights) for m in (mu, nu)]
+        assert wasserstein(mu, nu, p) == pytest.approx(wasserstein(*lifted, p), rel=1e-9)
+
+
+def test_known_distances():
+    assert wasserstein(line([0.0]), line([3.0]), 2) == 3.0
+    assert wasserstein(line([0.0, 1.0]), line([0.0, 1.0], [0.25, 0.75]), 1) == pytest.approx(0.25)
+    assert wasserstein(line([0.0, 1.0]), line([0.0, 1.0], [0.25, 0.75]), 2) == pytest.approx(0.5)
+    assert wasserstein(line([0.0, 1.0]), line([0.0, 1.0], [0.25, 0.75]), math.inf) == 1.0
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_the_same_measure_written_twice_is_at_distance_zero(d):
+    g = Generator().manual_seed(3)
+    mu = Measure(randn(g, 6, d), random_weights(g, 6))
+    order = torch.randperm(6, generator=g)
+    for other in (mu.split(3), Measure(mu.points[order], mu.weights[order])):
+        assert [wasserstein(mu, other, p) for p in EXPONENTS] == [0.0] * 5 or d == 2
+        assert max(wasserstein(mu, other, p) for p in EXPONENTS) <= 1e-7
+
+
+@pytest.mark.parametrize("d", [1, 2])
+@pytest.mark.parametrize("t", [1e-3, 1e-6])
+def test_close_measures_keep_their_distance(d, t):
+    """Every atom moved by t, far from the origin: expanding the square would lose this to rounding."""
+    g = Generator().manual_seed(4)
+    mu = Measure(100 + randn(g, 8, d), random_weights(g, 8))
+    step = torch.zeros(1, d, dtype=torch.float64)
+    step[0, 0] = t
+    for p in EXPONENTS:
+        assert wasserstein(mu, mu.moved(step), p) == pytest.approx(t, rel=1e-7)
+
+
+def test_scale_does_not_matter():
+    g = Generator().manual_seed(5)
+    mu, nu = (Measure(randn(g, 4, 2), random_weights(g, 4)) for _ in range(2))
+    for s in (1e-100, 1e100):
+        far = wasserstein(Measure(s * mu.points, mu.weights), Measure(s * nu.points, nu.weights), 2)
+        assert far == pytest.approx(s * wasserstein(mu, nu, 2), rel=1e-9)
+
+
+def test_what_has_no_distance_is_refused():
+    with pytest.raises(ls.UserError, match="at least 1"):
+        wasserstein(line([0.0]), line([1.0]), 0.5)
+    with pytest.raises(ls.UserError, match="different dimensions, 1 and 2"):
+        wasserstein(line([0.0]), Measure.uniform(torch.zeros(1, 2)))
+    with pytest.raises(ls.UserError, match="conditional_distance"):
+        wasserstein(line([0.0], positions=[0.5]), line([1.0], positions=[0.5]))

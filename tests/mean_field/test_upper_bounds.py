@@ -1,0 +1,85 @@
+"""Bounds for measures in a ball: formulas, hypotheses, and pairs of measures that try to beat them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Generator
+
+import lipscope as ls
+from lipscope.linalg.spectral import spectral_norm
+from lipscope.mean_field.attention_on_measures import derivative, push
+from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.transport import wasserstein
+from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_castin2024, w_inf_bound
+from tests.cases import problem
+from tests.mean_field.weighted import norm, one_head, randn, random_weights
+
+
+def in_ball(X):
+    return X / X.norm(dim=1, keepdim=True).clamp_min(1.0)
+
+
+def test_the_formulas():
+    f, a = one_head(-3.0, 2.0), 3.0 * 0.25
+    assert w2_bound(f, 0.5) == pytest.approx(2 * (a + (1 + a) * math.exp(a)))
+    assert w2_bound_castin2024(f, 0.5) == pytest.approx(2 * (1 + 3 * a) * math.exp(2 * a))
+    assert w_inf_bound(f, 0.5) == pytest.approx(2 * (1 + 2 * a))
+    masked = replace(f, causal=True)
+    assert d_p_bound(masked, 0.5, 3) == pytest.approx(2 * (a + 1.5 * (1 + 2 * a) * math.exp(2 * a)))
+    assert d_p_bound(masked, 0.5, math.inf) == w_inf_bound(masked, 0.5) == w_inf_bound(f, 0.5)
+
+
+def test_the_sharper_bound_is_never_above_the_published_one():
+    for a in (0.0, 1e-3, 0.1, 1.0, 10.0, 300.0, 1e6):
+        assert w2_bound(one_head(a), 1.0) <= w2_bound_castin2024(one_head(a), 1.0)
+    assert w2_bound(one_head(1e6), 1.0) == math.inf
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "multi-head", "multi-head, projected", "grouped keys", "biases"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_local_constant_is_above_the_bounds(kind, seed):
+    f, X = problem(kind, seed)
+    g = Generator().manual_seed(seed)
+    mu = Measure(X, random_weights(g, len(X)))
+    sigma = spectral_norm(derivative(f, mu)).value
+    assert sigma <= w2_bound(f, mu.radius)
+    # W_inf: a field with |xi_j| = 1 for every atom, pushed through J = W^{-1/2} D W^{1/2}.
+    xi = randn(g, len(X), X.shape[1])
+    xi = xi / xi.norm(dim=1, keepdim=True)
+    pushed = derivative(f, mu).mv(mu.roots * xi) / mu.roots
+    assert pushed.norm(dim=1).max() <= w_inf_bound(f, mu.radius) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_pairs_stay_below_the_bounds(seed):
+    g = Generator().manual_seed(seed)
+    n, d = (int(torch.randint(low, high, (), generator=g)) for low, high in ((1, 6), (1, 4)))
+    A = randn(g, d, d)
+    A = A / norm(A) * 10 ** (2 * torch.rand((), generator=g, dtype=torch.float64) - 1)
+    f = one_head(A, randn(g, d, d))
+    mu = Measure(in_ball(randn(g, n, d)), random_weights(g, n))
+    if seed % 2:
+        nu = Measure(in_ball(randn(g, n + 1, d)), random_weights(g, n + 1))
+    else:
+        nu = Measure(in_ball(mu.points + 0.01 * randn(g, n, d)), mu.weights)
+    ratio = wasserstein(push(f, mu), push(f, nu)) / wasserstein(mu, nu)
+    assert ratio <= w2_bound(f, 1.0) <= w2_bound_castin2024(f, 1.0)
+    longest = wasserstein(push(f, mu), push(f, nu), math.inf) / wasserstein(mu, nu, math.inf)
+    assert longest <= w_inf_bound(f, 1.0)
+
+
+def test_hypotheses_are_checked():
+    f = one_head(1.0)
+    for bad, says in (
+        (lambda: w2_bound(replace(f, causal=True), 1.0), "use d_p_bound"),
+        (lambda: d_p_bound(f, 1.0), "use w2_bound"),
+        (lambda: d_p_bound(replace(f, causal=True), 1.0, 1), "no constant in d_1"),
+        (lambda: w2_bound(f, -1.0), "finite radius"),
+        (lambda: w2_bound(replace(f, kernel=ls.L2()), 1.0), "dot-product"),
+        (lambda: w2_bound(replace(f, kernel=ls.Dot(softcap=1.0)), 1.0), "softcap"),
+        (lambda: w2_bound_castin2024(replace(f, biases=(torch.ones(1).double(), None, None)), 1.0), "query bias"),
+    ):
+        with pytest.raises(ls.UserError, match=says):
+            bad()
