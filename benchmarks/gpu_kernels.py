@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -44,17 +45,21 @@ class Row:
 
 def seconds(f: Callable[[], object], budget: float = 1.0) -> float:
     """Median time of f on the device, after a warm-up."""
-    f()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < budget and len(times) < 30):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for _ in range(2):
+        marks[0].record()
         f()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return sorted(times)[len(times) // 2]
+        marks[1].record()
+    torch.cuda.synchronize()
+    repeats = max(5, min(50, int(budget * 1e3 / marks[0].elapsed_time(marks[1]))))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        f()
+        mark.record()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
+    return times[repeats // 2]
 
 
 def peak_bytes(f: Callable[[], object]) -> int:

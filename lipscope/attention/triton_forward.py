@@ -18,7 +18,7 @@ from lipscope.attention.triton_operands import (
     descriptor,
     needs_scaling,
     padding_of,
-    power,
+    powers,
     product_of,
 )
 from lipscope.attention.triton_tiles import (
@@ -54,7 +54,7 @@ def _forward(
     qi = read(q, b, h, i, M, K)
     qi_low = read_low(q, b, h, i, qi, PRODUCT)
     acc = tl.zeros([M, V], tl.float32)
-    total = tl.zeros([M], tl.float32)
+    total, lost = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     bounds = key_range(i, stop, shift, window, CAUSAL, M, N)
     for run in tl.static_range(3):
@@ -74,8 +74,11 @@ def _forward(
                 base = tl.where(top == float("-inf"), 0.0, top)
                 p = tl.exp2(t - base[:, None])
                 shrink = tl.exp2(last - base)
-                total = total * shrink + tl.sum(p, 1)
-                acc, _ = add_product(acc * shrink[:, None], p, 1.0, vj, vj_low, v_unit, PRODUCT)
+                # Kahan's sum: thousands of tiles would otherwise cost a digit of lse.
+                more = tl.sum(p, 1) - lost * shrink
+                total, before = total * shrink + more, total * shrink
+                lost = (total - before) - more
+                acc = add_product(acc * shrink[:, None], p, 1.0, vj, vj_low, v_unit, PRODUCT)
     _finish(o, lse, sinks, acc, top, total, rows, i, h, b, n, M, V)
 
 
@@ -116,7 +119,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precis
     M, N, warps, stages = TILES[product, max(64, K, V)]
     factors = units = None
     if needs_scaling(q.dtype, product):
-        a, b, c = factors = power(q), power(k), power(v)
+        a, b, c = factors = powers(q, k, v)
         units = torch.stack([1 / (a * b), 1 / c])
     qs, ks, vs = as_operands((q, k, v), factors, product)
     B = q.shape[:-3].numel()

@@ -19,7 +19,7 @@ from lipscope.attention.triton_operands import (
     descriptor,
     needs_scaling,
     padding_of,
-    power,
+    powers,
     product_of,
 )
 from lipscope.attention.triton_tiles import (
@@ -31,6 +31,7 @@ from lipscope.attention.triton_tiles import (
     read,
     read_low,
     read_top,
+    rounded,
     row_peak,
     scores,
     visible,
@@ -55,7 +56,7 @@ def _jvp(
         score_unit, dscore_unit = tl.load(units), tl.load(units + 1)
         v_unit, dv_unit = tl.load(units + 2) * dscore_unit, tl.load(units + 3)
     rows = i + tl.arange(0, M)
-    top = read_top(lse, (b * tl.num_programs(1) + h) * n, rows, n)
+    top, rest = read_top(lse, (b * tl.num_programs(1) + h) * n, rows, n)
     qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
     qi_low, dqi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(dq, b, h, i, dqi, PRODUCT)
     acc = tl.zeros([M, V], tl.float32)
@@ -83,11 +84,11 @@ def _jvp(
                 w = p * dt
                 if softcap is not None:
                     w *= slope
-                acc, _ = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
-                acc, part = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
-                # From w as it was rounded: where P is near one-hot, W v and (W 1) o cancel.
-                drift += part
-    acc -= (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)
+                w = rounded(w, PRODUCT)  # once for both sums: where P is nearly one-hot, W v and (W 1) o cancel
+                drift += tl.sum(w, 1)
+                acc = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
+                acc = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
+    acc = (acc - (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)) * rest[:, None]
     do.store([b, h, i, 0], acc.to(do.dtype).reshape(1, 1, M, V))
 
 
@@ -116,8 +117,8 @@ def jvp(
     M, N, warps, stages, registers = TILES[product, max(64, K, V)]
     factors = units = None
     if needs_scaling(q.dtype, product):
-        a, b, c, d = power(q), power(k), power(v), power(dv)
-        e = torch.minimum(power(dq) / a, power(dk) / b)  # one for both: dq k' and q dk' are added up
+        a, b, c, d, e, f = powers(q, k, v, dv, dq, dk)
+        e = torch.minimum(e / a, f / b)  # one for both: dq k' and q dk' are added up
         factors = a, b, c, a * e, b * e, d
         units = torch.stack([1 / (a * b), 1 / (a * b * e), 1 / c, 1 / d])
     qs, ks, vs, dqs, dks, dvs = as_operands((q, k, v, dq, dk, dv), factors, product)

@@ -80,10 +80,11 @@ def needs_scaling(dtype: torch.dtype, product: str) -> bool:
     return dtype == torch.float32 and product != "plain"
 
 
-def power(x: Tensor) -> Tensor:
-    """The power of two that brings the largest entry of x to [2^13, 2^14); it stays on the device."""
-    exponent = torch.frexp(torch.linalg.vector_norm(x, torch.inf)).exponent
-    return torch.ldexp(torch.ones((), device=x.device), (14 - exponent).clamp(-120, 120))
+def powers(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """For each tensor the power of two that brings its largest entry to [2^13, 2^14); they stay on the device."""
+    peaks = torch.stack([torch.linalg.vector_norm(x, torch.inf) for x in tensors])
+    exponents = (14 - torch.frexp(peaks).exponent).clamp(-120, 120)
+    return torch.ldexp(torch.ones_like(peaks), exponents).unbind()
 
 
 def as_operands(tensors: Sequence[Tensor], factors: Sequence[Tensor] | None, product: str) -> list[Tensor]:

@@ -49,15 +49,13 @@ def scores(a, a_low, b, b_low, PRODUCT: tl.constexpr):
 @triton.jit
 @no_type_check
 def add_product(acc, a, peak, b, b_low, unit, PRODUCT: tl.constexpr):
-    """acc + unit a b for a float32 tile a whose rows stay below `peak`; and the row sums of a as it was rounded.
+    """acc + unit a b for a float32 tile a whose rows stay below `peak`.
 
     fp16 has 5 exponent bits: a is brought to 2^14 first, so that nothing that matters under- or overflows.
     The sum over tiles is kept outside the tensor cores, which truncate: after thousands of tiles that shows.
     """
     if PRODUCT == "plain":
-        high = a.to(b.dtype)
-        total = tl.sum(high.to(tl.float32), 1)
-        acc = tl.dot(high, b, acc)
+        acc = tl.dot(a.to(b.dtype), b, acc)
     else:
         a = a * (16384.0 / peak)
         high = a.to(b.dtype)
@@ -65,12 +63,19 @@ def add_product(acc, a, peak, b, b_low, unit, PRODUCT: tl.constexpr):
         if PRODUCT == "pair":
             part = tl.dot((a - high.to(tl.float32)).to(b.dtype), b, part)
             part = tl.dot(high, b_low, part)
-        else:
-            a = high.to(tl.float32)
         part = tl.dot(high, b, part)
         acc += part * (peak * (unit / 16384.0))
-        total = tl.sum(a * (peak / 16384.0), 1)
-    return acc, total
+    return acc
+
+
+@triton.jit
+@no_type_check
+def rounded(a, PRODUCT: tl.constexpr):
+    """a as `add_product` rounds it, as far as it matters: fp16 leaves the largest entry of a row as it is.
+
+    fl(65537 a) - 65536 a is a in bf16, computed in float32: cheaper than to convert there and back.
+    """
+    return tl.fma(a, tl.full(a.shape, -65536.0, tl.float32), a * 65537.0) if PRODUCT == "plain" else a
 
 
 @triton.jit
@@ -151,9 +156,14 @@ def query_range(j, n, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: t
 @triton.jit
 @no_type_check
 def read_top(lse, offset, rows, n):
-    """Log-sum-exp in units of log 2; +inf for a row that sees nothing, so that its weights are zero."""
-    top = tl.load(lse + offset.to(tl.int64) + rows, mask=rows < n, other=float("inf")) * LOG2E
-    return tl.where(top == float("-inf"), float("inf"), top)
+    """Log-sum-exp in units of log 2, and the factor 1 + O(2^-24) that its rounding leaves to the weights.
+
+    A row that sees nothing gets +inf, so that its weights are zero.
+    """
+    value = tl.load(lse + offset.to(tl.int64) + rows, mask=rows < n, other=float("inf"))
+    top = tl.where(value == float("-inf"), float("inf"), value * LOG2E)
+    rest = tl.where(top == float("inf"), 0.0, tl.fma(value, tl.full(value.shape, LOG2E, tl.float32), -top))
+    return top, tl.exp2(-rest)
 
 
 @triton.jit

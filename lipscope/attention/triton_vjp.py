@@ -21,7 +21,7 @@ from lipscope.attention.triton_operands import (
     descriptor,
     needs_scaling,
     padding_of,
-    power,
+    powers,
     product_of,
 )
 from lipscope.attention.triton_tiles import (
@@ -57,7 +57,7 @@ def _onto_queries(
         score_unit, dp_unit, k_unit = tl.load(units), tl.load(units + 1), tl.load(units + 3)
     rows = i + tl.arange(0, M)
     offset = (b * tl.num_programs(1) + h) * n
-    top = read_top(lse, offset, rows, n)
+    top, rest = read_top(lse, offset, rows, n)
     mean = tl.load(delta + offset.to(tl.int64) + rows, mask=rows < n, other=0.0)
     qi, gi = read(q, b, h, i, M, K), read(g, b, h, i, M, V)
     qi_low, gi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(g, b, h, i, gi, PRODUCT)
@@ -80,7 +80,8 @@ def _onto_queries(
                     z = tl.where(are_real(keys, b, columns, n_keys)[None, :], z, 0.0)
                 if softcap is not None:
                     z *= slope
-                acc, _ = add_product(acc, z, row_peak(z, PRODUCT), kj, kj_low, k_unit, PRODUCT)
+                acc = add_product(acc, z, row_peak(z, PRODUCT), kj, kj_low, k_unit, PRODUCT)
+    acc *= rest[:, None]
     gq.store([b, h, i, 0], acc.to(gq.dtype).reshape(1, 1, M, K))
 
 
@@ -116,20 +117,22 @@ def _onto_keys(
                     qi, gi = read(q, b, h, i, M, K), read(g, b, h, i, M, V)
                     qi_low, gi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(g, b, h, i, gi, PRODUCT)
                     columns = i + tl.arange(0, M)
-                    top = read_top(lse, offset, columns, n)
+                    top, rest = read_top(lse, offset, columns, n)
                     mean = tl.load(delta + offset.to(tl.int64) + columns, mask=columns < n, other=0.0)
                     t = scores(kj, kj_low, qi, qi_low, PRODUCT)
                     dp = scores(vj, vj_low, gi, gi_low, PRODUCT)
                     t, slope = cap(t, score_unit, softcap)
                     p = tl.exp2(t - top[None, :])
+                    if PRODUCT == "pair":
+                        p *= rest[None, :]
                     if run != 1:
                         seen = visible(columns[None, :], rows[:, None], n_keys, shift, window, CAUSAL)
                         p = tl.where(seen, p, 0.0)
                     z = p * (dp * dp_unit - mean[None, :])
                     if softcap is not None:
                         z *= slope
-                    on_v, _ = add_product(on_v, p, 1.0, gi, gi_low, g_unit, PRODUCT)
-                    on_k, _ = add_product(on_k, z, row_peak(z, PRODUCT), qi, qi_low, q_unit, PRODUCT)
+                    on_v = add_product(on_v, p, 1.0, gi, gi_low, g_unit, PRODUCT)
+                    on_k = add_product(on_k, z, row_peak(z, PRODUCT), qi, qi_low, q_unit, PRODUCT)
     if keys is not None:
         real = are_real(keys, b, rows, n_keys)[:, None]
         on_k, on_v = tl.where(real, on_k, 0.0), tl.where(real, on_v, 0.0)
@@ -140,11 +143,11 @@ def _onto_keys(
 TILES = {
     # (M, N, warps, stages, registers) by product and head dimension, for gq and for gk, gv.
     ("plain", 64): ((128, 64, 8, 2, 128), (64, 64, 4, 2, None)),
-    ("plain", 128): ((128, 64, 8, 2, None), (64, 128, 8, 2, None)),
+    ("plain", 128): ((128, 64, 8, 2, None), (64, 64, 4, 2, None)),
     ("half", 64): ((128, 64, 8, 2, 128), (64, 64, 4, 2, None)),
-    ("half", 128): ((128, 32, 8, 2, None), (32, 128, 8, 2, None)),
+    ("half", 128): ((128, 32, 8, 2, None), (64, 64, 4, 2, None)),
     ("pair", 64): ((128, 32, 8, 2, 128), (64, 64, 4, 2, None)),
-    ("pair", 128): ((64, 32, 4, 2, None), (32, 64, 4, 2, None)),
+    ("pair", 128): ((64, 64, 4, 2, None), (16, 64, 4, 2, None)),
 }
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -159,7 +162,7 @@ def vjp(
     product = product_of(q.dtype, precision)
     factors = units = None
     if needs_scaling(q.dtype, product):
-        a, b, c, d = factors = power(q), power(k), power(v), power(g)
+        a, b, c, d = factors = powers(q, k, v, g)
         units = torch.stack([1 / (a * b), 1 / (c * d), 1 / a, 1 / b, 1 / d])
     qs, ks, vs, gs = as_operands((q, k, v, g), factors, product)
     B = q.shape[:-3].numel()
