@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention import reference, tiled
+from lipscope.attention import backend, reference
 from lipscope.attention.kernels import L2, Dot, Rope, augment, default_scale
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple, Weights
-from lipscope.linalg.operator import Compression, LinearOperator
+from lipscope.linalg.operator import Compression, LinearOperator, Product
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -73,19 +73,21 @@ class _State:
         return G @ (self.W[0] if self.W.shape[0] == 1 else self.W)
 
     def mv(self, E: Tensor) -> Tensor:
+        E = E.to(self.W.dtype)
         if self.weights is not None:
             do = reference.jvp(self.weights, self.q, self.k, self.v, self.o, self.read(E))
         else:
-            do = tiled.jvp(self.q, self.k, self.v, self.o, self.lse, self.read(E), self.pattern)
+            do = backend.jvp(self.q, self.k, self.v, self.o, self.lse, self.read(E), self.pattern)
         joined = do.transpose(-3, -2).flatten(-2)
         return joined if self.O is None else joined @ self.O.T
 
     def rmv(self, U: Tensor) -> Tensor:
+        U = U.to(self.W.dtype)
         U = U if self.O is None else U @ self.O
         g = U.unflatten(-1, (self.q.shape[1], -1)).transpose(-3, -2)
         if self.weights is not None:
             return self.write_back(*reference.vjp(self.weights, self.q, self.k, self.v, self.o, g))
-        return self.write_back(*tiled.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern))
+        return self.write_back(*backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern))
 
     def take(self, members: Tensor) -> _State:
         """Some of the members."""
@@ -104,6 +106,11 @@ class _State:
         # Sinks are in the log-sum-exp already; masks repeat for each head of a member.
         spread = replace(p, sinks=None).each(lambda x: x.repeat_interleave(heads, dim=0))
         return replace(replace(self, weights=w, pattern=Pattern())._each(split), pattern=spread)
+
+    def rough(self) -> _State:
+        """The same in bfloat16, for steps that only look for the vector; the log-sum-exp stays exact."""
+        low = self._each(lambda x: x.to(torch.bfloat16) if x.dtype.is_floating_point else x)
+        return replace(low, lse=self.lse, O=None if self.O is None else self.O.to(torch.bfloat16))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> _State:
         """The same change to everything that leads with members."""
@@ -160,7 +167,7 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
         v = v - v.mean(dim=-2, keepdim=True)
         k = k if f.kernel.softcap is not None or distance else k - k.mean(dim=-2, keepdim=True)
     pattern = Pattern(f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks)
-    o, lse = tiled.forward(q, k, v, pattern)
+    o, lse = backend.forward(q, k, v, pattern)
     weights = None
     if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
         weights = reference.weights(q, k, lse, pattern)
@@ -219,9 +226,14 @@ def _operator(
     def drop(x: Tensor) -> Tensor:
         return x if batch is not None else x[0]
 
-    return LinearOperator(
-        mv=lambda E: drop(state.mv(lead(E))),
-        rmv=lambda U: drop(state.rmv(lead(U))),
+    def products(s: _State) -> tuple[Product, Product]:
+        dtype = state.q.dtype
+        return lambda E: drop(s.mv(lead(E))).to(dtype), lambda U: drop(s.rmv(lead(U))).to(dtype)
+
+    mv, rmv = products(state)
+    exact = LinearOperator(
+        mv=mv,
+        rmv=rmv,
         in_shape=in_shape,
         out_shape=(in_shape[0], out_size),
         batch=batch,
@@ -233,6 +245,10 @@ def _operator(
         if batch is None
         else lambda m: _operator(state.take(m), in_shape, len(m), (errors[0][m], errors[1][m])),
     )
+    if state.weights is not None or state.q.dtype != torch.float32 or not state.q.is_cuda:
+        return exact
+    mv, rmv = products(state.rough())
+    return replace(exact, rough=replace(exact, mv=mv, rmv=rmv, take=None))
 
 
 def _uncompressed(core: LinearOperator, basis: Tensor, d: int) -> LinearOperator:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lipscope._types import UserError
-from lipscope.attention import tiled
+from lipscope.attention import backend
 from lipscope.attention.pattern import Pattern
 
 
@@ -35,7 +35,7 @@ def attend(
 ) -> Tensor:
     """softmax(S) v for q [..., H, n, k], k [..., G, n', k], v [..., G, n', m]; G divides H (grouped keys and values).
 
-    The score scale <q_i, k_j>, scale 1/sqrt(k) by default, is soft-capped to softcap tanh(score / softcap), then masked.
+    The score scale <q_i, k_j>, scale 1/sqrt(k) by default, is capped to softcap tanh(score / softcap), then masked.
     causal shows key j to query i when j <= i + n' - n, window w only when j > i + n' - n - w. A boolean mask,
     broadcastable to [..., H, n, n'], is True where a query may attend; a floating-point one is added. padding [..., n']
     is True for real tokens; a padded key is invisible and, when n = n', a padded query is fully masked. sinks [H] join
@@ -76,7 +76,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, mask, padding, sinks, rules):
-        return tiled.forward(q, k, v, make_pattern(mask, padding, sinks, rules))
+        return backend.forward(q, k, v, make_pattern(mask, padding, sinks, rules))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -105,7 +105,7 @@ class _Jvp(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, rules):
-        return tiled.jvp(q, k, v, o, lse, (dq, dk, dv), make_pattern(mask, padding, sinks, rules))
+        return backend.jvp(q, k, v, o, lse, (dq, dk, dv), make_pattern(mask, padding, sinks, rules))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -118,8 +118,8 @@ class _Jvp(torch.autograd.Function):
     def backward(ctx, g):
         q, k, v, dq, dk, dv, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        onto_qkv = tiled.second_vjp(q, k, v, o, lse, (dq, dk, dv), g, pattern)
-        onto_tangent = tiled.vjp(q, k, v, o, lse, g, pattern)
+        onto_qkv = backend.second_vjp(q, k, v, o, lse, (dq, dk, dv), g, pattern)
+        onto_tangent = backend.vjp(q, k, v, o, lse, g, pattern)
         return *onto_qkv, *onto_tangent, None, None, None, None, None, None
 
     @staticmethod
@@ -127,8 +127,8 @@ class _Jvp(torch.autograd.Function):
         q, k, v, dq, dk, dv, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
         other, moved = _or_zeros((eq, ek, ev), (q, k, v)), _or_zeros((ddq, ddk, ddv), (q, k, v))
-        bent = tiled.second_jvp(q, k, v, lse, (dq, dk, dv), other, pattern)
-        return bent + tiled.jvp(q, k, v, o, lse, moved, pattern)
+        bent = backend.second_jvp(q, k, v, lse, (dq, dk, dv), other, pattern)
+        return bent + backend.jvp(q, k, v, o, lse, moved, pattern)
 
 
 class _Vjp(torch.autograd.Function):
@@ -138,7 +138,7 @@ class _Vjp(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, g, o, lse, mask, padding, sinks, rules):
-        return tiled.vjp(q, k, v, o, lse, g, make_pattern(mask, padding, sinks, rules))
+        return backend.vjp(q, k, v, o, lse, g, make_pattern(mask, padding, sinks, rules))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -151,17 +151,17 @@ class _Vjp(torch.autograd.Function):
     def backward(ctx, hq, hk, hv):
         q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        onto_qkv = tiled.second_vjp(q, k, v, o, lse, (hq, hk, hv), g, pattern)
-        onto_g = tiled.jvp(q, k, v, o, lse, (hq, hk, hv), pattern)
+        onto_qkv = backend.second_vjp(q, k, v, o, lse, (hq, hk, hv), g, pattern)
+        onto_g = backend.jvp(q, k, v, o, lse, (hq, hk, hv), pattern)
         return *onto_qkv, onto_g, None, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, eq, ek, ev, dg, *_):
         q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        bent = tiled.second_vjp(q, k, v, o, lse, _or_zeros((eq, ek, ev), (q, k, v)), g, pattern)
+        bent = backend.second_vjp(q, k, v, o, lse, _or_zeros((eq, ek, ev), (q, k, v)), g, pattern)
         dg = torch.zeros_like(g) if dg is None else dg
-        moved = tiled.vjp(q, k, v, o, lse, dg, pattern)
+        moved = backend.vjp(q, k, v, o, lse, dg, pattern)
         return tuple(x + y for x, y in zip(bent, moved, strict=True))
 
 
@@ -176,8 +176,8 @@ def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
     (H, n, size), (G, n_keys) = q.shape[-3:], k.shape[-3:-1]
     if k.shape[-1] != size or v.shape[-3:-1] != k.shape[-3:-1]:
         raise UserError(
-            f"q, k, v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; q and k need the same last dimension, "
-            "k and v the same heads and tokens"
+            f"q, k, v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
+            "q and k need the same last dimension, k and v the same heads and tokens"
         )
     if H % G:
         raise UserError(f"{H} query heads cannot share {G} key heads evenly; the second must divide the first")

@@ -32,6 +32,7 @@ class LinearOperator:
                 Default: condition.
     take:       the operator restricted to some members of the batch, where that is cheaper than the whole.
     compressed: the same operator through fewer input dimensions.
+    rough:      a cheaper operator close to this one, good enough to find the singular vectors, not to measure them.
     """
 
     mv: Product
@@ -45,6 +46,7 @@ class LinearOperator:
     worst: Tensor | float | None = None
     take: Callable[[Tensor], LinearOperator] | None = None
     compressed: Compression | None = None
+    rough: LinearOperator | None = None
 
     @property
     def in_size(self) -> int:
@@ -84,6 +86,7 @@ class LinearOperator:
             out_shape=self.in_shape,
             take=None if take is None else lambda members: take(members).T,
             compressed=None,
+            rough=None,
         )
 
     def __matmul__(self, other: LinearOperator) -> LinearOperator:
@@ -113,6 +116,7 @@ class LinearOperator:
             rmv=lambda U: factor * self.rmv(U),
             take=None if take is None else lambda members: take(members) * factor,
             compressed=None if small is None else Compression(small.core * factor, small.lift),
+            rough=None,
         )
 
     __rmul__ = __mul__

@@ -23,16 +23,22 @@ CERTIFIED = (
     "provided the input was not chosen with knowledge of the seed"
 )
 
+ROUGH = 1e-2
+"""Residual to which a rough operator is iterated: its vectors are no better than its products."""
+
 SMALL = 1 << 16
 """Numbers in one vector of the whole batch, below which a product is cheaper than a look at the small matrix."""
 
 
 @dataclass(frozen=True)
 class Solver:
-    """What the solver may spend, and the failure probability of its upper bound (shared out over a batch)."""
+    """What the solver may spend, and the failure probability of its upper bound (shared out over a batch).
+
+    memory: bytes for the Krylov bases; 2 GiB by default, on a GPU half of what is free.
+    """
 
     max_steps: int = 500
-    memory: int = 2 << 30
+    memory: int | None = None
     failure: float = 1e-9
     seed: int | None = None
 
@@ -56,12 +62,17 @@ def spectral_norm(
     if J.compressed is not None and start is None:
         small = spectral_norm(J.compressed.core, tol, gap=gap, solver=solver)
         return replace(small, right=J.compressed.lift(small.right))
+    found = 0
+    if J.rough is not None and start is None:
+        near = spectral_norm(J.rough, max(tol, ROUGH), solver=solver)
+        start, found = near.right, near.steps
     members = J.batch or 1
     v = _random_start(J, members, solver.seed) if start is None else start.reshape(members, -1).to(J.dtype)
     run = _Run(J, tol, gap, solver, certify=start is None and J.dtype == torch.float64)
     run.solve(v)
     note = CERTIFIED if start is None else NOT_RANDOM
     estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
+    estimate = replace(estimate, steps=estimate.steps + found)
     return estimate if J.batch is not None else estimate[0]
 
 
@@ -84,7 +95,7 @@ class _Run:
     def solve(self, start: Tensor) -> None:
         J = self.J
         vectors = start.shape[0] * (J.in_size + J.out_size) * start.element_size()
-        basis = GolubKahan(J, start, capacity=self.solver.memory // vectors)
+        basis = GolubKahan(J, start, capacity=_budget(self.solver, J.device) // vectors)
         exhausted = min(J.in_size, J.out_size + 1)
         index = torch.arange(start.shape[0])
         open_ = torch.ones(len(index), dtype=torch.bool)
@@ -197,6 +208,12 @@ def _worth_checking(step: int, basis: GolubKahan) -> bool:
     return (
         step % 2 == 0 or basis.V[0].numel() > SMALL or bool((basis.b == 0).any()) or not bool(basis.b.isfinite().all())
     )
+
+
+def _budget(solver: Solver, device: torch.device) -> int:
+    if solver.memory is not None:
+        return solver.memory
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
 
 
 def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:

@@ -1,0 +1,54 @@
+"""Which implementation computes: fused kernels where the tensors live on a GPU and fit them, tiles everywhere else."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from lipscope.attention import tiled
+from lipscope.attention.pattern import Pattern
+from lipscope.attention.reference import Triple
+
+second_vjp, second_jvp = tiled.second_vjp, tiled.second_jvp
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
+    """Whether the Triton kernels take these tensors as they are."""
+    if not (q.is_cuda and k.is_cuda and v.is_cuda) or find_spec("triton") is None:
+        return False
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (q, k, v)):
+        return False
+    from lipscope.attention import triton_operands
+
+    return triton_operands.unsupported(q, k, v, pattern) is None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """o and the log-sum-exp, +inf for a fully masked row."""
+    if not fused(q, k, v, pattern):
+        return tiled.forward(q, k, v, pattern)
+    from lipscope.attention import triton_forward
+
+    o, lse = triton_forward.forward(q, k, v, pattern)
+    return o.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:
+    if not fused(q, k, v, pattern):
+        return tiled.jvp(q, k, v, o, lse, tangent, pattern)
+    from lipscope.attention import triton_jvp
+
+    return triton_jvp.jvp(q, k, v, o, lse, tangent, pattern)
+
+
+def vjp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
+    """The library's own backward where dtype and pattern fit it, ours where they do not."""
+    if not fused(q, k, v, pattern):
+        return tiled.vjp(q, k, v, o, lse, g, pattern)
+    from lipscope.attention import library_vjp, triton_vjp
+
+    if library_vjp.unsupported(q, k, v, pattern) is None:
+        return library_vjp.vjp(q, k, v, o, lse, g, pattern)
+    return triton_vjp.vjp(q, k, v, o, lse, g, pattern)
