@@ -20,7 +20,8 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, stacked
 from lipscope.mean_field.measures import Measure
-from lipscope.mean_field.upper_bounds import score_matrices, value_matrices
+from lipscope.mean_field.upper_bounds import check_scores
+from lipscope.theorems.heads import heads_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +54,12 @@ def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDira
     """The family "opposite" (Ru, -Ru) or "same side" (Ru, Ru/2); by default the one with the larger gamma."""
     if not (math.isfinite(R) and R > 0):
         raise UserError(f"R must be a positive radius, got {R!r}")
-    gamma, u, crowd = _direction(f, family)
+    gamma, u, crowd, stretch = _direction(f, family)
     p = math.exp(-2 * gamma * R * R)
     if p < torch.finfo(f.Q.dtype).tiny:
         raise UserError(f"p_R = e^(-2 gamma R^2) = e^({-2 * gamma * R * R:.0f}) is below the smallest number; reduce R")
     points = R * torch.stack([u, crowd * u])
     measure = Measure(points, points.new_tensor([p, -math.expm1(-2 * gamma * R * R)]))
-    stretch = (value_matrices(f)[0] @ u).norm().item()
     return TwoDiracs(measure, gamma, p, stretch * gamma / 2 * R * R * math.exp(gamma * R * R))
 
 
@@ -91,13 +91,15 @@ def _repeated(f: SelfAttention, atoms: Tensor, counts: list[int], few: list[int]
     return torch.maximum(together, torch.where(copied, apart.reshape(-1, 2), 0.0).amax(dim=1))
 
 
-def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, float]:
-    """gamma, its unit eigenvector and where the crowd stands on it."""
+def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, float, float]:
+    """gamma, its unit eigenvector u, where the crowd stands on it, and |Vu|."""
     if family not in (None, "opposite", "same side"):
         raise UserError(f'family must be "opposite", "same side" or None for the worse of the two, got {family!r}')
     if f.heads != 1 or f.causal or (f.biases is not None and f.biases[0] is not None):
         raise UserError("the two-Dirac families are for one head without mask and query bias; take f.head(h)")
-    values, vectors = torch.linalg.eig(score_matrices(f)[0])
+    check_scores(f)
+    (head,) = heads_of(f.double(), folded=True)
+    values, vectors = torch.linalg.eig(head.A)
     real = values.imag.abs() <= 1e-12 * values.abs().max()
     if not real.any():
         raise UserError("A = K'Q/sqrt(k) has no real eigenvalue; the two-Dirac families need one")
@@ -111,4 +113,5 @@ def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, flo
     if gamma <= 0:
         sign = {"opposite": "negative", "same side": "positive"}.get(family or "", "non-zero")
         raise UserError(f"A has no {sign} real eigenvalue; this family needs one")
-    return gamma, u / u.norm(), crowd
+    u = u / u.norm()
+    return gamma, u.to(f.Q.dtype), crowd, head.factor * (head.V @ u).norm().item()

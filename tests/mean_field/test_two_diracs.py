@@ -10,7 +10,7 @@ import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.two_diracs import transition, two_diracs
-from lipscope.mean_field.upper_bounds import w2_bound, w2_bound_castin2024
+from lipscope.mean_field.upper_bounds import w2_bound, w2_bound_geshkovski2023
 from tests.mean_field.weighted import one_head, randn
 from tests.naive import dense_jacobian
 
@@ -24,7 +24,7 @@ def test_both_families_reach_what_is_proved_and_stay_below_the_bounds(R, A, fami
     assert worst.measure.weights[0].item() == pytest.approx(worst.p)
     sigma = spectral_norm(derivative(f, worst.measure), 1e-9).value
     assert worst.guaranteed == pytest.approx(gamma / 2 * R * R * math.exp(gamma * R * R))
-    assert worst.guaranteed <= sigma <= w2_bound(f, R) <= w2_bound_castin2024(f, R)
+    assert worst.guaranteed <= sigma <= w2_bound(f, R) <= w2_bound_geshkovski2023(f, R)
     if gamma * R * R > 4:
         assert sigma == pytest.approx((1 + gamma * R * R) / 2 * math.exp(gamma * R * R), rel=0.01)
 

@@ -12,7 +12,7 @@ from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, push
 from lipscope.mean_field.measures import Measure
 from lipscope.mean_field.transport import wasserstein
-from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_castin2024, w_inf_bound
+from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023, w_inf_bound
 from tests.cases import problem
 from tests.mean_field.weighted import norm, one_head, randn, random_weights
 
@@ -24,7 +24,7 @@ def in_ball(X):
 def test_the_formulas():
     f, a = one_head(-3.0, 2.0), 3.0 * 0.25
     assert w2_bound(f, 0.5) == pytest.approx(2 * (a + (1 + a) * math.exp(a)))
-    assert w2_bound_castin2024(f, 0.5) == pytest.approx(2 * (1 + 3 * a) * math.exp(2 * a))
+    assert w2_bound_geshkovski2023(f, 0.5) == pytest.approx(2 * (1 + 3 * a) * math.exp(2 * a))
     assert w_inf_bound(f, 0.5) == pytest.approx(2 * (1 + 2 * a))
     masked = replace(f, causal=True)
     assert d_p_bound(masked, 0.5, 3) == pytest.approx(2 * (a + 1.5 * (1 + 2 * a) * math.exp(2 * a)))
@@ -33,7 +33,7 @@ def test_the_formulas():
 
 def test_the_sharper_bound_is_never_above_the_published_one():
     for a in (0.0, 1e-3, 0.1, 1.0, 10.0, 300.0, 1e6):
-        assert w2_bound(one_head(a), 1.0) <= w2_bound_castin2024(one_head(a), 1.0)
+        assert w2_bound(one_head(a), 1.0) <= w2_bound_geshkovski2023(one_head(a), 1.0)
     assert w2_bound(one_head(1e6), 1.0) == math.inf
 
 
@@ -65,7 +65,7 @@ def test_random_pairs_stay_below_the_bounds(seed):
     else:
         nu = Measure(in_ball(mu.points + 0.01 * randn(g, n, d)), mu.weights)
     ratio = wasserstein(push(f, mu), push(f, nu)) / wasserstein(mu, nu)
-    assert ratio <= w2_bound(f, 1.0) <= w2_bound_castin2024(f, 1.0)
+    assert ratio <= w2_bound(f, 1.0) <= w2_bound_geshkovski2023(f, 1.0)
     longest = wasserstein(push(f, mu), push(f, nu), math.inf) / wasserstein(mu, nu, math.inf)
     assert longest <= w_inf_bound(f, 1.0)
 
@@ -76,10 +76,10 @@ def test_hypotheses_are_checked():
         (lambda: w2_bound(replace(f, causal=True), 1.0), "use d_p_bound"),
         (lambda: d_p_bound(f, 1.0), "use w2_bound"),
         (lambda: d_p_bound(replace(f, causal=True), 1.0, 1), "no constant in d_1"),
-        (lambda: w2_bound(f, -1.0), "finite radius"),
+        (lambda: w2_bound(f, -1.0), "radius"),
         (lambda: w2_bound(replace(f, kernel=ls.L2()), 1.0), "dot-product"),
         (lambda: w2_bound(replace(f, kernel=ls.Dot(softcap=1.0)), 1.0), "softcap"),
-        (lambda: w2_bound_castin2024(replace(f, biases=(torch.ones(1).double(), None, None)), 1.0), "query bias"),
+        (lambda: w2_bound_geshkovski2023(replace(f, biases=(torch.ones(1).double(), None, None)), 1.0), "query bias"),
     ):
         with pytest.raises(ls.UserError, match=says):
             bad()
