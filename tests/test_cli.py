@@ -93,20 +93,24 @@ def test_json_holds_every_number(tiny, text, tmp_path, capsys):
 
 def test_the_recorded_command_measures_the_same(tiny, text, tmp_path, capsys, monkeypatch):
     first = tmp_path / "a"
-    options = (
+    options = [
         "--lengths",
         "4,6",
         "--samples",
         "1",
         "--scope",
         "attention",
+        "--scope",
+        "heads",
         "--layers",
+        "1",
+        "--heads",
         "1",
         "--seed",
         "5",
         "--tol",
         "1e-4",
-    )
+    ]
     run("measure", tiny, "--text", text, *options, "--special-tokens", "--out", str(first), capsys=capsys)
     study = Study.open(first)
     words = study.info.about.command.split()

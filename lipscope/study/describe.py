@@ -7,18 +7,17 @@ import json
 import platform
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lipscope import __version__
 from lipscope.linalg.spectral import Solver
+from lipscope.models import embedded
+from lipscope.models.model import Model
 from lipscope.models.scopes import SCOPES
 from lipscope.study.plan import Request
 from lipscope.study.probe import NUMERIC_VERSION
 from lipscope.study.reading import Reading
 from lipscope.study.records import About, Identity, Job, Sample
-
-if TYPE_CHECKING:
-    from lipscope.models.model import Model
 
 
 def identity(model: Model, reading: Reading, tol: float, seed: int, special_tokens: bool) -> Identity:
@@ -68,20 +67,26 @@ def about(model: Model, reading: Reading, request: Request, who: Identity) -> Ab
 
 
 def _command(model: Model, reading: Reading, request: Request, who: Identity) -> str:
-    """The command that measures the same again."""
-    card, words = model.card, ["lipscope", "measure", model.card.name]
-    lengths = sorted({n for n, _ in request.pairs})
-    words += ["--text", reading.name, "--lengths", ",".join(map(str, lengths))]
-    words += ["--samples", str(len(request.pairs) // len(lengths))]
-    if len(request.layers) < model.layers:
-        words += ["--layers", ",".join(map(str, request.layers))]
-    for scope in request.scopes:
-        words += ["--scope", scope]
-    if card.random_init is not None:
-        words += ["--random-init", str(card.random_init)]
-    words += ["--special-tokens"] if who.special_tokens else []
-    words += ["--tol", repr(who.tol), "--dtype", card.dtype, "--seed", str(who.seed)]
-    return shlex.join(words)
+    """The command that measures the same again; empty where the input was not a text."""
+    if reading.option is None:
+        return ""
+    card, lengths = model.card, sorted({n for n, _ in request.pairs})
+    heads = request.heads[request.layers[0]] if "heads" in request.scopes else ()
+    options = {
+        "--revision": card.revision if card.name != embedded.NAME else None,
+        "--random-init": card.random_init,
+        "--lengths": ",".join(map(str, lengths)),
+        "--samples": len(request.pairs) // len(lengths),
+        "--layers": ",".join(map(str, request.layers)) if len(request.layers) < model.layers else None,
+        "--heads": ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None,
+        "--tol": who.tol,
+        "--dtype": who.dtype,
+        "--seed": who.seed,
+    }
+    words = ["lipscope", "measure", card.name, *reading.option]
+    words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words += [word for scope in request.scopes for word in ("--scope", scope)]
+    return shlex.join(words + (["--special-tokens"] if who.special_tokens else []))
 
 
 def sample_texts(model: Model, reading: Reading, jobs: list[Job]) -> Iterator[Sample]:

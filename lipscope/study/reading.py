@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.models.embedded import default_text
+from lipscope.models.model import Model
 from lipscope.study.sampling import DEFAULT_LENGTHS, Rows, Windows
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lipscope.models.model import Model
 
 Text = Any
 """str | Path | list[str] | token ids (a list, a list of lists, or a tensor)."""
@@ -33,14 +32,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Reading:
-    """The inputs of a study, with a name for people and the number of tokens they were taken from."""
+    """The inputs of a study, a name for people, the number of tokens taken from, and how the command line says it."""
 
     inputs: Windows | Rows
     name: str
     tokens: int
+    option: tuple[str, ...] | None = None
 
 
-def read(model: Model, text: Text, inputs: Tensor | None, choice: Choice) -> Reading:
+def read(model: Model, text: Text, inputs: Any, choice: Choice) -> Reading:
     """The inputs that `text` or `inputs` stand for."""
     if inputs is not None:
         if text is not None:
@@ -49,11 +49,11 @@ def read(model: Model, text: Text, inputs: Tensor | None, choice: Choice) -> Rea
     if model.trunk.main_input_name == "pixel_values":
         raise UserError(f"{model.card.name} reads pixels, not text; measure it from Python, with inputs=pixel values.")
     if text is None:
-        return _read_text(model, [default_text()], "Python's help topics", choice)
+        return replace(_read_text(model, [default_text()], "Python's help topics", choice), option=())
     if isinstance(text, Path):
-        return _read_text(model, [read_file(text)], text.name, choice)
+        return replace(_read_text(model, [read_file(text)], text.name, choice), option=("--text", text.name))
     if isinstance(text, str):
-        return _read_text(model, [text], "text", choice)
+        return replace(_read_text(model, [text], "text", choice), option=("--text", "-"))
     if isinstance(text, Sequence) and text and all(isinstance(part, str) for part in text):
         return _read_text(model, list(text), f"{len(text)} texts", choice)
     return _read_ids(model, text, choice)
@@ -77,8 +77,6 @@ def _read_text(model: Model, parts: list[str], name: str, choice: Choice) -> Rea
 
 
 def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
-    import torch
-
     rows = _id_rows(text)
     vocabulary = getattr(model.trunk.config, "vocab_size", None)
     for i in (i for row in rows for i in row):
@@ -96,20 +94,20 @@ def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
 
 def _id_rows(text: Text) -> list[list[int]]:
     """Token ids as rows, whether they came as one row or many, nested or in a tensor."""
-    import torch
-
-    nested = text.tolist() if isinstance(text, torch.Tensor) else text
-    if not isinstance(nested, Sequence) or isinstance(nested, str):
-        nested = [nested]
-    rows = [list(row) if isinstance(row, Sequence) and not isinstance(row, str) else row for row in nested]
-    if not any(isinstance(row, list) for row in rows):
+    nested = text.tolist() if hasattr(text, "tolist") else text
+    rows = list(nested) if isinstance(nested, Sequence) else []
+    if not any(_is_row(row) for row in rows):
         rows = [rows]
-    if not all(isinstance(row, list) and row and all(type(i) is int for i in row) for row in rows):
+    if not all(_is_row(row) and row and all(type(i) is int for i in row) for row in rows):
         raise UserError(
             "text must be a string, a file (Path), a list of strings, or token ids in rows of at least one, "
             f"got {type(text).__name__}: {str(text)[:60]}"
         )
-    return rows
+    return [list(row) for row in rows]
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list | tuple)
 
 
 def _windows(model: Model, ids: tuple[int, ...], name: str, digest: str, choice: Choice) -> Reading:
@@ -155,9 +153,7 @@ def _frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return framed[: starts[0]], framed[starts[0] + len(bare) :]
 
 
-def _read_tensor(model: Model, inputs: Tensor, choice: Choice) -> Reading:
-    import torch
-
+def _read_tensor(model: Model, inputs: Any, choice: Choice) -> Reading:
     if choice.lengths is not None:
         raise UserError("inputs are measured whole; leave lengths out, or give a text.")
     pixels = model.trunk.main_input_name == "pixel_values"
@@ -171,6 +167,7 @@ def _read_tensor(model: Model, inputs: Tensor, choice: Choice) -> Reading:
     if not rows or not inputs.isfinite().all():
         raise UserError("inputs must be finite, and at least one of them.")
     n = _tokens_of_pixels(model, rows[0]) if pixels else inputs.shape[-2]
+    _check_positions(model, (n,))
     digest = _digest(str(tuple(inputs.shape)).encode(), inputs.double().contiguous().numpy().tobytes())
     return Reading(Rows(rows, (n,) * len(rows), digest), what.split(" [")[0], n * len(rows))
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.models.loading import load
+from lipscope.models.model import Model
 from lipscope.study.describe import about, identity, sample_texts
 from lipscope.study.engine import Engine, InProcess, Workers
 from lipscope.study.plan import WHOLE_MODEL, Request
@@ -15,12 +19,8 @@ from lipscope.study.reading import Choice, Reading, Text, read
 from lipscope.study.records import StudyInfo
 from lipscope.study.store import Store
 from lipscope.study.study import SIGMA, Study
+from lipscope.study.work import SigmaWork, StartSigmaWork, survey, threads_for
 from lipscope.study.writer import Progress, keep
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lipscope.models.model import Model
 
 
 def measure(
@@ -52,8 +52,9 @@ def measure(
     """
     _check_numbers(samples, tol, seed, workers)
     model = _loaded(model)
-    reading = read(model, text, inputs, Choice(lengths, samples, seed, special_tokens))
-    request = _request(model, reading, layers, heads, scopes)
+    with threads_for(tokens=1):
+        reading = read(model, text, inputs, Choice(lengths, samples, seed, special_tokens))
+        request = _request(model, reading, layers, heads, scopes)
     engine = _engine(model, reading, tol, seed, workers)
     who = identity(model, reading, tol, seed, special_tokens)
     store = Store.create(None if out is None else Path(out), StudyInfo(who, about(model, reading, request, who)))
@@ -82,9 +83,6 @@ def _check_numbers(samples: int, tol: float, seed: int, workers: int) -> None:
 
 
 def _loaded(model: Any) -> Model:
-    from lipscope.models.loading import load
-    from lipscope.models.model import Model
-
     return model if isinstance(model, Model) else load(model)
 
 
@@ -96,11 +94,10 @@ def _request(
     scopes: Sequence[str],
 ) -> Request:
     """What is asked for, once a trial on the shortest sample has shown that the model has all of it."""
-    from lipscope.study.work import survey
-
     wanted = tuple(dict.fromkeys([scopes] if isinstance(scopes, str) else scopes))
-    if not wanted:
-        raise UserError("give at least one scope.")
+    for name, given in (("scope", wanted), ("layer", layers), ("head", heads)):
+        if given is not None and not list(given):
+            raise UserError(f"give at least one {name}.")
     model.check_scopes(wanted)
     chosen = range(model.layers) if layers is None else tuple(dict.fromkeys(layers))
     for layer in chosen:
@@ -119,8 +116,6 @@ def _request(
 
 
 def _engine(model: Model, reading: Reading, tol: float, seed: int, workers: int) -> Engine:
-    from lipscope.study.work import SigmaWork, StartSigmaWork
-
     if workers == 1:
         return InProcess(SigmaWork(model, reading.inputs, tol, seed))
     if not model._owned:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 DEFAULT_LENGTHS = (8, 16, 32, 64, 128, 256)
 
@@ -38,8 +37,6 @@ class Windows:
         return self.before + self.ids[start : start + inner] + self.after
 
     def batch(self, n: int, samples: Sequence[int]) -> Tensor:
-        import torch
-
         return torch.tensor([self.window(n, sample) for sample in samples])
 
 
@@ -56,8 +53,6 @@ class Rows:
         return sorted((n, sample) for sample, n in enumerate(self.lengths))
 
     def batch(self, n: int, samples: Sequence[int]) -> Tensor:
-        import torch
-
         return torch.stack([self.rows[sample] for sample in samples])
 
 

@@ -97,8 +97,12 @@ class Study:
         return {n: median(row.radius for row in rows if row.n == n) for n in sorted({row.n for row in rows})}
 
     def growth(self) -> list[Growth]:
-        """sigma ~ C n^alpha for every layer and scope; the method is in `lipscope.study.growth.METHOD`."""
-        return [fit(scope, layer, [(r.n, r.value) for r in self.largest(scope, layer)]) for scope, layer in self.maps]
+        """sigma ~ C n^alpha for every layer and scope with enough lengths, by `lipscope.study.growth.METHOD`."""
+        laws = [law for scope, layer in self.maps if (law := self.law(scope, layer)) is not None]
+        if not laws and self.maps:
+            scope, layer = self.maps[0]
+            fit(scope, layer, [(row.n, row.value) for row in self.largest(scope, layer)])  # says what is missing
+        return laws
 
     def peak(self) -> Row:
         """The largest sigma at the greatest length, over the layers of one scope: attention, if measured."""

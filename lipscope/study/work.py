@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
 
 from lipscope._types import UserError
+from lipscope.models import embedded
+from lipscope.models.loading import load
 from lipscope.models.model import Card, Model
 from lipscope.models.sites import Survey
+from lipscope.study.plan import GROUPED_TOKENS
 from lipscope.study.probe import sigma
 from lipscope.study.records import Input, Job, Outcome
 from lipscope.study.sampling import Rows, Windows
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -28,6 +30,10 @@ class SigmaWork:
     _prepared: tuple[Input, Survey] | None = field(default=None, repr=False)
 
     def __call__(self, job: Job) -> Outcome:
+        with threads_for(job.n * len(job.samples)):
+            return self._measure(job)
+
+    def _measure(self, job: Job) -> Outcome:
         if self._prepared is None or self._prepared[0] != job.input:
             self._prepared = None  # let go of the old one first
             self._prepared = job.input, survey(self.model, self.inputs, job.n, job.samples)
@@ -50,6 +56,17 @@ def survey(model: Model, inputs: Windows | Rows, n: int, samples: Sequence[int])
     return model.survey(inputs_embeds=batch)
 
 
+@contextmanager
+def threads_for(tokens: int) -> Iterator[None]:
+    """One thread for a small batch: more would mostly wait for each other, on a busy machine ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if tokens <= GROUPED_TOKENS else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class StartSigmaWork:
     """Makes the same work again in a worker process."""
@@ -61,11 +78,6 @@ class StartSigmaWork:
     threads: int
 
     def __call__(self) -> SigmaWork:
-        import torch
-
-        from lipscope.models import embedded
-        from lipscope.models.loading import load
-
         torch.set_num_threads(self.threads)
         card = self.card
         revision = None if card.name == embedded.NAME else card.revision

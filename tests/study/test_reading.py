@@ -1,0 +1,99 @@
+"""What may be measured, in every form it can be given in, and what may not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import ViTConfig, ViTModel
+
+from lipscope._types import UserError
+from lipscope.models.loading import load
+from lipscope.study.reading import Choice, read
+from lipscope.study.run import measure
+
+WINDOWS = Choice((4, 8), 2, 0, False)
+WHOLE = Choice(None, 2, 0, False)
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return load(tiny)
+
+
+def test_a_string_a_file_a_list_and_ids_are_the_same_text(model, prose, tmp_path):
+    path = tmp_path / "prose.txt"
+    path.write_text(prose)
+    words = prose.split()
+    readings = [
+        read(model, given, None, WINDOWS)
+        for given in (prose, path, [" ".join(words[:100]), " ".join(words[100:])], model.encode(prose))
+    ]
+    assert {reading.inputs.window(8, 1) for reading in readings} == {readings[0].inputs.window(8, 1)}
+    assert [reading.tokens for reading in readings] == [300] * 4
+    assert [reading.option for reading in readings] == [("--text", "-"), ("--text", "prose.txt"), None, None]
+
+
+def test_digests_tell_texts_apart(model, prose):
+    ids = model.encode(prose)
+    given = [prose, prose + " ba", [prose, "ba"], ids, [ids], ids[:-1]]
+    windows = [read(model, text, None, WINDOWS).inputs.digest for text in given]
+    assert len(set(windows)) == 5  # ids in one row are the same as ids
+    short = [ids[:8], [ids[:4], ids[4:8]], [ids[:5], ids[5:8]]]
+    whole = [read(model, text, None, WHOLE).inputs.digest for text in short]
+    assert len({*windows, *whole}) == 8
+    assert read(model, short[0], None, WINDOWS).inputs.digest != whole[0]
+
+
+def test_no_text_means_the_embedded_one(model):
+    reading = read(model, None, None, WINDOWS)
+    assert reading.name == "Python's help topics" and reading.tokens > 10_000 and reading.option == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "inputs", "choice", "told"),
+    [
+        (7, None, WHOLE, "text must be a string"),
+        ([], None, WHOLE, "text must be a string"),
+        ([[]], None, WHOLE, "text must be a string"),
+        ([1.5], None, WHOLE, "text must be a string"),
+        (["ba", 3], None, WHOLE, "text must be a string"),
+        ([[1, 2], 3], None, WHOLE, "text must be a string"),
+        (torch.tensor([0.5]), None, WHOLE, "text must be a string"),
+        ([1, -1], None, WHOLE, "token id -1 is not in the vocabulary"),
+        ([1, 134], None, WHOLE, "token id 134 is not in the vocabulary"),
+        ([1] * 49, None, WHOLE, "length 49 is above the 48 positions"),
+        (Path("no such file"), None, WHOLE, "cannot read the text"),
+        (["", " "], None, WHOLE, "the text is empty"),
+        ("ba", torch.zeros(1, 4, 8), WHOLE, "not both"),
+        (None, torch.zeros(1, 4, 8), WINDOWS, "measured whole"),
+        (None, torch.zeros(8), WHOLE, "embeddings"),
+        (None, torch.zeros(2, 4, 8, dtype=torch.int64), WHOLE, "floating point"),
+        (None, torch.zeros(0, 4, 8), WHOLE, "at least one"),
+        (None, torch.full((1, 4, 8), torch.nan), WHOLE, "finite"),
+        (None, [[0.5]], WHOLE, "got list"),
+        (None, torch.zeros(1, 49, 8), WHOLE, "length 49 is above the 48 positions"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(model, text, inputs, choice, told):
+    with pytest.raises(UserError, match=told):
+        read(model, text, inputs, choice)
+
+
+def test_embeddings_of_another_width_are_told(model):
+    with pytest.raises(UserError, match="does not run on inputs_embeds"):
+        measure(model, inputs=torch.zeros(1, 4, 9))
+
+
+def test_pixels():
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+    )
+    model = load(ViTModel(config))
+    pixels = torch.randn(2, 3, 8, 8)
+    study = measure(model, inputs=pixels, scopes=("attention",))
+    assert [(row.n, row.sample) for row in study.rows] == [(5, 0), (5, 1)] and not study.failed
+    with pytest.raises(UserError, match="reads pixels, not text"):
+        measure(model, "a text")
+    with pytest.raises(UserError, match="pixel values"):
+        measure(model, inputs=torch.randn(2, 8))
