@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from lipscope.attention import reference
@@ -28,66 +27,74 @@ def _blocks(q: Tensor, k: Tensor, pattern: Pattern) -> Iterator[tuple[slice, sli
         yield rows, cols, pattern.tile(rows, cols)
 
 
-class _Sum:
-    """The blocks' contributions to the keys; made from the first part, hence batched when the parts are (vmap)."""
+class _Whole:
+    """What the blocks add up to, [..., n, size]: rows of their own are disjoint, keys are shared.
 
-    def __init__(self, like: Tensor):
-        self.like = like
+    Made from the first part, hence batched when the parts are (vmap); written into at once, because small results kept
+    between the large temporaries would leave the heap in fragments.
+    """
 
-    def add(self, cols: slice, part: Tensor) -> None:
+    def __init__(self, n: int):
+        self.n = n
+
+    def add(self, cut: slice, part: Tensor) -> None:
         if not hasattr(self, "total"):
-            self.total = part.new_zeros(self.like.shape)
-        self.total[..., cols, :] += part
+            if cut == slice(0, self.n):
+                self.total = part
+                return
+            self.total = part.new_zeros(*part.shape[:-2], self.n, part.shape[-1])
+        self.total[..., cut, :] += part
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    parts = [reference.forward(q[..., r, :], k[..., c, :], v[..., c, :], tile) for r, c, tile in _blocks(q, k, pattern)]
-    return torch.cat([o for o, _ in parts], dim=-2), torch.cat([lse for _, lse in parts], dim=-1)
+    o, lse = _Whole(q.shape[-2]), _Whole(q.shape[-2])
+    for r, c, tile in _blocks(q, k, pattern):
+        part, part_lse = reference.forward(q[..., r, :], k[..., c, :], v[..., c, :], tile)
+        o.add(r, part)
+        lse.add(r, part_lse[..., None])
+    return o.total, lse.total[..., 0]
 
 
 def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:
-    dq, dk, dv = tangent
-    parts = []
+    do, (dq, dk, dv) = _Whole(q.shape[-2]), tangent
     for r, c, tile in _blocks(q, k, pattern):
         W = reference.weights(q[..., r, :], k[..., c, :], lse[..., r], tile)
         local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        parts.append(reference.jvp(W, q[..., r, :], k[..., c, :], v[..., c, :], o[..., r, :], local))
-    return torch.cat(parts, dim=-2)
+        do.add(r, reference.jvp(W, q[..., r, :], k[..., c, :], v[..., c, :], o[..., r, :], local))
+    return do.total
 
 
 def vjp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
-    queries, keys, values = [], _Sum(k), _Sum(v)
+    queries, keys, values = _Whole(q.shape[-2]), _Whole(k.shape[-2]), _Whole(k.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
         q_, k_, v_, o_ = q[..., r, :], k[..., c, :], v[..., c, :], o[..., r, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
-        part_q, part_k, part_v = reference.vjp(W, q_, k_, v_, o_, g[..., r, :])
-        queries.append(part_q)
-        keys.add(c, part_k)
-        values.add(c, part_v)
-    return torch.cat(queries, dim=-2), keys.total, values.total
+        parts = reference.vjp(W, q_, k_, v_, o_, g[..., r, :])
+        for whole, cut, part in zip((queries, keys, values), (r, c, c), parts, strict=True):
+            whole.add(cut, part)
+    return queries.total, keys.total, values.total
 
 
 def second_vjp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern
 ) -> Triple:
     dq, dk, dv = tangent
-    queries, keys, values = [], _Sum(k), _Sum(v)
+    queries, keys, values = _Whole(q.shape[-2]), _Whole(k.shape[-2]), _Whole(k.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
         q_, k_, v_, o_ = q[..., r, :], k[..., c, :], v[..., c, :], o[..., r, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
         local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        part_q, part_k, part_v = reference.second_vjp(W, q_, k_, v_, o_, local, g[..., r, :])
-        queries.append(part_q)
-        keys.add(c, part_k)
-        values.add(c, part_v)
-    return torch.cat(queries, dim=-2), keys.total, values.total
+        parts = reference.second_vjp(W, q_, k_, v_, o_, local, g[..., r, :])
+        for whole, cut, part in zip((queries, keys, values), (r, c, c), parts, strict=True):
+            whole.add(cut, part)
+    return queries.total, keys.total, values.total
 
 
 def second_jvp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: Triple, other: Triple, pattern: Pattern) -> Tensor:
-    parts = []
+    whole = _Whole(q.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
         q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
         cut = [(dq[..., r, :], dk[..., c, :], dv[..., c, :]) for dq, dk, dv in (first, other)]
-        parts.append(reference.second_jvp(W, q_, k_, v_, cut[0], cut[1]))
-    return torch.cat(parts, dim=-2)
+        whole.add(r, reference.second_jvp(W, q_, k_, v_, cut[0], cut[1]))
+    return whole.total
