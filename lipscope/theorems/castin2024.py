@@ -11,7 +11,7 @@ from lipscope._types import Ball, Domain, Point
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.heads import Head, Sight, heads_of, over_heads, reach, sight
 from lipscope.theorems.local import features, terms
-from lipscope.theorems.rounding import TINY, down, exp_down, gamma, length_up, norm_up, up
+from lipscope.theorems.rounding import TINY, U, down, gamma, length_up, norm_up, up
 from lipscope.theorems.statement import (
     DOT,
     FULL_OR_CAUSAL,
@@ -43,12 +43,11 @@ def compact_upper(f: SelfAttention, domain: Domain) -> float:
     """||V|| [a + sqrt(kappa) + a_b min(sqrt(kappa), 4 sqrt(N) / (3 sqrt 3))]: the sqrt(n) and the mean-field regime."""
     assert isinstance(domain, Ball)
     seen = sight(f, domain.n)
-    viewers = seen.seen.sum(dim=0).max().item()
 
     def head(h: Head) -> float:
         a = reach(h, domain.R)
         root = math.sqrt(column_mass(seen, a.range)) * (1 + gamma(8))
-        keys = a.key * min(root, 4 * math.sqrt(viewers) / (3 * math.sqrt(3)))
+        keys = a.key * min(root, 4 * math.sqrt(seen.viewers) / (3 * math.sqrt(3)))
         return up(h.V_norm * (a.query + root + keys))
 
     return over_heads(f, head)
@@ -59,10 +58,10 @@ def column_mass(seen: Sight, score_range: float) -> float:
 
     kappa = max_j sum over the i that see j of 1 / (1 + (n_i - 1) e^(-range - spread_i)), n_i keys seen by i.
     """
-    n = len(seen.counts)
-    least = torch.tensor([exp_down(-(score_range + s) * (1 + gamma(8))) for s in seen.spread.tolist()]).double()
-    most = 1 / (1 + (seen.counts - 1).clamp_min(0) * least * (1 - gamma(8)))
-    return up((seen.seen * most[:, None]).sum(dim=0).max().item(), n + 16)
+    least = torch.exp(-(score_range + seen.spread) * (1 + gamma(8))) * (1 - 16 * U)
+    least = torch.where(score_range + seen.spread > 700, 0.0, least)
+    most = 1 / (1 + (seen.counts - 1).clamp_min(0) * least * (1 - 4 * U * 700))
+    return up(seen.largest_column(most), seen.n + 16)
 
 
 def theorem_lower(f: SelfAttention, domain: Domain) -> float:
@@ -106,21 +105,19 @@ def tuned_witness(f: SelfAttention, domain: Domain) -> Tensor:
     return max((_tuned_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda c: c[0])[1]
 
 
-def _tuned_case(f: SelfAttention, h: Head, domain: Domain, grid: int = 257) -> tuple[float, Tensor]:
+def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
     """Tokens R u and c u, c in [-R, R]: G = <A c u + beta, R u - c u>; candidates u are eigenvectors of A + A'."""
     assert isinstance(domain, Ball)
     n, R = domain.n, domain.R
-    seen = sight(f, n).seen
-    special = int((seen & ~torch.eye(n, dtype=torch.bool)).sum(dim=0).argmax())
-    rows = seen[:, special].clone()
-    rows[special] = False
-    crowd, times = (seen[rows].sum(dim=1) - 1).double().unique(return_counts=True)
+    special, others = sight(f, n).most_seen()
+    crowd, times = others.double().unique(return_counts=True)
     if crowd.numel() == 0:
         return 0.0, torch.zeros(n, h.d, dtype=torch.float64)
     _, vectors = torch.linalg.eigh((h.A + h.A.T) / 2)
     ends = vectors[:, torch.unique(torch.tensor([*range(min(4, h.d)), *range(max(0, h.d - 4), h.d)]))].T
     units = torch.cat([ends, -ends])
     units = units / length_up(units)[:, None]
+    grid = max(17, min(257, (1 << 18) // len(crowd)))
     c = torch.linspace(-R, R, grid, dtype=torch.float64)
     quotients, tilts = ((units @ h.A.T) * units).sum(1), units @ h.beta
     G = ((quotients[:, None] * c + tilts[:, None]) * (R - c)).clamp(-700, 700)

@@ -19,36 +19,82 @@ from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """seen [n, n]: who attends to whom; spread [n]: largest difference of additive mask entries within a row."""
+    """Who attends to whom among n tokens, all masks of f taken together.
 
-    seen: Tensor
-    spread: Tensor
-    mask: Tensor | None
+    order: "full" or "causal" where that is all there is, so that long sequences need no n x n table; else None.
+    """
+
+    f: SelfAttention
+    n: int
 
     @property
+    def order(self) -> str | None:
+        f = self.f
+        if f.mask is None and f.window is None and f.padding is None:
+            return "causal" if f.causal else "full"
+        whole = torch.ones_like(self.seen)
+        if self.additive is not None or not torch.equal(self.seen, whole):
+            return "causal" if self.additive is None and torch.equal(self.seen, whole.tril()) else None
+        return "full"
+
+    @property
+    def additive(self) -> Tensor | None:
+        return self.f.mask if self.f.mask is not None and self.f.mask.dtype != torch.bool else None
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """[n, n] boolean: i attends to j."""
+        f, n = self.f, self.n
+        boolean = f.mask if f.mask is None or f.mask.dtype == torch.bool else f.mask > -math.inf
+        mask = None if boolean is None else boolean[None]
+        seen = Pattern(f.causal, f.window, None, mask, f.padding, f.padding).visible(n, n, f.Q.device)
+        return torch.ones(n, n, dtype=torch.bool) if seen is None else seen.reshape(seen.shape[-2:]).expand(n, n)
+
+    @cached_property
     def counts(self) -> Tensor:
-        """How many keys each query sees."""
-        return self.seen.sum(dim=1)
+        """How many keys each query sees, [n]."""
+        if self.order is None:
+            return self.seen.sum(dim=1)
+        return torch.arange(1, self.n + 1) if self.order == "causal" else torch.full((self.n,), self.n)
+
+    @cached_property
+    def viewers(self) -> int:
+        """How many queries see the key that most see."""
+        return self.n if self.order is not None else int(self.seen.sum(dim=0).max())
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """The largest difference of additive mask entries within each row, [n]."""
+        if self.additive is None:
+            return torch.zeros(self.n, dtype=torch.float64)
+        high = torch.where(self.seen, self.additive, -math.inf).amax(1)
+        low = torch.where(self.seen, self.additive, math.inf).amin(1)
+        return torch.where(self.seen.any(1), high - low, 0.0).double()
+
+    def largest_column(self, weights: Tensor) -> float:
+        """max_j of the sum of weights [n] over the queries that see j."""
+        if self.order is not None:
+            return weights.sum().item()
+        return (self.seen * weights[:, None]).sum(dim=0).max().item()
+
+    def most_seen(self) -> tuple[int, Tensor]:
+        """The token that most others see, and how many keys besides it each of those sees."""
+        if self.order is not None:
+            return 0, self.counts[1:] - 1
+        special = int((self.seen & ~torch.eye(self.n, dtype=torch.bool)).sum(dim=0).argmax())
+        rows = self.seen[:, special].clone()
+        rows[special] = False
+        return special, self.counts[rows] - 1
 
 
 def sight(f: SelfAttention, n: int) -> Sight:
-    """Who sees whom among n tokens, all masks taken together."""
+    """Who sees whom; an error where the masks of f are not for n tokens."""
     for name, given in (("mask", f.mask), ("padding", f.padding)):
         if given is not None and tuple(given.shape) != ((n, n) if name == "mask" else (n,)):
             raise UserError(
                 f"the domain has n={n} tokens and the layer's {name} has shape {tuple(given.shape)}; they must agree"
             )
-    boolean = f.mask if f.mask is None or f.mask.dtype == torch.bool else f.mask > -math.inf
-    mask = None if boolean is None else boolean[None]
-    seen = Pattern(f.causal, f.window, None, mask, f.padding, f.padding).visible(n, n, f.Q.device)
-    seen = torch.ones(n, n, dtype=torch.bool) if seen is None else seen.reshape(seen.shape[-2:]).expand(n, n)
-    additive = f.mask if f.mask is not None and f.mask.dtype != torch.bool else None
-    spread = torch.zeros(n, dtype=torch.float64)
-    if additive is not None:
-        high = torch.where(seen, additive, -math.inf).amax(1)
-        low = torch.where(seen, additive, math.inf).amin(1)
-        spread = torch.where(seen.any(1), high - low, 0.0).double()
-    return Sight(seen, spread, additive)
+    return Sight(f, n)
 
 
 def rope_stretch(f: SelfAttention) -> float | None:

@@ -78,7 +78,7 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
     """(sqrt(1 + N/2) + 2 phi + 2 sqrt(omega N phi)) ||M|| ||Q||, N others see a key, omega = phi^-1(1)."""
     seen = sight(f, domain.n)
     phi = mean_distance(int(seen.counts.max()))
-    others = int((seen.seen & ~torch.eye(domain.n, dtype=torch.bool)).sum(dim=0).max())
+    others = len(seen.most_seen()[1])
     return _over_heads(f, up(math.sqrt(1 + others / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * others * phi)))
 
 
@@ -114,7 +114,7 @@ def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, T
     M = h.V @ (covariance * torch.outer(u, u @ h.A) + torch.eye(h.d, dtype=torch.float64) / n)
     slack = 4 * gamma(2 * h.steps + 32) * h.V_size * (covariance * h.A_size + 1)
     signs = 1 - 2 * (torch.arange(n - 1) % 2).double()
-    centre = int(sight(f, n).seen.all(dim=1).nonzero()[0])
+    centre = int((sight(f, n).counts == n).nonzero()[0])
     order = [i for i in range(n) if i != centre]
     X = torch.zeros(n, h.d, dtype=torch.float64)
     X[order] = R * signs[:, None] * u
@@ -151,7 +151,7 @@ FACTORED = Hypothesis(
     "the values factor through the queries, V = M Q in every head",
     lambda f, _: all(value_factor(h) is not None for h in heads_of(f, folded=False)),
 )
-ONE_SEES_ALL = Hypothesis("some token sees all tokens", lambda f, d: bool(sight(f, d.n).seen.all(dim=1).any()))
+ONE_SEES_ALL = Hypothesis("some token sees all tokens", lambda f, d: bool((sight(f, d.n).counts == d.n).any()))
 
 
 def _tied_biases(f: SelfAttention) -> bool:

@@ -54,7 +54,7 @@ def features(h: Head, X: Tensor) -> Features:
     far_k = stretch * (frobenius_up(h.one.K) * long + (0.0 if bk is None else length_up(bk)))
     seen = sight(h.one, n)
     S = h.scale * (q @ k.T)
-    S = S if seen.mask is None else torch.where(seen.seen, S + seen.mask, 0.0)
+    S = S if seen.additive is None else torch.where(seen.seen, S + seen.additive, 0.0)
     visible = torch.where(seen.seen, S, 0.0).abs().amax(dim=1)
     theta = gamma(2 * h.steps) * abs(h.scale) * far_q * far_k.max() + 6 * U * visible
     log_slack = 2 * theta + 2 * (n + 20) * U

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lipscope._types import Domain
@@ -59,13 +58,6 @@ def _additive(f: SelfAttention) -> bool:
     return f.mask is not None and f.mask.dtype.is_floating_point
 
 
-def _plain_order(f: SelfAttention, d: Domain) -> bool:
-    """Every query sees every key, or every key up to itself."""
-    seen = sight(f, d.n).seen
-    everything = torch.ones_like(seen)
-    return not _additive(f) and (bool(seen.all()) or torch.equal(seen, everything.tril()))
-
-
 DOT = Hypothesis("the scores are dot products (kernel Dot)", lambda f, _: isinstance(f.kernel, Dot))
 DISTANCE = Hypothesis("the scores are squared distances (kernel L2)", lambda f, _: isinstance(f.kernel, L2))
 PLAIN_SCORES = Hypothesis(
@@ -77,18 +69,19 @@ ROTATION = Hypothesis(
 )
 NO_QUERY_BIAS = Hypothesis("the queries have no bias", lambda f, _: not _query_bias(f))
 NO_ADDITIVE = Hypothesis("the mask, if any, is boolean", lambda f, _: not _additive(f))
-FULL_OR_CAUSAL = Hypothesis("every token sees all tokens, or all up to itself (causal)", _plain_order)
+FULL_OR_CAUSAL = Hypothesis(
+    "every token sees all tokens, or all up to itself (causal)", lambda f, d: sight(f, d.n).order is not None
+)
 FULL = Hypothesis(
-    "every token sees all tokens (no mask, window or padding)",
-    lambda f, d: not _additive(f) and bool(sight(f, d.n).seen.all()),
+    "every token sees all tokens (no mask, window or padding)", lambda f, d: sight(f, d.n).order == "full"
 )
 CAUSAL = Hypothesis(
     "every token sees the tokens up to itself (causal, no other mask)",
-    lambda f, d: not _additive(f) and torch.equal(s := sight(f, d.n).seen, torch.ones_like(s).tril()),
+    lambda f, d: sight(f, d.n).order == "causal",
 )
 SELF_SEEN = Hypothesis(
     "every query that sees anything sees its own key",
-    lambda f, d: bool((sight(f, d.n).seen.diagonal() | ~sight(f, d.n).seen.any(1)).all()),
+    lambda f, d: (s := sight(f, d.n)).order is not None or bool((s.seen.diagonal() | ~s.seen.any(1)).all()),
 )
 HEADS_APART = Hypothesis(
     "one head, or heads concatenated without an output projection", lambda f, _: f.heads == 1 or f.O is None

@@ -1,0 +1,148 @@
+"""The certificate on a ball around X: against ascent, against its second derivative, against 50 digits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope._types import Around
+from lipscope.theorems.certified import base, certified_upper, second_derivative, weights_within
+from lipscope.theorems.heads import heads_of
+from tests.cases import problem
+from tests.naive import dense_jacobian, naive_layer
+from tests.theorems.reference import second_derivative_bound
+
+
+def head(kind: str, seed: int):
+    """A single head of a case and its view, V scaled by a power of two."""
+    f, X = problem(kind, seed)
+    f = f.head(0)
+    (view,) = heads_of(f, folded=True)
+    return f, X, view
+
+
+def drawn(n: int, causal: bool, seed: int = 1):
+    """A head as in the theory: Gaussian weights, d = k = n, LayerNormed tokens."""
+    g = torch.Generator().manual_seed(seed)
+    X = torch.nn.functional.layer_norm(torch.randn(n, n, generator=g, dtype=torch.float64), (n,))
+    Q, K, V = (torch.randn(n, n, generator=g, dtype=torch.float64) / math.sqrt(n) for _ in range(3))
+    return ls.SelfAttention(Q, K, V, causal=causal), X
+
+
+def attacked(f: ls.SelfAttention, X, r: float, steps: int) -> float:
+    """||D_Y f|| at a Y on the sphere around X, by the gradient of <left, J right>."""
+    Y, best = X, 0.0
+    for _ in range(steps):
+        e = ls.local_lipschitz(f, Y, tol=1e-4)
+        best = max(best, e.value)
+        Z = Y.clone().requires_grad_(True)
+        _, pull = torch.func.vjp(lambda z: naive_layer(f, z), Z)
+        (gradient,) = torch.autograd.grad((pull(e.left)[0] * e.right).sum(), Z)
+        Y = X + r * gradient / gradient.norm()
+    return max(best, ls.local_lipschitz(f, Y, tol=1e-6).value)
+
+
+def test_it_is_close_to_what_ascent_finds():
+    f, X = drawn(24, causal=False)
+    found, certified = attacked(f, X, 1e-2, 6), certified_upper(f, Around(X, 1e-2))
+    assert found <= certified <= 1.05 * found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_is_close_to_what_ascent_finds_at_64_tokens(causal):
+    f, X = drawn(64, causal)
+    for r, ratio in ((1e-2, 1.06 if causal else 1.05), (1e-1, 1.65 if causal else 1.5)):
+        found, certified = attacked(f, X, r, 12), certified_upper(f, Around(X, r))
+        print(f"causal={causal} r={r}: certified / attacked = {certified / found:.4f}")
+        assert found <= certified <= ratio * found
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "causal", "biases", "additive mask", "fully masked rows"])
+def test_b_bounds_the_second_derivative(kind: str):
+    """Finite differences of dense Jacobians, and weights, at random Z in the ball."""
+    f, X, view = head(kind, 1)
+    g = torch.Generator().manual_seed(0)
+    x = base(view, X)
+    for rho in (1e-3, 0.3):
+        B, most = second_derivative(x, rho) * view.factor, weights_within(x, rho)
+        for _ in range(3):
+            E, H = (torch.randn(X.shape, generator=g, dtype=torch.float64) for _ in range(2))
+            Z, H = X + rho * E / E.norm(), H / H.norm()
+            step = 1e-5
+            slope = (dense_jacobian(f, Z + step * H) - dense_jacobian(f, Z - step * H)) / (2 * step)
+            assert torch.linalg.matrix_norm(slope, 2).item() <= B * (1 + 1e-6)
+            weights = torch.stack([weight_row(f, Z, i) for i in range(len(X))])
+            assert (weights <= most + 1e-12).all()
+
+
+def weight_row(f: ls.SelfAttention, Z, i: int):
+    """Row i of P, read off by giving token j the value e_j."""
+    values = torch.eye(len(Z), dtype=torch.float64)
+    scores = f.project(Z)
+    return ls.attend(
+        scores[0], scores[1], values[None], causal=f.causal, window=f.window, mask=f.mask, padding=f.padding
+    )[0, i]
+
+
+def test_it_grows_with_the_radius_and_starts_at_sigma():
+    f, X = problem("gaussian", 2)
+    values = [certified_upper(f, Around(X, r)) for r in (1e-9, 1e-3, 1e-2, 0.1, 1.0, 10.0)]
+    assert values == sorted(values)
+    assert values[0] == pytest.approx(ls.local_lipschitz(f, X).value, rel=2e-4)
+
+
+def test_heads_and_projection_are_summed():
+    f, X = problem("multi-head, projected", 0)
+    whole = certified_upper(f, Around(X, 0.05))
+    J = torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
+    assert (
+        J
+        <= whole
+        <= sum(certified_upper(replace(f.head(h), O=f.O[:, cut(f, h)]), Around(X, 0.05)) for h in range(f.heads))
+        * (1 + 1e-3)
+    )
+
+
+def cut(f: ls.SelfAttention, h: int) -> slice:
+    m = f.O.shape[1] // f.heads
+    return slice(h * m, (h + 1) * m)
+
+
+def compare_with_digits(seed: int) -> tuple[float, float]:
+    """B in float64 with its margin over B in 50 digits without one; at least 1. And what the margin costs."""
+    g = torch.Generator().manual_seed(seed)
+    n, d, m, k = (int(torch.randint(1, high + 1, (), generator=g)) for high in (5, 3, 3, 3))
+    n = max(n, 2)
+    offset = 10 ** float(torch.rand((), generator=g) * 8) if seed % 3 == 0 else 0.0
+    spread, rho = (10 ** float(torch.rand((), generator=g) * 3 - p) for p in (1, 4))
+    draw = {"generator": g, "dtype": torch.float64}
+    X = offset + spread * torch.randn(n, d, **draw)
+    small = 1 / max(1.0, offset)
+    biases = (torch.randn(k, **draw), None, None) if seed % 2 else None
+    f = ls.SelfAttention(
+        small * torch.randn(k, d, **draw), torch.randn(k, d, **draw), torch.randn(m, d, **draw), biases=biases
+    )
+    f = replace(f, causal=seed % 4 == 1)
+    (view,) = heads_of(f, folded=True)
+    computed = second_derivative(base(view, X), rho)
+    exact = second_derivative_bound(f, X, rho) / view.factor
+    return float(computed / exact), offset
+
+
+def test_the_margin_covers_rounding():
+    for seed in range(6):
+        assert compare_with_digits(seed)[0] >= 1
+
+
+@pytest.mark.slow
+def test_two_hundred_certificates_against_fifty_digits():
+    ratios = [compare_with_digits(seed) for seed in range(240)]
+    plain = sorted(ratio - 1 for ratio, offset in ratios if offset == 0)
+    print(f"margin without offset: median {plain[len(plain) // 2]:.1e}, largest {plain[-1]:.1e}")
+    assert all(ratio >= 1 for ratio, _ in ratios)
+    assert plain[len(plain) // 2] < 1e-10
