@@ -1,7 +1,7 @@
 """The attention kernels on one GPU, beside the matrix product's ceiling, eager attention and the library, in one run.
 
-    python benchmarks/gpu_kernels.py                    # n = 4096 .. 131072, 12 heads x 64
-    python benchmarks/gpu_kernels.py --n 16384 --head 128
+    python -m benchmarks.gpu_kernels                    # n = 4096 .. 131072, 12 heads x 64
+    python -m benchmarks.gpu_kernels --n 16384 --head 128
 
 J d, or J' g, is 5 matrix products of 2 n^2 k operations per head, half of that when causal.
 """
@@ -9,15 +9,12 @@ J d, or J' g, is 5 matrix products of 2 n^2 k operations per head, half of that 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from lipscope.attention import library_vjp, tiled, triton_forward, triton_jvp, triton_vjp
@@ -157,23 +154,24 @@ def show(row: Row) -> Row:
     return row
 
 
+def measure(lengths: list[int], head: int) -> list[Row]:
+    """Every row, shown as it comes."""
+    rows = [show(gemm())]
+    for n in lengths:
+        for dtype in (torch.bfloat16, torch.float32):
+            rows += [show(r) for c in (False, True) for r in fused(n, head, c, dtype, rows[0].value)]
+            rows.append(show(accuracy(n, head, dtype)))
+    if 16384 in lengths:
+        rows += [show(r) for r in eager(16384, head)]
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
     parser.add_argument("--head", type=int, default=64, help="head dimension; heads x head = 768")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
     options = parser.parse_args()
-    rows = [show(gemm())]
-    for n in options.n:
-        for dtype in (torch.bfloat16, torch.float32):
-            rows += [show(r) for c in (False, True) for r in fused(n, options.head, c, dtype, rows[0].value)]
-            rows.append(show(accuracy(n, options.head, dtype)))
-    if 16384 in options.n:
-        rows += [show(r) for r in eager(16384, options.head)]
-    if options.out:
-        versions = {"torch": torch.__version__, "triton": triton.__version__}
-        report = {"device": torch.cuda.get_device_name(), "versions": versions, "rows": [asdict(r) for r in rows]}
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    measure(options.n, options.head)
 
 
 if __name__ == "__main__":

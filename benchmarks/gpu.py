@@ -1,0 +1,114 @@
+"""Whole solves on one GPU beside the kernels they are made of, all in one run; writes results/<device>.json.
+
+    python -m benchmarks.gpu                  # the kernels at n = 4096 .. 131072, a layer of 131072 tokens, accuracy
+    python -m benchmarks.gpu --million        # and a layer of 1,048,576 tokens
+
+A layer has 12 heads x 64 and causal order, at Gaussian tokens. Its time includes everything but compilation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import lipscope as ls
+from benchmarks import gpu_kernels
+from benchmarks.gpu_kernels import Row, show
+from lipscope.attention import triton_forward, triton_jvp
+from lipscope.attention.pattern import Pattern
+
+RESULTS = Path(__file__).parent / "results"
+HEADS, WIDTH = 12, 768
+
+
+def layer(n: int, causal: bool, seed: int) -> tuple[ls.SelfAttention, Tensor]:
+    """Gaussian weights and tokens, of the size they have at initialisation."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    Q, K, V, O = (draw(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(4))
+    return ls.SelfAttention(Q, K, V, O, heads=HEADS, causal=causal), draw(n, WIDTH)
+
+
+def solve(name: str, n: int, seconds: float, gibibytes: float) -> list[Row]:
+    """The constant of a causal layer to 1e-4: how long, and how much memory."""
+    f, X = layer(n, causal=True, seed=n)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    estimate = ls.local_lipschitz(f, X, tol=1e-4)
+    torch.cuda.synchronize()
+    elapsed, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
+    residual = float(estimate.residual)
+    solved = estimate.status is ls.Status.CONVERGED
+    print(f"{name}: sigma {float(estimate.value):.6f} in {estimate.steps} steps, {estimate.status.value}")
+    return [
+        Row(name, n, True, "float32", elapsed, "s", residual, seconds, solved and elapsed <= seconds),
+        Row(name, n, True, "float32", held, "GiB", residual, gibibytes, held <= gibibytes),
+    ]
+
+
+def accuracy(n: int, causal: bool) -> Row:
+    """sigma in float32 through the kernels against float64, relatively."""
+    f, X = layer(n, causal, seed=n)
+    mine, truth = ls.local_lipschitz(f, X, tol=1e-5), ls.local_lipschitz(f, X, tol=1e-9, precision="exact")
+    error = abs(float(mine.value) / float(truth.value) - 1)
+    return Row("sigma_error", n, causal, "float32", error, "relative", float(mine.residual), 1e-5, error <= 1e-5)
+
+
+def jvp_flash(n: int) -> list[Row]:
+    """How many times as long jvp_flash_attention takes for value and tangent, where it is installed."""
+    if find_spec("jvp_flash_attention") is None:
+        return []
+    from jvp_flash_attention.jvp_attention import JVPAttn  # type: ignore[import-not-found]
+
+    point, tangent, _ = gpu_kernels.problem(n, WIDTH // HEADS, torch.bfloat16)
+    (q, k, v), (dq, dk, dv), pattern = point, tangent, Pattern()
+    o, lse = triton_forward.forward(q, k, v, pattern)
+
+    def theirs() -> None:
+        with forward_ad.dual_level():
+            JVPAttn.fwd_dual(*map(forward_ad.make_dual, point, tangent), sm_scale=1.0)
+
+    slower = gpu_kernels.seconds(theirs) / gpu_kernels.seconds(
+        lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), pattern)
+    )
+    return [Row("jvp_flash", n, False, "bfloat16", slower, "times as slow", None, 5.0, slower >= 5)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--million", action="store_true", help="solve a layer of 1,048,576 tokens too")
+    parser.add_argument("--solves", action="store_true", help="leave the kernels alone out")
+    options = parser.parse_args()
+
+    rows = [] if options.solves else gpu_kernels.measure([4096, 16384, 65536, 131072], WIDTH // HEADS)
+    rows += [show(row) for row in jvp_flash(65536)]
+    ls.local_lipschitz(*layer(8192, causal=True, seed=0), tol=1e-4)  # compiles what the solves below use
+    rows += [show(accuracy(n, causal)) for n, causal in ((2048, True), (5000, False), (5001, True))]
+    rows += [show(row) for row in solve("layer_sigma", 131072, seconds=6, gibibytes=32)]
+    if options.million:
+        rows += [show(row) for row in solve("million", 1 << 20, seconds=480, gibibytes=130)]
+
+    device = torch.cuda.get_device_name()
+    versions = {"lipscope": ls.__version__, "torch": torch.__version__, "triton": triton.__version__}
+    out = RESULTS / f"{device.split()[-1].lower()}.json"
+    out.parent.mkdir(exist_ok=True)
+    report = {"device": device, "versions": versions, "rows": [asdict(row) for row in rows]}
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()
