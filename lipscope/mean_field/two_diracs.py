@@ -74,7 +74,8 @@ def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) ->
     worst = two_diracs(f, R)
     top = math.floor(per_decade * math.log10(n_max) + 1e-9)
     counts = sorted({2, int(n_max)} | {max(2, round(10 ** (i / per_decade))) for i in range(top + 1)})
-    sigma = _repeated(f, worst.measure.points, counts, [max(1, round(n * worst.p)) for n in counts])
+    few = [min(n - 1, max(1, round(n * worst.p))) for n in counts]
+    sigma = _repeated(f, worst.measure.points, counts, few)
     plateau = spectral_norm(derivative(f, worst.measure), 1e-9, solver=Solver(seed=0)).value
     return Transition(counts, sigma, 1 / worst.p, plateau)
 

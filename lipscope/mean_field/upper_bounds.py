@@ -1,7 +1,7 @@
 """How much attention can stretch the distance of two measures in a ball of radius R, whatever their atoms and weights.
 
-The theorems live in `lipscope.theorems`; here they are asked about measures, and d_p joins them for every p > 1. Letters:
-a = ||A|| R^2 with A = K'Q/sqrt(k), and a_b = R (||A|| R + |K'b_q|/sqrt(k)), which is a without a query bias b_q.
+The theorems live in `lipscope.theorems`; here they are asked about measures, and d_p joins them for every p > 1.
+Here a = ||A|| R^2 with A = K'Q/sqrt(k), and a_b = R (||A|| R + |K'b_q|/sqrt(k)), which is a without a query bias b_q.
 """
 
 from __future__ import annotations

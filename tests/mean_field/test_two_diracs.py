@@ -9,7 +9,7 @@ from torch import Generator
 import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
-from lipscope.mean_field.two_diracs import transition, two_diracs
+from lipscope.mean_field.two_diracs import _repeated, transition, two_diracs
 from lipscope.mean_field.upper_bounds import w2_bound, w2_bound_geshkovski2023
 from tests.mean_field.weighted import one_head, randn
 from tests.naive import dense_jacobian
@@ -52,13 +52,21 @@ def test_the_transition_is_that_of_real_tokens():
         assert sigma == pytest.approx(torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10)
 
 
+def test_a_small_ball_leaves_one_token_for_the_crowd():
+    f, R = one_head(-1.0), 0.1  # p_R = 0.98
+    found = transition(f, R, 5, per_decade=30)
+    for n, sigma in zip(found.n, found.sigma.tolist(), strict=True):
+        X = torch.tensor([[R]] * (n - 1) + [[-R]], dtype=torch.float64)
+        assert sigma == pytest.approx(torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10)
+
+
 def test_copies_that_move_apart_are_counted():
-    """Saturated attention of few tokens: where the query block of the crowd is the largest, copies show it."""
-    f, R = one_head(-1.0), 0.9
-    found = transition(f, R, 6, per_decade=30)
-    assert found.n[:3] == [2, 3, 4]
-    X = torch.tensor([[R]] + [[-R]] * 2, dtype=torch.float64)
-    assert found.sigma[1].item() == pytest.approx(torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10)
+    """0 and 4, each up to three times: with two copies of 0 the constant is that with splitting."""
+    f, atoms = one_head(-1.0), torch.tensor([[0.0], [4.0]], dtype=torch.float64)
+    pairs = [(2, 1), (4, 2), (3, 2), (3, 1), (6, 3)]
+    for (n, few), sigma in zip(pairs, _repeated(f, atoms, *map(list, zip(*pairs, strict=True))), strict=True):
+        X = torch.cat([atoms[:1].expand(few, 1), atoms[1:].expand(n - few, 1)])
+        assert sigma.item() == pytest.approx(torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10)
 
 
 def test_from_sqrt_n_to_the_plateau():
