@@ -59,6 +59,7 @@ def load(
             module, reader = _live(source, device), None
             name, commit = module.config.name_or_path or type(module).__name__, None
             if random_init is not None:
+                device = module.device
                 module = _random(type(module), copy.deepcopy(module.config), random_init)
         else:
             repository = _repository(source, revision, weights=random_init is None)
@@ -119,9 +120,8 @@ def _repository(source: str | None, revision: str | None, weights: bool) -> Repo
 def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
     """The model of a repository, or the same architecture with random weights."""
     config = repository.config()
-    kinds: Any = MODEL_MAPPING.get(type(config), None)
-    kind = kinds[0] if isinstance(kinds, tuple) else kinds
-    if kind is None:
+    kinds = _base_classes(config)
+    if not kinds:
         raise UserError(f"{repository.name} is of type {config.model_type!r}, a type without hidden states")
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -134,7 +134,7 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
             raise UserError(f"{repository.name} is quantised ({method}); lipscope needs its weights in floating point")
         del config.quantization_config
     if random_init is not None:
-        return _in_force(_random(kind, config, random_init))
+        return _in_force(_random(kinds[0], config, random_init))
     state = repository.weights()
     for key, tensor in state.items():
         if tensor.is_floating_point() and tensor.dtype not in DTYPES.values():
@@ -142,6 +142,7 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
                 f"{repository.name} holds weights in {tensor.dtype} ({key}); lipscope needs float16 or finer"
             )
     try:
+        kind: Any = kinds[0]
         model, report = kind.from_pretrained(
             None,
             config=config,
@@ -161,6 +162,15 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
         # A weight that is not there must never pass for a measured one; unused parts (a pooler) do no harm.
         model.state_dict()[key].fill_(torch.nan)
     return _in_force(model)
+
+
+def _base_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]:
+    """The classes of models without a head that go with a configuration."""
+    try:
+        kinds: Any = MODEL_MAPPING.get(type(config), ())
+    except ValueError:  # listed, but not there
+        return ()
+    return kinds if isinstance(kinds, tuple) else (kinds,)
 
 
 def _random(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
@@ -199,8 +209,7 @@ def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedMod
 
 def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """The part between embeddings and last hidden state: no heads, and of an encoder-decoder the encoder."""
-    kinds: Any = MODEL_MAPPING.get(type(module.config), ())
-    trunk: Any = module if type(module) in (kinds if isinstance(kinds, tuple) else (kinds,)) else module.base_model
+    trunk: Any = module if type(module) in _base_classes(module.config) else module.base_model
     if not getattr(module.config, "is_encoder_decoder", False):
         return trunk, type(trunk).__name__
     encoder = module.get_encoder()

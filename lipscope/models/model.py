@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lipscope._types import UserError
 from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
-from lipscope.models.closed import Projections
+from lipscope.models.memory import Memory
 from lipscope.models.plug import NAME
 from lipscope.models.preflight import Preflight, preflight
 from lipscope.models.running import Call, Host
@@ -51,7 +51,7 @@ class Model:
         self._owned = owned
         self._checks: dict[tuple[int, ...], Preflight] = {}
         self._layers: list[Layer] | None = None
-        self._projections: dict[nn.Module, Projections] = {}
+        self._memory = Memory()
 
     @property
     def owned(self) -> bool:
@@ -132,7 +132,7 @@ class Model:
         self._prepare(single)
         host = self._host()
         layers = self._known_layers()
-        return Survey(host, layers, record(host, layers, inputs, single), self._projections)
+        return Survey(host, layers, record(host, layers, inputs, single), self._memory)
 
     def check_scopes(self, scopes: Sequence[str]) -> None:
         """Refuse by name what does not exist, or not for this model."""

@@ -57,9 +57,7 @@ class Call:
     def seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """From what a hook sees; caches are dropped, so that the call can be repeated."""
         args, kwargs = _map(args, _no_cache), _map(kwargs, _no_cache)
-        named = [kwargs["hidden_states"]] if "hidden_states" in kwargs else []
-        tensors = [t for t in (*args, *named, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
-        return Call(args, kwargs, tensors[0])
+        return Call(args, kwargs, first_tensor((args, kwargs.get("hidden_states"), kwargs)))
 
     def at(self, x: Tensor) -> Call:
         """The same call with other tokens, wherever the old ones stood."""
@@ -196,7 +194,7 @@ def _make_leaf(
 
 def has_tokens(tree: Any) -> bool:
     """Whether there is a floating-point tensor among these."""
-    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tensors_of(tree))
+    return any(tensor.is_floating_point() for tensor in tensors_of(tree))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -207,10 +205,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-def first_tensor(output: Any) -> Tensor:
-    """The hidden state among a module's outputs."""
-    output = getattr(output, "last_hidden_state", output)
-    return output if isinstance(output, Tensor) else first_tensor(output[0])
+def first_tensor(tree: Any) -> Tensor:
+    """The tokens among a module's arguments or outputs: the first floating-point tensor there is."""
+    return next(tensor for tensor in tensors_of(tree) if tensor.is_floating_point())
 
 
 def attention_call(host: Host, module: nn.Module, call: Call) -> AttentionCall:
@@ -241,5 +238,6 @@ def _map(tree: Any, change: Callable[..., Any], *others: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _map(value, change, *(o[key] for o in others)) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(_map(value, change, *(o[i] for o in others)) for i, value in enumerate(tree))
+        parts = [_map(value, change, *(o[i] for o in others)) for i, value in enumerate(tree)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return change(tree, *others)

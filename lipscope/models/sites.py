@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.models.anatomy import Layer
-from lipscope.models.closed import Projections, closed_form, projection_matrix, same, select_heads
+from lipscope.models.closed import closed_form, projection_matrix, same, select_heads
 from lipscope.models.maps import Heads, Rerun
+from lipscope.models.memory import Memory
 from lipscope.models.running import Host, Tap
 from lipscope.models.trace import Seen, Trace
 
 Map = Callable[[Tensor], Tensor]
+
+NOT_PLAIN = "not plain self-attention"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,8 @@ class Survey:
     host: Host
     layers: list[Layer]
     trace: Trace
-    known: dict[nn.Module, Projections]
+    memory: Memory
+    _found: dict[int, SelfAttention | None] = field(default_factory=dict, repr=False)
 
     def site(self, scope: str, layer: int | None = None, heads: Sequence[int] | None = None) -> Site:
         """The map `scope` at a layer; `heads` narrows the scope heads down to some of them."""
@@ -80,7 +84,7 @@ class Survey:
     def _heads(self, i: int, heads: Sequence[int] | None) -> Site:
         core, seen = self._core(i)
         chosen = tuple(range(self.layers[i].heads) if heads is None else heads)
-        closed = self._closed(core, seen)
+        closed = self._closed(i)
         f = (
             Heads(self.host, core, seen.call, seen.single, chosen)
             if closed is None
@@ -102,21 +106,29 @@ class Survey:
             Rerun(self.host, core, seen.call, seen.single, tap, then=then),
             seen.call.hidden,
         )
-        closed = self._closed(core, seen)
-        if closed is None:
+        closed, known = self._closed(i), self.memory.get(projection)
+        if closed is None or known == NOT_PLAIN:
             return site
-        O, b = projection_matrix(self.host, projection, closed.V.shape[0] // closed.groups * closed.heads)
+        width = closed.V.shape[0] // closed.groups * closed.heads
+        O, b = known or projection_matrix(self.host, projection, width)
         fast = replace(site, f=replace(closed, O=O), offset=b)
-        # A gate between heads and projection would show here.
-        return fast if same(fast.value(), site.value()) else site
+        # A gate between heads and projection would show in the value.
+        plain = known is not None or same(fast.value(), site.value())
+        self.memory.keep(projection, (O, b) if plain else NOT_PLAIN)
+        return fast if plain else site
 
-    def _closed(self, core: nn.Module, seen: Seen) -> SelfAttention | None:
-        found = closed_form(self.host, core, seen, self.known.get(core)) or closed_form(self.host, core, seen)
-        if found is None:
-            return None
-        if self.host.owned:
-            self.known[core] = found[1]
-        return found[0]
+    def _closed(self, i: int) -> SelfAttention | None:
+        """The attention module of layer i in closed form, if it is plain self-attention."""
+        if i not in self._found:
+            core, seen = self._core(i)
+            known = self.memory.get(core)
+            found = None
+            if known != NOT_PLAIN:
+                found = closed_form(self.host, core, seen, known) if known else None
+                found = found or closed_form(self.host, core, seen)
+                self.memory.keep(core, found[1] if found else NOT_PLAIN)
+            self._found[i] = found[0] if found else None
+        return self._found[i]
 
     def _normed(self, i: int) -> Site:
         layer, (_, seen) = self.layers[i], self._block(i)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from lipscope._types import UserError
+from lipscope.attention.layer import HeadsApart, SelfAttention
+from lipscope.models import closed
 from lipscope.models.loading import load
 from tests.models.test_loading import words
 from tests.models.zoo import BYPASSING, FAMILIES, make, sample
@@ -78,3 +80,31 @@ def test_every_length_is_checked_against_eager_attention_and_the_worst_is_kept()
         model.survey(torch.randint(3, 50, (2, n)))
     assert {check.n for check in model._checks.values()} >= set(lengths)
     assert model.preflight.difference == max(check.difference for check in model._checks.values())
+
+
+def test_what_is_known_of_a_module_is_forgotten_when_its_weights_change():
+    """A live module in training: its projections are probed anew after every step."""
+    module, ids = make("bert"), sample("bert")["input_ids"]
+    model = load(module)
+    before = [site.value() for site in model.sites(ids, layers=[0])]
+    with torch.no_grad():
+        for parameter in module.get_submodule("encoder.layer.0.attention").parameters():
+            parameter.mul_(2)
+    after = [site.value() for site in model.sites(ids, layers=[0])]
+    fresh = [site.value() for site in load(module).sites(ids, layers=[0])]
+    for a, b, c in zip(before, after, fresh, strict=True):
+        assert torch.equal(b, c) and not torch.allclose(a, b)
+
+
+def test_a_module_is_probed_once_for_all_lengths(monkeypatch):
+    model, probes = load(make("llama")), []
+    original = closed._probe
+    monkeypatch.setattr(closed, "_probe", lambda X: probes.append(X.shape) or original(X))
+    for n in (1, 4, 7, 7):
+        maps = [site.f for site in model.sites(torch.randint(3, 50, (2, n)))]
+        assert all(isinstance(f, SelfAttention | HeadsApart) for f in maps)
+    assert len(probes) == 4, "two layers, at one token, where nothing turns, and once more at four"
+    model = load(make("qwen3"))
+    for n in (4, 7):
+        model.sites(torch.randint(3, 50, (2, n)))
+    assert len(probes) == 6, "once a layer, and never again where it is not plain self-attention"

@@ -12,7 +12,7 @@ from lipscope.models.loading import load
 from lipscope.models.plug import NAME, configs, lipscope_attention, plugged
 from lipscope.models.precision import Float64
 from lipscope.models.preflight import TOLERANCE
-from tests.models.zoo import BYPASSING, FAMILIES, make, sample
+from tests.models.zoo import BYPASSING, FAMILIES, MASKING, make, sample
 
 
 def last_hidden_state(module, implementation, **inputs):
@@ -34,6 +34,14 @@ def test_the_preflight_tells_models_with_attention_of_their_own(name):
     assert type(model.trunk).__name__ in model.preflight.reason
     with pytest.raises(UserError, match=r"attention code of its own.*scope block or model"):
         model.sites(**sample(name))
+
+
+@pytest.mark.parametrize("name", MASKING)
+def test_a_mask_that_depends_on_the_input_is_told_too(name):
+    model = load(make(name))
+    assert not model.preflight.routed and "depends on the input" in model.preflight.reason
+    for site in model.sites(**sample(name), scopes=["block"]):
+        jacobian(site.f, site.X)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "vit"])

@@ -12,7 +12,7 @@ from lipscope.linalg.spectral import spectral_norm
 from lipscope.models.loading import load
 from lipscope.models.scopes import SCOPES
 from tests.models.truth import Truth
-from tests.models.zoo import BYPASSING, FAMILIES, make, sample
+from tests.models.zoo import BYPASSING, ENTANGLED, FAMILIES, make, sample
 
 LAYER = 1
 ENTRY = {
@@ -75,7 +75,8 @@ def test_value_and_jacobian_are_the_modules_own(name, scope):
         for r, (member, head) in enumerate(site.members):
             if member != s:
                 continue
-            cut = slice(None) if head is None else slice(4 * head, 4 * head + 4)
+            size = FAMILIES[name].head_size if head is not None else 0
+            cut = slice(None) if head is None else slice(size * head, size * head + size)
             rows = D.view(*expected.shape, -1)[:, cut].reshape(-1, D.shape[1])
             found = value[s] if head is None else value[s, head]
             torch.testing.assert_close(found, expected[:, cut], rtol=1e-10, atol=1e-11)
@@ -86,6 +87,16 @@ def test_value_and_jacobian_are_the_modules_own(name, scope):
 def test_a_scope_the_model_does_not_have_is_refused_by_name(name, scope):
     with pytest.raises(UserError, match=f"no scope {scope}"):
         prepared(name)[0].sites(**sample(name), scopes=[scope])
+
+
+@pytest.mark.parametrize("name", ENTANGLED)
+@pytest.mark.parametrize("scope", ["heads", "attention"])
+def test_attention_of_several_sequences_at_once_is_refused_by_name(name, scope):
+    model = load(make(name))
+    with pytest.raises(UserError, match=r"not one map of one sequence.*no scope heads and no scope attention"):
+        model.sites(**sample(name), scopes=[scope])
+    for site in model.sites(**sample(name), scopes=["residual", "block"]):
+        jacobian(site.f, site.X)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

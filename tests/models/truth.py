@@ -31,7 +31,8 @@ class Truth:
 
     def value(self, inputs: dict[str, Tensor], path: str, call: int, x: Tensor, tap: tuple[str, str] | None) -> Tensor:
         """The tokens seen at `tap` (at the end where it is None) when x enters the module at `path`."""
-        return self._run(inputs, (path, call, x), tap)
+        y = self._run(inputs, (path, call, x), tap)
+        return y if y.ndim == 3 else y[None]
 
     def jacobian(self, inputs: dict[str, Tensor], path: str, call: int, tap: tuple[str, str] | None) -> Tensor:
         """The dense Jacobian [outputs, inputs] of that map, for a batch of one."""

@@ -36,7 +36,9 @@ BERT = {
 class Family:
     """An architecture: how to make a tiny one, and, in its trunk, the paths of its parts at layer {}.
 
-    closed: whether its attention modules are plain self-attention; prenorm: whether it has the scope normed.
+    closed:  whether its attention modules are plain self-attention
+    prenorm: whether it has the scope normed
+    shared:  whether one block serves all layers
     """
 
     model: str
@@ -46,6 +48,7 @@ class Family:
     closed: bool = True
     prenorm: bool = True
     shared: bool = False
+    head_size: int = 4
 
 
 FAMILIES = {
@@ -158,6 +161,39 @@ FAMILIES = {
             "residual": None,
         },
     ),
+    "gpt_neox": Family(
+        "GPTNeoXModel",
+        "GPTNeoXConfig",
+        {**TEXT, "hidden_size": 16, "num_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "rotary_pct": 0.5},
+        {
+            "block": "layers.{}",
+            "core": "layers.{}.attention",
+            "projection": "layers.{}.attention.dense",
+            "residual": None,
+        },
+        head_size=8,
+    ),
+    "glm": Family("GlmModel", "GlmConfig", {**ROPE, "head_dim": 8}, LLAMA, head_size=8),
+    "opt": Family(
+        "OPTModel",
+        "OPTConfig",
+        {
+            "vocab_size": 50,
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "ffn_dim": 12,
+            "max_position_embeddings": 40,
+            "word_embed_proj_dim": 8,
+            "pad_token_id": 1,
+        },
+        {
+            "block": "decoder.layers.{}",
+            "core": "decoder.layers.{}.self_attn",
+            "projection": "decoder.layers.{}.self_attn.out_proj",
+            "residual": ("decoder.layers.{}.final_layer_norm", "input"),
+        },
+    ),
     "olmo2": Family(
         "Olmo2Model",
         "Olmo2Config",
@@ -194,10 +230,23 @@ BYPASSING = {
     ),
 }
 
+# Models on lipscope's attention whose attention modules are no maps of one sequence of tokens.
+ENTANGLED = {
+    "diffllama": Family("DiffLlamaModel", "DiffLlamaConfig", {**ROPE, "num_key_value_heads": 2}),
+    "mobilebert": Family(
+        "MobileBertModel",
+        "MobileBertConfig",
+        {**TEXT, "embedding_size": 8, "true_hidden_size": 8, "intra_bottleneck_size": 8, "num_feedforward_networks": 1},
+    ),
+}
+
+# Models whose masks depend on their input, which takes their attention out of reach.
+MASKING = {"doge": Family("DogeModel", "DogeConfig", ROPE)}
+
 
 def make(name: str, seed: int = 0) -> PreTrainedModel:
     """A tiny model in float32 with weights large enough to matter, norms, biases and sinks included."""
-    family = {**FAMILIES, **BYPASSING}[name]
+    family = {**FAMILIES, **BYPASSING, **ENTANGLED, **MASKING}[name]
     options = {key: value for key, value in family.options.items() if value is not None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
