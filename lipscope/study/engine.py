@@ -119,8 +119,8 @@ class _Worker:
         """What the worker has to say, if anything."""
         alive = self.process.is_alive()  # asked first: what a dead worker said last is still in the pipe
         try:
-            if alive and not self.pipe.poll():
-                return None
+            if not self.pipe.poll():
+                return None if alive else self._death()
             message = self.pipe.recv()
         except (EOFError, OSError):
             return self._death()

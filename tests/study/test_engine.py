@@ -10,7 +10,7 @@ import pytest
 from lipscope._types import UserError
 from lipscope.study.engine import InProcess, Workers
 from lipscope.study.records import Job
-from tests.study.fakes import Start, answer, die_at_birth, jobs, refuse_at_birth
+from tests.study.fakes import Start, answer, die_at_birth, jobs, refuse_at_birth, start_leaving_orphans
 
 
 @pytest.fixture(params=["in process", "workers"])
@@ -49,6 +49,14 @@ def test_the_third_death_fails_the_job_and_says_why(tmp_path):
     assert outcomes[2].failure == "the worker was killed by SIGKILL with this job in hand, 3 times"
     assert [outcomes[layer] for layer in (0, 1, 3)] == [answer(job) for job in todo if job.layer != 2]
     assert len(list(tmp_path.glob("8-2-*"))) == 3
+
+
+def test_death_is_noticed_though_an_orphan_holds_the_pipe():
+    began = time.monotonic()
+    outcomes = {o.job.layer: o for o in Workers(start_leaving_orphans, 2).run(jobs(3))}
+    assert time.monotonic() - began < 30
+    assert outcomes[1].failure is not None and "SIGKILL" in outcomes[1].failure
+    assert [outcomes[layer].failure for layer in (0, 2)] == [None, None]
 
 
 def test_workers_live_long_and_keep_to_their_input(tmp_path):
