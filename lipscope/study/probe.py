@@ -47,7 +47,7 @@ def sigma(site: Site, n: int, samples: Sequence[int], tol: float, seed: int) -> 
                 str(site.X.dtype).removeprefix("torch."),
                 site.X.device.type,
                 seconds,
-            )
+            ).check()
         )
         if known:
             sensitivities.append(Sensitivity(*where, tuple(right[i].tolist()), tuple(left[i].tolist())))

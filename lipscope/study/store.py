@@ -25,21 +25,21 @@ from lipscope.study.directory import (
 from lipscope.study.records import COLUMNS, About, Identity, Row, Sample, Sensitivity, StudyInfo
 
 _SCHEMA = """
-CREATE TABLE info (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE info (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE rows (
     probe TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER, head INTEGER,
     n INTEGER NOT NULL, sample INTEGER NOT NULL, kind TEXT NOT NULL, norm TEXT NOT NULL,
     value REAL, lower REAL NOT NULL, upper REAL NOT NULL, residual REAL, status TEXT NOT NULL,
     radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL,
     CHECK (value IS NULL OR (lower <= value AND value <= upper))
-) STRICT;
+);
 CREATE UNIQUE INDEX rows_key
     ON rows (probe, scope, ifnull(layer, -1), ifnull(head, -1), n, sample, kind, norm);
-CREATE TABLE samples (n INTEGER, sample INTEGER, tokens TEXT NOT NULL, PRIMARY KEY (n, sample)) STRICT;
+CREATE TABLE samples (n INTEGER, sample INTEGER, tokens TEXT NOT NULL, PRIMARY KEY (n, sample));
 CREATE TABLE sensitivities (
     scope TEXT NOT NULL, layer INTEGER, head INTEGER, n INTEGER NOT NULL, sample INTEGER NOT NULL,
     right BLOB NOT NULL, left BLOB NOT NULL
-) STRICT;
+);
 CREATE UNIQUE INDEX sensitivities_key
     ON sensitivities (scope, ifnull(layer, -1), ifnull(head, -1), n, sample);
 """

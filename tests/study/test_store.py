@@ -52,7 +52,7 @@ def test_a_job_is_kept_whole_or_not_at_all(tmp_path):
         store.write([row(layer=0), row(layer=1, lower=9.0)])
     assert store.rows() == []
     with pytest.raises(sqlite3.Error):
-        store.write([row(layer=0)], [sensitivity(row())._replace(n="eight")])  # type: ignore[arg-type]
+        store.write([row(layer=0)], [sensitivity(row())._replace(scope=None)])  # type: ignore[arg-type]
     assert store.rows() == []
 
 
@@ -187,6 +187,18 @@ def test_a_study_at_rest_is_one_plain_file(tmp_path):
     store.close()
     assert len(Store.open(tmp_path / "s").rows()) == 1
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["study.lock", FILE]
+
+
+def test_a_full_disk_is_told_and_costs_nothing_that_was_kept(tmp_path):
+    store = Store.create(tmp_path / "s", info())
+    store.write([row()])
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages + 1}")
+    with pytest.raises(UserError, match="disk is full"):
+        store.write([row(layer=layer) for layer in range(1000)])
+    assert store.rows() == [row()]
+    store.close()
+    assert Store.open(tmp_path / "s").rows() == [row()]
 
 
 def test_in_memory(tmp_path):
