@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
+REPORT, COMPARISON = "report.html", "comparison.html"
 WRONG_INPUT, INTERRUPTED, SOME_FAILED = 2, 130, 1
 
 
@@ -87,6 +88,8 @@ def measure(
     except KeyboardInterrupt as stop:
         raise typer.Exit(_tell(" ".join(getattr(stop, "__notes__", ["Stopped."])), INTERRUPTED)) from stop
     _print(study, as_json)
+    if out is not None:
+        _write_report(study, out / REPORT)
     if any(row.status.startswith("failed") for row in study.failed):
         raise typer.Exit(SOME_FAILED)
 
@@ -100,6 +103,19 @@ def show(
     from lipscope.study.study import Study
 
     _print(Study.open(directory), as_json)
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a measure.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[DIR2]", help="A second study, side by side.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", show_default="DIR/report.html")] = None,
+) -> None:
+    """Write a study, or two side by side, as one page that opens anywhere."""
+    from lipscope.study.study import Study
+
+    against = None if other is None else Study.open(other)
+    _write_report(Study.open(directory), out or directory / (REPORT if against is None else COMPARISON), against)
 
 
 @app.command()
@@ -200,6 +216,15 @@ def _progress() -> Iterator[Callable[[float, float], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
         yield lambda done, total: bar.update(task, description="measuring", completed=done, total=total)
+
+
+def _write_report(study: Study, path: Path, against: Study | None = None) -> None:
+    """Writes the page, and says where to a person."""
+    from lipscope.report.page import render
+
+    render(study, path, against)
+    if sys.stderr.isatty():
+        typer.echo(f"The report is in {path}.", err=True)
 
 
 def _print(study: Study, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from lipscope.study.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
 SIGMA = "sigma"
 
@@ -161,6 +162,29 @@ class Study:
             raise UserError("to_dataframe needs pandas; install it with: pip install 'lipscope[data]'") from error
         frame = pd.DataFrame.from_records(self.rows, columns=list(COLUMNS))
         return frame.astype({"layer": "Int64", "head": "Int64"})
+
+    def plot_heatmap(self, ax: Axes | None = None, *, n: int | None = None) -> Axes:
+        """Layers x heads, coloured by sigma at one length (the greatest, unless told); needs matplotlib."""
+        from lipscope.report.figures import heatmap
+
+        return heatmap(self, ax, n)
+
+    def plot_growth(self, ax: Axes | None = None, *, scope: str | None = None) -> Axes:
+        """sigma against length on log axes, with the fitted laws and guides; needs matplotlib."""
+        from lipscope.report.figures import growth
+
+        return growth(self, ax, scope)
+
+    def plot_tokens(self, ax: Axes | None = None, *, layer: int | None = None, scope: str | None = None) -> Axes:
+        """The tokens of a layer by their part in its largest change (the roughest, unless told); needs matplotlib."""
+        from lipscope.report.figures import tokens
+
+        return tokens(self, ax, layer, scope)
+
+    def _repr_html_(self) -> str:
+        from lipscope.report.notebook import summary_html
+
+        return summary_html(self)
 
     def _scope_order(self, scope: str) -> int:
         known = list(self.info.about.scopes)

@@ -1,0 +1,32 @@
+"""Data as JSON that can stand inside a script element: short numbers, and no character that could end it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DIGITS = 6
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+
+
+def as_json(value: Any) -> str:
+    """JSON in ASCII; floats to six digits, NaN as null, infinity as a number that reads back as infinity."""
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, str):
+        return json.dumps(value).translate(_ESCAPES)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{as_json(str(key))}:{as_json(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ",".join(map(as_json, value)) + "]"
+    return json.dumps(value)
+
+
+def number(value: float) -> str:
+    if math.isnan(value):
+        return "null"
+    if math.isinf(value):
+        return "1e999" if value > 0 else "-1e999"
+    return f"{value:.{DIGITS}g}"

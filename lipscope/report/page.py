@@ -1,0 +1,201 @@
+"""The page: one self-contained file with its data, its charts and a policy that lets nothing else run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from lipscope._types import UserError
+from lipscope.report import words
+from lipscope.report.comparison import comparison, differences, verdict
+from lipscope.report.content import content, shown
+from lipscope.report.encoding import as_json
+from lipscope.study.study import Study
+
+SCRIPTS = ("core.js", "charts.js", "tokens.js", "table.js", "comparison.js", "main.js")
+EMPTY_STYLE = ""  # plotly makes an empty style element and fills it rule by rule
+MAP_STYLE = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
+
+
+@dataclass(frozen=True)
+class Section:
+    """A question, its answer in words, and the parts the script draws below it, once per study."""
+
+    name: str
+    question: str
+    answer: Callable[[Study], str]
+    parts: tuple[str, ...] = ()
+    needs_values: bool = True
+
+
+SECTIONS = (
+    Section("smooth", "How smooth is this model?", words.smooth, (), needs_values=False),
+    Section("rough", "Where is it rough?", words.rough, ("heat",)),
+    Section("growth", "How does that grow with length?", words.growth, ("growth",)),
+    Section("tokens", "Which tokens carry it?", words.tokens, ("tokens",)),
+    Section("worst", "How far is it from the worst case?", words.worst, ("bounds",)),
+    Section("sure", "How sure are we?", words.sure, ("facts",), needs_values=False),
+    Section(
+        "table",
+        "Every number",
+        lambda study: f"{len(study.rows)} rows, to six digits; `lipscope export` writes them in full.",
+        ("table",),
+        needs_values=False,
+    ),
+)
+
+
+def render(study: Study, path: str | os.PathLike[str], against: Study | None = None) -> Path:
+    """Writes the page of a study, or of two side by side; the file is there in full or not at all."""
+    goal, page = Path(path), html([study] if against is None else [study, against])
+    part = goal.with_name(f".{goal.name}.part")
+    try:
+        part.write_text(page, encoding="utf-8", newline="")
+        part.replace(goal)
+    except OSError as error:
+        raise UserError(f"cannot write {goal}: {error.strerror or error}. Give a file you may write to.") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
+    return goal
+
+
+def html(studies: Sequence[Study]) -> str:
+    """The text of the page."""
+    from plotly.offline import get_plotlyjs
+
+    style, charts, script = _template("page.css"), get_plotlyjs(), "\n".join(map(_template, SCRIPTS))
+    data: dict[str, Any] = {"studies": [content(study) for study in studies]}
+    names = [shown(study.info.about.model, 80) for study in studies]
+    lead, body = words.headline(studies[0]), "".join(_section(section, studies) for section in SECTIONS)
+    if len(studies) == 2:
+        data["comparison"] = comparison(*studies)
+        lead, body = verdict(*studies), _comparison(*studies) + body
+    return Template(_template("page.html")).substitute(
+        policy=_policy([script, charts], [style, EMPTY_STYLE]),
+        title=escape(" against ".join(names)),
+        subtitle=escape(", ".join(_subtitle(study) for study in studies)),
+        headline=escape(lead),
+        tiles=_tiles(studies[0]) if len(studies) == 1 else "",
+        body=body,
+        style=style,
+        unneeded=_unneeded(charts),
+        data=as_json(data),
+        charts=charts,
+        script=script,
+    )
+
+
+def _template(name: str) -> str:
+    return (files("lipscope.report") / "template" / name).read_text(encoding="utf-8")
+
+
+def _unneeded(charts: str) -> str:
+    """Stand-ins for the style elements of geographical maps: plotly adds those it does not find, against the policy."""
+    return "".join(f'<template id="{name}"></template>' for name in sorted(set(MAP_STYLE.findall(charts))))
+
+
+def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+    """Only what is in this file runs, known by its hash; nothing is fetched and nothing is sent."""
+
+    def hashes(texts: Sequence[str]) -> str:
+        digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes(scripts)}; style-src-elem {hashes(styles)}; "
+        "style-src-attr 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _subtitle(study: Study) -> str:
+    about, identity = study.info.about, study.info.identity
+    return f"{shown(about.architecture, 80)} on {shown(about.text, 80)}, {shown(identity.dtype, 20)}"
+
+
+def _tiles(study: Study) -> str:
+    items = "".join(
+        f"<li><span>{escape(what)}</span><strong>{escape(number)}</strong><span>{escape(where)}</span></li>"
+        for what, number, where in words.tiles(study)
+    )
+    return f'<ul class="tiles">{items}</ul>' if items else ""
+
+
+def _section(section: Section, studies: Sequence[Study]) -> str:
+    shown_for = [i for i, study in enumerate(studies) if study.sigma or not section.needs_values]
+    if not shown_for:
+        return ""
+    panes = "".join(_pane(section, studies[i], i, len(studies) > 1) for i in shown_for)
+    kind = "panes two" if len(studies) > 1 else "panes"
+    return (
+        f'<section id="{section.name}"><h2>{escape(section.question)}</h2><div class="{kind}">{panes}</div></section>'
+    )
+
+
+def _pane(section: Section, study: Study, index: int, named: bool) -> str:
+    name = f"<h3>{'second: ' if index else 'first: '}{escape(shown(study.info.about.model, 60))}</h3>" if named else ""
+    parts = "".join(
+        _facts(study) if part == "facts" else f'<div class="part" data-part="{part}" data-study="{index}"></div>'
+        for part in section.parts
+    )
+    return f'<div class="pane">{name}<p class="answer">{escape(section.answer(study))}</p>{parts}</div>'
+
+
+def _facts(study: Study) -> str:
+    """Reasons for failure, the maps that were measured, and what decides the numbers."""
+    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in words.failures(study))
+    found = f"<h3>Rows without a value</h3><ul>{reasons}</ul>" if reasons else ""
+    measured = dict.fromkeys(row.scope for row in study.rows)
+    known = study.info.about.scopes
+    maps = "".join(
+        f"<dt>{escape(shown(scope, 30))}</dt><dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
+        for scope in measured
+    )
+    found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _box(study))
+    command = study.info.about.command
+    again = f"<pre>{escape(shown(command, 2000))}</pre>" if command else "<p>Its input was not a text.</p>"
+    return (
+        f'{found}<h3>What was measured</h3><dl class="facts box">{facts}</dl>'
+        f"<h3>The command that measures it again</h3>{again}"
+    )
+
+
+def _box(study: Study) -> list[tuple[str, str]]:
+    identity, about = study.info.identity, study.info.about
+    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    facts = {
+        "model": f"{about.model} ({about.architecture}, {about.layers} layers, {about.heads} heads)",
+        "revision": identity.revision or "none",
+        "weights": identity.weights,
+        "configuration": identity.config,
+        "tokenizer": identity.tokenizer or "none",
+        "text": f"{about.text}, {about.text_tokens} tokens" + (", special tokens" if identity.special_tokens else ""),
+        "text hash": identity.text,
+        "mask": identity.mask,
+        "dtype and device": f"{identity.dtype}, {about.device}",
+        "tolerance and seed": f"{identity.tol:g}, {identity.seed}",
+        "versions": versions,
+    }
+    return [(name, shown(value, 400)) for name, value in facts.items()]
+
+
+def _comparison(first: Study, second: Study) -> str:
+    changed = ", ".join(differences(first, second)) or "nothing: the same model, text and settings"
+    return (
+        '<section id="comparison"><h2>What is different?</h2><div class="panes"><div class="pane">'
+        f'<p class="answer">{escape(verdict(first, second))}</p>'
+        f"<p>Of what decides the numbers, these differ: {escape(changed)}.</p>"
+        '<div class="part" data-part="comparison" data-study="0"></div></div></div></section>'
+    )

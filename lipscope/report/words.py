@@ -1,0 +1,198 @@
+"""The answers in plain words, each with its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from statistics import median
+
+from lipscope._types import UserError
+from lipscope.report.content import bounds, layer_name, shown
+from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
+from lipscope.study.records import Row
+from lipscope.study.study import Study, Token
+
+NOTHING = "No value has been measured yet."
+TOP_TOKENS = 3
+
+
+def place(row: Row) -> str:
+    where = "the whole model" if row.layer is None else layer_name(row.layer)
+    return f"{where}, {shown(row.scope, 30)}" + ("" if row.head is None else f", head {row.head}")
+
+
+def headline(study: Study) -> str:
+    """One sentence."""
+    if not study.sigma:
+        return "Every measurement failed: there is no value to show." if study.failed else NOTHING
+    row = study.peak()
+    return (
+        f"At {row.n} tokens of this text, the roughest place amplifies a small change of its input "
+        f"up to {row.value:.3g} times."
+    )
+
+
+def tiles(study: Study) -> list[tuple[str, str, str]]:
+    """(what, number, where) of the four numbers to remember."""
+    if not study.sigma:
+        return []
+    row, law = study.peak(), peak_law(study)
+    gap = widest(study)
+    return [
+        ("largest σ", f"{row.value:.4g}", f"at n = {row.n}, sample {row.sample}"),
+        ("roughest place", place(row).split(",")[0], f"map: {shown(row.scope, 30)}"),
+        (
+            "growth there",
+            "no fit" if law is None else f"n^{law.alpha:.2f}",
+            f"needs {MIN_LENGTHS} lengths" if law is None else f"{law.low:.2f} to {law.high:.2f} at 95 %",
+        ),
+        (
+            "certificate",
+            "lower bounds" if math.isinf(gap) else f"within ×{gap:.3g}",
+            "float64 gives upper ones" if math.isinf(gap) else "every σ, upper / lower",
+        ),
+    ]
+
+
+def peak_law(study: Study) -> Growth | None:
+    row = study.peak()
+    return study.law(row.scope, row.layer)
+
+
+def smooth(study: Study) -> str:
+    if not study.sigma:
+        return headline(study)
+    row = study.peak()
+    layers = layer_medians(study, row)
+    text = (
+        f"The measure is σ, the largest factor by which the map can stretch a small change of the tokens it is "
+        f"given: its local Lipschitz constant at this text. Largest is σ = {row.value:.4g} ({place(row)}, "
+        f"n = {row.n}, sample {row.sample}), known to lie in {interval(row)}."
+    )
+    if len(layers) > 1:
+        values = sorted(layers.values())
+        text += (
+            f" Over the {len(layers)} layers at this length the medians run from {values[0]:.3g} to {values[-1]:.3g}."
+        )
+    return text
+
+
+def rough(study: Study) -> str:
+    row = study.peak()
+    layers = layer_medians(study, row)
+    ranked = sorted(layers, key=lambda name: -layers[name])
+    text = f"Roughest: {ranked[0]} (median σ = {layers[ranked[0]]:.3g} at n = {row.n}, {shown(row.scope, 30)})"
+    if len(ranked) > 1:
+        text += f"; smoothest: {ranked[-1]} ({layers[ranked[-1]]:.3g})"
+    heads = [r for r in study.sigma if r.head is not None]
+    if heads:
+        longest = max(r.n for r in heads)
+        top = max((r for r in heads if r.n == longest), key=lambda r: r.value)
+        text += f". The roughest single head is head {top.head} of {layer_name(top.layer)} (σ = {top.value:.3g})"
+    return text + ". Each cell is the median over samples."
+
+
+def growth(study: Study) -> str:
+    row, law = study.peak(), peak_law(study)
+    lengths = sorted({r.n for r in study.sigma})
+    if law is None:
+        return (
+            f"Measured at n = {', '.join(map(str, lengths))}: a growth law needs at least {MIN_LENGTHS} lengths "
+            "with a positive σ."
+        )
+    radius = list(study.radius(row.scope, row.layer).values())
+    flat = law.low <= 0 <= law.high
+    verdict = "no growth can be told from chance" if flat else f"doubling n multiplies σ by {2**law.alpha:.2f}"
+    return (
+        f"In {place(row)}, σ goes like n^{law.alpha:.2f} ({CONFIDENCE:.0%} interval of the exponent: {law.low:.2f} to "
+        f"{law.high:.2f}) from n = {lengths[0]} to {lengths[-1]}: {verdict}. What the law leaves over is "
+        f"{law.rms:.2f} in log σ. Meanwhile R(n), the largest norm of a token at the map's input, goes from "
+        f"{radius[0]:.3g} to {radius[-1]:.3g}. The guides are n^1/2, the rate of the upper bound for tokens in a "
+        "fixed ball, and n^1/4 (Castin et al. 2024)."
+    )
+
+
+def tokens(study: Study) -> str:
+    row = study.peak()
+    try:
+        found = study.tokens_of(row)
+    except UserError:
+        return "The study kept no token norms."
+    return (
+        f"In {place(row)} (n = {row.n}, sample {row.sample}) the largest change is driven by {_top(found, 'right')}. "
+        f"It shows at {_top(found, 'left')}. Percentages are shares of the squared norm of the singular vectors."
+    )
+
+
+def _top(found: list[Token], part: str) -> str:
+    ranked = sorted(found, key=lambda token: -getattr(token, part))[:TOP_TOKENS]
+    return ", ".join(f"“{shown(t.token, 24)}” (token {t.position}, {getattr(t, part) ** 2:.1%})" for t in ranked)
+
+
+def worst(study: Study) -> str:
+    found = bounds(study)
+    if not found:
+        return (
+            "This study holds no bounds, so it cannot say how far these inputs are from the worst one. σ is local: "
+            "another text, or a longer one, may give a larger value."
+        )
+    gaps = [
+        (min(value for _, kind, value in item["marks"] if kind == "upper") / item["sigma"][0], item)
+        for item in found
+        if item["sigma"][0] > 0 and any(kind == "upper" for _, kind, _ in item["marks"])
+    ]
+    if not gaps:
+        return "This study holds lower bounds only; nothing here limits σ from above on other inputs."
+    least, item = min(gaps, key=lambda pair: pair[0])
+    most, other = max(gaps, key=lambda pair: pair[0])
+    return (
+        f"Against the smallest upper bound of each map, σ is closest in {item['layer']}, {item['scope']} "
+        f"(bound / σ = {least:.3g}) and farthest in {other['layer']}, {other['scope']} ({most:.3g})."
+    )
+
+
+def sure(study: Study) -> str:
+    about = study.info.about
+    counts = Counter(shown(row.status.split(":")[0], 30) for row in study.rows)
+    status = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    text = f"Of {len(study.rows)} rows: {status}. " if study.rows else f"{NOTHING} "
+    gap = widest(study)
+    if study.sigma and math.isinf(gap):
+        text += "Every σ is an evaluated lower bound; an upper bound needs --dtype float64. "
+    elif study.sigma:
+        text += (
+            f"Every σ lies between a lower and an upper bound, at most a factor {gap:.3g} apart; the upper ones "
+            f"hold with probability at least 1 - {1 - about.confidence:.0e} over the solver's random start. "
+        )
+    samples = Counter(row.n for row in study.sigma if (row.scope, row.layer) == study.maps[0] and not row.head)
+    if samples:
+        few = min(samples.values())
+        text += f"{few} sample{'s' if few > 1 else ''} of the text per length stand behind each median. "
+    text += (
+        f"The model's attention, as measured, differs from its own eager attention by {about.difference_to_eager:.1e}."
+    )
+    return text
+
+
+def failures(study: Study) -> list[str]:
+    """Why rows have no value, the most frequent reason first."""
+    reasons = Counter(row.status for row in study.failed)
+    return [f"{count} × {shown(reason, 300)}" for reason, count in reasons.most_common(5)]
+
+
+def interval(row: Row) -> str:
+    return f"[{row.lower:.4g}, {'∞' if math.isinf(row.upper) else f'{row.upper:.4g}'}]"
+
+
+def widest(study: Study) -> float:
+    """The largest upper / lower over all rows."""
+    return max((row.upper / row.lower for row in study.sigma if row.lower > 0), default=math.inf)
+
+
+def layer_medians(study: Study, like: Row) -> dict[str, float]:
+    """Per layer, the median over samples of sigma at the length and scope of a row."""
+    return {
+        layer_name(layer): median(values)
+        for scope, layer in study.maps
+        if scope == like.scope and (values := [row.value for row in study.largest(scope, layer) if row.n == like.n])
+    }
