@@ -1,0 +1,1 @@
+"""Inputs that make the local Lipschitz constant large: closed forms, ascent, directions, token swaps."""

@@ -1,0 +1,151 @@
+"""Gradient ascent on sigma(X) = ||D_X f|| over a set of inputs.
+
+With J right = sigma left, a simple sigma has d sigma = <left, D_X (J right)>: one more derivative of f, none of the
+solver. Each step costs that gradient and a warm-started solve of a few products; a step that does not raise sigma is
+taken back and shortened. What comes out is measured again, cold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lipscope._types import Ball, Domain, UserError
+from lipscope.attack.constructions import constructions
+from lipscope.attack.found import Found, measured
+from lipscope.attack.regions import Normed, Region, region_of
+from lipscope.attention.kernels import Dot
+from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import Map, jacobian
+from lipscope.linalg.spectral import Solver, spectral_norm
+
+WARM_TOL, WARM_STEPS = 1e-3, 12
+"""A warm solve stops early: its value is a true lower bound of sigma all the same."""
+
+LONGER, SHORTER, FIRST = 1.5, 0.4, 0.3
+"""Growth of a step that helped, of one that did not, and the first step as a share of the region's size."""
+
+MOMENTUM = 0.9
+"""How much of the last step that helped goes into the next; a step that did not help ends it."""
+
+SIEVE = 16
+"""Random inputs looked at for each one that is climbed from."""
+
+NOISE = 0.1
+"""Random part of a warm start, so that a vector which has become second best is found out."""
+
+
+@dataclass(frozen=True)
+class Climb:
+    """How long to climb, and from how many random starts, the best of many."""
+
+    steps: int = 60
+    restarts: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.restarts < 1:
+            raise UserError(f"a climb has steps >= 0 and restarts >= 1, got {self.steps} and {self.restarts}")
+
+
+def ascend(
+    f: Map, domain: Domain | Normed, climb: Climb | None = None, *, d: int | None = None, starts: Sequence[Tensor] = ()
+) -> Found:
+    """The input of largest sigma found in the domain: Ball(R, n), Around(X, r) or Normed(weight, n).
+
+    f maps [B, n, d] member by member, as a SelfAttention does; any other map in a Ball needs d. `starts` [n, d] join
+    the random ones, and for a SelfAttention in a Ball so do the constructions: the result is never below them.
+    """
+    climb = climb or Climb()
+    if isinstance(f, SelfAttention):
+        f = f.double()
+        if isinstance(domain, Ball) and 2 * f.Q.shape[0] + f.V.shape[0] < f.Q.shape[1]:
+            return _in_fewer_dimensions(f, domain, climb, starts)
+    region = region_of(domain, _token_size(f, domain, d))
+    Z = _starts(f, domain, region, climb, starts)
+    Z, value = _climb(f, region, Z, climb)
+    best = int(value.argmax())
+    return measured(f, [("ascent", region.tokens(Z[best]))], climb.seed)[0]
+
+
+def sigma_gradient(f: Map, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """The gradient of sum_b <left_b, D_X f right_b> with respect to X, the vectors held fixed; batched as X is."""
+    x = X.detach().clone().requires_grad_(True)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        y = f(x)
+        (pulled,) = torch.autograd.grad(y, x, left.reshape(y.shape), create_graph=True, materialize_grads=True)
+        if not pulled.requires_grad:
+            return torch.zeros_like(X)
+        (gradient,) = torch.autograd.grad((pulled * right).sum(), x, materialize_grads=True)
+    return gradient
+
+
+def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Tensor]:
+    """Every start climbs by itself, all of them in one batch."""
+    generator = torch.Generator().manual_seed(climb.seed)
+    X = region.tokens(Z)
+    top = spectral_norm(jacobian(f, X), WARM_TOL, solver=Solver(seed=climb.seed))
+    value, left, right = top.value.nan_to_num(nan=0.0), top.left, top.right
+    stride = torch.full_like(value, FIRST * region.size)
+    slope = region.tokens(torch.ones_like(Z)) - region.tokens(torch.zeros_like(Z))  # dX = slope * dZ
+    course = torch.zeros_like(Z)
+    for _ in range(climb.steps):
+        uphill = _unit(slope * sigma_gradient(f, X, left, right))
+        course = _unit(uphill + MOMENTUM * course)
+        trial = region.project(Z + stride.to(Z)[:, None, None] * course)
+        moved = region.tokens(trial)
+        noise = torch.randn(right.shape, generator=generator, dtype=torch.float64).to(right)
+        start = right + NOISE * noise / noise.norm(dim=(1, 2), keepdim=True)
+        warm = spectral_norm(jacobian(f, moved), WARM_TOL, start=start, solver=Solver(max_steps=WARM_STEPS))
+        higher = warm.value > value
+        value = torch.where(higher, warm.value, value)
+        where = higher[:, None, None].to(Z.device)
+        course = torch.where(where, _unit(trial - Z), 0.0)
+        Z, X = torch.where(where, trial, Z), torch.where(where, moved, X)
+        left, right = torch.where(where, warm.left, left), torch.where(where, warm.right, right)
+        stride = stride * torch.where(higher, LONGER, SHORTER)
+    return Z, value
+
+
+def _unit(Z: Tensor) -> Tensor:
+    return Z / Z.norm(dim=(1, 2), keepdim=True).clamp_min(1e-300)
+
+
+def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, starts: Sequence[Tensor]) -> Tensor:
+    """Given, random and constructed starts; a construction also with a little noise, for its symmetry is a trap."""
+    generator = torch.Generator().manual_seed(climb.seed)
+    drawn = region.draw(SIEVE * climb.restarts, generator)
+    rough = spectral_norm(jacobian(f, region.tokens(drawn)), WARM_TOL, solver=Solver(max_steps=WARM_STEPS, seed=0))
+    drawn = drawn[rough.value.nan_to_num(nan=0.0).topk(climb.restarts).indices]
+    known = [region.coordinates(x.double()) for x in starts]
+    if isinstance(f, SelfAttention) and isinstance(f.kernel, Dot) and isinstance(domain, Ball) and domain.n > 1:
+        exact = [one.X for one in constructions(f, domain, seed=climb.seed)]
+        noise = torch.randn(len(exact), *drawn.shape[1:], generator=generator, dtype=torch.float64)
+        known += exact + list(torch.stack(exact) + 0.01 * domain.R * noise)
+    for x in known:
+        if x.shape != drawn.shape[1:]:
+            raise UserError(f"a start must have shape {tuple(drawn.shape[1:])}, got {tuple(x.shape)}")
+    return region.project(torch.cat([drawn, torch.stack(known)])) if known else drawn
+
+
+def _token_size(f: Map, domain: Domain | Normed, d: int | None) -> int:
+    if isinstance(f, SelfAttention):
+        return f.Q.shape[1]
+    if d is None and isinstance(domain, Ball):
+        raise UserError("in a Ball the size d of a token must be given for a map that is not a SelfAttention")
+    if isinstance(domain, Normed):
+        return len(domain.weight)
+    return d if d is not None else domain.X.shape[1] if hasattr(domain, "X") else 0
+
+
+def _in_fewer_dimensions(f: SelfAttention, ball: Ball, climb: Climb, starts: Sequence[Tensor]) -> Found:
+    """Attention reads X through the rows of Q, K, V only: the largest sigma of the ball lies in their span."""
+    basis = torch.linalg.qr(torch.cat([f.Q, f.K, f.V]).T)[0]
+    narrow = replace(f, Q=f.Q @ basis, K=f.K @ basis, V=f.V @ basis)
+    found = ascend(narrow, ball, climb, starts=[x.double() @ basis for x in starts])
+    X = region_of(ball, f.Q.shape[1]).project(found.X @ basis.T)
+    return measured(f, [("ascent", X)], climb.seed)[0]

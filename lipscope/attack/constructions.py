@@ -1,0 +1,147 @@
+"""The papers' explicit inputs, on which attention reacts like sqrt(n), like sqrt(n) log(n), or like R^2.
+
+All of them read one head through A = K'Q/sqrt(k) and V (O multiplied in). They ignore soft caps, sinks, rotary
+positions and additive masks, and all biases but the query's in the tuned gap; sigma is measured on the layer as it is.
+A special token stands where most tokens see it: first under a causal mask.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Ball, Domain, UserError
+from lipscope.attack.found import Found, measured
+from lipscope.attention.kernels import Dot, default_scale
+from lipscope.attention.layer import SelfAttention
+from lipscope.theorems.castin2024 import tuned_witness
+from lipscope.theorems.heads import sight
+from lipscope.theorems.kim2021 import quadratic_witness
+
+OPPOSITE, HALF_WAY, TUNED, SPREAD = "opposite crowd", "crowd half way", "tuned gap", "token at zero"
+
+GRID = 513
+"""Places of the crowd that are tried."""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How long sequences in B_R may get while one token can hold every other: up to n = 1 + e^reach.
+
+    gamma = max(-gamma_min, gamma_1 / 8) over the real eigenvalues of A, reach = 2 gamma R^2.
+    """
+
+    gamma: float
+    reach: float
+
+    def name(self, n: int) -> str:
+        return "sqrt n" if math.log(max(n - 1, 1)) <= self.reach else "mean-field"
+
+
+def constructions(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Found]:
+    """Every construction for every head, measured on the whole layer in float64, the largest sigma first.
+
+    Castin et al.: one token at Ru, the crowd at -Ru (Au = gamma_min u) or at Ru/2 (Au = gamma_1 u), where A has such an
+    eigenvalue; "tuned": the crowd moved to where the gap between the scores suits n; "tuned gap": the same over other u
+    as well; Kim et al.: a token at 0 among tokens at +-Ru.
+    """
+    check_constructible(f, ball)
+    assert isinstance(ball, Ball)
+    f = f.double()
+    inputs = []
+    for h in range(f.heads):
+        mark = f", head {h}" if f.heads > 1 else ""
+        inputs += [(name + mark, X) for name, X in _of_head(_plain(f, h), ball).items()]
+    return measured(f, inputs, seed)
+
+
+def regime(f: SelfAttention, R: float) -> Regime:
+    """The regime of a single head on B_R."""
+    if f.heads != 1 or not isinstance(f.kernel, Dot):
+        raise UserError(f"a regime belongs to one head with dot-product scores, got {f.heads} heads; use f.head(h)")
+    low, high = _extreme_directions(_plain(f.double(), 0))
+    gamma = max(-low[0], high[0] / 8, 0.0)
+    return Regime(gamma, 2 * gamma * R * R)
+
+
+def _of_head(one: SelfAttention, ball: Ball) -> dict[str, Tensor]:
+    n, R = ball.n, ball.R
+    found = {}
+    (low, opposite), (high, along) = _extreme_directions(one)
+    if opposite is not None and low < 0:
+        found[OPPOSITE] = _two_places(one, n, R * opposite, -R * opposite)
+        found[f"{OPPOSITE}, tuned"] = _tuned(one, n, R, opposite, low)
+    if along is not None and high > 0:
+        found[HALF_WAY] = _two_places(one, n, R * along, R / 2 * along)
+        found[f"{HALF_WAY}, tuned"] = _tuned(one, n, R, along, high)
+    found[TUNED] = tuned_witness(one, ball)
+    if bool((sight(one, n).counts == n).any()):
+        found[SPREAD] = quadratic_witness(replace(one, biases=None), ball)
+    return found
+
+
+def _two_places(one: SelfAttention, n: int, special: Tensor, crowd: Tensor) -> Tensor:
+    X = crowd.repeat(n, 1)
+    X[sight(one, n).most_seen()[0]] = special
+    return X
+
+
+def _tuned(one: SelfAttention, n: int, R: float, u: Tensor, eigenvalue: float) -> Tensor:
+    """The crowd at the c u, -R <= c <= R, of largest sum_i [p_i (1 + (1 - p_i) G)]^2: G = eigenvalue c (R - c) is the
+    gap between the scores of the special token and the crowd, p_i = 1 / (1 + n_i e^(-G)) the weight that row i gives to
+    the special token among n_i others."""
+    c = torch.linspace(-R, R, GRID, dtype=torch.float64)
+    G = (eigenvalue * c * (R - c)).clamp_min(0.0)[:, None]
+    others, rows = sight(one, n).most_seen()[1].double().unique(return_counts=True)
+    p = 1 / (1 + others * torch.exp(-G))
+    gain = ((p * (1 + (1 - p) * G)).square() * rows).sum(dim=1)
+    return _two_places(one, n, R * u, c[int(gain.argmax())] * u)
+
+
+def _plain(f: SelfAttention, h: int) -> SelfAttention:
+    """Head h with its output projection in its values and plain dot-product scores, query bias kept."""
+    one = f.head(h)
+    V = one.V
+    if f.O is not None:
+        m = V.shape[0]
+        V = f.O[:, h * m : (h + 1) * m] @ V
+    bias = one.biases[0] if one.biases else None
+    kernel = Dot(scale=default_scale(one.kernel, one.Q.shape[0]))
+    return replace(one, V=V, O=None, biases=None if bias is None else (bias, None, None), kernel=kernel)
+
+
+def _extreme_directions(one: SelfAttention) -> tuple[tuple[float, Tensor | None], tuple[float, Tensor | None]]:
+    """The least and the greatest real eigenvalue of A = s K'Q with unit eigenvectors; (0, None) where there is none.
+
+    s Q K' w = g w gives A K'w = g K'w: the small matrix has the eigenvalues of A other than 0.
+    """
+    k, d = one.Q.shape
+    s = default_scale(one.kernel, k)
+    if k < d:
+        values, vectors = torch.linalg.eig(s * one.Q @ one.K.T)
+        lift = one.K.T
+    else:
+        values, vectors = torch.linalg.eig(s * one.K.T @ one.Q)
+        lift = torch.eye(d, dtype=one.Q.dtype)
+    real = values.imag.abs() <= 1e-12 * values.abs().max()
+    if not real.any():
+        return (0.0, None), (0.0, None)
+    values, vectors = values[real].real, vectors[:, real].real
+    directions = (lift @ vectors).T
+    directions = directions / directions.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    low, high = int(values.argmin()), int(values.argmax())
+    return (values[low].item(), directions[low]), (values[high].item(), directions[high])
+
+
+def check_constructible(f: SelfAttention, ball: Domain) -> None:
+    """Refuse what the constructions were not made for."""
+    if not isinstance(f, SelfAttention) or not isinstance(f.kernel, Dot):
+        what = type(f.kernel).__name__ + " scores" if isinstance(f, SelfAttention) else type(f).__name__
+        raise UserError(f"the constructions are inputs of a SelfAttention with dot-product scores, got {what}")
+    if not isinstance(ball, Ball):
+        raise UserError(f"the constructions live in a Ball(R, n), got {type(ball).__name__}")
+    if ball.n < 2:
+        raise UserError(f"the constructions set one token against a crowd and need n >= 2, got n={ball.n}")

@@ -1,0 +1,150 @@
+"""The sets an ascent runs over, each with coordinates, random points and a way back when a step leaves it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Around, Ball, Domain, UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Normed:
+    """All sequences of n tokens that a LayerNorm (or RMSNorm: centred=False) can give.
+
+    Tokens are weight * z + bias with |z| <= sqrt(d) and, for LayerNorm, entries of z that sum to 0: an ellipsoid.
+    """
+
+    weight: Tensor
+    n: int
+    bias: Tensor | None = None
+    centred: bool = True
+
+    def __post_init__(self) -> None:
+        if self.weight.ndim != 1 or (self.bias is not None and self.bias.shape != self.weight.shape):
+            shapes = [tuple(x.shape) for x in (self.weight, self.bias) if x is not None]
+            raise UserError(
+                f"Normed needs a weight [d] and, if any, a bias [d] of a normalisation, got shapes {shapes}"
+            )
+        if self.n < 1:
+            raise UserError(f"Normed needs a number of tokens n >= 1, got n={self.n}")
+
+
+@runtime_checkable
+class Region(Protocol):
+    """Coordinates Z [..., n, d] of a set of sequences; `size` is about its radius in them."""
+
+    @property
+    def size(self) -> float: ...
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor: ...
+
+    def project(self, Z: Tensor) -> Tensor: ...
+
+    def tokens(self, Z: Tensor) -> Tensor: ...
+
+    def coordinates(self, X: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _BallRegion:
+    ball: Ball
+    d: int
+
+    @property
+    def size(self) -> float:
+        return self.ball.R * math.sqrt(self.ball.n)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Directions at random; every other sequence on the sphere, the rest within."""
+        Z = torch.randn(count, self.ball.n, self.d, generator=generator, dtype=torch.float64)
+        depth = torch.rand(count, self.ball.n, 1, generator=generator, dtype=torch.float64)
+        depth[::2] = 1.0
+        return self.ball.R * depth * Z / Z.norm(dim=-1, keepdim=True)
+
+    def project(self, Z: Tensor) -> Tensor:
+        return Z * (self.ball.R / Z.norm(dim=-1, keepdim=True).clamp_min(self.ball.R))
+
+    def tokens(self, Z: Tensor) -> Tensor:
+        return Z
+
+    def coordinates(self, X: Tensor) -> Tensor:
+        return X
+
+
+@dataclass(frozen=True, eq=False)
+class _AroundRegion:
+    around: Around
+
+    @property
+    def size(self) -> float:
+        return self.around.r
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """The centre first, then points of the sphere around it."""
+        X = self.around.X.double()
+        E = torch.randn(count, *X.shape, generator=generator, dtype=torch.float64)
+        E[0] = 0
+        return X + self.around.r * E / E.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-300)
+
+    def project(self, Z: Tensor) -> Tensor:
+        E, r = Z - self.around.X.double(), self.around.r
+        return self.around.X.double() + E * (r / E.norm(dim=(-2, -1), keepdim=True).clamp_min(r))
+
+    def tokens(self, Z: Tensor) -> Tensor:
+        return Z
+
+    def coordinates(self, X: Tensor) -> Tensor:
+        return X
+
+
+@dataclass(frozen=True, eq=False)
+class _NormedRegion:
+    normed: Normed
+
+    @property
+    def size(self) -> float:
+        return math.sqrt(self.normed.n * len(self.normed.weight))
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        d = len(self.normed.weight)
+        return self.project(torch.randn(count, self.normed.n, d, generator=generator, dtype=torch.float64))
+
+    def project(self, Z: Tensor) -> Tensor:
+        Z = Z - Z.mean(dim=-1, keepdim=True) if self.normed.centred else Z
+        longest = math.sqrt(Z.shape[-1])
+        return Z * (longest / Z.norm(dim=-1, keepdim=True).clamp_min(longest))
+
+    def tokens(self, Z: Tensor) -> Tensor:
+        X = Z * self.normed.weight.double()
+        return X if self.normed.bias is None else X + self.normed.bias.double()
+
+    def coordinates(self, X: Tensor) -> Tensor:
+        """Where the weight is 0 the coordinate does not matter."""
+        w = self.normed.weight.double()
+        Z = X if self.normed.bias is None else X - self.normed.bias.double()
+        return torch.where(w == 0, 0.0, Z / torch.where(w == 0, 1.0, w))
+
+
+def region_of(domain: Domain | Normed, d: int) -> Region:
+    """The region of a domain for tokens of size d."""
+    size: int
+    region: Region
+    match domain:
+        case Ball():
+            return _BallRegion(domain, d)
+        case Around():
+            size, region = domain.X.shape[1], _AroundRegion(domain)
+        case Normed():
+            size, region = len(domain.weight), _NormedRegion(domain)
+        case _:
+            raise UserError(
+                f"ascent runs over Ball(R, n), Around(X, r) or Normed(weight, n), not {type(domain).__name__}"
+            )
+    if size != d:
+        raise UserError(f"the domain has tokens of size {size}; the map reads tokens of size {d}")
+    return region
