@@ -154,7 +154,7 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # each class of models objects in its own way
         raise UserError(
             f"the weights of {repository.name} do not fit its configuration ({on_one_line(error)})"
         ) from error

@@ -143,3 +143,17 @@ def test_unbatched_tokens_are_measured_too():
     (first,) = model.sites(sample("qwen3")["input_ids"][0], scopes=["attention"], layers=[0])
     alone = spectral_norm(jacobian(first.f, first.X[0])).value
     assert alone == pytest.approx(together[0].item(), rel=1e-9)
+
+
+def test_a_gate_before_the_output_projection_is_part_of_attention():
+    """Its heads are plain self-attention, what the projection reads is not."""
+    module = make("llama")
+    gate = module.get_submodule("layers.1.self_attn.o_proj")
+    gate.register_forward_pre_hook(lambda _, args: (args[0] * torch.sigmoid(args[0]),))
+    heads, attention = load(module).sites(**sample("llama"), layers=[LAYER])
+    assert isinstance(heads.f, HeadsApart) and not isinstance(attention.f, SelfAttention)
+    O = gate.weight.detach().double()
+    joined = heads.value().transpose(1, 2).flatten(2)
+    expected = (joined * joined.sigmoid()) @ O.T + gate.bias.detach().double()
+    torch.testing.assert_close(attention.value(), expected, rtol=1e-12, atol=1e-12)
+    jacobian(attention.f, attention.X)
