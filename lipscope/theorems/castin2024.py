@@ -21,6 +21,7 @@ from lipscope.theorems.statement import (
     NO_ROPE,
     PLAIN_SCORES,
     ROTATION,
+    SINKS_UNBIASED,
     TWO_TOKENS,
     Bound,
     Hypothesis,
@@ -28,13 +29,13 @@ from lipscope.theorems.statement import (
 
 
 def theorem_upper(f: SelfAttention, domain: Domain) -> float:
-    """sqrt(3) sum_h ||O_h V_h|| (||A_h||^2 R^4 (4n + 1) + n)^(1/2)."""
+    """sqrt(3) sum_h ||O_h V_h|| (a^2 + 4n a_b^2 + n)^(1/2); without a query bias a_b = a = ||A|| R^2, as published."""
     assert isinstance(domain, Ball)
     n, R = domain.n, domain.R
 
     def head(h: Head) -> float:
-        a = reach(h, R).query
-        return up(math.sqrt(3) * h.V_norm * math.hypot(a * math.sqrt(4 * n + 1), math.sqrt(n)))
+        a = reach(h, R)
+        return up(math.sqrt(3) * h.V_norm * math.hypot(a.query, 2 * math.sqrt(n) * a.key, math.sqrt(n)))
 
     return over_heads(f, head)
 
@@ -201,9 +202,9 @@ BOUNDS = (
         "upper",
         "2",
         Ball,
-        (*PLAIN, NO_QUERY_BIAS, FULL_OR_CAUSAL),
+        (*PLAIN, FULL_OR_CAUSAL),
         "castin2024",
-        "upper bound on B_R^n: one head, several heads, masked",
+        "upper bound on B_R^n: one head, several heads, masked; query bias: docs/theory/bounds.md",
         theorem_upper,
     ),
     Bound(
@@ -211,7 +212,7 @@ BOUNDS = (
         "upper",
         "2",
         Ball,
-        (DOT, PLAIN_SCORES, ROTATION),
+        (DOT, SINKS_UNBIASED, ROTATION),
         "lipscope",
         "docs/theory/bounds.md, compact bound",
         compact_upper,

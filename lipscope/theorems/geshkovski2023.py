@@ -16,6 +16,7 @@ from lipscope.theorems.statement import (
     NO_ROPE,
     PLAIN_SCORES,
     ROTATION,
+    SINKS_UNBIASED,
     Bound,
 )
 
@@ -88,7 +89,7 @@ BOUNDS = (
         "upper",
         "inf2",
         Ball,
-        (DOT, PLAIN_SCORES, ROTATION),
+        (DOT, SINKS_UNBIASED, ROTATION),
         "lipscope",
         "docs/theory/bounds.md, largest token",
         largest_token_upper,

@@ -39,7 +39,8 @@ class Sight:
 
     @property
     def additive(self) -> Tensor | None:
-        return self.f.mask if self.f.mask is not None and self.f.mask.dtype != torch.bool else None
+        """The mask where it does more than hide keys: a shift of a whole row changes nothing."""
+        return self.f.mask if bool((self.spread > 0).any()) else None
 
     @cached_property
     def seen(self) -> Tensor:
@@ -65,10 +66,11 @@ class Sight:
     @cached_property
     def spread(self) -> Tensor:
         """The largest difference of additive mask entries within each row, [n]."""
-        if self.additive is None:
+        mask = self.f.mask
+        if mask is None or mask.dtype == torch.bool:
             return torch.zeros(self.n, dtype=torch.float64)
-        high = torch.where(self.seen, self.additive, -math.inf).amax(1)
-        low = torch.where(self.seen, self.additive, math.inf).amin(1)
+        high = torch.where(self.seen, mask, -math.inf).amax(1)
+        low = torch.where(self.seen, mask, math.inf).amin(1)
         return torch.where(self.seen.any(1), high - low, 0.0).double()
 
     def largest_column(self, weights: Tensor) -> float:
@@ -219,18 +221,23 @@ class Reach:
 
 
 def reach(head: Head, R: float) -> Reach:
-    """a = ||A|| R^2, a_b = R (||A|| R + |beta|) and 2 a_b; with rope A depends on positions: from Q and K apart."""
-    if isinstance(head.one.kernel, Dot) and head.one.kernel.rope is not None:
-        stretch = rope_stretch(head.one)
-        assert stretch is not None
-        s = abs(head.scale) * stretch**2
+    """a = ||A|| R^2, a_b = R (||A|| R + |beta|) and 2 a_b.
+
+    From Q and K apart where A does not tell all: with rope it depends on positions, under a softcap b_k counts.
+    """
+    kernel, bk = head.one.kernel, head.one.biases[1] if head.one.biases else None
+    rotated, capped = isinstance(kernel, Dot) and kernel.rope is not None, kernel.softcap is not None
+    if rotated or (capped and bk is not None):
+        s = abs(head.scale) * (rope_stretch(head.one) or 1.0) ** 2
         q, k = norm_up(head.one.Q).item(), norm_up(head.one.K).item()
-        bk = head.one.biases[1] if head.one.biases else None
-        bias_q, bias_k = length_up(head.query_bias).item(), 0.0 if bk is None else length_up(bk).item()
-        far_q, far_k = q * R + bias_q, k * R + bias_k
-        return Reach(up(s * q * far_k * R), up(s * far_q * k * R), up(2 * s * far_q * far_k))
-    key = up(R * (head.A_norm * R + head.beta_norm))
-    return Reach(up(head.A_norm * R * R), key, 2 * key)
+        far_q = q * R + length_up(head.query_bias).item()
+        far_k = k * R + (0.0 if bk is None else length_up(bk).item())
+        query, key, score_range = s * q * far_k * R, s * far_q * k * R, 2 * s * far_q * far_k
+    else:
+        query, key = head.A_norm * R * R, R * (head.A_norm * R + head.beta_norm)
+        score_range = 2 * key
+    score_range = min(score_range, 2 * kernel.softcap) if kernel.softcap is not None else score_range
+    return Reach(up(query), up(key), up(score_range))
 
 
 def _power_of_two(exponent: int) -> float:

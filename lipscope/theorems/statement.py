@@ -50,12 +50,12 @@ def _rope(f: SelfAttention) -> Rope | None:
     return f.kernel.rope if isinstance(f.kernel, Dot) else None
 
 
+def _nonzero(bias: Tensor | None) -> bool:
+    return bias is not None and bool((bias != 0).any())
+
+
 def _query_bias(f: SelfAttention) -> bool:
-    return f.biases is not None and f.biases[0] is not None and bool((f.biases[0] != 0).any())
-
-
-def _additive(f: SelfAttention) -> bool:
-    return f.mask is not None and f.mask.dtype.is_floating_point
+    return f.biases is not None and _nonzero(f.biases[0])
 
 
 DOT = Hypothesis("the scores are dot products (kernel Dot)", lambda f, _: isinstance(f.kernel, Dot))
@@ -63,12 +63,16 @@ DISTANCE = Hypothesis("the scores are squared distances (kernel L2)", lambda f, 
 PLAIN_SCORES = Hypothesis(
     "the softmax is plain: no softcap, no sinks", lambda f, _: f.kernel.softcap is None and f.kernel.sinks is None
 )
+SINKS_UNBIASED = Hypothesis(
+    "keys and values have no bias where there are sinks",
+    lambda f, _: f.kernel.sinks is None or not any(_nonzero(b) for b in (f.biases or ())[1:]),
+)
 NO_ROPE = Hypothesis("queries and keys are not rotated (no rope)", lambda f, _: _rope(f) is None)
 ROTATION = Hypothesis(
     "rope, if any, rotates: its tables repeat the same angles in both halves", lambda f, _: rope_stretch(f) is not None
 )
 NO_QUERY_BIAS = Hypothesis("the queries have no bias", lambda f, _: not _query_bias(f))
-NO_ADDITIVE = Hypothesis("the mask, if any, is boolean", lambda f, _: not _additive(f))
+NO_ADDITIVE = Hypothesis("the mask, if any, only hides keys", lambda f, d: sight(f, d.n).additive is None)
 FULL_OR_CAUSAL = Hypothesis(
     "every token sees all tokens, or all up to itself (causal)", lambda f, d: sight(f, d.n).order is not None
 )
