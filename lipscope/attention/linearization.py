@@ -108,9 +108,9 @@ class _State:
         return replace(replace(self, weights=w, pattern=Pattern())._each(split), pattern=spread)
 
     def rough(self) -> _State:
-        """The same in bfloat16, for steps that only look for the vector; the log-sum-exp stays exact."""
+        """The same in bfloat16, for steps that only look for the vector; output and log-sum-exp stay exact."""
         low = self._each(lambda x: x.to(torch.bfloat16) if x.dtype.is_floating_point else x)
-        return replace(low, lse=self.lse, O=None if self.O is None else self.O.to(torch.bfloat16))
+        return replace(low, o=self.o, lse=self.lse, O=None if self.O is None else self.O.to(torch.bfloat16))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> _State:
         """The same change to everything that leads with members."""
@@ -245,7 +245,8 @@ def _operator(
         if batch is None
         else lambda m: _operator(state.take(m), in_shape, len(m), (errors[0][m], errors[1][m])),
     )
-    if state.weights is not None or state.q.dtype != torch.float32 or not state.q.is_cuda:
+    kernels = backend.fused(state.q, state.k, state.v, state.pattern)
+    if state.weights is not None or state.q.dtype != torch.float32 or not kernels:
         return exact
     mv, rmv = products(state.rough())
     return replace(exact, rough=replace(exact, mv=mv, rmv=rmv, take=None))

@@ -19,7 +19,7 @@ class Estimate:
     lower:      value less the stated rounding: a true lower bound.
     upper:      an upper bound that holds with probability `confidence` over the random start (jointly for a batch);
                 infinity with confidence 0 where no such bound is available: `note` says why.
-    residual:   ||J' left - value right|| / value, evaluated.
+    residual:   ||J' left - value right|| / value, as the recurrence has it, plus the rounding seen in J right.
     left, right: unit singular vectors in the operator's own shapes.
 
     A single operator gives floats and one Status; a batch gives float64 vectors of length B and a tuple of Status.
@@ -56,6 +56,20 @@ class Estimate:
             self.right[i],
             self.confidence,
             self.note,
+        )
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: a line per member."""
+        members = [self] if not isinstance(self.status, tuple) else [self[i] for i in range(len(self))]
+        head = "".join(f"<th>{name}</th>" for name in ("σ", "lower", "upper", "residual", "steps", "status"))
+        lines = "".join(
+            f"<tr><td>{e.value:.10g}</td><td>{e.lower:.10g}</td><td>{e.upper:.10g}</td>"
+            f"<td>{e.residual:.1e}</td><td>{e.steps}</td><td>{e.status.name.lower()}</td></tr>"
+            for e in members
+        )
+        return (
+            f"<table><caption>upper bounds at confidence {self.confidence:.10g}</caption>"
+            f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
         )
 
     def __repr__(self) -> str:

@@ -12,6 +12,11 @@ FIRST_ROOM = 16
 """Basis vectors allocated at first; doubled when full."""
 
 
+def norms(x: Float[Tensor, "B N"]) -> Float[Tensor, "B"]:
+    """Norms of the members, summed in float64: a float32 sum of a long vector is off by more than it should be."""
+    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).cpu()
+
+
 class GolubKahan:
     """After k steps, with orthonormal rows in U and V (and the operator scaled by an exact power of two, `scale`),
 
@@ -101,7 +106,7 @@ class GolubKahan:
 
     def _normalize(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is invariant."""
-        norm = w.norm(dim=1).double().cpu()
+        norm = norms(w)
         floor = (
             8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2)) if self.k else 0 * norm
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipscope._types import Status, UserError
 from lipscope.linalg.certificate import polynomial_bound, smallest_overlap
 from lipscope.linalg.estimate import Estimate
-from lipscope.linalg.golub_kahan import GolubKahan
+from lipscope.linalg.golub_kahan import GolubKahan, norms
 from lipscope.linalg.operator import LinearOperator
 
 NOT_FLOAT64 = "no upper bound: it needs float64 products; use precision='exact' or float64 inputs"
@@ -65,7 +65,10 @@ def spectral_norm(
     found = 0
     if J.rough is not None and start is None:
         near = spectral_norm(J.rough, max(tol, ROUGH), solver=solver)
-        start, found = near.right, near.steps
+        found = near.steps
+        # A rough operator may overflow where J does not: then it has nothing to say.
+        usable = near.right.isfinite().all() and near.right.reshape(J.batch or 1, -1).any(dim=1).all()
+        start = near.right if usable else None
     members = J.batch or 1
     v = _random_start(J, members, solver.seed) if start is None else start.reshape(members, -1).to(J.dtype)
     run = _Run(J, tol, gap, solver, certify=start is None and J.dtype == torch.float64)
@@ -86,7 +89,7 @@ class _Run:
         self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), min=tol)
         self.right = torch.zeros(B, J.in_size, dtype=J.dtype, device=J.device)
         self.left = torch.zeros(B, J.out_size, dtype=J.dtype, device=J.device)
-        self.theta, self.scale = torch.full((2, B), torch.nan, dtype=torch.float64)
+        self.theta, self.scale, self.residual = torch.full((3, B), torch.nan, dtype=torch.float64)
         self.steps = torch.zeros(B, dtype=torch.float64)
         self.a = torch.full((B, solver.max_steps), torch.nan, dtype=torch.float64)
         self.b, self.drift = self.a.clone(), torch.zeros(B, dtype=torch.float64)
@@ -127,7 +130,7 @@ class _Run:
         """Take member i of the basis as finished."""
         theta, p, q, residual = (x[i] for x in ritz)
         self.theta[member], self.scale[member], self.steps[member] = theta, basis.scale[i], step
-        self.drift[member] = basis.drift[i]
+        self.residual[member], self.drift[member] = residual, basis.drift[i]
         if theta.isnan():
             overflow = not self.resolution[member].isfinite()
             self.status[member] = Status.OVERFLOW if overflow else Status.NON_FINITE
@@ -153,7 +156,7 @@ class _Run:
         return smallest_overlap(self.J.in_size, self.solver.failure / len(self.status))
 
     def evaluate(self, note: str) -> Estimate:
-        """The Ritz triplets put to the test with one more product each way."""
+        """The Ritz triplets put to the test with one more product."""
         J, B = self.J, len(self.status)
         shape = J.leading
         finite = ~self.theta.isnan()
@@ -161,12 +164,10 @@ class _Run:
         rescale = scale.to(self.right)[:, None]
         w = J.mv(self.right.reshape(*shape, *J.in_shape)).reshape(B, -1) * rescale
         # What the recurrence says J v is, against what it is: the rounding of a product, measured.
-        noise = (w - self.theta.to(w)[:, None] * self.left).norm(dim=1).double().cpu() / self.theta
-        sigma = w.norm(dim=1).double().cpu() / self.right.norm(dim=1).double().cpu().clamp_min(0.5)
+        noise = norms(w - self.theta.to(w)[:, None] * self.left) / self.theta
+        sigma = norms(w) / norms(self.right).clamp_min(0.5)
         left = torch.where(sigma.to(w)[:, None] > 0, w / sigma.to(w)[:, None], self.left)
-        z = J.rmv(left.reshape(*shape, *J.out_shape)).reshape(B, -1) * rescale
-        residual = (z - sigma.to(z)[:, None] * self.right).norm(dim=1).double().cpu() / sigma
-        residual = torch.where(sigma == 0, 0.0, residual)
+        residual = torch.where(sigma == 0, 0.0, self.residual + noise)
         value = sigma / scale
         value = torch.where(finite, value, torch.nan)
         rounding = self.rounding.nan_to_num(nan=torch.inf)
@@ -217,10 +218,10 @@ def _budget(solver: Solver, device: torch.device) -> int:
 
 
 def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
-    """Uniform directions, drawn on the CPU so that a seed means the same everywhere."""
-    generator = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
-    v = torch.randn(members, J.in_size, generator=generator, dtype=torch.float64)
-    return v.to(dtype=J.dtype, device=J.device)
+    """Uniform directions, drawn where the operator lives."""
+    generator = torch.Generator(device=J.device).manual_seed(secrets.randbits(63) if seed is None else seed)
+    dtype = torch.float64 if J.device.type == "cpu" else J.dtype
+    return torch.randn(members, J.in_size, generator=generator, dtype=dtype, device=J.device).to(J.dtype)
 
 
 def _check_options(J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver) -> None:

@@ -1,5 +1,7 @@
 """The solver: right values, honest statuses, options."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -128,3 +130,22 @@ def test_misleading_start_spectrum():
     J = dense_operator(torch.diag(spectrum))
     for seed in range(5):
         assert ls.spectral_norm(J, solver=ls.Solver(seed=seed)).value == pytest.approx(1, rel=1e-10)
+
+
+@pytest.mark.parametrize("noise", [1e-3, 0.3, float("nan")])
+def test_a_rough_operator_finds_the_vector_and_never_the_value(noise):
+    """The number is that of J, however poor the rough operator; a good one saves exact products."""
+    M = random(3, 80, 80).float()
+    J = dense_operator(M)
+    rough = dense_operator(M + noise * random(3, 80, 80, seed=1).float())
+    alone = ls.spectral_norm(J, tol=1e-4, solver=ls.Solver(seed=0))
+    calls = 0
+
+    def counted(E: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return J.mv(E)
+
+    e = ls.spectral_norm(replace(J, mv=counted, rough=rough, take=None), tol=1e-4, solver=ls.Solver(seed=0))
+    assert torch.allclose(e.value, alone.value, rtol=1e-6) and all(s.ok for s in e.status)
+    assert noise != 1e-3 or calls < alone.steps.max()
