@@ -15,6 +15,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, push, query_derivative
 from lipscope.mean_field.measures import Measure, as_measure
@@ -26,8 +27,8 @@ class Splitting:
     """What splitting does at a measure, tokens that coincide taken as one.
 
     together:  ||D_mu F||, every atom moving as a whole.
-    apart:     ||D Gamma_mu(x_i)|| of the atom where it is largest: two copies of it moving against each other.
-    token:     that atom, by its index in the input.
+    apart:     max_i ||D Gamma_mu(x_i)||, two copies of one atom moving against each other.
+    token:     the atom where that is largest, by its index in the input.
     direction: the unit vector along which one copy moves, the other moving back.
     per_token: ||D Gamma_mu(x_i)|| for every atom of `measure`.
 
@@ -88,19 +89,35 @@ def splitting(
     solver = solver or Solver()
     each = replace(solver, failure=solver.failure / 2)  # both bounds hold together with the confidence asked for
     together = spectral_norm(derivative(f, measure), tol, gap=gap, solver=each)
-    blocks = spectral_norm(query_derivative(f, measure), tol, gap=gap, solver=each)
+    queries = query_derivative(f, measure)
+    blocks = spectral_norm(queries, tol, solver=each)
+    # A block that is almost zero has no good bound of its own; the largest gets one from all blocks as one operator.
+    largest = spectral_norm(_side_by_side(queries), tol, gap=gap, solver=each)
     per_token = torch.as_tensor(blocks.value)
     atom = int(per_token.argmax())
     position = None if measure.positions is None else measure.positions[atom]
     return Splitting(
         measure=measure,
         together=together,
-        apart=blocks[atom],
+        apart=replace(
+            blocks[atom],
+            upper=max(largest.upper, blocks[atom].value),
+            confidence=largest.confidence,
+            note=largest.note,
+        ),
         token=given.index_of(measure.points[atom], position),
         direction=blocks.right[atom].reshape(-1),
         per_token=per_token.to(measure.points),
         atom=atom,
     )
+
+
+def _side_by_side(J: LinearOperator) -> LinearOperator:
+    """A batch of operators as one block-diagonal operator: its norm is the largest of theirs."""
+    assert J.batch is not None
+    inner, outer = (J.batch, *J.in_shape), (J.batch, *J.out_shape)
+    condition, worst = (torch.as_tensor(c).max() for c in (J.condition, J.worst))
+    return replace(J, in_shape=inner, out_shape=outer, batch=None, condition=condition, worst=worst)
 
 
 def split_estimate(found: Splitting) -> Estimate:
