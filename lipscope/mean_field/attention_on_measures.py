@@ -45,7 +45,7 @@ def velocity(f: SelfAttention, mu: Measure) -> Callable[[Tensor], Tensor]:
 
 
 def query_derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
-    """D Gamma_mu(x_i) at every atom, mu held fixed (V C_i A for dot products): a batch of n operators [1, d] -> [1, d']."""
+    """D Gamma_mu(x_i) at every atom, mu fixed (V C_i A for dot products): a batch of n operators [1, d] -> [1, d']."""
     J, extra = query_blocks(lifted(f, mu), mu.points[None]), _log_range(mu.weights)
     return replace(J, condition=J.condition + extra, worst=_plus(J.worst, extra))
 
