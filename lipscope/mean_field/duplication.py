@@ -28,7 +28,7 @@ class Splitting:
 
     together:  ||D_mu F||, every atom moving as a whole.
     apart:     max_i ||D Gamma_mu(x_i)||, two copies of one atom moving against each other.
-    token:     the atom where that is largest, by its index in the input.
+    token:     the atom where that is largest, by its index in the input; atom: by its index in `measure`.
     direction: the unit vector along which one copy moves, the other moving back.
     per_token: ||D Gamma_mu(x_i)|| for every atom of `measure`.
 
