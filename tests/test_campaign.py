@@ -13,12 +13,14 @@ from tests.cases import KINDS, problem
 from tests.naive import dense_jacobian
 
 MISS = 1e-8
+TOL = 1e-10
+"""A residual of 1e-8 may stop inside a cluster of singular values 4e-8 wide (L2, causal, 302): ask for more."""
 
 
 def check(kind: str, seed: int) -> None:
     f, X = problem(kind, seed)
     exact = torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
-    e = ls.local_lipschitz(f, X, tol=1e-8)
+    e = ls.local_lipschitz(f, X, tol=TOL)
     assert e.status.ok, f"{kind} {seed}: {e}"
     assert abs(e.value - exact) <= MISS * exact, f"{kind} {seed}: {e.value} against {exact}"
     # The dense Jacobian is computed in float64 too, and has an error of its own of the stated size.
@@ -52,9 +54,9 @@ def test_campaign_batched(kind: str):
         f, X = problem(kind, seed)
         batch = torch.stack([X, X.flip(0), 0.5 * X])
         exact = torch.stack([torch.linalg.matrix_norm(dense_jacobian(f, x), 2) for x in batch])
-        e = ls.local_lipschitz(f, batch, tol=1e-8)
+        e = ls.local_lipschitz(f, batch, tol=TOL)
         assert ((e.value - exact).abs() <= MISS * exact).all(), f"{kind} {seed}"
-        apart = ls.local_lipschitz(f.heads_apart(), batch, tol=1e-8).value.reshape(3, f.heads)
+        apart = ls.local_lipschitz(f.heads_apart(), batch, tol=TOL).value.reshape(3, f.heads)
         for h in range(f.heads):
             alone = torch.stack([torch.linalg.matrix_norm(dense_jacobian(f.head(h), x), 2) for x in batch])
             assert ((apart[:, h] - alone).abs() <= MISS * alone).all(), f"{kind} {seed} head {h}"
