@@ -16,6 +16,14 @@ from lipscope.theorems.statement import Bound
 from tests.naive import dense_jacobian, naive_layer
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How many random inputs of a domain, and how many steps of ascent."""
+
+    random: int
+    steps: int
+
+
 @dataclass
 class Tally:
     """Pairs (bound, input) compared, and the worst ratio of each bound: at most 1 where it is sound."""
@@ -118,22 +126,22 @@ def domains(X: Tensor) -> list[Domain]:
     return [Point(X), Ball(R, n), Around(X, 1e-3 * R), Around(X, 0.2 * R), Everywhere(n)]
 
 
-def members(f: ls.SelfAttention, X: Tensor, domain: Domain, g: Generator, steps: int) -> Iterator[Tensor]:
+def members(f: ls.SelfAttention, X: Tensor, domain: Domain, g: Generator, effort: Effort) -> Iterator[Tensor]:
     """Inputs of the domain: given, random, constructed, ascended."""
     yield X
     if isinstance(domain, Point):
         return
     if isinstance(domain, Around):
-        for _ in range(2):
+        for _ in range(effort.random):
             E = torch.randn(X.shape, generator=g, dtype=torch.float64)
             yield X + domain.r * E / E.norm()
     else:
         R = domain.R if isinstance(domain, Ball) else 3 * X.norm(dim=1).max().item() + 1e-200
         yield from (inside(Y, domain) for Y in configurations(X, R, g))
-        for _ in range(2):
+        for _ in range(effort.random):
             Y = torch.randn(X.shape, generator=g, dtype=torch.float64)
             yield R * Y / Y.norm(dim=1).max()
-    yield ascended(f, X, domain, steps)
+    yield ascended(f, X, domain, effort.steps)
 
 
 def relative_slack(f: ls.SelfAttention, X: Tensor) -> float:
@@ -142,7 +150,7 @@ def relative_slack(f: ls.SelfAttention, X: Tensor) -> float:
     return rounding if math.isfinite(rounding) else math.inf
 
 
-def audit(f: ls.SelfAttention, X: Tensor, seed: int, tally: Tally, steps: int = 4) -> None:
+def audit(f: ls.SelfAttention, X: Tensor, seed: int, tally: Tally, effort: Effort) -> None:
     """Every registered bound whose hypotheses hold, on every kind of domain, against inputs of that domain."""
     g = Generator().manual_seed(seed)
     for domain in domains(X):
@@ -151,7 +159,7 @@ def audit(f: ls.SelfAttention, X: Tensor, seed: int, tally: Tally, steps: int = 
             within = enclosing(domain, bound.domain, bound.kind)
             if within is not None and failed_hypothesis(bound, f, within) is None:
                 offered.append((bound, evaluate(bound, f, within), within))
-        for Y in members(f, X, domain, g, steps) if offered else ():
+        for Y in members(f, X, domain, g, effort) if offered else ():
             J, off = dense_jacobian(f, Y), relative_slack(f, Y)
             for norm in sorted({bound.norm for bound, _, _ in offered}):
                 truth = measured(norm, f, Y, J, g)

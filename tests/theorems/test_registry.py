@@ -11,16 +11,15 @@ import torch
 from lipscope._types import Around, Ball, Everywhere, Point, UserError
 from lipscope.theorems.registry import NORMS, REGISTRY, bounds
 from tests.cases import KINDS, problem
-from tests.theorems.soundness import Tally, audit
+from tests.theorems.soundness import Effort, Tally, audit
 
-QUICK, CAMPAIGN = 1, 40
-"""Problems of each kind: together the campaign compares more than 100,000 pairs of bound and input."""
+CAMPAIGN = 12
+"""Problems of each kind: together more than 100,000 pairs of bound and input."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bound_is_sound(kind: str):
-    for seed in range(QUICK):
-        audit(*problem(kind, seed), seed, Tally(0, {}), steps=2)
+    audit(*problem(kind, 0), 0, Tally(0, {}), Effort(random=2, steps=2))
 
 
 @pytest.mark.slow
@@ -28,12 +27,11 @@ def test_every_bound_is_sound_campaign():
     tally = Tally(0, {})
     for kind in KINDS:
         for seed in range(1000, 1000 + CAMPAIGN):
-            audit(*problem(kind, seed), seed, tally, steps=6)
+            audit(*problem(kind, seed), seed, tally, Effort(random=20, steps=6))
     print(f"{tally.pairs} pairs; worst ratios:", *sorted(tally.worst.items()), sep="\n")
     assert tally.pairs >= 100_000
-    assert {bound.name for bound in REGISTRY if bound.fn is not None} - set(tally.worst) <= {
-        bound.name for bound in REGISTRY if bound.domain is Everywhere and bound.kind == "lower"
-    }
+    tested = {bound.name for bound in REGISTRY if bound.kind == "upper" or bound.domain is not Everywhere}
+    assert tested <= set(tally.worst)
 
 
 def test_rows_are_in_one_norm_and_name_their_source():
