@@ -17,6 +17,8 @@ from lipscope.study.records import Input, Job, Outcome
 Work = Callable[[Job], Outcome]
 
 TRIES = 3
+HEARTBEAT = 1.0
+"""Seconds between looks at the workers: a death closes the pipe, unless an orphan of the worker still holds it."""
 
 
 @runtime_checkable
@@ -58,7 +60,7 @@ class Workers:
                 for worker in crew:
                     if worker.idle and queue:
                         worker.give(queue.next_for(worker, crew))
-                wait([handle for worker in crew for handle in (worker.pipe, worker.process.sentinel)])
+                wait([worker.pipe for worker in crew], timeout=HEARTBEAT)
                 for i, worker in enumerate(crew):
                     message = worker.hear()
                     if isinstance(message, Outcome):

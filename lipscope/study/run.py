@@ -118,7 +118,7 @@ def _request(
 def _engine(model: Model, reading: Reading, tol: float, seed: int, workers: int) -> Engine:
     if workers == 1:
         return InProcess(SigmaWork(model, reading.inputs, tol, seed))
-    if not model._owned:
+    if not model.owned:
         raise UserError("a module given as an object is measured in this process; use workers=1, or give its path.")
     threads = max(1, (os.cpu_count() or 1) // workers)
     return Workers(StartSigmaWork(model.card, reading.inputs, tol, seed, threads), workers)

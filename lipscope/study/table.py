@@ -57,7 +57,10 @@ def _spread(values: list[float]) -> str:
 
 
 def _exponent(law: Growth | None) -> tuple[str, str]:
-    return ("-", "") if law is None else (f"{law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]", f"{law.rms:.2f}")
+    if law is None:
+        return "-", ""
+    alpha, low, high = (round(x, 2) + 0.0 for x in (law.alpha, law.low, law.high))  # + 0.0: no minus before a zero
+    return f"{alpha:.2f} [{low:.2f}, {high:.2f}]", f"{law.rms:.2f}"
 
 
 def _ends(radius: dict[int, float]) -> str:
@@ -78,7 +81,15 @@ def _legend(study: Study) -> str:
     return (
         f"σ: local Lipschitz constant, median [range] over samples{heads}.\n{growth}\n"
         f"R(n): largest norm of a token at the map's input, {ends}.\n{_certificate(study)}"
+        f"{_comparison(study)}"
     )
+
+
+def _comparison(study: Study) -> str:
+    """How well the model runs on lipscope's attention; a model that cannot has blocks alone to measure."""
+    if all(row.scope in ("block", "model") for row in study.sigma):
+        return ""
+    return f"\nThe model on lipscope's attention and on its own differ by {study.info.about.difference_to_eager:.0e}."
 
 
 def _certificate(study: Study) -> str:
