@@ -8,25 +8,45 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _CONTENTS = {
+    "Around": "lipscope._types",
+    "Ball": "lipscope._types",
     "Dot": "lipscope.attention.kernels",
     "Estimate": "lipscope.linalg.estimate",
+    "Everywhere": "lipscope._types",
     "L2": "lipscope.attention.kernels",
     "LinearOperator": "lipscope.linalg.operator",
+    "Measure": "lipscope.mean_field.measures",
+    "Model": "lipscope.models.model",
+    "Point": "lipscope._types",
     "Rope": "lipscope.attention.kernels",
     "SelfAttention": "lipscope.attention.layer",
     "Solver": "lipscope.linalg.spectral",
     "Status": "lipscope._types",
+    "Study": "lipscope.study.study",
     "UserError": "lipscope._types",
     "attend": "lipscope.attention.primitive",
+    "bounds": "lipscope.theorems.registry",
+    "conditional_distance": "lipscope.mean_field.masked",
     "jacobian": "lipscope.linalg.differentiate",
-    "local_lipschitz": "lipscope.linalg.local",
+    "load": "lipscope.models.loading",
+    "local_lipschitz": "lipscope.mean_field.local",
+    "measure": "lipscope.study.run",
+    "push": "lipscope.mean_field.attention_on_measures",
     "singular_triplets": "lipscope.linalg.local",
     "spectral_norm": "lipscope.linalg.spectral",
+    "splitting": "lipscope.mean_field.duplication",
+    "transition": "lipscope.mean_field.two_diracs",
+    "two_diracs": "lipscope.mean_field.two_diracs",
+    "wasserstein": "lipscope.mean_field.transport",
 }
 
 __all__ = ["__version__", *_CONTENTS]
 
 if TYPE_CHECKING:
+    from lipscope._types import Around as Around
+    from lipscope._types import Ball as Ball
+    from lipscope._types import Everywhere as Everywhere
+    from lipscope._types import Point as Point
     from lipscope._types import Status as Status
     from lipscope._types import UserError as UserError
     from lipscope.attention.kernels import L2 as L2
@@ -36,11 +56,23 @@ if TYPE_CHECKING:
     from lipscope.attention.primitive import attend as attend
     from lipscope.linalg.differentiate import jacobian as jacobian
     from lipscope.linalg.estimate import Estimate as Estimate
-    from lipscope.linalg.local import local_lipschitz as local_lipschitz
     from lipscope.linalg.local import singular_triplets as singular_triplets
     from lipscope.linalg.operator import LinearOperator as LinearOperator
     from lipscope.linalg.spectral import Solver as Solver
     from lipscope.linalg.spectral import spectral_norm as spectral_norm
+    from lipscope.mean_field.attention_on_measures import push as push
+    from lipscope.mean_field.duplication import splitting as splitting
+    from lipscope.mean_field.local import local_lipschitz as local_lipschitz
+    from lipscope.mean_field.masked import conditional_distance as conditional_distance
+    from lipscope.mean_field.measures import Measure as Measure
+    from lipscope.mean_field.transport import wasserstein as wasserstein
+    from lipscope.mean_field.two_diracs import transition as transition
+    from lipscope.mean_field.two_diracs import two_diracs as two_diracs
+    from lipscope.models.loading import load as load
+    from lipscope.models.model import Model as Model
+    from lipscope.study.run import measure as measure
+    from lipscope.study.study import Study as Study
+    from lipscope.theorems.registry import bounds as bounds
 
 
 def __getattr__(name: str) -> object:

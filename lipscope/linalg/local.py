@@ -10,6 +10,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.infinity import infinity_norm
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 
@@ -19,20 +20,25 @@ def local_lipschitz(
     X: Tensor,
     tol: float = 1e-6,
     *,
+    norm: str = "2",
     precision: str = "native",
     gap: float | None = None,
     solver: Solver | None = None,
 ) -> Estimate:
-    """||D_X f||_2 at X [n, d], or at each member of X [B, n, d], solved together.
+    """||D_X f|| at X [n, d], or at each member of X [B, n, d], solved together.
 
+    norm:      "2", or "inf" for the infinity-norm of the vectorised map: exact, row by row (no tol, gap or solver).
     precision: "native" works in the dtype of X; "exact" recomputes in float64, which alone gives an upper bound.
     """
     check_input(X)
+    if norm not in ("2", "inf"):
+        raise UserError(f"norm must be '2' or 'inf', got {norm!r}")
     if precision not in ("native", "exact"):
         raise UserError(f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}")
     if precision == "exact":
         f, X = in_float64(f), X.double()
-    return spectral_norm(jacobian(f, X), tol, gap=gap, solver=solver)
+    J = jacobian(f, X)
+    return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
 
 
 def in_float64(f: Map) -> Map:

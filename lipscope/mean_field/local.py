@@ -19,6 +19,7 @@ def local_lipschitz(
     X: Tensor | Measure,
     tol: float = 1e-6,
     *,
+    norm: str = "2",
     precision: str = "native",
     gap: float | None = None,
     solver: Solver | None = None,
@@ -26,11 +27,14 @@ def local_lipschitz(
 ) -> Estimate:
     """||D_X f||_2 at tokens X [n, d] or [B, n, d], or ||D_mu F|| at a Measure, with the vectors of `derivative`.
 
+    norm:      "2", or at tokens "inf", the infinity-norm of the vectorised map.
     precision: "native" works in the dtype of X; "exact" recomputes in float64, which alone gives an upper bound.
     splitting: the constant when copies of a token may move apart; its vectors are fields on two copies of every atom.
     """
     if isinstance(X, Tensor) and not splitting:
-        return local.local_lipschitz(f, X, tol, precision=precision, gap=gap, solver=solver)
+        return local.local_lipschitz(f, X, tol, norm=norm, precision=precision, gap=gap, solver=solver)
+    if norm != "2":
+        raise UserError(f"on measures, and with splitting, the norm is '2' (L2 of the measure), got {norm!r}")
     if precision not in ("native", "exact"):
         raise UserError(f"precision must be 'native' or 'exact' (float64), got {precision!r}")
     layer = liftable(f)

@@ -63,3 +63,12 @@ def test_number_of_triplets_is_checked(k):
 def test_estimates_print_their_certificate():
     text = repr(ls.local_lipschitz(*problem("gaussian", 0)))
     assert "confidence 0.999999999" in text and ("converged" in text or "breakdown" in text)
+
+
+def test_infinity_norm_is_the_largest_row_sum():
+    f, X = problem("multi-head, projected", 2)
+    dense = ls.jacobian(f, X).to_dense()
+    e = ls.local_lipschitz(f, X, norm="inf")
+    assert e.value == pytest.approx(dense.abs().sum(dim=1).max().item(), rel=1e-12)
+    with pytest.raises(ls.UserError, match="norm must be '2' or 'inf'"):
+        ls.local_lipschitz(f, X, norm="1")
