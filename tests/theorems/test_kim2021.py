@@ -1,0 +1,65 @@
+"""L2 attention's constants are the formulas, and the lower bound grows like the square of the radius."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.special import lambertw
+
+import lipscope as ls
+from lipscope._types import Ball, Everywhere
+from lipscope.theorems.heads import heads_of
+from lipscope.theorems.kim2021 import (
+    distance_upper,
+    largest_coordinate_upper,
+    no_global_constant,
+    quadratic_lower,
+    tighter_distance_upper,
+    value_factor,
+)
+from tests.cases import problem
+
+
+def phi(keys: int) -> float:
+    return float(lambertw((keys - 1) / math.e).real)
+
+
+def layer(size: float, causal: bool = False) -> ls.SelfAttention:
+    """One head of width one: Q = size, V = size^2, so M = size."""
+    W = torch.tensor([[size]], dtype=torch.float64)
+    return ls.SelfAttention(W, W, W @ W, kernel=ls.L2(), causal=causal)
+
+
+def test_phi_inverts_and_the_formulas_are_these():
+    N, size = 7, 2.0
+    assert phi(N) * math.exp(phi(N) + 1) == pytest.approx(N - 1)
+    f = layer(size)
+    assert distance_upper(f, Everywhere(N)) == pytest.approx(size**2 * math.sqrt(N) * (4 * phi(N) + 1), rel=1e-9)
+    tighter = math.sqrt((N + 1) / 2) + 2 * phi(N) + 2 * math.sqrt(phi(2) * (N - 1) * phi(N))
+    assert tighter_distance_upper(f, Everywhere(N)) == pytest.approx(size**2 * tighter, rel=1e-9)
+    assert largest_coordinate_upper(f, Everywhere(N)) == pytest.approx(size**2 * (4 * phi(N) + 1), rel=1e-9)
+
+
+def test_causal_rows_see_fewer_keys():
+    rows = math.sqrt(sum((4 * phi(i) + 1) ** 2 for i in range(1, 8)))
+    assert distance_upper(layer(1.0, causal=True), Everywhere(7)) == pytest.approx(rows, rel=1e-9)
+
+
+def test_values_that_do_not_factor_are_told_apart():
+    g = torch.Generator().manual_seed(0)
+    Q, M = (torch.randn(2, size, generator=g, dtype=torch.float64) for size in (5, 2))
+    for V, factors in ((M @ Q, True), (torch.randn(2, 5, generator=g, dtype=torch.float64), False)):
+        (h,) = heads_of(ls.SelfAttention(Q, Q, V, kernel=ls.L2()), folded=False)
+        assert (value_factor(h) is not None) == factors
+
+
+def test_the_lower_bound_grows_like_the_square_of_the_radius():
+    f, X = problem("gaussian", 0)
+    n = len(X)
+    near, far = (quadratic_lower(f, Ball(R, n)) for R in (1e3, 1e4))
+    assert far / near == pytest.approx(100, rel=1e-3)
+    assert no_global_constant(f, Everywhere(n)) == math.inf
+    still = ls.SelfAttention(torch.zeros_like(f.Q), f.K, f.V)
+    assert no_global_constant(still, Everywhere(n)) == 0
