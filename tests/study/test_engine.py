@@ -53,7 +53,7 @@ def test_the_third_death_fails_the_job_and_says_why(tmp_path):
 
 def test_death_is_noticed_though_an_orphan_holds_the_pipe():
     began = time.monotonic()
-    outcomes = {o.job.layer: o for o in Workers(start_leaving_orphans, 2).run(jobs(3))}
+    outcomes = {o.job.layer: o for o in Workers(start_leaving_orphans, 1).run(jobs(3))}
     assert time.monotonic() - began < 30
     assert outcomes[1].failure is not None and "SIGKILL" in outcomes[1].failure
     assert [outcomes[layer].failure for layer in (0, 2)] == [None, None]
