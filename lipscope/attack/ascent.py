@@ -41,7 +41,7 @@ NOISE = 0.1
 
 @dataclass(frozen=True)
 class Climb:
-    """How long to climb, and from how many random starts, the best of many."""
+    """How long to climb, and from how many random inputs; from as many that are known, where there are some."""
 
     steps: int = 60
     restarts: int = 4
@@ -116,11 +116,12 @@ def _unit(Z: Tensor) -> Tensor:
 
 
 def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, starts: Sequence[Tensor]) -> Tensor:
-    """Given, random and constructed starts; a construction also with a little noise, for its symmetry is a trap."""
+    """The best of many random inputs, and the best of what is known: given starts and constructions.
+
+    A construction comes with a noisy twin, for its symmetry is a trap.
+    """
     generator = torch.Generator().manual_seed(climb.seed)
     drawn = region.draw(SIEVE * climb.restarts, generator)
-    rough = spectral_norm(jacobian(f, region.tokens(drawn)), WARM_TOL, solver=Solver(max_steps=WARM_STEPS, seed=0))
-    drawn = drawn[rough.value.nan_to_num(nan=0.0).topk(climb.restarts).indices]
     known = [region.coordinates(x.double()) for x in starts]
     if isinstance(f, SelfAttention) and isinstance(f.kernel, Dot) and isinstance(domain, Ball) and domain.n > 1:
         exact = [one.X for one in constructions(f, domain, seed=climb.seed)]
@@ -129,7 +130,16 @@ def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, start
     for x in known:
         if x.shape != drawn.shape[1:]:
             raise UserError(f"a start must have shape {tuple(drawn.shape[1:])}, got {tuple(x.shape)}")
-    return region.project(torch.cat([drawn, torch.stack(known)])) if known else drawn
+    chosen = [_best(f, region, drawn, climb)]
+    if known:
+        chosen.append(_best(f, region, region.project(torch.stack(known)), climb))
+    return torch.cat(chosen)
+
+
+def _best(f: Map, region: Region, Z: Tensor, climb: Climb) -> Tensor:
+    """As many as there are restarts, by a rough sigma."""
+    rough = spectral_norm(jacobian(f, region.tokens(Z)), WARM_TOL, solver=Solver(max_steps=WARM_STEPS, seed=0))
+    return Z[rough.value.nan_to_num(nan=0.0).topk(min(climb.restarts, len(Z))).indices]
 
 
 def _token_size(f: Map, domain: Domain | Normed, d: int | None) -> int:

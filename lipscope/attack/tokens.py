@@ -1,0 +1,185 @@
+"""Attacks on a text: replace up to k tokens so that a number, say sigma of a layer, becomes as large as possible.
+
+What is attacked is given by two callables and the embedding matrix, so that positions and all layers below are in the
+loop. First-order scores <gradient_i, e_w - e_i> pick candidates from the whole vocabulary; each is then measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+
+PER_POSITION, NEAREST = 4, 3
+"""Candidates of a position that may be measured in a round, and vocabulary rows tried for a projected token."""
+
+
+@dataclass(frozen=True, eq=False)
+class TextTarget:
+    """What is to become large, as a function of a text of n tokens.
+
+    measure:    token ids [B, n] -> the number for each, [B]
+    slope:      token embeddings [n, d], before positions are added -> the number and its gradient [n, d]
+    embedding:  the rows of the vocabulary, [V, d]
+    vocabulary: ids that may be put into the text; all rows, unless told
+    """
+
+    measure: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], tuple[float, Tensor]]
+    embedding: Tensor
+    vocabulary: Tensor | None = None
+
+    @property
+    def choices(self) -> Tensor:
+        return torch.arange(len(self.embedding)) if self.vocabulary is None else self.vocabulary
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A text after an attack: the number before and after, and how many texts were measured on the way."""
+
+    method: str
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    before: float
+    value: float
+    measured: int
+
+    @property
+    def factor(self) -> float:
+        return self.value / self.before if self.before > 0 else float("inf")
+
+
+def guided_swaps(
+    target: TextTarget,
+    ids: Sequence[int],
+    swaps: int = 3,
+    *,
+    width: int = 48,
+    sweeps: int = 2,
+    method: str = "gradient",
+) -> Swapped:
+    """One position after the other: the best of `width` measured candidates; later sweeps choose each again."""
+    text = _checked(target, ids, swaps)
+    before = best = target.measure(text[None])[0].item()
+    measured, replaced = 1, list[int]()
+    for turn in range(swaps * sweeps):
+        again = turn >= swaps
+        if again and not replaced:
+            break
+        free = [replaced[turn % len(replaced)]] if again else [i for i in range(len(text)) if i not in replaced]
+        candidates = _candidates(target, text, free, width)
+        values = target.measure(candidates)
+        measured += len(candidates)
+        if values.max() <= best:
+            continue
+        new, best = candidates[values.argmax()], values.max().item()
+        replaced += [i for i in torch.nonzero(new != text)[:, 0].tolist() if i not in replaced]
+        text = new
+    return _swapped(method, ids, text, before, best, measured)
+
+
+def duplicated_tokens(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, width: int = 48) -> Swapped:
+    """The same search when only tokens that the text has already may be put into it."""
+    own = TextTarget(target.measure, target.slope, target.embedding, torch.unique(torch.tensor(list(ids))))
+    return guided_swaps(own, ids, swaps, width=width, method="duplicates")
+
+
+def random_swaps(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, tries: int = 200, seed: int = 0) -> Swapped:
+    """The best of `tries` texts with that many tokens replaced at random."""
+    text, generator = _checked(target, ids, swaps), torch.Generator().manual_seed(seed)
+    before = target.measure(text[None])[0].item()
+    texts = text.repeat(tries, 1)
+    choices = target.choices
+    for row in texts:
+        places = torch.randperm(len(text), generator=generator)[:swaps]
+        row[places] = choices[torch.randint(len(choices), (swaps,), generator=generator)]
+    values = target.measure(texts)
+    return _swapped("random", ids, texts[values.argmax()], before, values.max().item(), tries + 1)
+
+
+def projected_swaps(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, steps: int = 20) -> Swapped:
+    """Climb with embeddings that need not be tokens, then go to the nearest rows of the vocabulary and measure.
+
+    Only the positions of steepest slope move, no further from 0 than the longest row. The best of the nearest texts is
+    handed back even where it falls short of the text it started from.
+    """
+    text = _checked(target, ids, swaps)
+    before = target.measure(text[None])[0].item()
+    E = target.embedding[text].clone()
+    value, gradient = target.slope(E)
+    places = gradient.norm(dim=1).topk(swaps).indices
+    longest = target.embedding[target.choices].norm(dim=1).max()
+    stride = longest.item()
+    for _ in range(steps):
+        uphill = torch.zeros_like(E)
+        uphill[places] = gradient[places] / gradient[places].norm().clamp_min(1e-300)
+        trial = E + stride * uphill
+        trial[places] *= longest / trial[places].norm(dim=1, keepdim=True).clamp_min(longest)
+        higher, slope = target.slope(trial)
+        stride *= 1.5 if higher > value else 0.4
+        if higher > value:
+            E, value, gradient = trial, higher, slope
+    rows = target.choices
+    near = torch.cdist(E[places], target.embedding[rows]).topk(min(NEAREST, len(rows)), largest=False).indices
+    texts = []
+    for words in product(*rows[near].tolist()):
+        texts.append(text.clone())
+        texts[-1][places] = torch.tensor(words)
+    values = target.measure(torch.stack(texts))
+    return _swapped("projection", ids, texts[int(values.argmax())], before, values.max().item(), 1 + len(texts))
+
+
+def _candidates(target: TextTarget, text: Tensor, free: list[int], width: int) -> Tensor:
+    """Texts with one token replaced at a free position: [at most width, n].
+
+    A third each by the largest first-order score, by score per length of the jump (a long jump leaves the range of the
+    gradient), and by score among the tokens of the text.
+    """
+    E, choices = target.embedding[text], target.choices
+    _, gradient = target.slope(E)
+    g = gradient[free]
+    scores = g @ target.embedding[choices].T - (g * E[free]).sum(dim=1, keepdim=True)
+    jumps = torch.cdist(E[free], target.embedding[choices]).clamp_min(1e-12)
+    same = choices[None] == text[free][:, None]
+    own = torch.isin(choices, text)[None]
+    picked = [
+        _largest(order.masked_fill(same, -torch.inf), -(-width // 3))
+        for order in (scores, scores / jumps, scores.masked_fill(~own, -torch.inf))
+    ]
+    places, words = torch.unique(torch.cat(picked, dim=1), dim=1)
+    candidates = text.repeat(len(places), 1)
+    candidates[torch.arange(len(places)), torch.tensor(free)[places]] = choices[words]
+    return candidates
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Rows and columns, [2, at most count], of the largest finite scores, a few from each row where there are many."""
+    per = min(scores.shape[1], PER_POSITION if len(scores) > 1 else count)
+    top = scores.topk(per, dim=1)
+    best = top.values.flatten().topk(min(count, top.values.numel()))
+    order = best.indices[best.values > -torch.inf]
+    return torch.stack([order // per, top.indices.flatten()[order]])
+
+
+def _swapped(method: str, ids: Sequence[int], text: Tensor, before: float, value: float, measured: int) -> Swapped:
+    positions = tuple(i for i, (a, b) in enumerate(zip(ids, text.tolist(), strict=True)) if a != b)
+    return Swapped(method, tuple(text.tolist()), positions, before, value, measured)
+
+
+def _checked(target: TextTarget, ids: Sequence[int], swaps: int) -> Tensor:
+    size = len(target.embedding)
+    if swaps < 1 or len(ids) < swaps:
+        raise UserError(f"the text has {len(ids)} tokens; cannot replace {swaps} of them. Give 1 to {len(ids)} swaps.")
+    foreign = [i for i in (*ids, *target.choices.tolist()) if not 0 <= i < size]
+    if foreign:
+        raise UserError(
+            f"token id {foreign[0]} has no row in the embedding of {size} tokens: "
+            "text and model have different vocabularies. Use the model's own tokenizer."
+        )
+    return torch.tensor(list(ids))

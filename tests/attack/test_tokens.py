@@ -1,0 +1,102 @@
+"""Token attacks on a number whose best text is known: they find it, and report what is measured."""
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+import torch
+
+from lipscope._types import UserError
+from lipscope.attack.tokens import TextTarget, duplicated_tokens, guided_swaps, projected_swaps, random_swaps
+
+V, D, N = 12, 5, 6
+
+
+def target(seed: int = 0) -> TextTarget:
+    """sum_i <w_i, e_i> + |sum_i e_i|^2 / 8: positions matter, and tokens matter to each other."""
+    g = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(V, D, generator=g, dtype=torch.float64)
+    w = torch.randn(N, D, generator=g, dtype=torch.float64)
+
+    def value(E):
+        return 20 + (w * E).sum(dim=(-2, -1)) + E.sum(dim=-2).square().sum(dim=-1) / 8
+
+    def slope(E):
+        E = E.clone().requires_grad_(True)
+        y = value(E)
+        return y.item(), torch.autograd.grad(y, E)[0]
+
+    return TextTarget(lambda ids: value(embedding[ids]), slope, embedding)
+
+
+IDS = [0, 1, 2, 3, 4, 5]
+
+
+def best_by_force(t: TextTarget, swaps: int) -> float:
+    texts = []
+    for places in combinations(range(N), swaps):
+        for words in product(range(V), repeat=swaps):
+            text = torch.tensor(IDS)
+            text[list(places)] = torch.tensor(words)
+            texts.append(text)
+    return t.measure(torch.stack(texts)).max().item()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_guided_swap_is_the_best_there_is(seed, monkeypatch):
+    monkeypatch.setattr("lipscope.attack.tokens.PER_POSITION", V)
+    t = target(seed)
+    found = guided_swaps(t, IDS, 1, width=3 * N * V)
+    assert found.value == pytest.approx(best_by_force(t, 1)) and len(found.positions) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guided_swaps_come_near_the_best_and_beat_random_ones(seed):
+    t = target(seed)
+    found = guided_swaps(t, IDS, 2)
+    assert found.value >= 0.9 * best_by_force(t, 2)  # greedy: one after the other
+    assert found.value >= random_swaps(t, IDS, 2, tries=found.measured, seed=seed).value
+
+
+@pytest.mark.parametrize("attack", [guided_swaps, duplicated_tokens, projected_swaps, random_swaps])
+@pytest.mark.parametrize("swaps", [1, 3])
+def test_every_attack_changes_at_most_its_swaps_and_reports_what_is_measured(attack, swaps):
+    t = target(7)
+    found = attack(t, IDS, swaps)
+    assert len(found.positions) <= swaps
+    assert [i for i in range(N) if found.ids[i] != IDS[i]] == list(found.positions)
+    assert found.value == pytest.approx(t.measure(torch.tensor([found.ids]))[0].item())
+    assert found.before == pytest.approx(t.measure(torch.tensor([IDS]))[0].item())
+    assert found.factor == pytest.approx(found.value / found.before) and found.measured > 1
+
+
+def test_duplicates_are_tokens_of_the_text():
+    found = duplicated_tokens(target(3), IDS, 3)
+    assert set(found.ids) <= set(IDS) and found.value >= found.before
+
+
+def test_only_the_vocabulary_given_is_used():
+    t = replace(target(4), vocabulary=torch.tensor([8, 9]))
+    for attack in (guided_swaps, random_swaps, projected_swaps):
+        found = attack(t, IDS, 2)
+        assert {found.ids[i] for i in found.positions} <= {8, 9}
+
+
+def test_random_swaps_are_the_same_for_the_same_seed():
+    t = target(5)
+    assert random_swaps(t, IDS, 2, tries=20, seed=1) == random_swaps(t, IDS, 2, tries=20, seed=1)
+
+
+@pytest.mark.parametrize("attack", [guided_swaps, duplicated_tokens, projected_swaps, random_swaps])
+def test_bad_input_is_refused(attack):
+    with pytest.raises(UserError, match="6 tokens; cannot replace 7"):
+        attack(target(), IDS, 7)
+    with pytest.raises(UserError, match="cannot replace 0"):
+        attack(target(), IDS, 0)
+    with pytest.raises(UserError, match="token id 12 has no row in the embedding of 12"):
+        attack(target(), [0, 12], 1)
+
+
+def test_a_vocabulary_beyond_the_embedding_is_refused():
+    with pytest.raises(UserError, match="different vocabularies"):
+        guided_swaps(replace(target(), vocabulary=torch.tensor([3, 40])), IDS, 1)

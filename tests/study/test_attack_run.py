@@ -1,0 +1,77 @@
+"""`lipscope attack`: every kind on a tiny model, measured again, kept in the study."""
+
+import pytest
+import torch
+
+from lipscope._types import UserError
+from lipscope.cli import main
+from lipscope.linalg.local import local_lipschitz
+from lipscope.models.loading import load
+from lipscope.study.attack_run import KINDS, PROBE, Plan, attack
+from lipscope.study.study import Study
+from lipscope.study.token_target import layer_sigma
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return load(tiny)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_kind_finds_something_and_keeps_it(kind, tiny, prose, tmp_path, capsys):
+    text, out = tmp_path / "prose.txt", tmp_path / "study"
+    text.write_text(prose)
+    options = ["--kind", kind, "--text", str(text), "--layers", "1", "--length", "6", "--swaps", "1", "--out", str(out)]
+    assert main(["attack", tiny, *options]) == 0
+    assert "found" in capsys.readouterr().out
+    rows = [r for r in Study.open(out).rows if r.probe.startswith(f"{PROBE}{kind}")]
+    assert rows and all(r.layer == 1 and r.value > 0 for r in rows)
+
+
+def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):
+    for kind in ("ascent", "tokens"):
+        study, lines = attack(model, prose, Plan(kind, length=6, swaps=2, layers=[0]))
+        sigma = study.largest("attention", 0)[0].value
+        best = {line.name: line.value for line in lines}
+        assert all(
+            best[name] >= sigma * (1 - 1e-6) for name in {"in the ball", "near the text", "gradient"} & set(best)
+        )
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_slope_of_a_layers_sigma_in_embeddings_is_right(model, prose, layer):
+    t, ids = layer_sigma(model, layer, tol=1e-9), torch.tensor(model.encode(prose)[:6])
+    E = t.embedding[ids]
+    value, gradient = t.slope(E)
+    site = model.survey(ids).site("attention", layer)
+    assert value == pytest.approx(local_lipschitz(site.f, site.X).value[0].item(), rel=1e-6)
+    assert t.measure(ids[None])[0].item() == pytest.approx(value, rel=1e-6)
+    D = torch.randn(E.shape, generator=torch.Generator().manual_seed(0), dtype=E.dtype)
+    h = 1e-6
+    difference = (t.slope(E + h * D)[0] - t.slope(E - h * D)[0]) / (2 * h)
+    assert (gradient * D).sum().item() == pytest.approx(difference, rel=1e-4)
+
+
+def test_special_tokens_are_not_put_into_a_text(model):
+    vocabulary = layer_sigma(model, 0).vocabulary.tolist()
+    assert not set(vocabulary) & set(model.tokenizer.all_special_ids) and len(vocabulary) == 130
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--kind", "magic"], "no attack 'magic'"),
+        (["--kind", "tokens", "--length", "4", "--swaps", "5"], "cannot replace 5 tokens in a text of 4"),
+        (["--kind", "tokens", "--length", "4", "--swaps", "0"], "cannot replace 0"),
+        (["--kind", "ascent", "--layers", "7"], "layer 7 does not exist"),
+        ([], "kind"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(tiny, options, says, capsys):
+    assert main(["attack", tiny, *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_layer_that_does_not_exist_has_no_slope(model):
+    with pytest.raises(UserError, match="layer 5 does not exist"):
+        layer_sigma(model, 5)
