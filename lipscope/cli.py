@@ -16,6 +16,8 @@ from lipscope import __version__
 from lipscope._types import UserError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from lipscope.study.study import Study
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -142,6 +144,44 @@ def export(
 
 
 @app.command()
+def bounds(
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
+    text: Annotated[str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")] = None,
+    layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens per sample.", show_default="64")] = None,
+    radius: Annotated[float | None, typer.Option(help="Of the ball.", show_default="the text's")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")] = None,
+) -> None:
+    """Hold every theorem against each head: bounds, the worst input found, and how tight they are."""
+    sizes, where, words = _numbers("lengths", lengths), _numbers("layers", layers), text and _text(text)
+    with _progress() as report:
+        from lipscope.study.bound_probe import audit
+        from lipscope.study.bound_table import bound_summary
+
+        found = audit(model, words, sizes, where, radius=radius, out=out, progress=report)
+    _show(bound_summary(found))
+
+
+@app.command()
+def attack(
+    kind: Annotated[str, typer.Option(help="construction, ascent, direction or tokens.")],
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
+    text: Annotated[str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")] = None,
+    layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of the text.")] = 32,
+    swaps: Annotated[int, typer.Option(help="Tokens to replace, at most.")] = 3,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study.")] = None,
+) -> None:
+    """Look for inputs, or words, on which attention reacts most."""
+    with _progress() as report:
+        from lipscope.study.attack_run import Plan, attack, attack_table
+
+        plan = Plan(kind, length, swaps, _numbers("layers", layers))
+        found = attack(model, text and _text(text), plan, out=out, progress=report)
+    _show(attack_table(*found))
+
+
+@app.command()
 def doctor() -> None:
     """Say what is installed, which device would be used, and whether models can be fetched."""
     from lipscope.study.doctor import report
@@ -233,11 +273,15 @@ def _print(study: Study, as_json: bool) -> None:
 
         typer.echo(json.dumps(as_dict(study), indent=1, allow_nan=False))
         return
-    from rich.console import Console
-
     from lipscope.study.table import summary
 
-    Console(highlight=False).print(summary(study))
+    _show(summary(study))
+
+
+def _show(table: RenderableType) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(table)
 
 
 if __name__ == "__main__":
