@@ -96,6 +96,17 @@ def test_it_grows_with_the_radius_and_starts_at_sigma():
     assert values[0] == pytest.approx(ls.local_lipschitz(f, X).value, rel=2e-4)
 
 
+def test_the_sum_is_above_the_integral():
+    f, X, view = head("gaussian", 3)
+    r, fine = 0.5, 64
+    x = base(view, X)
+    integral = sum(second_derivative(x, r * (i + 0.5) / fine) for i in range(fine)) * r / fine * view.factor
+    sigma = torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
+    coarse = second_derivative(x, 0.0) * r * view.factor
+    assert integral > 1.01 * coarse  # B grows: a left sum would be too small
+    assert certified_upper(f, Around(X, r)) >= sigma + integral
+
+
 def test_heads_and_projection_are_summed():
     f, X = problem("multi-head, projected", 0)
     whole = certified_upper(f, Around(X, 0.05))
