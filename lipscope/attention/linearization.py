@@ -167,10 +167,11 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
         v = v - v.mean(dim=-2, keepdim=True)
         k = k if f.kernel.softcap is not None or distance else k - k.mean(dim=-2, keepdim=True)
     pattern = Pattern(f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks)
-    o, lse = backend.forward(q, k, v, pattern)
     weights = None
     if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
-        weights = reference.weights(q, k, lse, pattern)
+        o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
+    else:
+        o, lse = backend.forward(q, k, v, pattern)
     out = o.transpose(-3, -2).flatten(-2)
     out = out if f.O is None else out @ f.O.T
     finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))

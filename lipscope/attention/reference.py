@@ -84,19 +84,29 @@ def _sinks(pattern: Pattern, groups: int, n: int) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """o = P v [..., H, n, m] and the log-sum-exp of each row [..., H, n]; +inf for a fully masked row, whose P is 0."""
-    S, _ = logits(q, k, pattern)
+    o, lse, _ = forward_and_weights(q, k, v, pattern)
+    return o, lse
+
+
+def forward_and_weights(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor, Weights]:
+    """The same, with the weights on the way."""
+    S, t = logits(q, k, pattern)
     lse = torch.logsumexp(S, dim=-1, keepdim=True)
     if pattern.sinks is not None:
         lse = torch.logaddexp(lse, _sinks(pattern, k.shape[-3], q.shape[-2]).to(lse))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    o = torch.exp(S - lse) @ v
-    return heads(o, q.shape[-3]), heads(lse, q.shape[-3])[..., 0]
+    W = _weights(S, t, lse, pattern)
+    return heads(W.P @ v, q.shape[-3]), heads(lse, q.shape[-3])[..., 0], W
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern) -> Weights:
     """P = exp(S - lse), once more from the saved log-sum-exp."""
     S, t = logits(q, k, pattern)
-    P = torch.exp(S - rows(lse[..., None], k.shape[-3]))
+    return _weights(S, t, rows(lse[..., None], k.shape[-3]), pattern)
+
+
+def _weights(S: Tensor, t: Tensor | None, lse: Tensor, pattern: Pattern) -> Weights:
+    P = torch.exp(S - lse)
     if t is None or pattern.softcap is None:
         return Weights(P)
     slope = 1 - t.square()
