@@ -174,10 +174,10 @@ def attack(
 ) -> None:
     """Look for inputs, or words, on which attention reacts most."""
     with _progress() as report:
-        from lipscope.study.attack_run import Plan, attack, attack_table
+        from lipscope.study.attack_run import Plan, attack_model, attack_table
 
         plan = Plan(kind, length, swaps, _numbers("layers", layers))
-        found = attack(model, text and _text(text), plan, out=out, progress=report)
+        found = attack_model(model, text and _text(text), plan, out=out, progress=report)
     _show(attack_table(*found))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._types import Ball, Domain, UserError
-from lipscope.attack.constructions import constructions
+from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.found import Found, measured
 from lipscope.attack.regions import Normed, Region, region_of
 from lipscope.attention.kernels import Dot
@@ -124,7 +124,7 @@ def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, start
     drawn = region.draw(SIEVE * climb.restarts, generator)
     known = [region.coordinates(x.double()) for x in starts]
     if isinstance(f, SelfAttention) and isinstance(f.kernel, Dot) and isinstance(domain, Ball) and domain.n > 1:
-        exact = [one.X for one in constructions(f, domain, seed=climb.seed)]
+        exact = [one.X for one in explicit_inputs(f, domain, seed=climb.seed)]
         noise = torch.randn(len(exact), *drawn.shape[1:], generator=generator, dtype=torch.float64)
         known += exact + list(torch.stack(exact) + 0.01 * domain.R * noise)
     for x in known:

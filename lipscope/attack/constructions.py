@@ -41,7 +41,7 @@ class Regime:
         return "sqrt n" if math.log(max(n - 1, 1)) <= self.reach else "mean-field"
 
 
-def constructions(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Found]:
+def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Found]:
     """Every construction for every head, measured on the whole layer in float64, the largest sigma first.
 
     Castin et al.: one token at Ru, the crowd at -Ru (Au = gamma_min u) or at Ru/2 (Au = gamma_1 u), where A has such an

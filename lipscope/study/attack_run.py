@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
-from lipscope.attack.constructions import constructions
+from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.direction import singular_response
 from lipscope.attack.tokens import Swapped, duplicated_tokens, guided_swaps, projected_swaps, random_swaps
 from lipscope.attention.layer import SelfAttention
@@ -98,7 +98,7 @@ class Scene:
         return self.f
 
 
-def attack(
+def attack_model(
     model: Any, text: Text, plan: Plan, *, out: str | os.PathLike[str] | None = None, progress: Progress | None = None
 ) -> tuple[Study, list[Line]]:
     """Attacks the attention of each layer asked for; with `out` the results join the study there."""
@@ -157,7 +157,7 @@ def _row(sigma: Row, kind: str, line: Line) -> Row:
 
 
 def _construction(scene: Scene) -> list[Line]:
-    found = constructions(scene.plain(), scene.ball, seed=scene.plan.seed)
+    found = explicit_inputs(scene.plain(), scene.ball, seed=scene.plan.seed)
     best = {one.name.split(", head ")[0]: one for one in reversed(found)}
     where = f"ball of radius {scene.ball.R:.4g}"
     return [

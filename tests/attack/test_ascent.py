@@ -6,7 +6,7 @@ import torch
 import lipscope as ls
 from lipscope._types import Around, Ball, Everywhere, Point, UserError
 from lipscope.attack.ascent import Climb, ascend, sigma_gradient
-from lipscope.attack.constructions import constructions
+from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.regions import Normed
 from tests.cases import KINDS, problem
 from tests.naive import dense_jacobian
@@ -45,7 +45,7 @@ def test_ascent_in_a_ball_ends_above_constructions_and_random_inputs(causal):
     found = ascend(f, Ball(R, n), QUICK)
     assert found.X.norm(dim=1).max() <= R * (1 + 1e-12)
     assert found.value == pytest.approx(dense_sigma(f, found.X), rel=1e-6)
-    assert found.value > constructions(f, Ball(R, n))[0].value
+    assert found.value > explicit_inputs(f, Ball(R, n))[0].value
     X = random_tokens(4, 300, n, 6)
     assert found.value > ls.local_lipschitz(f, R * X / X.norm(dim=-1, keepdim=True), 1e-3).value.max()
 
@@ -55,7 +55,7 @@ def test_fewer_dimensions_find_the_same_and_hand_back_whole_tokens():
     found = ascend(f, Ball(2.0, 6), QUICK)
     assert found.X.shape == (6, 24) and found.X.norm(dim=1).max() <= 2 * (1 + 1e-12)
     assert found.value == pytest.approx(dense_sigma(f, found.X), rel=1e-6)
-    assert found.value >= constructions(f, Ball(2.0, 6))[0].value
+    assert found.value >= explicit_inputs(f, Ball(2.0, 6))[0].value
 
 
 @pytest.mark.parametrize("r", [1e-3, 0.3])
@@ -129,7 +129,7 @@ def test_ascent_beats_ten_thousand_random_inputs_on_twenty_random_heads():
     for seed in range(20):
         f, R, n = head(seed, d=8, k=4, causal=seed % 2 == 1), (0.5, 1.0, 2.0, 4.0)[seed % 4], 12
         found = ascend(f, Ball(R, n), Climb(seed=seed))
-        assert found.value >= constructions(f, Ball(R, n))[0].value * (1 - 1e-9)
+        assert found.value >= explicit_inputs(f, Ball(R, n))[0].value * (1 - 1e-9)
         for batch in range(10):
             X = random_tokens(1000 * seed + batch, 1000, n, 8)
             depth = 1.0 if batch % 2 else torch.rand(1000, n, 1, dtype=torch.float64)

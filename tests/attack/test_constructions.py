@@ -7,7 +7,7 @@ import torch
 
 import lipscope as ls
 from lipscope._types import Around, Ball, Everywhere, UserError
-from lipscope.attack.constructions import HALF_WAY, OPPOSITE, SPREAD, constructions, regime
+from lipscope.attack.constructions import HALF_WAY, OPPOSITE, SPREAD, explicit_inputs, regime
 from lipscope.study.growth import fit
 from tests.naive import dense_jacobian
 
@@ -20,7 +20,7 @@ def head(seed: int, d: int = 4, k: int = 4, **options) -> ls.SelfAttention:
 
 
 def by_name(f, R, n):
-    return {one.name: one for one in constructions(f, Ball(R, n))}
+    return {one.name: one for one in explicit_inputs(f, Ball(R, n))}
 
 
 def wide_enough(f, reach=14.0) -> float:
@@ -82,7 +82,7 @@ def test_a_token_at_zero_shows_the_square_of_the_radius():
 def test_every_value_is_that_of_the_dense_jacobian_and_every_token_in_the_ball(options):
     bias = tuple(torch.linspace(-1, 1, 4, dtype=torch.float64) for _ in range(3))
     f = head(4, biases=bias, **options)
-    found = constructions(f, Ball(1.5, 7))
+    found = explicit_inputs(f, Ball(1.5, 7))
     assert [one.value for one in found] == sorted((one.value for one in found), reverse=True)
     for one in found:
         assert one.X.norm(dim=1).max() <= 1.5 * (1 + 1e-12)
@@ -92,7 +92,7 @@ def test_every_value_is_that_of_the_dense_jacobian_and_every_token_in_the_ball(o
 def test_several_heads_under_an_output_projection_are_attacked_one_by_one():
     g = torch.Generator().manual_seed(0)
     Q, K, V, O = (torch.randn(8, 8, generator=g, dtype=torch.float64) for _ in range(4))
-    found = constructions(ls.SelfAttention(Q, K, V, O, heads=2), Ball(1.0, 6))
+    found = explicit_inputs(ls.SelfAttention(Q, K, V, O, heads=2), Ball(1.0, 6))
     assert {one.name.split(", head ")[1] for one in found} == {"0", "1"}
 
 
@@ -113,10 +113,10 @@ def test_a_small_ball_is_in_the_mean_field_regime():
 )
 def test_what_they_were_not_made_for_is_refused(f, domain, says):
     with pytest.raises(UserError, match=says):
-        constructions(f, domain)
+        explicit_inputs(f, domain)
 
 
 @pytest.mark.parametrize("R", [0.0, -1.0, math.nan, math.inf])
 def test_a_radius_must_be_positive(R):
     with pytest.raises(UserError, match="radius R > 0"):
-        constructions(head(0), Ball(R, 4))
+        explicit_inputs(head(0), Ball(R, 4))

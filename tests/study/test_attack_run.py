@@ -7,7 +7,7 @@ from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.linalg.local import local_lipschitz
 from lipscope.models.loading import load
-from lipscope.study.attack_run import KINDS, PROBE, Plan, attack
+from lipscope.study.attack_run import KINDS, PROBE, Plan, attack_model
 from lipscope.study.study import Study
 from lipscope.study.token_target import layer_sigma
 
@@ -30,7 +30,7 @@ def test_every_kind_finds_something_and_keeps_it(kind, tiny, prose, tmp_path, ca
 
 def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):
     for kind in ("ascent", "tokens"):
-        study, lines = attack(model, prose, Plan(kind, length=6, swaps=2, layers=[0]))
+        study, lines = attack_model(model, prose, Plan(kind, length=6, swaps=2, layers=[0]))
         sigma = study.largest("attention", 0)[0].value
         best = {line.name: line.value for line in lines}
         assert all(
