@@ -27,8 +27,8 @@ def comparison(first: Study, second: Study) -> dict[str, Any]:
 
 def lines(first: Study, second: Study, n: int) -> list[dict[str, Any]]:
     """Per map that both studies have: sigma (median over samples, heads by their largest) and exponent of each."""
-    found = []
-    for scope, layer in (at for at in first.maps if at in set(second.maps)):
+    found, others = [], set(second.maps)
+    for scope, layer in (at for at in first.maps if at in others):
         values = [[row.value for row in study.largest(scope, layer) if row.n == n] for study in (first, second)]
         if not all(values):
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 DIGITS = 6
@@ -20,8 +20,14 @@ def as_json(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{as_json(str(key))}:{as_json(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, Sequence):
-        return "[" + ",".join(map(as_json, value)) + "]"
+        return "[" + ",".join(map(_encoder(value), value)) + "]"
     return json.dumps(value)
+
+
+def _encoder(values: Sequence[Any]) -> Callable[[Any], str]:
+    """The short way for a column of one kind."""
+    kinds = {type(value) for value in values}
+    return number if kinds == {float} else str if kinds == {int} else as_json
 
 
 def number(value: float) -> str:

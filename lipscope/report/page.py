@@ -48,7 +48,7 @@ SECTIONS = (
     Section(
         "table",
         "Every number",
-        lambda study: f"{len(study.rows)} rows, to six digits; `lipscope export` writes them in full.",
+        lambda study: f"{words.rows_of(study)}, to six digits; `lipscope export` writes them in full.",
         ("table",),
         needs_values=False,
     ),

@@ -153,9 +153,9 @@ def worst(study: Study) -> str:
 
 def sure(study: Study) -> str:
     about = study.info.about
-    counts = Counter(shown(row.status.split(":")[0], 30) for row in study.rows)
-    status = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-    text = f"Of {len(study.rows)} rows: {status}. " if study.rows else f"{NOTHING} "
+    counts = Counter(row.status.split(":")[0] for row in study.rows)
+    status = ", ".join(f"{count} {shown(name, 30)}" for name, count in counts.most_common(6))
+    text = f"Of {rows_of(study)}: {status}. " if study.rows else f"{NOTHING} "
     gap = widest(study)
     if study.sigma and math.isinf(gap):
         text += "Every σ is an evaluated lower bound; an upper bound needs --dtype float64. "
@@ -164,14 +164,18 @@ def sure(study: Study) -> str:
             f"Every σ lies between a lower and an upper bound, at most a factor {gap:.3g} apart; the upper ones "
             f"hold with probability at least 1 - {1 - about.confidence:.0e} over the solver's random start. "
         )
-    samples = Counter(row.n for row in study.sigma if (row.scope, row.layer) == study.maps[0] and not row.head)
-    if samples:
+    if study.sigma:
+        samples = Counter(row.n for row in study.largest(*study.maps[0]))
         few = min(samples.values())
         text += f"{few} sample{'s' if few > 1 else ''} of the text per length stand behind each median. "
     text += (
         f"The model's attention, as measured, differs from its own eager attention by {about.difference_to_eager:.1e}."
     )
     return text
+
+
+def rows_of(study: Study) -> str:
+    return "1 row" if len(study.rows) == 1 else f"{len(study.rows):,} rows"
 
 
 def failures(study: Study) -> list[str]:

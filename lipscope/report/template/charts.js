@@ -36,6 +36,7 @@ function headAxis(t, columns) {
   return axis(t, { showgrid: false, type: "category", tickmode: "array", tickvals: columns.map(plain), ticktext, title: { text: columns[0].startsWith("head ") ? "head" : "map" } });
 }
 
+const below = () => ({ orientation: "h", yref: "container", y: 0, yanchor: "bottom", font: { size: 12 } });
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star"];
 const finest = (scopes) => Math.max(0, scopes.indexOf("attention"));
 
@@ -55,9 +56,9 @@ PARTS.growth = (part, study) => {
   part.append(element("div", { className: "controls" }, which.label, layer.label), holder, laws);
   const shared = (t, curve) => ({ x: curve.n, name: plain(curve.layer), legendgroup: curve.layer, hoverinfo: "text" });
   const layout = (t, text, lengths) => ({
-    height: isNarrow() ? 460 : 430, title: { text, font: { size: 14 }, x: 0, xanchor: "left" },
+    height: 430, margin: { l: 64, r: 16, t: 36, b: isNarrow() ? 150 : 110 }, title: { text, font: { size: 14 }, x: 0, xanchor: "left" },
     xaxis: logAxis(t, lengths, { title: { text: "n, tokens" }, ...atLengths(lengths) }),
-    legend: { orientation: "h", y: -0.22, font: { size: 12 } }, hovermode: "closest",
+    legend: below(), hovermode: "closest",
   });
   const growth = chart(holder, "σ against length on log axes, with fitted power laws; the table below gives the exponents.", (t) => {
     const all = curves(), traces = [], lengths = [...new Set(all.flatMap((c) => c.n))].sort((a, b) => a - b);
@@ -141,8 +142,8 @@ PARTS.bounds = (part, study) => {
         hovertext: found.map(([item, value]) => `<b>${plain(name)}</b><br>${where(item)}<br>${number(value)}, ${number(value / item.sigma[0], 3)} × σ`),
       };
     });
-    const height = Math.min(1400, 170 + 26 * study.bounds.length);
-    return { traces: [sigma, ...others], layout: { height, yaxis: axis(t, { autorange: "reversed", type: "category" }), xaxis: logAxis(t, traceValues([sigma, ...others]), { title: { text: "σ and its bounds" } }), legend: { orientation: "h", y: -0.15 }, hovermode: "closest" } };
+    const height = Math.min(1400, 210 + 26 * study.bounds.length);
+    return { traces: [sigma, ...others], layout: { height, yaxis: axis(t, { autorange: "reversed", type: "category" }), xaxis: logAxis(t, traceValues([sigma, ...others]), { title: { text: "σ and its bounds" } }), margin: { l: 64, r: 16, t: 16, b: 110 }, legend: below(), hovermode: "closest" } };
   });
   draw();
 };
