@@ -93,3 +93,11 @@ def test_attention_alone_has_no_bound_everywhere_but_behind_a_norm_it_has():
 def test_an_activation_that_moves_zero_is_refused():
     with pytest.raises(UserError, match=r"function\(0\) = 0"):
         Pointwise(torch.sigmoid, 0.25)
+
+
+def test_parts_compose_as_stated():
+    W, b = 3 * torch.eye(2, dtype=torch.float64), torch.tensor([0.0, 4.0], dtype=torch.float64)
+    step = Affine(W, b)
+    assert network_bound(Residual(step), Ball(1.0, 2)) == pytest.approx(4.0, rel=1e-12)
+    assert network_bound(Chain((step, Pointwise(torch.relu, 1.0), step)), Ball(1.0, 2)) == pytest.approx(9.0, rel=1e-12)
+    assert Residual(step).radius(1.0) == pytest.approx(8.0, rel=1e-12)
