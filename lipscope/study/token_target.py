@@ -1,7 +1,8 @@
-"""Sigma of one layer of a model as a function of its text: measured on token ids, differentiated in embeddings."""
+"""What a text can be attacked for: sigma of a layer, or the change of the output, of a model; in ids and embeddings."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.attack.ascent import sigma_gradient
 from lipscope.attack.tokens import TextTarget
+from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.local import local_lipschitz
-from lipscope.linalg.spectral import Solver
+from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.model import Model
 from lipscope.models.running import Call, Tap, run_to
 from lipscope.models.sites import Survey
@@ -27,15 +29,53 @@ def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -
     """
     if not 0 <= layer < model.layers:
         raise UserError(f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}.")
-    embedding = model.trunk.get_input_embeddings()
-    assert isinstance(embedding, torch.nn.Embedding)
-    rows = embedding.weight.detach().to(model.dtype)
-    solver = Solver(seed=seed)
+    rows, solver = _embedding(model), Solver(seed=seed)
 
     def measure(ids: Tensor) -> Tensor:
         return torch.cat([_sigma(model.survey(part), layer, tol, solver) for part in ids.split(AT_ONCE)])
 
     return TextTarget(measure, partial(_slope, model, layer, tol, solver), rows, _words(model, len(rows)))
+
+
+def output_change(model: Model, ids: Sequence[int], *, tol: float = 1e-2, seed: int = 0) -> TextTarget:
+    """||F(text) - F(ids)||_F, F the last hidden state: 0 at `ids` itself, where its slope is the steepest direction.
+
+    There the change is first-order in every direction alike, so the top singular direction of D F stands in for a
+    gradient: the way in which a small step changes the output most.
+    """
+    rows, solver = _embedding(model), Solver(seed=seed)
+    host = model.survey([list(ids)]).host
+
+    def output(e: Tensor) -> Tensor:
+        return run_to(host, host.trunk, Call((), {"inputs_embeds": e}, e))
+
+    start = rows[torch.tensor(list(ids))][None]
+    with torch.no_grad():
+        origin = output(start)
+
+    def measure(texts: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([(output(rows[part]) - origin).norm(dim=(1, 2)) for part in texts.split(AT_ONCE)]).double()
+
+    def slope(E: Tensor) -> tuple[float, Tensor]:
+        if torch.equal(E, start[0]):
+            top = spectral_norm(jacobian(output, E[None]), tol, solver=solver)
+            return 0.0, top.value[0].item() * top.right[0]
+        e = E.detach().clone()[None].requires_grad_(True)
+        with torch.enable_grad():
+            change = (output(e) - origin).norm()
+            (gradient,) = torch.autograd.grad(change, e)
+        return change.item(), gradient[0]
+
+    return TextTarget(measure, slope, rows, _words(model, len(rows)))
+
+
+def _embedding(model: Model) -> Tensor:
+    """The rows that stand for token ids, before positions are added."""
+    embedding = model.trunk.get_input_embeddings()
+    if not isinstance(embedding, torch.nn.Embedding):
+        raise UserError(f"{model.card.name} has no table of token embeddings, so its text cannot be attacked.")
+    return embedding.weight.detach().to(model.dtype)
 
 
 def _sigma(survey: Survey, layer: int, tol: float, solver: Solver) -> Tensor:

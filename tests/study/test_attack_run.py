@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from lipscope._types import UserError
+from lipscope.attack.tokens import guided_swaps, random_swaps
 from lipscope.cli import main
 from lipscope.linalg.local import local_lipschitz
 from lipscope.models.loading import load
 from lipscope.study.attack_run import KINDS, PROBE, Plan, attack_model
 from lipscope.study.study import Study
-from lipscope.study.token_target import layer_sigma
+from lipscope.study.token_target import layer_sigma, output_change
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,29 @@ def test_the_slope_of_a_layers_sigma_in_embeddings_is_right(model, prose, layer)
     h = 1e-6
     difference = (t.slope(E + h * D)[0] - t.slope(E - h * D)[0]) / (2 * h)
     assert (gradient * D).sum().item() == pytest.approx(difference, rel=1e-4)
+
+
+def test_the_change_of_the_output_is_that_of_the_model_and_its_slope_is_right(model, prose):
+    ids = model.encode(prose)[:6]
+    t, other = output_change(model, ids), [*ids[:2], 40, *ids[3:]]
+    with torch.no_grad():
+        one, two = (model.trunk(torch.tensor([text])).last_hidden_state for text in (ids, other))
+    assert t.measure(torch.tensor([ids, other])).tolist() == pytest.approx([0, (two - one).norm().item()], abs=1e-9)
+    E, h = t.embedding[torch.tensor(other)], 1e-6
+    value, gradient = t.slope(E)
+    D = torch.randn(E.shape, generator=torch.Generator().manual_seed(0), dtype=E.dtype)
+    difference = (t.slope(E + h * D)[0] - t.slope(E - h * D)[0]) / (2 * h)
+    assert value == pytest.approx((two - one).norm().item())
+    assert (gradient * D).sum().item() == pytest.approx(difference, rel=1e-4)
+
+
+def test_guided_swaps_change_the_output_more_than_random_ones(model, prose):
+    ids = model.encode(prose)[:6]
+    t = output_change(model, ids)
+    value, direction = t.slope(t.embedding[torch.tensor(ids)])
+    assert value == 0 and direction.norm() > 0
+    found = guided_swaps(t, ids, 2)
+    assert found.value >= random_swaps(t, ids, 2, tries=found.measured - 1).value > 0
 
 
 def test_special_tokens_are_not_put_into_a_text(model):
