@@ -17,7 +17,6 @@ from lipscope.study.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
 
 SIGMA = "sigma"
 
@@ -163,20 +162,20 @@ class Study:
         frame = pd.DataFrame.from_records(self.rows, columns=list(COLUMNS))
         return frame.astype({"layer": "Int64", "head": "Int64"})
 
-    def plot_heatmap(self, ax: Axes | None = None, *, n: int | None = None) -> Axes:
-        """Layers x heads, coloured by sigma at one length (the greatest, unless told); needs matplotlib."""
+    def plot_heatmap(self, ax: Any = None, *, n: int | None = None) -> Any:
+        """Layers x heads, coloured by sigma at one length (the greatest, unless told); matplotlib Axes in and out."""
         from lipscope.report.figures import heatmap
 
         return heatmap(self, ax, n)
 
-    def plot_growth(self, ax: Axes | None = None, *, scope: str | None = None) -> Axes:
-        """sigma against length on log axes, with the fitted laws and guides; needs matplotlib."""
+    def plot_growth(self, ax: Any = None, *, scope: str | None = None) -> Any:
+        """sigma against length on log axes, with the fitted laws and guides; matplotlib Axes in and out."""
         from lipscope.report.figures import growth
 
         return growth(self, ax, scope)
 
-    def plot_tokens(self, ax: Axes | None = None, *, layer: int | None = None, scope: str | None = None) -> Axes:
-        """The tokens of a layer by their part in its largest change (the roughest, unless told); needs matplotlib."""
+    def plot_tokens(self, ax: Any = None, *, layer: int | None = None, scope: str | None = None) -> Any:
+        """The tokens of a layer (the roughest, unless told) by their part in its largest change; Axes in and out."""
         from lipscope.report.figures import tokens
 
         return tokens(self, ax, layer, scope)

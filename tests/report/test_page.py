@@ -18,6 +18,7 @@ from lipscope.report.encoding import as_json
 from lipscope.report.page import html, render
 from tests.report.made import HOSTILE, bounded, failed, grid, study
 from tests.study.fakes import row
+from tests.study.tiny import PROSE, save_tiny
 
 
 class Skeleton(HTMLParser):
@@ -195,6 +196,14 @@ def test_the_command_writes_one_or_compares_two(tmp_path, capsys):
     assert main(["report", a, "--out", str(tmp_path / "r.html")]) == 0 and (tmp_path / "r.html").is_file()
     assert main(["report", str(tmp_path)]) == 2
     assert "is not a study" in capsys.readouterr().err
+
+
+def test_measure_writes_the_report_at_its_end(tmp_path, capsys):
+    model, text = save_tiny(tmp_path / "tiny", layers=1), tmp_path / "prose.txt"
+    text.write_text(PROSE)
+    assert main(["measure", model, "--text", str(text), "--lengths", "4,8", "--out", str(tmp_path / "s")]) == 0
+    page = read((tmp_path / "s" / "report.html").read_text(encoding="utf-8"))
+    assert "prose.txt" in page.text and data_of(page)["studies"][0]["heat"]["lengths"] == [4, 8]
 
 
 @pytest.mark.slow
