@@ -67,28 +67,25 @@ def measure(
     """Measure how smooth every attention layer of a model is on a text, and how that grows with length."""
     sizes, where, which = _numbers("lengths", lengths), _numbers("layers", layers), _numbers("heads", heads)
     words = None if text is None else _text(text)
-    try:
-        with _progress() as report:
-            from lipscope.models.loading import load
-            from lipscope.study.run import measure as run
+    with _progress() as report:
+        from lipscope.models.loading import load
+        from lipscope.study.run import measure as run
 
-            study = run(
-                load(model, dtype=dtype, device=device, revision=revision, random_init=random_init),
-                words,
-                sizes,
-                samples,
-                where,
-                which,
-                scope or ("heads", "attention"),
-                tol=tol,
-                seed=seed,
-                workers=workers,
-                out=out,
-                special_tokens=special_tokens,
-                progress=report,
-            )
-    except KeyboardInterrupt as stop:
-        raise typer.Exit(_tell(" ".join(getattr(stop, "__notes__", ["Stopped."])), INTERRUPTED)) from stop
+        study = run(
+            load(model, dtype=dtype, device=device, revision=revision, random_init=random_init),
+            words,
+            sizes,
+            samples,
+            where,
+            which,
+            scope or ("heads", "attention"),
+            tol=tol,
+            seed=seed,
+            workers=workers,
+            out=out,
+            special_tokens=special_tokens,
+            progress=report,
+        )
     _print(study, as_json)
     if out is not None:
         _write_report(study, out / REPORT)
@@ -247,15 +244,18 @@ def _text(source: str) -> str | Path:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[float, float], None]]:
-    """A bar with the time left, on a terminal; stdout stays clean."""
+    """A bar with the time left, on a terminal; stdout stays clean. Ctrl-C ends in a line that says what is kept."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda done, total: bar.update(task, description="measuring", completed=done, total=total)
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("loading", total=None)
+            yield lambda done, total: bar.update(task, description="measuring", completed=done, total=total)
+    except KeyboardInterrupt as stop:
+        raise typer.Exit(_tell(" ".join(getattr(stop, "__notes__", ["Stopped."])), INTERRUPTED)) from stop
 
 
 def _write_report(study: Study, path: Path, against: Study | None = None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope._types import Ball, Domain, UserError
+from lipscope._types import Around, Ball, Domain, Point, UserError
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.found import Found, measured
 from lipscope.attack.regions import Normed, Region, region_of
@@ -145,11 +145,13 @@ def _best(f: Map, region: Region, Z: Tensor, climb: Climb) -> Tensor:
 def _token_size(f: Map, domain: Domain | Normed, d: int | None) -> int:
     if isinstance(f, SelfAttention):
         return f.Q.shape[1]
-    if d is None and isinstance(domain, Ball):
-        raise UserError("in a Ball the size d of a token must be given for a map that is not a SelfAttention")
     if isinstance(domain, Normed):
         return len(domain.weight)
-    return d if d is not None else domain.X.shape[1] if hasattr(domain, "X") else 0
+    if isinstance(domain, Point | Around):
+        return domain.X.shape[1]
+    if d is None:
+        raise UserError("in a Ball the size d of a token must be given for a map that is not a SelfAttention")
+    return d
 
 
 def _in_fewer_dimensions(f: SelfAttention, ball: Ball, climb: Climb, starts: Sequence[Tensor]) -> Found:
