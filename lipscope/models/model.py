@@ -23,6 +23,9 @@ from lipscope.models.trace import record
 WITHOUT_ROUTE = ("block", "model")
 """Scopes of a model that does not run on lipscope's attention."""
 
+COMPARED = 2048
+"""Tokens on which lipscope's attention and eager attention are compared, at most."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -182,7 +185,12 @@ class Model:
         return Host(self.trunk, self.dtype, self._owned, NAME if self.preflight.routed else "eager")
 
     def _prepare(self, single: Call) -> None:
-        """The preflight for inputs of this shape, and at the first of them a look at the anatomy."""
+        """The preflight for inputs of this shape, and at the first of them a look at the anatomy.
+
+        Eager attention needs n^2 memory: of a long text its first tokens are compared.
+        """
+        if "pixel_values" not in single.kwargs and single.hidden.shape[1] > COMPARED:
+            single = single.at(single.hidden[:, :COMPARED])
         shape = tuple(single.hidden.shape)
         if shape not in self._checks:
             host = Host(self.trunk, self.dtype, self._owned)

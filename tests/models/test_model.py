@@ -8,6 +8,7 @@ import torch
 from lipscope._types import UserError
 from lipscope.attention.layer import HeadsApart, SelfAttention
 from lipscope.models import closed
+from lipscope.models import model as model_module
 from lipscope.models.loading import load
 from tests.models.test_loading import words
 from tests.models.zoo import BYPASSING, FAMILIES, make, sample
@@ -108,3 +109,11 @@ def test_a_module_is_probed_once_for_all_lengths(monkeypatch):
     for n in (4, 7):
         model.sites(torch.randint(3, 50, (2, n)))
     assert len(probes) == 6, "once a layer, and never again where it is not plain self-attention"
+
+
+def test_eager_attention_sees_the_beginning_of_a_long_text_only(monkeypatch):
+    """Its memory grows with the square of the length; what is measured is still the whole text."""
+    monkeypatch.setattr(model_module, "COMPARED", 10)
+    model = load(make("llama"))
+    site = model.survey(torch.randint(3, 50, (1, 30))).site("attention", 0)
+    assert model.preflight.n == 10 and site.X.shape[1] == 30
