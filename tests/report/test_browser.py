@@ -12,6 +12,7 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-ne
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 60_000  # milliseconds: a loaded machine is slow, not wrong
 
+LINK = "<a href='https://example.org'>x</a>"  # plotly would make a link of it
 SKELETON = (
     """() => [...document.querySelectorAll("body *")].map((e) => e.tagName + ":" + e.getAttributeNames().join())"""
 )
@@ -112,7 +113,7 @@ def test_the_table_sorts_and_filters(visit, plain):
 def test_hostile_words_are_words(visit, plain, tmp_path):
     rows = grid()
     evil = {"model": HOSTILE[0], "text": HOSTILE[1], "architecture": HOSTILE[2], "command": HOSTILE[4]}
-    hostile = study(tmp_path / "s", rows + bounded(rows, {HOSTILE[1]: 80.0}), HOSTILE, **evil)
+    hostile = study(tmp_path / "s", rows + bounded(rows, {LINK: 80.0}), HOSTILE, **evil)
     page, calm = visit(render(hostile, tmp_path / "r.html")), visit(plain)
     for where in (page, calm):
         where.locator("#tokens select").first.select_option(label="layer 0")
