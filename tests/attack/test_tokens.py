@@ -50,6 +50,18 @@ def test_one_guided_swap_is_the_best_there_is(seed, monkeypatch):
     assert found.value == pytest.approx(best_by_force(t, 1)) and len(found.positions) == 1
 
 
+def test_a_linear_number_needs_no_more_than_its_first_order_scores():
+    g = torch.Generator().manual_seed(0)
+    embedding, w = (torch.randn(rows, D, generator=g, dtype=torch.float64) for rows in (500, N))
+    t = TextTarget(
+        lambda ids: 50 + (w * embedding[ids]).sum(dim=(-2, -1)), lambda E: (50 + (w * E).sum().item(), w), embedding
+    )
+    found = guided_swaps(t, IDS, 3, width=6, sweeps=1)
+    gains = (w @ embedding.T).amax(dim=1) - (w * embedding[IDS]).sum(dim=1)
+    assert found.value == pytest.approx(found.before + gains.topk(3).values.sum().item())
+    assert found.measured <= 1 + 3 * 6
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_guided_swaps_come_near_the_best_and_beat_random_ones(seed):
     t = target(seed)
