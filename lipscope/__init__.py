@@ -32,11 +32,12 @@ _CONTENTS = {
     "local_lipschitz": "lipscope.mean_field.local",
     "measure": "lipscope.study.run",
     "push": "lipscope.mean_field.attention_on_measures",
+    "render": "lipscope.report.page",
     "singular_triplets": "lipscope.linalg.local",
     "spectral_norm": "lipscope.linalg.spectral",
     "splitting": "lipscope.mean_field.duplication",
-    "transition": "lipscope.mean_field.two_diracs",
-    "two_diracs": "lipscope.mean_field.two_diracs",
+    "transition": "lipscope.mean_field.dirac_families",
+    "two_diracs": "lipscope.mean_field.dirac_families",
     "wasserstein": "lipscope.mean_field.transport",
 }
 
@@ -61,15 +62,16 @@ if TYPE_CHECKING:
     from lipscope.linalg.spectral import Solver as Solver
     from lipscope.linalg.spectral import spectral_norm as spectral_norm
     from lipscope.mean_field.attention_on_measures import push as push
+    from lipscope.mean_field.dirac_families import transition as transition
+    from lipscope.mean_field.dirac_families import two_diracs as two_diracs
     from lipscope.mean_field.duplication import splitting as splitting
     from lipscope.mean_field.local import local_lipschitz as local_lipschitz
     from lipscope.mean_field.masked import conditional_distance as conditional_distance
     from lipscope.mean_field.measures import Measure as Measure
     from lipscope.mean_field.transport import wasserstein as wasserstein
-    from lipscope.mean_field.two_diracs import transition as transition
-    from lipscope.mean_field.two_diracs import two_diracs as two_diracs
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
+    from lipscope.report.page import render as render
     from lipscope.study.run import measure as measure
     from lipscope.study.study import Study as Study
     from lipscope.theorems.registry import bounds as bounds

@@ -67,7 +67,7 @@ def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Ax
     ax.set_xticks(lengths, list(map(str, lengths)))
     ax.set_xlabel("n, tokens")
     ax.set_ylabel(f"σ, {shown(scope, 30)}", parse_math=False)
-    ax.legend(fontsize="small")
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return ax
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
-from lipscope.mean_field.two_diracs import transition, two_diracs
+from lipscope.mean_field.dirac_families import transition, two_diracs
 from lipscope.mean_field.upper_bounds import w2_bound, w2_bound_geshkovski2023
 from tests.mean_field.weighted import one_head
 
