@@ -60,31 +60,36 @@ def guided_swaps(
     ids: Sequence[int],
     swaps: int = 3,
     *,
-    width: int = 48,
+    width: int = 32,
     sweeps: int = 2,
     method: str = "gradient",
 ) -> Swapped:
-    """One position after the other: the best of `width` measured candidates; later sweeps choose each again."""
+    """Position after position the best of `width` candidates by gradient; or, if better, the best of as many random
+    texts as two such rounds measure; then `sweeps` more rounds that choose each replaced token again.
+
+    The random texts matter: the gradient knows the largest singular value, not the one that another word would wake.
+    """
     text = _checked(target, ids, swaps)
     before = best = target.measure(text[None])[0].item()
-    measured, replaced = 1, list[int]()
-    for turn in range(swaps * sweeps):
+    explored = _random_texts(target, text, swaps, 2 * swaps * width, seed=0)
+    values, measured = target.measure(explored), 1 + len(explored)
+    for turn in range(swaps * (1 + sweeps)):
+        if turn == swaps and values.max() > best:
+            text, best = explored[values.argmax()], values.max().item()
+        replaced = [i for i, (a, b) in enumerate(zip(ids, text.tolist(), strict=True)) if a != b]
         again = turn >= swaps
         if again and not replaced:
             break
         free = [replaced[turn % len(replaced)]] if again else [i for i in range(len(text)) if i not in replaced]
         candidates = _candidates(target, text, free, width)
-        values = target.measure(candidates)
+        found = target.measure(candidates)
         measured += len(candidates)
-        if values.max() <= best:
-            continue
-        new, best = candidates[values.argmax()], values.max().item()
-        replaced += [i for i in torch.nonzero(new != text)[:, 0].tolist() if i not in replaced]
-        text = new
+        if found.max() > best:
+            text, best = candidates[found.argmax()], found.max().item()
     return _swapped(method, ids, text, before, best, measured)
 
 
-def duplicated_tokens(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, width: int = 48) -> Swapped:
+def duplicated_tokens(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, width: int = 32) -> Swapped:
     """The same search when only tokens that the text has already may be put into it."""
     own = TextTarget(target.measure, target.slope, target.embedding, torch.unique(torch.tensor(list(ids))))
     return guided_swaps(own, ids, swaps, width=width, method="duplicates")
@@ -92,13 +97,9 @@ def duplicated_tokens(target: TextTarget, ids: Sequence[int], swaps: int = 3, *,
 
 def random_swaps(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, tries: int = 200, seed: int = 0) -> Swapped:
     """The best of `tries` texts with that many tokens replaced at random."""
-    text, generator = _checked(target, ids, swaps), torch.Generator().manual_seed(seed)
+    text = _checked(target, ids, swaps)
     before = target.measure(text[None])[0].item()
-    texts = text.repeat(tries, 1)
-    choices = target.choices
-    for row in texts:
-        places = torch.randperm(len(text), generator=generator)[:swaps]
-        row[places] = choices[torch.randint(len(choices), (swaps,), generator=generator)]
+    texts = _random_texts(target, text, swaps, tries, seed)
     values = target.measure(texts)
     return _swapped("random", ids, texts[values.argmax()], before, values.max().item(), tries + 1)
 
@@ -133,6 +134,14 @@ def projected_swaps(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, s
         texts[-1][places] = torch.tensor(words)
     values = target.measure(torch.stack(texts))
     return _swapped("projection", ids, texts[int(values.argmax())], before, values.max().item(), 1 + len(texts))
+
+
+def _random_texts(target: TextTarget, text: Tensor, swaps: int, tries: int, seed: int) -> Tensor:
+    generator, choices, texts = torch.Generator().manual_seed(seed), target.choices, text.repeat(tries, 1)
+    for row in texts:
+        places = torch.randperm(len(text), generator=generator)[:swaps]
+        row[places] = choices[torch.randint(len(choices), (swaps,), generator=generator)]
+    return texts
 
 
 def _candidates(target: TextTarget, text: Tensor, free: list[int], width: int) -> Tensor:

@@ -195,7 +195,7 @@ def _tokens(scene: Scene) -> list[Line]:
     target, ids, swaps = layer_sigma(scene.model, scene.layer, seed=scene.plan.seed), scene.ids, scene.plan.swaps
     guided = guided_swaps(target, ids, swaps)
     found = [guided, duplicated_tokens(target, ids, swaps), projected_swaps(target, ids, swaps)]
-    found.append(random_swaps(target, ids, swaps, tries=guided.measured - 1, seed=scene.plan.seed))
+    found.append(random_swaps(target, ids, swaps, tries=guided.measured - 1, seed=scene.plan.seed + 1))
     return [scene.line(one.method, _measured(scene, one), _in_words(scene.model, ids, one)) for one in found]
 
 

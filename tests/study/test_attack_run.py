@@ -73,7 +73,7 @@ def test_guided_swaps_change_the_output_more_than_random_ones(model, prose):
     value, direction = t.slope(t.embedding[torch.tensor(ids)])
     assert value == 0 and direction.norm() > 0
     found = guided_swaps(t, ids, 2)
-    assert found.value >= random_swaps(t, ids, 2, tries=found.measured - 1).value > 0
+    assert found.value >= random_swaps(t, ids, 2, tries=found.measured - 1, seed=1).value > 0
 
 
 def test_special_tokens_are_not_put_into_a_text(model):
