@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _CONTENTS = {
     "Around": "lipscope._types",
     "Ball": "lipscope._types",
+    "Climb": "lipscope.attack.ascent",
     "Dot": "lipscope.attention.kernels",
     "Estimate": "lipscope.linalg.estimate",
     "Everywhere": "lipscope._types",
@@ -17,6 +18,7 @@ _CONTENTS = {
     "LinearOperator": "lipscope.linalg.operator",
     "Measure": "lipscope.mean_field.measures",
     "Model": "lipscope.models.model",
+    "Normed": "lipscope.attack.regions",
     "Point": "lipscope._types",
     "Rope": "lipscope.attention.kernels",
     "SelfAttention": "lipscope.attention.layer",
@@ -24,15 +26,20 @@ _CONTENTS = {
     "Status": "lipscope._types",
     "Study": "lipscope.study.study",
     "UserError": "lipscope._types",
+    "ascend": "lipscope.attack.ascent",
+    "attack_model": "lipscope.study.attack_run",
     "attend": "lipscope.attention.primitive",
+    "audit": "lipscope.study.bound_probe",
     "bounds": "lipscope.theorems.registry",
     "conditional_distance": "lipscope.mean_field.masked",
+    "explicit_inputs": "lipscope.attack.constructions",
     "jacobian": "lipscope.linalg.differentiate",
     "load": "lipscope.models.loading",
     "local_lipschitz": "lipscope.mean_field.local",
     "measure": "lipscope.study.run",
     "push": "lipscope.mean_field.attention_on_measures",
     "render": "lipscope.report.page",
+    "singular_response": "lipscope.attack.direction",
     "singular_triplets": "lipscope.linalg.local",
     "spectral_norm": "lipscope.linalg.spectral",
     "splitting": "lipscope.mean_field.duplication",
@@ -50,6 +57,11 @@ if TYPE_CHECKING:
     from lipscope._types import Point as Point
     from lipscope._types import Status as Status
     from lipscope._types import UserError as UserError
+    from lipscope.attack.ascent import Climb as Climb
+    from lipscope.attack.ascent import ascend as ascend
+    from lipscope.attack.constructions import explicit_inputs as explicit_inputs
+    from lipscope.attack.direction import singular_response as singular_response
+    from lipscope.attack.regions import Normed as Normed
     from lipscope.attention.kernels import L2 as L2
     from lipscope.attention.kernels import Dot as Dot
     from lipscope.attention.kernels import Rope as Rope
@@ -72,6 +84,8 @@ if TYPE_CHECKING:
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
     from lipscope.report.page import render as render
+    from lipscope.study.attack_run import attack_model as attack_model
+    from lipscope.study.bound_probe import audit as audit
     from lipscope.study.run import measure as measure
     from lipscope.study.study import Study as Study
     from lipscope.theorems.registry import bounds as bounds
