@@ -176,7 +176,7 @@ class _Run:
         if self.certify:
             upper = self._upper(noise, sigma, rounding) / scale
         upper = torch.where(finite & (sigma == 0), 0.0, torch.where(finite, upper, torch.inf))
-        certified = self.certify and bool(upper.isfinite().all())
+        certified = self.certify and bool(upper.isfinite().any())
         return Estimate(
             value=value,
             lower=torch.clamp(lower, min=0.0),
