@@ -71,7 +71,7 @@ def spectral_norm(
         start = near.right if usable else None
     members = J.batch or 1
     v = _random_start(J, members, solver.seed) if start is None else start.reshape(members, -1).to(J.dtype)
-    run = _Run(J, tol, gap, solver, certify=start is None and J.dtype == torch.float64)
+    run = _Run(J, tol, gap, solver, random=start is None)
     run.solve(v)
     note = CERTIFIED if start is None else NOT_RANDOM
     estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
@@ -82,8 +82,9 @@ def spectral_norm(
 class _Run:
     """One solve: which members are still open, and what the finished ones left behind."""
 
-    def __init__(self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, certify: bool):
-        self.J, self.tol, self.gap, self.solver, self.certify = J, tol, gap, solver, certify
+    def __init__(self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, random: bool):
+        self.J, self.tol, self.gap, self.solver = J, tol, gap, solver
+        self.random, self.certify = random, random and J.dtype == torch.float64
         B = J.batch or 1
         self.resolution, self.rounding = J.resolution.reshape(B), J.rounding.reshape(B)
         self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), min=tol)
@@ -138,7 +139,8 @@ class _Run:
         self.right[member] = q.to(basis.V) @ basis.V[: basis.k, i]
         self.left[member] = p.to(basis.U) @ basis.U[: basis.k, i]
         if basis.b[i] == 0 or theta == 0:
-            self.status[member] = Status.BREAKDOWN
+            # An invariant space holds the top vector if the start was random; a given start may have missed it.
+            self.status[member] = Status.BREAKDOWN if self.random else Status.CONVERGED
         elif residual <= self.target[member]:
             self.status[member] = Status.CONVERGED if residual <= self.tol else Status.RESOLUTION
         for j, (a, b) in enumerate(basis.coefficients):
@@ -175,7 +177,8 @@ class _Run:
         upper = torch.full_like(value, torch.inf)
         if self.certify:
             upper = self._upper(noise, sigma, rounding) / scale
-        upper = torch.where(finite & (sigma == 0), 0.0, torch.where(finite, upper, torch.inf))
+        zero = finite & (sigma == 0) if self.random else torch.zeros_like(finite)
+        upper = torch.where(zero, 0.0, torch.where(finite, upper, torch.inf))
         certified = self.certify and bool(upper.isfinite().any())
         return Estimate(
             value=value,
