@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "row sum left out of the tangent",
         "lipscope/attention/reference.py",
-        "PdS @ v + W.P @ dv - r * rows(o, groups)",
-        "PdS @ v + W.P @ dv",
+        "dP = W.P * (dS - (W.P * dS).sum(-1, keepdim=True))",
+        "dP = W.P * dS",
         f"{ATTENTION}/test_linearization.py",
     ),
     Mutant(

@@ -37,7 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
 
 def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:
     if not fused(q, k, v, pattern):
-        return tiled.jvp(q, k, v, o, lse, tangent, pattern)
+        return tiled.jvp(q, k, v, lse, tangent, pattern)
     from lipscope.attention import triton_jvp
 
     return triton_jvp.jvp(q, k, v, o, lse, tangent, pattern)
@@ -46,7 +46,7 @@ def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple
 def vjp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
     """The library's own backward where dtype and pattern fit it, ours where they do not."""
     if not fused(q, k, v, pattern):
-        return tiled.vjp(q, k, v, o, lse, g, pattern)
+        return tiled.vjp(q, k, v, lse, g, pattern)
     from lipscope.attention import library_vjp, triton_vjp
 
     if library_vjp.unsupported(q, k, v, pattern) is None:

@@ -28,6 +28,8 @@ class Rope:
     def turn(self, x: Tensor) -> Tensor:
         """Rotate [..., n, k]."""
         n, half = x.shape[-2], x.shape[-1] // 2
+        if x.shape[-1] % 2:
+            raise UserError(f"rope turns pairs of coordinates; the head size {x.shape[-1]} is odd")
         if self.cos.shape[0] < n or self.cos.shape[1] != x.shape[-1]:
             raise UserError(
                 f"rope tables of shape {tuple(self.cos.shape)} do not cover {n} tokens of head size {x.shape[-1]}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale, only_head
 from lipscope.attention.linearization import linearize
-from lipscope.attention.primitive import attend
+from lipscope.attention.primitive import attend, check_options
 from lipscope.linalg.differentiate import check_input, check_tensor
 from lipscope.linalg.operator import LinearOperator
 
@@ -125,7 +125,8 @@ class SelfAttention:
 
         def move(x: Any) -> Any:
             if isinstance(x, Tensor):
-                return x.to(*args, **kwargs) if x.dtype.is_floating_point else x.to(*_devices(args), **kwargs)
+                like = torch.empty(0).to(*args, **kwargs)
+                return x.to(*args, **kwargs) if x.dtype.is_floating_point else x.to(like.device)
             if isinstance(x, tuple):
                 return tuple(move(y) for y in x)
             if hasattr(x, "__dataclass_fields__"):
@@ -156,10 +157,6 @@ class HeadsApart:
         return HeadsApart(self.layer.double())
 
 
-def _devices(args: tuple) -> tuple:
-    return tuple(a for a in args if not isinstance(a, torch.dtype))
-
-
 def _check_weights(f: SelfAttention) -> None:
     for name, W in (("Q", f.Q), ("K", f.K), ("V", f.V), ("O", f.O)):
         if W is None and name == "O":
@@ -186,6 +183,13 @@ def _check_weights(f: SelfAttention) -> None:
             if b.shape != W.shape[:1]:
                 raise UserError(f"{name} must have shape [{W.shape[0]}], got {tuple(b.shape)}")
             check_tensor(name, b)
+            if b.dtype != f.Q.dtype:
+                raise UserError(f"{name} is {b.dtype} and Q is {f.Q.dtype}; give all weights one dtype")
+    check_options(f.mask, f.padding, f.kernel.sinks, f.kernel.softcap, f.window)
+    if f.kernel.sinks is not None and f.kernel.sinks.shape != (f.heads,):
+        raise UserError(f"sinks must have shape [{f.heads}], a logit per head, got {tuple(f.kernel.sinks.shape)}")
+    if f.mask is not None and f.mask.dtype.is_floating_point and f.mask.dtype != f.Q.dtype:
+        raise UserError(f"mask is {f.mask.dtype} and Q is {f.Q.dtype}; convert one")
 
 
 def _check_tokens(f: SelfAttention, X: Tensor) -> None:

@@ -75,7 +75,7 @@ class _State:
     def mv(self, E: Tensor) -> Tensor:
         E = E.to(self.W.dtype)
         if self.weights is not None:
-            do = reference.jvp(self.weights, self.q, self.k, self.v, self.o, self.read(E))
+            do = reference.jvp(self.weights, self.q, self.k, self.v, self.read(E))
         else:
             do = backend.jvp(self.q, self.k, self.v, self.o, self.lse, self.read(E), self.pattern)
         joined = do.transpose(-3, -2).flatten(-2)
@@ -86,7 +86,7 @@ class _State:
         U = U if self.O is None else U @ self.O
         g = U.unflatten(-1, (self.q.shape[1], -1)).transpose(-3, -2)
         if self.weights is not None:
-            return self.write_back(*reference.vjp(self.weights, self.q, self.k, self.v, self.o, g))
+            return self.write_back(*reference.vjp(self.weights, self.q, self.k, self.v, g))
         return self.write_back(*backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern))
 
     def take(self, members: Tensor) -> _State:
@@ -141,7 +141,8 @@ def linearize(f: SelfAttention, X: Tensor, apart: bool) -> LinearOperator:
         basis = None
         if apart or W.shape[-2] < W.shape[-1]:
             # [Q; K; V]' = basis R, so E -> E [Q; K; V]' reads E basis only.
-            basis, R = torch.linalg.qr(W.mT)
+            half = W.element_size() < 4
+            basis, R = (x.to(W.dtype) for x in torch.linalg.qr(W.mT.float() if half else W.mT))
             W = R.mT
         copies = tokens.shape[0] if apart else 1
         state = replace(state, W=W.repeat(copies, 1, 1))
@@ -154,6 +155,10 @@ def linearize(f: SelfAttention, X: Tensor, apart: bool) -> LinearOperator:
 
 def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
     """Queries, keys, values and output at X, and how much rounding grows (non-finite where something overflows)."""
+    if f.padding is not None:
+        X = X * f.padding[..., None]  # whatever stands there is not read
+    if f.kernel.sinks is None and f.biases is not None:
+        f = replace(f, biases=(*f.biases[:2], None))  # a shift of all values, which the Jacobian does not see
     q, k, v = (x.contiguous() for x in f.project(X))
     distance = None
     if isinstance(f.kernel, L2):
@@ -164,8 +169,8 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
         q = q * default_scale(f.kernel, q.shape[-1])
     if f.kernel.sinks is None:
         # The Jacobian sees keys and values through differences only: without their common part rounding is smaller.
-        v = v - v.mean(dim=-2, keepdim=True)
-        k = k if f.kernel.softcap is not None or distance else k - k.mean(dim=-2, keepdim=True)
+        v = v - _centre(v)
+        k = k if f.kernel.softcap is not None or distance else k - _centre(k)
     pattern = Pattern(f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks)
     weights = None
     if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
@@ -178,7 +183,8 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
     condition, worst = _rounding_growth(f, X, *(distance or (q, k, 1.0)))
     condition = torch.where(finite, condition, torch.inf)
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
-    state = _State(q.new_empty(1, 0, 0), f.O, q, k, v, o, lse, pattern, weights, rope, distance)
+    O = None if f.O is None else f.O.detach()
+    state = _State(q.new_empty(1, 0, 0), O, q, k, v, o, lse, pattern, weights, rope, distance)
     return state, condition.cpu(), worst.cpu()
 
 
@@ -198,6 +204,11 @@ def _rounding_growth(f: SelfAttention, X: Tensor, q: Tensor, k: Tensor, s: float
         return condition, condition + 2 * s * (long_q + long_k) * (sizes[0] + sizes[1])
     sizes[0] = sizes[0] * default_scale(f.kernel, f.Q.shape[0] // f.heads)  # q carries the scale already
     return long_q * long_k, long_q * long_k + sizes[0] * long_k + long_q * sizes[1]
+
+
+def _centre(x: Tensor) -> Tensor:
+    """The median of up to 255 tokens, coordinate by coordinate: any centre is right, and outliers must not move it."""
+    return x[..., :: max(1, x.shape[-2] // 255), :].median(dim=-2, keepdim=True).values
 
 
 def _longest(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ inside the formulas.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,8 +50,9 @@ def attend(
     return out
 
 
-class _Rules(NamedTuple):
-    """The part of a Pattern that is not tensors."""
+@dataclass(frozen=True)
+class _Rules:
+    """The part of a Pattern that is not tensors; no tuple, which vmap would take apart."""
 
     causal: bool
     window: int | None
@@ -118,7 +119,7 @@ class _Jvp(torch.autograd.Function):
     def backward(ctx, g):
         q, k, v, dq, dk, dv, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        onto_qkv = backend.second_vjp(q, k, v, o, lse, (dq, dk, dv), g, pattern)
+        onto_qkv = backend.second_vjp(q, k, v, lse, (dq, dk, dv), g, pattern)
         onto_tangent = backend.vjp(q, k, v, o, lse, g, pattern)
         return *onto_qkv, *onto_tangent, None, None, None, None, None, None
 
@@ -151,7 +152,7 @@ class _Vjp(torch.autograd.Function):
     def backward(ctx, hq, hk, hv):
         q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        onto_qkv = backend.second_vjp(q, k, v, o, lse, (hq, hk, hv), g, pattern)
+        onto_qkv = backend.second_vjp(q, k, v, lse, (hq, hk, hv), g, pattern)
         onto_g = backend.jvp(q, k, v, o, lse, (hq, hk, hv), pattern)
         return *onto_qkv, onto_g, None, None, None, None, None, None
 
@@ -159,7 +160,7 @@ class _Vjp(torch.autograd.Function):
     def jvp(ctx, eq, ek, ev, dg, *_):
         q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        bent = backend.second_vjp(q, k, v, o, lse, _or_zeros((eq, ek, ev), (q, k, v)), g, pattern)
+        bent = backend.second_vjp(q, k, v, lse, _or_zeros((eq, ek, ev), (q, k, v)), g, pattern)
         dg = torch.zeros_like(g) if dg is None else dg
         moved = backend.vjp(q, k, v, o, lse, dg, pattern)
         return tuple(x + y for x, y in zip(bent, moved, strict=True))
@@ -181,19 +182,27 @@ def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
         )
     if H % G:
         raise UserError(f"{H} query heads cannot share {G} key heads evenly; the second must divide the first")
-    if mask is not None:
-        if mask.requires_grad:
-            raise UserError("mask requires grad, and attend treats it as a constant; pass mask.detach()")
-        if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-            raise UserError(f"mask must be boolean (True = may attend) or floating point (added), got {mask.dtype}")
-        if mask.ndim < 2 or mask.shape[-1] not in (1, n_keys) or mask.shape[-2] not in (1, n):
-            raise UserError(f"mask must broadcast to [..., {H}, {n}, {n_keys}], got {tuple(mask.shape)}")
-    if padding is not None and (padding.dtype != torch.bool or padding.shape[-1] != n_keys):
-        raise UserError(
-            f"padding must be boolean [..., {n_keys}], True for real tokens, got {padding.dtype} {tuple(padding.shape)}"
-        )
-    if sinks is not None and (sinks.shape != (H,) or sinks.requires_grad):
+    check_options(mask, padding, sinks, softcap, window)
+    if mask is not None and (mask.ndim < 2 or mask.shape[-1] not in (1, n_keys) or mask.shape[-2] not in (1, n)):
+        raise UserError(f"mask must broadcast to [..., {H}, {n}, {n_keys}], got {tuple(mask.shape)}")
+    if padding is not None and padding.shape[-1] != n_keys:
+        raise UserError(f"padding must be boolean [..., {n_keys}], True for real tokens, got {tuple(padding.shape)}")
+    if sinks is not None and sinks.shape != (H,):
         raise UserError(f"sinks must be a detached tensor of shape [{H}], a logit per head, got {tuple(sinks.shape)}")
+
+
+def check_options(
+    mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, softcap: float | None, window: int | None
+) -> None:
+    """What can be said of the options before the tokens are known."""
+    if mask is not None and mask.requires_grad:
+        raise UserError("mask requires grad, and attend treats it as a constant; pass mask.detach()")
+    if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise UserError(f"mask must be boolean (True = may attend) or floating point (added), got {mask.dtype}")
+    if padding is not None and padding.dtype != torch.bool:
+        raise UserError(f"padding must be boolean, True for real tokens, got {padding.dtype}")
+    if sinks is not None and sinks.requires_grad:
+        raise UserError("sinks require grad, and attend treats them as constants; pass sinks.detach()")
     if softcap is not None and not softcap > 0:
         raise UserError(f"softcap must be positive, got {softcap!r}")
     if window is not None and window < 1:

@@ -113,19 +113,23 @@ def _weights(S: Tensor, t: Tensor | None, lse: Tensor, pattern: Pattern) -> Weig
     return Weights(P, slope, -2 * t * slope / pattern.softcap)
 
 
-def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, o: Tensor, tangent: Triple) -> Tensor:
-    """dT = dq k' + q dk';  dP = P (dS - r), r = rowsum(P dS);  do = dP v + P dv."""
+def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple) -> Tensor:
+    """dT = dq k' + q dk';  dP = P (dS - r), r = rowsum(P dS);  do = dP v + P dv.
+
+    The row sum goes out before the product with v: where scores are huge, P dS v and r o cancel to nothing.
+    """
     groups, (dq, dk, dv) = k.shape[-3], tangent
-    PdS = W.P * W.dS(_mixed(rows(dq, groups), rows(q, groups), k, dk))
-    r = PdS.sum(-1, keepdim=True)
-    return heads(PdS @ v + W.P @ dv - r * rows(o, groups), q.shape[-3])
+    dS = W.dS(_mixed(rows(dq, groups), rows(q, groups), k, dk))
+    dP = W.P * (dS - (W.P * dS).sum(-1, keepdim=True))
+    return heads(dP @ v + W.P @ dv, q.shape[-3])
 
 
-def vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, o: Tensor, g: Tensor) -> Triple:
-    """gP = g v';  gT = slope P (gP - <g, o>);  gq = gT k, gk = gT' q, gv = P' g."""
+def vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Triple:
+    """gP = g v';  gT = slope P (gP - rowsum(P gP));  gq = gT k, gk = gT' q, gv = P' g."""
     groups = k.shape[-3]
     g = rows(g, groups)
-    gT = W.dS(W.P * (g @ v.mT - (g * rows(o, groups)).sum(-1, keepdim=True)))
+    gP = g @ v.mT
+    gT = W.dS(W.P * (gP - (W.P * gP).sum(-1, keepdim=True)))
     return heads(gT @ k, q.shape[-3]), gT.mT @ rows(q, groups), W.P.mT @ g
 
 
@@ -134,15 +138,16 @@ def _mixed(dq: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
     return torch.cat([dq, q], dim=-1) @ torch.cat([k, dk], dim=-1).mT
 
 
-def second_vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, o: Tensor, tangent: Triple, g: Tensor) -> Triple:
+def second_vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple, g: Tensor) -> Triple:
     """Gradient in q, k, v of the bilinear form <g, do> = sum_i Cov_i(dS, w) + E_i[y], w = g v', y = g dv'."""
     groups, (dq, dk, dv) = k.shape[-3], tangent
-    do = rows(jvp(W, q, k, v, o, tangent), groups)
-    q_, dq_, g, o = rows(q, groups), rows(dq, groups), rows(g, groups), rows(o, groups)
+    do = rows(jvp(W, q, k, v, tangent), groups)
+    q_, dq_, g = rows(q, groups), rows(dq, groups), rows(g, groups)
     dT = _mixed(dq_, q_, k, dk)
     dS = W.dS(dT)
     s = dS - (W.P * dS).sum(-1, keepdim=True)
-    w = g @ v.mT - (g * o).sum(-1, keepdim=True)
+    w = g @ v.mT
+    w = w - (W.P * w).sum(-1, keepdim=True)
     on_dS = W.P * w
     on_T = W.dS(W.P * (s * w + g @ dv.mT - (g * do).sum(-1, keepdim=True)))
     if W.bend is not None:

@@ -55,36 +55,34 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
     return o.total, lse.total[..., 0]
 
 
-def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:
+def jvp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:
     do, (dq, dk, dv) = _Whole(q.shape[-2]), tangent
     for r, c, tile in _blocks(q, k, pattern):
         W = reference.weights(q[..., r, :], k[..., c, :], lse[..., r], tile)
         local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        do.add(r, reference.jvp(W, q[..., r, :], k[..., c, :], v[..., c, :], o[..., r, :], local))
+        do.add(r, reference.jvp(W, q[..., r, :], k[..., c, :], v[..., c, :], local))
     return do.total
 
 
-def vjp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
+def vjp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
     queries, keys, values = _Whole(q.shape[-2]), _Whole(k.shape[-2]), _Whole(k.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
-        q_, k_, v_, o_ = q[..., r, :], k[..., c, :], v[..., c, :], o[..., r, :]
+        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
-        parts = reference.vjp(W, q_, k_, v_, o_, g[..., r, :])
+        parts = reference.vjp(W, q_, k_, v_, g[..., r, :])
         for whole, cut, part in zip((queries, keys, values), (r, c, c), parts, strict=True):
             whole.add(cut, part)
     return queries.total, keys.total, values.total
 
 
-def second_vjp(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern
-) -> Triple:
+def second_vjp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern) -> Triple:
     dq, dk, dv = tangent
     queries, keys, values = _Whole(q.shape[-2]), _Whole(k.shape[-2]), _Whole(k.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
-        q_, k_, v_, o_ = q[..., r, :], k[..., c, :], v[..., c, :], o[..., r, :]
+        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
         local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        parts = reference.second_vjp(W, q_, k_, v_, o_, local, g[..., r, :])
+        parts = reference.second_vjp(W, q_, k_, v_, local, g[..., r, :])
         for whole, cut, part in zip((queries, keys, values), (r, c, c), parts, strict=True):
             whole.add(cut, part)
     return queries.total, keys.total, values.total

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._types import UserError
-from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.operator import LinearOperator, Product
 
 Map = Callable[[Tensor], Tensor]
 
@@ -67,8 +67,8 @@ def check_map(f: Map) -> None:
 
 def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
     """J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in u."""
-    x = X.detach().clone().requires_grad_(True)
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        x = X.detach().clone().requires_grad_(True)
         y = f(x)
         _check_output(y, f(x), X)
         u = torch.zeros_like(y, requires_grad=True)
@@ -88,6 +88,7 @@ def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
         (backward,) = torch.autograd.grad(y, x, U, retain_graph=True, materialize_grads=True)
         return backward
 
+    _check_adjoint(mv, rmv, x, y)
     batch = X.shape[0] if X.ndim == 3 else None
     inner = 0 if batch is None else 1
     return LinearOperator(
@@ -98,8 +99,23 @@ def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
         batch=batch,
         dtype=X.dtype,
         device=X.device,
-        take=None if batch is None else lambda members: _autograd_jacobian(f, X[members]),
     )
+
+
+def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
+    """<u, J v> = <J' u, v>, or f's own backward cannot be differentiated: then J v is not what it seems."""
+    g = torch.Generator().manual_seed(0)
+    v, u = (torch.randn(z.shape, generator=g).to(z) for z in (x, y))
+    Jv, Ju = mv(v), rmv(u)
+    left, right = (u * Jv).sum().double(), (Ju * v).sum().double()
+    size = u.double().norm() * Jv.double().norm() + Ju.double().norm() * v.double().norm()
+    # A derivative that vanishes up to rounding has nothing to compare.
+    noise = 1e4 * torch.finfo(x.dtype).eps * u.double().norm() * v.double().norm() * y.abs().max() / x.abs().max()
+    if (left - right).abs() > 0.02 * size + noise.nan_to_num(nan=torch.inf):
+        raise UserError(
+            "f has a backward pass that autograd cannot differentiate (a custom autograd.Function that detaches?); "
+            "its derivative cannot be taken forward"
+        )
 
 
 def _check_output(y: object, again: object, X: Tensor) -> None:
@@ -107,10 +123,12 @@ def _check_output(y: object, again: object, X: Tensor) -> None:
     if not isinstance(y, Tensor) or not isinstance(again, Tensor) or not y.dtype.is_floating_point:
         got = y.dtype if isinstance(y, Tensor) else type(y).__name__
         raise UserError(f"f must return a floating-point tensor, got {got}; wrap it to return the tensor alone")
+    if y.numel() == 0:
+        raise UserError(f"f gives an empty tensor of shape {tuple(y.shape)}")
     if X.ndim == 3 and (y.ndim < 2 or y.shape[0] != X.shape[0]):
         raise UserError(
             f"f maps a batch of shape {tuple(X.shape)} to {tuple(y.shape)}: "
-            f"the leading dimension must stay {X.shape[0]}"
+            f"the leading dimension must stay {X.shape[0]}, and something must follow it"
         )
     size = y.detach().nan_to_num().abs().max()
     if (y - again).detach().nan_to_num().abs().max() > 1e-3 * size:

@@ -92,7 +92,7 @@ class GolubKahan:
 
     def _product(self, product: Product, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         leading = self.J.leading
-        y = product(x.reshape(*leading, *shape)).reshape(self.members, -1)
+        y = product(x.reshape((*leading, *shape))).reshape(self.members, -1)
         return y * self.scale.to(y)[:, None]
 
     def _prescale(self, w: Tensor) -> Tensor:
@@ -153,7 +153,8 @@ class GolubKahan:
 
         J V = U diag(theta) and J' U = V diag(theta) + v_{k+1} (b p_k)'.
         """
-        p, theta, qh = torch.linalg.svd(self.H[:, : self.k, : self.k])
+        H = self.H[:, : self.k, : self.k]
+        p, theta, qh = torch.linalg.svd(torch.where(H.isfinite().all(dim=(1, 2))[:, None, None], H, 0.0))
         kept = max(1, self.k // 3)
         V, U = self.combine(qh[:, :kept], self.V), self.combine(p.mT[:, :kept], self.U)
         self.V[kept] = self.V[self.k]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map, check_input, jacobian
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import Estimate, Numbers
 from lipscope.linalg.infinity import infinity_norm
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
@@ -63,9 +64,18 @@ def singular_triplets(J: LinearOperator, k: int, tol: float = 1e-8, *, solver: S
     if not 1 <= k <= min(J.in_size, J.out_size):
         raise UserError(f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}")
     found: list[Estimate] = []
+    blur: Numbers = 0.0
     for _ in range(k):
-        found.append(spectral_norm(_deflated(J, found), tol, solver=solver))
+        e = spectral_norm(_deflated(J, found), tol, solver=solver)
+        # Deflation with vectors of residual r moves the rest by at most r sigma, and rounding by that of the largest.
+        rest = blur + (found[0].value * float(J.rounding.max()) if found else 0.0)
+        found.append(replace(e, lower=_positive(e.lower - rest), upper=e.upper + rest))
+        blur = blur + 2 * e.residual * e.value
     return found
+
+
+def _positive(x: Numbers) -> Numbers:
+    return x.clamp_min(0.0) if isinstance(x, Tensor) else max(x, 0.0)
 
 
 def _deflated(J: LinearOperator, found: list[Estimate]) -> LinearOperator:
@@ -89,4 +99,5 @@ def _deflated(J: LinearOperator, found: list[Estimate]) -> LinearOperator:
         dtype=J.dtype,
         device=J.device,
         condition=J.condition,
+        worst=J.worst,
     )

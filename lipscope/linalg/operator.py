@@ -97,6 +97,7 @@ class LinearOperator:
                 f"the inner one gives {other.leading + other.out_shape}"
             )
         condition = torch.maximum(torch.as_tensor(self.condition), torch.as_tensor(other.condition))
+        worst = torch.maximum(*(torch.as_tensor(x.condition if x.worst is None else x.worst) for x in (self, other)))
         return LinearOperator(
             mv=lambda E: self.mv(other.mv(E)),
             rmv=lambda U: other.rmv(self.rmv(U)),
@@ -106,6 +107,7 @@ class LinearOperator:
             dtype=self.dtype,
             device=self.device,
             condition=1 + condition,
+            worst=1 + worst,
         )
 
     def __mul__(self, factor: float) -> LinearOperator:

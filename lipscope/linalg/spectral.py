@@ -105,7 +105,7 @@ class _Run:
         open_ = torch.ones(len(index), dtype=torch.bool)
         for step in range(1, self.solver.max_steps + 1):
             basis.step()
-            last = step == self.solver.max_steps or step >= exhausted
+            last = step == self.solver.max_steps or (step >= exhausted and not basis.restarted)
             if not last and not _worth_checking(step, basis):
                 continue
             theta, p, q = basis.ritz()
@@ -140,7 +140,8 @@ class _Run:
         self.left[member] = p.to(basis.U) @ basis.U[: basis.k, i]
         if basis.b[i] == 0 or theta == 0:
             # An invariant space holds the top vector if the start was random; a given start may have missed it.
-            self.status[member] = Status.BREAKDOWN if self.random else Status.CONVERGED
+            exact = self.random and self.rounding[member] < 0.5
+            self.status[member] = Status.BREAKDOWN if exact else Status.RESOLUTION if self.random else Status.CONVERGED
         elif residual <= self.target[member]:
             self.status[member] = Status.CONVERGED if residual <= self.tol else Status.RESOLUTION
         for j, (a, b) in enumerate(basis.coefficients):
@@ -164,21 +165,26 @@ class _Run:
         finite = ~self.theta.isnan()
         scale = torch.where(finite, self.scale, 1.0)
         rescale = scale.to(self.right)[:, None]
-        w = J.mv(self.right.reshape(*shape, *J.in_shape)).reshape(B, -1) * rescale
+        w = J.mv(self.right.reshape((*shape, *J.in_shape))).reshape(B, -1) * rescale
         # What the recurrence says J v is, against what it is: the rounding of a product, measured.
         noise = norms(w - self.theta.to(w)[:, None] * self.left) / self.theta
         sigma = norms(w) / norms(self.right).clamp_min(0.5)
         left = torch.where(sigma.to(w)[:, None] > 0, w / sigma.to(w)[:, None], self.left)
         residual = torch.where(sigma == 0, 0.0, self.residual + noise)
         value = sigma / scale
+        for i in torch.nonzero(finite & value.isinf())[:, 0].tolist():
+            self.status[i] = Status.OVERFLOW
+        finite = finite & value.isfinite()
         value = torch.where(finite, value, torch.nan)
-        rounding = self.rounding.nan_to_num(nan=torch.inf)
+        # What the operator states, and what was seen.
+        rounding = torch.maximum(self.rounding.nan_to_num(nan=torch.inf), 4 * noise.nan_to_num())
         lower = torch.where(finite, value * (1 - rounding), 0.0)
         upper = torch.full_like(value, torch.inf)
         if self.certify:
             upper = self._upper(noise, sigma, rounding) / scale
-        zero = finite & (sigma == 0) if self.random else torch.zeros_like(finite)
-        upper = torch.where(zero, 0.0, torch.where(finite, upper, torch.inf))
+        # Zero is exact only where rounding could not have made it.
+        zero = finite & (sigma == 0) & (rounding < 0.5) & self.certify
+        upper = torch.where(zero, 0.0, torch.where(finite & (rounding < 0.5), upper, torch.inf))
         certified = self.certify and bool(upper.isfinite().any())
         return Estimate(
             value=value,
@@ -187,8 +193,8 @@ class _Run:
             residual=residual,
             steps=self.steps,
             status=tuple(self.status),
-            left=left.reshape(B, *J.out_shape),
-            right=self.right.reshape(B, *J.in_shape),
+            left=left.reshape((B, *J.out_shape)),
+            right=self.right.reshape((B, *J.in_shape)),
             confidence=1 - self.solver.failure if certified else 0.0,
             note=note if certified or not self.certify else NO_BOUND,
         )

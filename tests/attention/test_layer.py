@@ -103,7 +103,7 @@ NAN = draw(5, 4).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(torc
             lambda: layer(mask=torch.ones(4, 4, dtype=torch.bool))(draw(5, 4)),
             r"mask must have shape \(5, 5\)",
         ),
-        (lambda: layer(mask=torch.full((5, 5), torch.inf))(draw(5, 4)), "mask holds NaN or"),
+        (lambda: layer(mask=torch.full((5, 5), torch.inf).double())(draw(5, 4)), "mask holds NaN or"),
         (
             lambda: layer(padding=torch.ones(4, dtype=torch.bool))(draw(5, 4)),
             r"padding must have shape \(5,\)",

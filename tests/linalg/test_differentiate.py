@@ -37,10 +37,7 @@ def test_any_map_against_the_dense_jacobian(name):
         exact = dense(f, X)
     assert_matches_dense(ls.jacobian(f, X), exact)
     batch = torch.stack([X, draw(5, 8, seed=1), 2 * X])
-    J = ls.jacobian(f, batch)
-    assert_matches_dense(J, torch.stack([dense(lambda x: f(x[None])[0], x) for x in batch]))
-    members = torch.tensor([2, 0])
-    assert_matches_dense(J.take(members), J.to_dense()[members])
+    assert_matches_dense(ls.jacobian(f, batch), torch.stack([dense(lambda x: f(x[None])[0], x) for x in batch]))
 
 
 def test_closed_form_and_autograd_agree():
