@@ -1,29 +1,22 @@
-"""The command line: one call per subcommand."""
+"""The commands around a study: measure a model, show, report and export what was measured; doctor."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from lipscope import __version__
 from lipscope._types import UserError
+from lipscope.cli.terminal import SOME_FAILED, numbers, progress, read_text, show_table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from lipscope.study.study import Study
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
 REPORT, COMPARISON = "report.html", "comparison.html"
-WRONG_INPUT, INTERRUPTED, SOME_FAILED = 2, 130, 1
 
 
 class MeasureCommand(TyperCommand):
@@ -38,7 +31,6 @@ class MeasureCommand(TyperCommand):
             typer.echo(f"   {name:<10} {scope.formula}\n{'':<14}{scope.description}")
 
 
-@app.command(cls=MeasureCommand)
 def measure(
     model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
     text: Annotated[
@@ -65,9 +57,9 @@ def measure(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Measure how smooth every attention layer of a model is on a text, and how that grows with length."""
-    sizes, where, which = _numbers("lengths", lengths), _numbers("layers", layers), _numbers("heads", heads)
-    words = None if text is None else _text(text)
-    with _progress() as report:
+    sizes, where, which = numbers("lengths", lengths), numbers("layers", layers), numbers("heads", heads)
+    words = None if text is None else read_text(text)
+    with progress() as report:
         from lipscope.models.loading import load
         from lipscope.study.run import measure as run
 
@@ -93,7 +85,6 @@ def measure(
         raise typer.Exit(SOME_FAILED)
 
 
-@app.command()
 def show(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a measure.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
@@ -104,7 +95,6 @@ def show(
     _print(Study.open(directory), as_json)
 
 
-@app.command()
 def report(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a measure.")],
     other: Annotated[Path | None, typer.Argument(metavar="[DIR2]", help="A second study, side by side.")] = None,
@@ -117,7 +107,6 @@ def report(
     _write_report(Study.open(directory), out or directory / (REPORT if against is None else COMPARISON), against)
 
 
-@app.command()
 def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a measure.")],
     file: Annotated[Path | None, typer.Argument(help="Where to.", show_default="stdout")] = None,
@@ -140,122 +129,12 @@ def export(
         write_file(study, file, "parquet" if parquet else "csv", tokens)
 
 
-@app.command()
-def bounds(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
-    text: Annotated[str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")] = None,
-    layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Tokens per sample.", show_default="64")] = None,
-    radius: Annotated[float | None, typer.Option(help="Of the ball.", show_default="the text's")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")] = None,
-) -> None:
-    """Hold every theorem against each head: bounds, the worst input found, and how tight they are."""
-    sizes, where, words = _numbers("lengths", lengths), _numbers("layers", layers), text and _text(text)
-    with _progress() as report:
-        from lipscope.study.bound_probe import audit
-        from lipscope.study.bound_table import bound_summary
-
-        found = audit(model, words, sizes, where, radius=radius, out=out, progress=report)
-    _show(bound_summary(found))
-
-
-@app.command()
-def attack(
-    kind: Annotated[str, typer.Option(help="construction, ascent, direction or tokens.")],
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
-    text: Annotated[str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")] = None,
-    layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of the text.")] = 32,
-    swaps: Annotated[int, typer.Option(help="Tokens to replace, at most.")] = 3,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study.")] = None,
-) -> None:
-    """Look for inputs, or words, on which attention reacts most."""
-    with _progress() as report:
-        from lipscope.study.attack_run import Plan, attack_model, attack_table
-
-        plan = Plan(kind, length, swaps, _numbers("layers", layers))
-        found = attack_model(model, text and _text(text), plan, out=out, progress=report)
-    _show(attack_table(*found))
-
-
-@app.command()
 def doctor() -> None:
     """Say what is installed, which device would be used, and whether models can be fetched."""
     from lipscope.study.doctor import report
 
     for name, value in report().items():
         typer.echo(f"{name:<14} {value}")
-
-
-@app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    """How strongly does attention react to its input? Local Lipschitz constants, with certificates."""
-    if version:
-        typer.echo(f"lipscope {__version__}")
-        raise typer.Exit()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; a mistake of the user's is told in a line or two, with exit code 2."""
-    try:
-        code = app(args=arguments, prog_name="lipscope", standalone_mode=False)
-    except UserError as error:
-        return _tell(str(error), WRONG_INPUT)
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # the parser's own complaints, whose class typer does not export
-            raise
-        context = getattr(error, "ctx", None)
-        remedy = f" Try `{context.command_path} --help`." if context else ""
-        return _tell(f"{error.format_message().rstrip('.')}.{remedy}", WRONG_INPUT)
-    return int(code or 0)
-
-
-def _tell(message: str, code: int) -> int:
-    from lipscope.study.printable import for_terminal
-
-    typer.echo("lipscope: " + for_terminal(" ".join(message.split())), err=True)
-    return code
-
-
-def _numbers(name: str, value: str | None) -> list[int] | None:
-    """0,2,5-7 as numbers."""
-    if value is None:
-        return None
-    found: list[int] = []
-    for part in value.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--{name} takes whole numbers and ranges, as in 0,2,5-7; {part.strip()!r} is neither.")
-        if dash and int(last) < int(first):
-            raise UserError(f"--{name}: the range {part.strip()} is empty; write the smaller number first.")
-        found += range(int(first), int(last or first) + 1)
-    return found
-
-
-def _text(source: str) -> str | Path:
-    """A file, or what stands on stdin."""
-    if source != "-":
-        return Path(source)
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"the text on stdin is not UTF-8 (byte {error.start}); convert it first.") from error
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[float, float], None]]:
-    """A bar with the time left, on a terminal; stdout stays clean. Ctrl-C ends in a line that says what is kept."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("loading", total=None)
-            yield lambda done, total: bar.update(task, description="measuring", completed=done, total=total)
-    except KeyboardInterrupt as stop:
-        raise typer.Exit(_tell(" ".join(getattr(stop, "__notes__", ["Stopped."])), INTERRUPTED)) from stop
 
 
 def _write_report(study: Study, path: Path, against: Study | None = None) -> None:
@@ -275,14 +154,4 @@ def _print(study: Study, as_json: bool) -> None:
         return
     from lipscope.study.table import summary
 
-    _show(summary(study))
-
-
-def _show(table: RenderableType) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    show_table(summary(study))

@@ -1,0 +1,7 @@
+"""`python -m lipscope.cli` is `lipscope`."""
+
+import sys
+
+from lipscope.cli import main
+
+sys.exit(main())

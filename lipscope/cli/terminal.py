@@ -1,0 +1,72 @@
+"""What every command shares: numbers and texts from arguments, the progress bar, tables, a line for a mistake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from lipscope._types import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+WRONG_INPUT, INTERRUPTED, SOME_FAILED = 2, 130, 1
+
+
+def tell(message: str, code: int) -> int:
+    from lipscope.study.printable import for_terminal
+
+    typer.echo("lipscope: " + for_terminal(" ".join(message.split())), err=True)
+    return code
+
+
+def numbers(name: str, value: str | None) -> list[int] | None:
+    """0,2,5-7 as numbers."""
+    if value is None:
+        return None
+    found: list[int] = []
+    for part in value.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UserError(f"--{name} takes whole numbers and ranges, as in 0,2,5-7; {part.strip()!r} is neither.")
+        if dash and int(last) < int(first):
+            raise UserError(f"--{name}: the range {part.strip()} is empty; write the smaller number first.")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def read_text(source: str) -> str | Path:
+    """A file, or what stands on stdin."""
+    if source != "-":
+        return Path(source)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the text on stdin is not UTF-8 (byte {error.start}); convert it first.") from error
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[float, float], None]]:
+    """A bar with the time left, on a terminal; stdout stays clean. Ctrl-C ends in a line that says what is kept."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("loading", total=None)
+            yield lambda done, total: bar.update(task, description="measuring", completed=done, total=total)
+    except KeyboardInterrupt as stop:
+        raise typer.Exit(tell(" ".join(getattr(stop, "__notes__", ["Stopped."])), INTERRUPTED)) from stop
+
+
+def show_table(table: RenderableType) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(table)
