@@ -1,0 +1,74 @@
+"""Scaled cosine attention (Qi et al., LipsFormer): queries, keys and values of length below one, and a constant.
+
+With N(y) = y / sqrt(|y|^2 + eps), ||DN|| <= 1 / sqrt(eps) and |N| < 1. For P the softmax of tau <N(q_i), N(k_j)>, and
+kappa the largest column sum P can have, a head moves by at most
+
+    sqrt(kappa) ||dv|| + tau (||dq|| + sqrt(kappa) ||dk||),     dv, dq, dk the moves of the normalised vectors:
+
+the covariance of vectors in the unit ball has norm at most 1, and Cauchy-Schwarz over P does the keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.nn.attention_layer import AttentionLayer, check_length, check_norm
+from lipscope.nn.matrix_norms import spectral_upper
+
+
+class CosineSelfAttention(AttentionLayer):
+    """Multi-head cosine attention with a learned temperature 1 / tau a head; eps smooths the normalisation.
+
+    With eps = 0 a token near 0 turns infinitely fast; as eps grows the constant falls like 1 / sqrt(eps).
+    """
+
+    def __init__(self, dim: int, heads: int, causal: bool = False, tau: float = 10.0, eps: float = 1e-6) -> None:
+        super().__init__(dim, heads, causal)
+        for name, value in (("tau", tau), ("eps", eps)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise UserError(f"{name} must be a positive number, got {value!r}")
+        self.eps = float(eps)
+        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.log_tau = nn.Parameter(torch.full((heads,), math.log(tau)))
+
+    def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self._normalise(self.split(part(X))) for part in (self.query, self.key, self.value))
+        return q * self.log_tau.exp()[:, None, None].to(q.dtype), k, v
+
+    def _normalise(self, y: Tensor) -> Tensor:
+        wide = y if y.dtype in (torch.float32, torch.float64) else y.float()
+        return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + self.eps)).to(y.dtype)
+
+    @torch.no_grad()
+    def lipschitz_bound(self, n: int, norm: float = 2) -> float:
+        check_length(n)
+        check_norm(norm)
+        for name, weight in self.named_parameters():
+            if not weight.isfinite().all():
+                raise UserError(f"the weight {name} is not finite; no bound holds")
+        tau = self.log_tau.double().exp()
+        q, k, v = (part.weight.double().unflatten(0, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        O = self.out.weight.double()
+        if norm == math.inf:
+            # |W x| <= (sum of the column lengths of W) |x|_inf; a row of P sums to one, so no kappa.
+            q, k, v = (W.norm(dim=-2).sum(dim=-1) for W in (q, k, v))
+            rows = O.unflatten(1, (self.heads, -1)).norm(dim=-1)
+            bound = (rows @ (v + tau * (q + k))).max()
+        else:
+            kappa = self._largest_column(n, tau)
+            q, k, v = (spectral_upper(W) for W in (q, k, v))
+            bound = spectral_upper(O) * (kappa.sqrt() * v + tau * (q + kappa.sqrt() * k)).norm()
+        return bound.item() / math.sqrt(self.eps) * (1 + 1e-12)
+
+    def _largest_column(self, n: int, tau: Tensor) -> Tensor:
+        """Scores lie in [-tau, tau], so a weight among m keys is at most 1 / (1 + (m - 1) e^(-2 tau)); summed."""
+        seen = torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
+        others = (seen.double() - 1).to(tau.device)
+        return (1 / (1 + others * torch.exp(-2 * tau)[:, None])).sum(dim=1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, eps={self.eps:g}"

@@ -1,0 +1,170 @@
+"""Residuals that invert: y = x + g(x) with g a contraction, its inverse by fixed point and its log-determinant."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.linalg.differentiate import check_input
+from lipscope.nn.attention_layer import AttentionLayer
+
+ROUNDING = 64
+"""How many units in the last place of its input one evaluation of g is trusted to."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """x with x + g(x) = y: how far it can be from the true one (a number a sequence, in the norm of g), and steps."""
+
+    value: Tensor
+    error_bound: Tensor
+    steps: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LogDet:
+    """log |det D(x + g(x))|, a number a sequence.
+
+    standard_error: of the random probes, estimated from their spread; NaN for a single probe.
+    remainder:      at most this much is lost by ending the series; 0 for an unbiased estimate.
+    """
+
+    value: Tensor
+    standard_error: Tensor
+    remainder: float
+
+
+class InvertibleResidual(nn.Module):
+    """y = x + g(x), where g has Lipschitz constant at most `constant` < 1 in its norm (g.norm, else 2).
+
+    Tokens are [n, d] or a batch [B, n, d] whose members g treats apart. constant is g.constant where it is omitted.
+    """
+
+    def __init__(self, g: nn.Module, constant: float | None = None) -> None:
+        super().__init__()
+        self.g = g
+        self.constant = _contraction(g, constant)
+        norm = getattr(g, "norm", 2)
+        self.norm: float = norm if isinstance(norm, int | float) and norm in (2, math.inf) else 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.g(x)
+
+    @torch.no_grad()
+    def inverse(self, y: Tensor) -> Inverse:
+        """x = y - g(x), repeated from x = y down to the resolution of the dtype, in no more steps than theory asks.
+
+        error_bound is ||y - x - g(x)|| / (1 - constant) with the residual taken in float64, so rounding is inside it.
+        """
+        check_input(y)
+        c = self.constant
+        x = y - self.g(y)
+        step = _length(x - y, self.norm)
+        goal = torch.finfo(y.dtype).eps * (_length(y, self.norm) + step)
+        allowed, steps = theory_steps(c, step, goal), torch.ones_like(step, dtype=torch.long)
+        active = (c / (1 - c) * step > goal) & (steps < allowed)
+        while bool(active.any()):
+            new = y - self.g(x)
+            moved = _length(new - x, self.norm)
+            if bool((active & ~(moved <= (1 + 1e-3) * c * step + ROUNDING * goal)).any()):
+                raise UserError(
+                    f"g is no contraction with constant {c:g}: two points {step[active].max():.3g} apart have images "
+                    f"{moved[active].max():.3g} apart; give a constant that bounds it, or a g that has one"
+                )
+            x = torch.where(active[..., None, None], new, x)
+            steps = steps + active
+            # Within rounding of the goal, a step that is no shorter than the last one is noise.
+            lost = (moved >= step) & (step <= ROUNDING * goal)
+            step = torch.where(active, moved, step)
+            active = active & ~lost & (c / (1 - c) * step > goal) & (steps < allowed)
+        return Inverse(x, self._residual(x, y) / (1 - c), steps)
+
+    def _residual(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.double(), y.double()
+        g = copy.deepcopy(self.g).double()
+        rounding = ROUNDING * torch.finfo(torch.float64).eps * (_length(x, self.norm) + _length(y, self.norm))
+        return _length(y - x - g(x), self.norm) + rounding
+
+    def log_det(self, x: Tensor, terms: int = 8, probes: int = 1, unbiased: bool = False) -> LogDet:
+        """log det(I + J) = tr J - tr J^2 / 2 + tr J^3 / 3 - ..., J = D_x g, traces by v'Jv over random signs v.
+
+        terms:    how many terms are summed; the remainder is bounded by theory.
+        unbiased: go on after them for a random number of terms, each weighted by the inverse of its probability
+                  (Chen et al. 2019, Russian roulette): no remainder, more variance.
+        Differentiable in x and in the weights of g.
+        """
+        check_input(x)
+        for name, value in (("terms", terms), ("probes", probes)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} must be a positive integer, got {value!r}")
+        keep = torch.is_grad_enabled()
+        with torch.enable_grad():
+            x = x if keep and x.requires_grad else x.detach().requires_grad_(True)
+            y = self.g(x)
+            weights = [_series_weights(terms, self.constant if unbiased else 0.0) for _ in range(probes)]
+            found = torch.stack([_probe(x, y, w, keep) for w in weights])
+        found = found if keep else found.detach()
+        spread = found.detach().std(dim=0) / math.sqrt(probes) if probes > 1 else torch.full_like(found[0], math.nan)
+        lost = 0.0 if unbiased else remainder(self.constant, terms, x.shape[-2] * x.shape[-1])
+        return LogDet(found.mean(dim=0), spread.detach(), lost)
+
+    def extra_repr(self) -> str:
+        return f"constant={self.constant:g}, norm={self.norm:g}"
+
+
+def theory_steps(constant: float, first: Tensor, goal: Tensor) -> Tensor:
+    """The least k with constant^k / (1 - constant) first <= goal: Banach's estimate before the iteration starts."""
+    ratio = (first / (goal * (1 - constant))).double().clamp_min(1.0)
+    return torch.ceil(ratio.log() / -math.log(constant)).clamp_min(1).long()
+
+
+def remainder(constant: float, terms: int, size: int) -> float:
+    """size c^(m+1) / ((m+1) (1-c)) >= sum over k > m of |tr J^k| / k, since |tr J^k| <= size c^k."""
+    return size * constant ** (terms + 1) / ((terms + 1) * (1 - constant))
+
+
+def _probe(x: Tensor, y: Tensor, weights: list[float], keep: bool) -> Tensor:
+    """sum over k of weight_k v'J^k v for one vector v of random signs, a number a sequence."""
+    v = torch.randint(0, 2, x.shape, device=x.device).to(x.dtype) * 2 - 1
+    w, total = v, torch.zeros(x.shape[:-2], dtype=x.dtype, device=x.device)
+    for weight in weights:
+        (w,) = torch.autograd.grad(y, x, w, create_graph=keep, retain_graph=True)
+        total = total + weight * (w * v).sum(dim=(-2, -1))
+    return total
+
+
+def _series_weights(terms: int, going_on: float) -> list[float]:
+    """(-1)^(k+1) / k, with a tail of random length whose j-th term is divided by its probability going_on^j."""
+    tail = 0
+    while going_on and torch.rand(()).item() < going_on:
+        tail += 1
+    return [(-1) ** (k + 1) / k / going_on ** max(0, k - terms) for k in range(1, terms + tail + 1)]
+
+
+def _length(x: Tensor, norm: float) -> Tensor:
+    """The norm of each sequence."""
+    flat = x.flatten(-2)
+    return flat.abs().amax(dim=-1) if norm == math.inf else torch.linalg.vector_norm(flat, dim=-1)
+
+
+def _contraction(g: nn.Module, constant: float | None) -> float:
+    """The constant to rely on, or a letter that says why there is none."""
+    own, name = getattr(g, "constant", None), type(g).__name__
+    if constant is None and own is None:
+        raise UserError(
+            f"{name} states no Lipschitz constant; give InvertibleResidual(g, constant=...) a bound below 1, "
+            "or a g that has one, such as ContractiveL2Attention(dim, heads, constant=0.9)"
+        )
+    chosen = own if constant is None else constant
+    if isinstance(chosen, bool) or not isinstance(chosen, int | float) or not 0 < chosen < 1:
+        raise UserError(f"constant must lie strictly between 0 and 1, got {chosen!r}: x + g(x) need not invert")
+    if own is not None and chosen < own:
+        raise UserError(f"constant={chosen:g} is below the constant {own:g} that {name} states for itself")
+    if own is None and isinstance(g, AttentionLayer) and g.lipschitz_bound(2) == math.inf:
+        raise UserError(f"{name} has no Lipschitz constant, so none below 1; take ContractiveL2Attention")
+    return float(chosen)
