@@ -9,12 +9,20 @@ import typer
 
 from lipscope import __version__
 from lipscope._types import UserError
-from lipscope.cli import audits, studies
+from lipscope.cli import audits, studies, training
 from lipscope.cli.terminal import WRONG_INPUT, tell
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command(cls=studies.MeasureCommand)(studies.measure)
-for command in (studies.show, studies.report, studies.export, audits.bounds, audits.attack, studies.doctor):
+for command in (
+    studies.show,
+    studies.report,
+    studies.export,
+    audits.bounds,
+    audits.attack,
+    training.train,
+    studies.doctor,
+):
     app.command()(command)
 
 

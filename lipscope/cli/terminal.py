@@ -51,7 +51,7 @@ def read_text(source: str) -> str | Path:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[float, float], None]]:
+def progress(doing: str = "measuring") -> Iterator[Callable[[float, float], None]]:
     """A bar with the time left, on a terminal; stdout stays clean. Ctrl-C ends in a line that says what is kept."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -61,7 +61,7 @@ def progress() -> Iterator[Callable[[float, float], None]]:
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("loading", total=None)
-            yield lambda done, total: bar.update(task, description="measuring", completed=done, total=total)
+            yield lambda done, total: bar.update(task, description=doing, completed=done, total=total)
     except KeyboardInterrupt as stop:
         raise typer.Exit(tell(" ".join(getattr(stop, "__notes__", ["Stopped."])), INTERRUPTED)) from stop
 

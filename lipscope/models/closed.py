@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope._types import UserError
 from lipscope.attention.kernels import Dot, Rope
 from lipscope.attention.layer import SelfAttention
 from lipscope.models.plug import AttentionCall
@@ -35,16 +36,19 @@ class Projections:
 
 def closed_form(
     host: Host, core: nn.Module, seen: Seen, known: Projections | None = None
-) -> tuple[SelfAttention, Projections] | None:
+) -> tuple[SelfAttention, Projections | None] | None:
     """The attention module as a SelfAttention without O; None if its own q, k, v say otherwise.
 
-    `known` are its projections, where they have been found before.
+    `known` are its projections, where they have been found before. A module that has `closed_heads(n)` says itself what
+    map its heads are, which distances need: their scores are no product of linear maps. Its values must agree.
     """
     if host.dtype not in TOLERANCE:
         return None
     X = seen.call.hidden
     with torch.no_grad():
         own = attention_call(host, core, seen.call)
+        if hasattr(core, "closed_heads"):
+            return _stated(core, own, X)
         if own.q.shape[-2] != own.k.shape[-2] or not _shared_by_heads(own.mask):
             return None
         probed = attention_call(host, core, seen.single.at(_probe(X))) if known is None else None
@@ -60,6 +64,14 @@ def closed_form(
             if same(q, own.q[..., found.order]) and same(k, own.k[..., found.order]) and same(v, own.v):
                 return f, found
     return None
+
+
+def _stated(core: Any, own: AttentionCall, X: Tensor) -> tuple[SelfAttention, None] | None:
+    try:
+        f = core.closed_heads(X.shape[-2]).to(X.device, X.dtype)
+    except UserError:  # it has none after all
+        return None
+    return (f, None) if same(f.heads_apart()(X), own.output()) else None
 
 
 def projection_matrix(host: Host, projection: nn.Module, width: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lipscope._types import UserError
-from lipscope.models import embedded
+from lipscope.models import character, embedded
 from lipscope.models.model import Card, Model
 from lipscope.models.plug import configs
 from lipscope.models.repository import Repository, open_repository
@@ -184,7 +184,7 @@ def _in_force(model: PreTrainedModel) -> PreTrainedModel:
     """What was asked for is not always what is in force: a configuration may have overridden it."""
     attention = {config._attn_implementation for config in configs(model)}
     home = type(model).__module__
-    if attention != {"eager"} or not home.startswith("transformers.models."):
+    if attention != {"eager"} or not home.startswith(("transformers.models.", character.__name__)):
         raise UserError(f"refused: this model insists on attention {sorted(map(str, attention))} and code from {home}")
     return model
 

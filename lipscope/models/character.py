@@ -1,0 +1,212 @@
+"""The character models of `lipscope train`, as an architecture that transformers knows and lipscope can measure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lipscope.attention.layer import SelfAttention
+from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.characters import UNKNOWN
+from lipscope.nn.checkpoint import write_bytes, write_tensors
+from lipscope.nn.cosine_attention import CosineSelfAttention
+from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
+from lipscope.nn.language_model import Architecture, CharacterTransformer
+
+
+class CharacterConfig(PretrainedConfig):
+    """An Architecture, its sizes by transformers' names."""
+
+    model_type = "lipscope_character"
+
+    def __init__(
+        self,
+        vocab_size: int = 2,
+        hidden_size: int = 8,
+        num_hidden_layers: int = 1,
+        num_attention_heads: int = 1,
+        max_position_embeddings: int = 8,
+        attention: str = "l2",
+        invertible: bool = False,
+        constant: float = 0.9,
+        norm: bool = True,
+        **shared: Any,  # what every configuration of transformers may hold
+    ) -> None:
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.max_position_embeddings = max_position_embeddings
+        self.attention, self.invertible, self.constant, self.norm = attention, invertible, constant, norm
+        super().__init__(**shared)
+
+    @property
+    def architecture(self) -> Architecture:
+        return Architecture(
+            self.vocab_size,
+            self.attention,
+            self.num_hidden_layers,
+            self.hidden_size,
+            self.num_attention_heads,
+            self.max_position_embeddings,
+            self.invertible,
+            self.constant,
+            self.norm,
+        )
+
+    @staticmethod
+    def of(a: Architecture) -> CharacterConfig:
+        return CharacterConfig(
+            a.vocabulary, a.width, a.depth, a.heads, a.context, a.attention, a.invertible, a.constant, a.norm
+        )
+
+
+class Routed(AttentionLayer):
+    """An attention layer that asks transformers which attention function to use, as its own models do."""
+
+    config: PretrainedConfig
+
+    def forward(self, X: Tensor) -> Tensor:
+        q, k, v = self.project(X)
+        mask = create_causal_mask(self.config, X, attention_mask=None, past_key_values=None)
+        name = self.config._attn_implementation
+        attend = eager if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+        heads, _ = attend(self, q, k, v, mask, scaling=1.0)
+        return self.out(heads.flatten(-2))
+
+    def closed_heads(self, n: int) -> SelfAttention:
+        """The heads before the output projection, in closed form."""
+        return replace(self.as_map(n), O=None)
+
+
+class RoutedDot(DotSelfAttention, Routed):
+    """Dot-product attention on the attention function in force."""
+
+
+class RoutedL2(L2SelfAttention, Routed):
+    """L2 attention on the attention function in force."""
+
+
+class RoutedCosine(CosineSelfAttention, Routed):
+    """Cosine attention on the attention function in force."""
+
+
+class RoutedContractive(ContractiveL2Attention, Routed):
+    """Contractive L2 attention on the attention function in force; the factor stands at the values, not after O."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        return Routed.forward(self, X)
+
+    def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(X)
+        return q, k, v * self.factor(X.shape[-2])
+
+    def closed_heads(self, n: int) -> SelfAttention:
+        f = L2SelfAttention.as_map(self, n)
+        return replace(f, V=f.V * self.factor(n).detach(), O=None)
+
+
+ROUTED: dict[str, Callable[[Architecture], Routed]] = {
+    "dot": lambda a: RoutedDot(a.width, a.heads, True),
+    "l2": lambda a: RoutedL2(a.width, a.heads, True),
+    "contractive": lambda a: RoutedContractive(a.width, a.heads, a.constant, causal=True),
+    "cosine": lambda a: RoutedCosine(a.width, a.heads, True),
+}
+
+
+class CharacterModel(PreTrainedModel):
+    """Character numbers to the last hidden state, of the same weights that were trained."""
+
+    config_class = CharacterConfig
+    main_input_name = "input_ids"
+    _supports_attention_backend = True
+    _supports_sdpa = False
+
+    def __init__(self, config: CharacterConfig) -> None:
+        super().__init__(config)
+        self.network = CharacterTransformer(config.architecture, self._routed)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **unused: Any
+    ) -> BaseModelOutput:
+        """One of token ids [B, n] and embeddings [B, n, d], which have their positions in them."""
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.network.embed(input_ids)
+        return BaseModelOutput(last_hidden_state=self.network.norm(self.network.trunk(inputs_embeds)))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.network.embedding
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Every layer has drawn its own weights when it was made."""
+
+    def _routed(self, architecture: Architecture) -> AttentionLayer:
+        layer = ROUTED[architecture.attention](architecture)
+        layer.config = self.config
+        return layer
+
+
+def eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attention spelled out, to hold lipscope's against."""
+    scores = scaling * query @ key.transpose(-2, -1)
+    weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def save_character_model(directory: Path, model: CharacterTransformer, alphabet: str) -> None:
+    """A folder that `lipscope measure` and AutoModel read: configuration, tokenizer, and last the weights."""
+    config = {"model_type": CharacterConfig.model_type, "architectures": [CharacterModel.__name__]}
+    a = asdict(model.architecture)
+    names = {"vocabulary": "vocab_size", "width": "hidden_size", "depth": "num_hidden_layers"}
+    names |= {"heads": "num_attention_heads", "context": "max_position_embeddings"}
+    config |= {names.get(name, name): value for name, value in a.items()}
+    write_json(directory / "config.json", config)
+    write_json(directory / "tokenizer.json", character_tokenizer(alphabet))
+    write_json(
+        directory / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.architecture.context},
+    )
+    state = {f"network.{name}": value for name, value in model.state_dict().items()}
+    write_tensors(directory / "model.safetensors", state)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_bytes(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
+
+
+def character_tokenizer(alphabet: str) -> dict[str, Any]:
+    """A tokenizer.json: every character is a token, and one that is not in the alphabet is unknown."""
+    vocabulary = {character: i for i, character in enumerate(alphabet)}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "[\\s\\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": UNKNOWN},
+    }
+
+
+AutoConfig.register(CharacterConfig.model_type, CharacterConfig)
+AutoModel.register(CharacterConfig, CharacterModel)

@@ -1,0 +1,79 @@
+"""A text as characters: its alphabet, the part to learn from, the part held out, and windows of both."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+
+HELD_OUT = 10
+"""The last tenth of a text is for testing."""
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+"""Every alphabet has it: it stands for the characters of other texts."""
+
+
+@dataclass(frozen=True, eq=False)
+class CharacterText:
+    """Characters as numbers: their places in the alphabet, which is sorted."""
+
+    alphabet: str
+    learned: Tensor
+    held_out: Tensor
+    digest: str
+
+    @staticmethod
+    def of(text: str, context: int) -> CharacterText:
+        """Refuses a text that is too short for one held-out window of `context` characters."""
+        needed = HELD_OUT * (context + 1)
+        if len(text) < needed:
+            raise UserError(
+                f"the text has {len(text)} characters, and a context of {context} needs at least {needed}; "
+                "give more text, or a smaller context"
+            )
+        alphabet = "".join(sorted({*text, UNKNOWN}))
+        if len(set(text)) < 2:
+            raise UserError(f"the text is one character, {text[0]!r}, over and over: there is nothing to learn")
+        place = {character: i for i, character in enumerate(alphabet)}
+        ids = torch.tensor([place[character] for character in text])
+        cut = len(text) - len(text) // HELD_OUT
+        return CharacterText(alphabet, ids[:cut], ids[cut:], hashlib.sha256(text.encode()).hexdigest())
+
+    @property
+    def unigram_loss(self) -> float:
+        """What knowing no more than how frequent each character is costs on the held-out part, in nats."""
+        counts = torch.bincount(self.learned, minlength=len(self.alphabet)).double() + 1
+        return float(-(counts / counts.sum()).log()[self.held_out].mean())
+
+    def draw(self, count: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Windows at random places of the learned part, and for each character the one that follows it."""
+        starts = torch.randint(len(self.learned) - context, (count,), generator=generator)
+        return _windows(self.learned, starts, context)
+
+    def test_windows(self, most: int, context: int) -> tuple[Tensor, Tensor]:
+        """At most `most` windows that do not overlap, evenly spread over the held-out part."""
+        places = (len(self.held_out) - 1) // context
+        chosen = torch.arange(min(most, places)) * places // min(most, places)
+        return _windows(self.held_out, chosen * context, context)
+
+
+def read_characters(path: Path, context: int) -> CharacterText:
+    """A file of UTF-8 text."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"the text {path} cannot be read: {error.strerror}") from error
+    try:
+        return CharacterText.of(raw.decode("utf-8"), context)
+    except UnicodeDecodeError as error:
+        raise UserError(f"the text {path} is not UTF-8 (byte {error.start}); convert it first") from error
+
+
+def _windows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    rows = starts[:, None] + torch.arange(context)
+    return ids[rows], ids[rows + 1]

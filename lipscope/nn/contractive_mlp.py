@@ -1,0 +1,37 @@
+"""A feed-forward layer that is a contraction, whatever its weights are."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from lipscope._types import UserError
+from lipscope.nn.matrix_norms import spectral_upper
+
+STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)
+"""The largest slope of GELU, Phi(x) + x phi(x), attained at x = sqrt(2): about 1.129."""
+
+
+class ContractiveMLP(nn.Module):
+    """x -> c W2 gelu(W1 x + b1) / (||W1|| ||W2|| max gelu') + b2: its Lipschitz constant is at most c = `constant`.
+
+    The norms are taken anew from the weights in every pass, from above, and gradients flow through them.
+    """
+
+    def __init__(self, dim: int, hidden: int, constant: float) -> None:
+        super().__init__()
+        if not 0 < constant < math.inf:
+            raise UserError(f"constant must be a positive number, got {constant!r}")
+        self.constant = float(constant)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
+        self.offset = nn.Parameter(self.up.weight.new_zeros(dim))
+
+    def forward(self, X: Tensor) -> Tensor:
+        norms = spectral_upper(self.up.weight), spectral_upper(self.down.weight)
+        hidden = gelu(X @ (self.up.weight / norms[0]).mT + self.up.bias)
+        return self.down(hidden) * (self.constant / (STEEPEST * norms[1])) + self.offset
+
+    def extra_repr(self) -> str:
+        return f"constant={self.constant:g}"

@@ -1,0 +1,157 @@
+"""A character language model whose attention can be chosen, and whose blocks can be made invertible.
+
+An ordinary block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)). LayerNorm has no useful Lipschitz constant
+(1/sqrt(eps), attained at constant tokens), so an invertible block has no norm: both its branches g are contractions,
+|g(x) - g(y)| <= c |x - y| with c < 1, whatever the weights are. Then (1 - c) |x - y| <= |x + g(x) - y - g(y)| <=
+(1 + c) |x - y|, and a stack of `depth` such blocks is invertible with Lipschitz constant at most (1 + c)^(2 depth).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.contractive_mlp import ContractiveMLP
+from lipscope.nn.invertible import InvertibleResidual
+from lipscope.nn.l2_attention import ContractiveL2Attention
+from lipscope.nn.variants import ATTENTIONS, CONSTANT
+
+EXPANSION = 4
+"""Hidden units of a feed-forward layer for each of its inputs."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a model, in numbers and words alone: what a configuration file holds.
+
+    constant: the Lipschitz constant of contractive branches: attention, and with `invertible` the feed-forward layers
+    norm:     LayerNorm before attention, before feed-forward, and before the readout; an invertible model has the last
+    """
+
+    vocabulary: int
+    attention: str = "l2"
+    depth: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    invertible: bool = False
+    constant: float = CONSTANT
+    norm: bool = True
+
+    def __post_init__(self) -> None:
+        if self.attention not in ATTENTIONS:
+            raise UserError(f"there is no attention {self.attention!r}; choose one of {', '.join(ATTENTIONS)}")
+        for name in ("vocabulary", "depth", "width", "heads", "context"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}")
+        if self.width % self.heads:
+            raise UserError(f"width {self.width} must be a multiple of the number of heads, {self.heads}")
+        if not 0 < self.constant < math.inf:
+            raise UserError(f"constant must be a positive number, got {self.constant!r}")
+        if self.invertible and self.attention != "contractive":
+            raise UserError(
+                f"invertible blocks need attention that is a contraction, and {self.attention} attention is none; "
+                "choose attention contractive"
+            )
+        if self.invertible and self.constant >= 1:
+            raise UserError(f"invertible blocks need a constant below 1, got {self.constant:g}")
+
+
+MakeAttention = Callable[[Architecture], AttentionLayer]
+
+
+def make_attention(architecture: Architecture) -> AttentionLayer:
+    """One attention layer, causal; a contractive one has the constant of the architecture."""
+    a = architecture
+    if a.attention == "contractive":
+        return ContractiveL2Attention(a.width, a.heads, a.constant, causal=True)
+    return ATTENTIONS[a.attention](a.width, a.heads, True)
+
+
+class CharacterTransformer(nn.Module):
+    """Character numbers [..., n] to the logits of what follows each of them [..., n, vocabulary]."""
+
+    def __init__(self, architecture: Architecture, attention: MakeAttention = make_attention) -> None:
+        super().__init__()
+        a = self.architecture = architecture
+        self.embedding = nn.Embedding(a.vocabulary, a.width)
+        self.position = nn.Embedding(a.context, a.width)
+        block = InvertibleBlock if a.invertible else Block
+        self.blocks = nn.ModuleList(block(a, attention(a)) for _ in range(a.depth))
+        self.norm = nn.LayerNorm(a.width) if a.norm else nn.Identity()
+        self.readout = nn.Linear(a.width, a.vocabulary)
+        for table in (self.embedding, self.position):
+            # Tokens start with the size that a LayerNorm would give them: where there is none, nothing else does.
+            nn.init.normal_(table.weight, std=math.sqrt(0.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.readout(self.norm(self.trunk(self.embed(ids))))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        n, context = ids.shape[-1], self.architecture.context
+        if n > context:
+            raise UserError(f"{n} characters are more than the {context} positions of this model")
+        return self.embedding(ids) + self.position.weight[:n]
+
+    def trunk(self, X: Tensor) -> Tensor:
+        """Embedded characters [..., n, width] through all blocks."""
+        for block in self.blocks:
+            X = block(X)
+        return X
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The attention of each block, first to last."""
+        return [layer for layer in self.modules() if isinstance(layer, AttentionLayer)]
+
+    def trunk_bound(self) -> float:
+        """A Lipschitz constant of the trunk for sequences of any length; infinity unless it is invertible."""
+        a = self.architecture
+        return (1 + a.constant) ** (2 * a.depth) if a.invertible else math.inf
+
+    def trunk_inverse(self, Y: Tensor) -> Tensor:
+        """The embedded characters that the trunk maps to Y; only an invertible trunk has them."""
+        if not self.architecture.invertible:
+            raise UserError("the blocks of this model are not invertible; make it with invertible=True")
+        with torch.no_grad():
+            for block in reversed(self.blocks):
+                assert isinstance(block, InvertibleBlock)
+                Y = block.inverse(Y)
+        return Y
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, a: Architecture, attention: AttentionLayer) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = (nn.LayerNorm(a.width) if a.norm else nn.Identity() for _ in range(2))
+        self.attention = attention
+        self.mlp = nn.Sequential(
+            nn.Linear(a.width, EXPANSION * a.width), nn.GELU(), nn.Linear(EXPANSION * a.width, a.width)
+        )
+
+    def forward(self, X: Tensor) -> Tensor:
+        X = X + self.attention(self.attention_norm(X))
+        return X + self.mlp(self.mlp_norm(X))
+
+
+class InvertibleBlock(nn.Module):
+    """x + attention(x), then x + mlp(x), both branches contractions."""
+
+    def __init__(self, a: Architecture, attention: AttentionLayer) -> None:
+        super().__init__()
+        self.attention = InvertibleResidual(attention)
+        self.mlp = InvertibleResidual(ContractiveMLP(a.width, EXPANSION * a.width, a.constant))
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self.mlp(self.attention(X))
+
+    def inverse(self, Y: Tensor) -> Tensor:
+        return self.attention.inverse(self.mlp.inverse(Y).value).value
