@@ -11,10 +11,15 @@ _CONTENTS = {
     "Around": "lipscope._types",
     "Ball": "lipscope._types",
     "Climb": "lipscope.attack.ascent",
+    "ContractiveL2Attention": "lipscope.nn.l2_attention",
+    "CosineSelfAttention": "lipscope.nn.cosine_attention",
     "Dot": "lipscope.attention.kernels",
+    "DotSelfAttention": "lipscope.nn.dot_attention",
     "Estimate": "lipscope.linalg.estimate",
     "Everywhere": "lipscope._types",
+    "InvertibleResidual": "lipscope.nn.invertible",
     "L2": "lipscope.attention.kernels",
+    "L2SelfAttention": "lipscope.nn.l2_attention",
     "LinearOperator": "lipscope.linalg.operator",
     "Measure": "lipscope.mean_field.measures",
     "Model": "lipscope.models.model",
@@ -34,9 +39,11 @@ _CONTENTS = {
     "conditional_distance": "lipscope.mean_field.masked",
     "explicit_inputs": "lipscope.attack.constructions",
     "jacobian": "lipscope.linalg.differentiate",
+    "jasmin": "lipscope.nn.regularize",
     "load": "lipscope.models.loading",
     "local_lipschitz": "lipscope.mean_field.local",
     "measure": "lipscope.study.run",
+    "measured_sigma": "lipscope.nn.regularize",
     "push": "lipscope.mean_field.attention_on_measures",
     "render": "lipscope.report.page",
     "singular_response": "lipscope.attack.direction",
@@ -83,6 +90,13 @@ if TYPE_CHECKING:
     from lipscope.mean_field.transport import wasserstein as wasserstein
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
+    from lipscope.nn.cosine_attention import CosineSelfAttention as CosineSelfAttention
+    from lipscope.nn.dot_attention import DotSelfAttention as DotSelfAttention
+    from lipscope.nn.invertible import InvertibleResidual as InvertibleResidual
+    from lipscope.nn.l2_attention import ContractiveL2Attention as ContractiveL2Attention
+    from lipscope.nn.l2_attention import L2SelfAttention as L2SelfAttention
+    from lipscope.nn.regularize import jasmin as jasmin
+    from lipscope.nn.regularize import measured_sigma as measured_sigma
     from lipscope.report.page import render as render
     from lipscope.study.attack_run import attack_model as attack_model
     from lipscope.study.bound_probe import audit as audit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -54,7 +55,8 @@ class L2SelfAttention(AttentionLayer):
                 size = spectral_upper(O) * (spectral_upper(M) * spectral_upper(Q)).square().sum().sqrt()
             # Weights that are zero make a zero map, not 0 / 0.
             size = size.clamp_min(torch.finfo(size.dtype).tiny)
-        return _reaction(n, self.head_size, self.causal, norm) * size
+        # index(): under the compiler n may be a symbol, and the theorem wants a number.
+        return reaction(operator.index(n), self.head_size, self.causal, norm) * size
 
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
         """The least bound that lipscope.theorems has for all sequences of n tokens, rounded up; norm is 2 or inf."""
@@ -114,9 +116,14 @@ def value_factors(Q: Tensor, V: Tensor) -> Tensor:
     return V @ Q.mT * (3 * math.sqrt(Q.shape[-1] / Q.shape[-2]))
 
 
+@torch.compiler.assume_constant_result
+def reaction(n: int, size: int, causal: bool, norm: float) -> float:
+    """What the theorems say of identity weights with heads of this size: their bounds are this times weight norms."""
+    return _reaction(n, size, causal, norm)
+
+
 @lru_cache(maxsize=4096)
 def _reaction(n: int, size: int, causal: bool, norm: float) -> float:
-    """What the theorems say of identity weights with heads of this size: their bounds are this times weight norms."""
     one = torch.eye(size, dtype=torch.float64)
     return _least_bound(SelfAttention(one, one, one, causal=causal, kernel=L2()), n, norm)
 

@@ -1,0 +1,63 @@
+"""Penalties that make attention smoother in training: JaSMin on the weights P, and the measured constant itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lipscope._types import UserError
+from lipscope.linalg.differentiate import check_input, jacobian
+from lipscope.linalg.spectral import Solver, spectral_norm
+
+
+def jasmin(P: Tensor, k: int = 0) -> Tensor:
+    """JaSMin_k of attention weights P [..., n, n] (Yudin et al. 2025), averaged over heads and sequences.
+
+    k = 0: max over rows p of log g_1(p), where g_1(p) >= ||diag p - p p'||, the norm of the softmax's Jacobian.
+    k > 1: max over rows of log(g_1(p) / g_k(p)), g_k(p) = p_k (1 - p_k + p_(k+1)) with p sorted; rows that give fewer
+           than k keys any weight say nothing.
+    """
+    if P.ndim < 2 or not P.dtype.is_floating_point:
+        raise UserError(f"jasmin takes attention weights [..., n, n], such as layer.weights(X), got {tuple(P.shape)}")
+    if k != 0 and not 2 <= k <= P.shape[-1]:
+        raise UserError(f"k must be 0, or between 2 and the number of keys {P.shape[-1]}, got {k!r}")
+    from lipscope.theorems.yudin2025 import softmax_jacobian_norm  # loads SciPy
+
+    P = P if P.dtype == torch.float64 else P.float()
+    tiny = torch.finfo(P.dtype).tiny
+    row = softmax_jacobian_norm(P).clamp_min(tiny).log()
+    if k == 0:
+        return row.amax(dim=-1).mean()
+    p = nn.functional.pad(P.topk(min(k + 1, P.shape[-1]), dim=-1).values, (0, 1))
+    g = p[..., k - 1] * (1 - p[..., k - 1] + p[..., k])
+    row = torch.where(g > tiny, row - g.clamp_min(tiny).log(), 0.0)  # g_1 >= g_k, so that 0 never wins over a row
+    return row.amax(dim=-1).mean()
+
+
+def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) -> Tensor:
+    """||D_X f|| at X [n, d], or at each member of X [B, n, d], differentiable in the weights of f and in X.
+
+    The singular vectors are found by the solver and held fixed, u' J v: where the largest singular value is simple its
+    derivative is that of u' J v. A module in bfloat16 or float16 is measured in float32.
+    """
+    check_input(X)
+    with torch.autocast(X.device.type, enabled=False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        f, X = _in_float32(f, X)
+        top = spectral_norm(jacobian(f, X.detach()), tol, solver=Solver(seed=0))
+        x = X if X.requires_grad else X.detach().requires_grad_(True)
+        y = f(x)
+        (pulled,) = torch.autograd.grad(y, x, top.left.to(y).reshape(y.shape), create_graph=True)
+    return (pulled * top.right.to(x)).sum(dim=(-2, -1))
+
+
+def _in_float32(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The same map in float32 where it runs in less; gradients reach its own weights."""
+    if X.dtype in (torch.float32, torch.float64):
+        return f, X
+    if not isinstance(f, nn.Module):
+        raise UserError(f"X is {X.dtype}; only a torch.nn.Module can be measured in float32 instead: convert f and X")
+    state = {name: t.float() for name, t in (*f.named_parameters(), *f.named_buffers()) if t.is_floating_point()}
+    return lambda x: torch.func.functional_call(f, state, (x,)), X.float()
