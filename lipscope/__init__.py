@@ -27,6 +27,7 @@ _CONTENTS = {
     "Point": "lipscope._types",
     "Rope": "lipscope.attention.kernels",
     "SelfAttention": "lipscope.attention.layer",
+    "SmoothnessMonitor": "lipscope.nn.monitor",
     "Solver": "lipscope.linalg.spectral",
     "Status": "lipscope._types",
     "Study": "lipscope.study.study",
@@ -40,6 +41,7 @@ _CONTENTS = {
     "explicit_inputs": "lipscope.attack.constructions",
     "jacobian": "lipscope.linalg.differentiate",
     "jasmin": "lipscope.nn.regularize",
+    "lightning_callback": "lipscope.models.callbacks",
     "load": "lipscope.models.loading",
     "local_lipschitz": "lipscope.mean_field.local",
     "measure": "lipscope.study.run",
@@ -50,9 +52,11 @@ _CONTENTS = {
     "singular_triplets": "lipscope.linalg.local",
     "spectral_norm": "lipscope.linalg.spectral",
     "splitting": "lipscope.mean_field.duplication",
+    "trainer_callback": "lipscope.models.callbacks",
     "transition": "lipscope.mean_field.dirac_families",
     "two_diracs": "lipscope.mean_field.dirac_families",
     "wasserstein": "lipscope.mean_field.transport",
+    "watch": "lipscope.models.watching",
 }
 
 __all__ = ["__version__", *_CONTENTS]
@@ -88,13 +92,17 @@ if TYPE_CHECKING:
     from lipscope.mean_field.masked import conditional_distance as conditional_distance
     from lipscope.mean_field.measures import Measure as Measure
     from lipscope.mean_field.transport import wasserstein as wasserstein
+    from lipscope.models.callbacks import lightning_callback as lightning_callback
+    from lipscope.models.callbacks import trainer_callback as trainer_callback
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
+    from lipscope.models.watching import watch as watch
     from lipscope.nn.cosine_attention import CosineSelfAttention as CosineSelfAttention
     from lipscope.nn.dot_attention import DotSelfAttention as DotSelfAttention
     from lipscope.nn.invertible import InvertibleResidual as InvertibleResidual
     from lipscope.nn.l2_attention import ContractiveL2Attention as ContractiveL2Attention
     from lipscope.nn.l2_attention import L2SelfAttention as L2SelfAttention
+    from lipscope.nn.monitor import SmoothnessMonitor as SmoothnessMonitor
     from lipscope.nn.regularize import jasmin as jasmin
     from lipscope.nn.regularize import measured_sigma as measured_sigma
     from lipscope.report.page import render as render

@@ -1,0 +1,86 @@
+"""A SmoothnessMonitor for transformers' Trainer and for Lightning: it measures after their steps, into their logs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from lipscope.nn.monitor import SmoothnessMonitor, logged
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback
+    from transformers import Trainer, TrainerCallback
+
+
+def trainer_callback(monitor: SmoothnessMonitor, trainer: Trainer) -> TrainerCallback:
+    """For transformers: trainer.add_callback(trainer_callback(monitor, trainer)).
+
+    Readings go to the trainer's log (its history, and whatever it reports to) as "sigma/<layer>", at its own step
+    numbers; `stop=True` ends the training at an alarm. In distributed training the first process measures.
+    """
+    from transformers import TrainerCallback
+
+    monitor.close()  # until a step begins
+
+    class Measuring(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
+            if state.is_world_process_zero:
+                monitor.before(state.global_step + 1)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
+            if not state.is_world_process_zero:
+                return
+            readings = monitor.step(state.global_step)
+            if readings:
+                # To log is to have logged: the trainer would leave out the line it had in mind for this step.
+                due = control.should_log
+                trainer.log(_finite(logged(readings)))
+                control.should_log = due
+            control.should_training_stop |= monitor.stopped
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
+            monitor.close()
+
+    return Measuring()
+
+
+def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
+    """For Lightning: Trainer(callbacks=[lightning_callback(monitor)]).
+
+    Readings go to every logger of the trainer as "sigma/<layer>", at its global step; `stop=True` ends the training at
+    an alarm. In distributed training the first process measures.
+    """
+    from pytorch_lightning import Callback
+
+    monitor.close()  # until a step begins
+
+    class Measuring(Callback):
+        def __init__(self) -> None:
+            self._steps, self._seen = 0, 0
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._steps = self._seen = trainer.global_step
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.is_global_zero:
+                monitor.before(self._steps + 1)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            # Several batches may make one step, and several optimizers count one batch more than once.
+            if not trainer.is_global_zero or trainer.global_step == self._seen:
+                return
+            self._steps, self._seen = self._steps + 1, trainer.global_step
+            readings = monitor.step(self._steps)
+            for logger in trainer.loggers if readings else ():
+                logger.log_metrics(_finite(logged(readings)), step=trainer.global_step)
+            trainer.should_stop |= monitor.stopped
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            monitor.close()
+
+    return Measuring()
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    """What trackers can draw; the CSV has the rest."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}

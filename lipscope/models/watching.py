@@ -1,0 +1,110 @@
+"""The layers of a transformers model, watched while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from lipscope._types import UserError
+from lipscope.models.loading import load
+from lipscope.models.model import Model
+from lipscope.models.sites import Survey
+from lipscope.nn.watching import Sight, wide
+
+WATCHED = ("attention", "normed", "residual", "block")
+INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
+
+
+def watch(model: nn.Module, layers: Sequence[int] | None = None, scope: str = "attention") -> ModelWatch:
+    """Layers of a live transformers model for a SmoothnessMonitor: SmoothnessMonitor(watch(model), every=50).
+
+    layers: by number, from 0; all by default
+    scope:  attention (all heads and the output projection), normed, residual or block, as in docs/scopes.md
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"watch takes a transformers model, got {type(model).__name__}; give any other module to SmoothnessMonitor"
+        )
+    if scope not in WATCHED:
+        raise UserError(f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}")
+    loaded = load(model, dtype=wide(model.dtype))
+    loaded.check_scopes([scope])
+    chosen = tuple(range(loaded.layers)) if layers is None else tuple(layers)
+    for i in chosen:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < loaded.layers:
+            raise UserError(f"layer {i!r} does not exist: the model has layers 0 to {loaded.layers - 1}")
+    return ModelWatch(loaded, chosen, scope)
+
+
+class ModelWatch:
+    """A Watch of a transformers model: what it reads is kept, and run once more, one sample, when it is measured.
+
+    The second pass is in evaluation mode on lipscope's attention; padding is cut off, token types and positions of the
+    caller's own are left out.
+    """
+
+    def __init__(self, model: Model, layers: tuple[int, ...], scope: str):
+        self.model, self.scope = model, scope
+        self._layers = {f"{scope}.{i}": i for i in layers}
+        self.names = tuple(self._layers)
+        self._handle: RemovableHandle | None = None
+        self._tap = _InputTap()
+        self._survey: Survey | None = None
+
+    def arm(self) -> None:
+        self.release()
+        self._tap = _InputTap()
+        self._handle = self.model.trunk.register_forward_pre_hook(self._tap, with_kwargs=True)
+
+    def sight(self, name: str) -> Sight | None:
+        if self._survey is None:
+            inputs = self._tap.inputs
+            if inputs is None:
+                return None
+            if self._handle is not None:
+                self._handle.remove()  # the pass below is ours
+                self._handle = None
+            self._survey = self.model.survey(**_one_sample(inputs))
+        site = self._survey.site(self.scope, self._layers[name])
+        return site.f, site.X[0]
+
+    def release(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle, self._survey, self._tap = None, None, _InputTap()
+
+
+class _InputTap:
+    """A hook that keeps the first sample of what its model last read. A copy of the model gets an empty one."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Tensor] | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(INPUTS, args[:1], strict=False)), **kwargs}
+        kept = {name: given[name] for name in (*INPUTS, "attention_mask") if isinstance(given.get(name), Tensor)}
+        self.inputs = {name: value[:1].detach().clone() for name, value in kept.items()}
+
+    def __reduce__(self) -> tuple[type[_InputTap], tuple[()]]:
+        return _InputTap, ()
+
+
+def _one_sample(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sample without its padding, by the name the model takes it under."""
+    given = {name: inputs[name] for name in INPUTS if name in inputs}
+    if len(given) != 1:
+        raise UserError(f"the model was given {', '.join(given) or 'no tokens'}; one of {', '.join(INPUTS)} is due")
+    mask = inputs.get("attention_mask")
+    if mask is None or "pixel_values" in given:
+        return given
+    if mask.ndim != 2:
+        raise UserError(f"attention_mask has shape {tuple(mask.shape)}; a watched model is given [samples, tokens]")
+    real = mask[0].to(torch.bool)
+    if not real.any():
+        raise UserError("the first sample of the batch is padding only")
+    return {name: value[:, real] for name, value in given.items()}

@@ -1,0 +1,203 @@
+"""Eyes on the local Lipschitz constants of chosen layers while a model trains; the training does not notice."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import Status, UserError
+from lipscope.linalg.differentiate import Map, jacobian
+from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.nn.sigma_table import Reading, SigmaTable
+from lipscope.nn.watching import ModuleWatch, Watch
+
+Log = Callable[[dict[str, float], int], None]
+"""Takes {"sigma/<layer>": number} and the step, as the log of most trackers does."""
+
+FRESH = 0.1
+"""Length of the random vector added to a remembered one: a singular vector that grew meanwhile is found through it."""
+
+MAX_PRODUCTS = 40
+"""Steps of one solve, at most: an ill-separated layer gives a lower bound rather than a pause in training."""
+
+
+class SmoothnessWarning(UserWarning):
+    """A constant above max_sigma, or a layer that cannot be measured."""
+
+
+class SmoothnessMonitor:
+    """Every `every` steps, ||D_X f||_2 of each layer f at tokens X that it has just read.
+
+        monitor = SmoothnessMonitor(model, every=50, csv="sigma.csv", max_sigma=100.0)
+        for batch in batches:
+            ...                 # forward, backward, optimizer.step()
+            monitor.step()
+
+    A solve starts from the last right singular vectors, so its number is a lower bound with a residual: the upper
+    bound of `local_lipschitz` needs a random start. It uses no random numbers of torch, no gradients, modes or buffers
+    of the model: the training is bit by bit the one without it.
+
+    model:     a module, or a Watch of one (`lipscope.watch` makes one of a transformers model)
+    layers:    modules, names or patterns of names; by default every lipscope attention and nn.MultiheadAttention.
+               Attention is differentiated in closed form, any other module of tokens by autograd
+    every:     the steps measured are the multiples of this; the first step is number 0
+    csv:       a file for the readings; an existing one is continued, steps that come again are replaced
+    log:       called with {"sigma/<layer>": number} and the step
+    max_sigma: above it (or where there is no number at all) `alarm` is called with the Reading, or a warning is given
+    stop:      whether `stopped` turns true with the alarm, for the loop to end; the adapters end their trainers
+    tol:       relative residual at which a solve stops
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Watch,
+        layers: Sequence[str | nn.Module] | None = None,
+        *,
+        every: int = 50,
+        csv: str | os.PathLike[str] | None = None,
+        log: Log | None = None,
+        max_sigma: float = math.inf,
+        alarm: Callable[[Reading], None] | None = None,
+        stop: bool = False,
+        tol: float = 1e-2,
+    ):
+        _check(every, max_sigma, tol)
+        if not isinstance(model, nn.Module) and layers is not None:
+            raise UserError("a watch has its layers already; give them where it is made, not to SmoothnessMonitor")
+        self.watch: Watch = ModuleWatch(model, layers) if isinstance(model, nn.Module) else model
+        self.every, self.tol = every, tol
+        self.log, self.max_sigma, self.stop = log, max_sigma, stop
+        self.alarm = alarm or _warn
+        self.table = None if csv is None else SigmaTable(csv)
+        self.readings: list[Reading] = []
+        self.stopped = False
+        self._next = 0
+        self._remembered: dict[str, Tensor] = {}
+        self._complained: set[str] = set()
+        self._announced = False
+        self._look(0)
+
+    def before(self, number: int) -> None:
+        """Say that a training step is about to begin, for a loop that lets other passes (a validation) go unseen.
+
+        Hooks then sit on the layers from here to `step`; without it, from the end of the step before.
+        """
+        self._announced = True
+        self._look(number)
+
+    def step(self, number: int | None = None) -> list[Reading]:
+        """Say that a training step is done; the readings if it was one to be measured.
+
+        number: which step it was, counted by one; needed where training resumes, or counts from elsewhere than 0
+        """
+        number = self._next if number is None else number
+        self._next = number + 1
+        readings = self._measure(number) if number % self.every == 0 else []
+        self.watch.release()
+        if not self._announced:
+            self._look(self._next)
+        return readings
+
+    def close(self) -> None:
+        """Take every hook off the model."""
+        self.watch.release()
+
+    def _look(self, number: int) -> None:
+        if number % self.every == 0:
+            self.watch.arm()
+
+    def _measure(self, step: int) -> list[Reading]:
+        readings = []
+        with _aside():
+            for name in self.watch.names:
+                try:
+                    sight = self.watch.sight(name)
+                    if sight is not None:
+                        readings.append(self._reading(step, name, *sight))
+                    else:
+                        self._complain(f"layer {name} is not measured: it did not run in this step")
+                except UserError as error:
+                    why = " ".join(str(error).split())
+                    self._complain(f"layer {name} is not measured: {why}")
+                    readings.append(Reading(step, name, math.nan, math.nan, 0, 0, why))
+        self._tell(step, readings)
+        return readings
+
+    def _reading(self, step: int, name: str, f: Map, X: Tensor) -> Reading:
+        if not X.isfinite().all():
+            return Reading(step, name, math.nan, math.nan, X.shape[0], 0, Status.NON_FINITE.name.lower())
+        estimate = self._solve(name, f, X)
+        status = estimate.status.name.lower()
+        return Reading(step, name, estimate.value, estimate.residual, X.shape[0], estimate.steps, status)
+
+    def _solve(self, name: str, f: Map, X: Tensor) -> Estimate:
+        J = jacobian(f, X)
+        start = self._remembered.get(name)
+        if start is not None and start.shape == X.shape:
+            fresh = torch.randn(X.shape, generator=torch.Generator().manual_seed(len(self.readings)))
+            start = start.to(X) + FRESH * (fresh / fresh.norm()).to(X)
+        else:
+            start = None
+        solver = Solver(max_steps=MAX_PRODUCTS, seed=len(self.readings))
+        estimate = spectral_norm(J, self.tol, start=start, solver=solver)
+        if math.isfinite(estimate.value) and estimate.value > 0:
+            self._remembered[name] = estimate.right
+        return estimate
+
+    def _tell(self, step: int, readings: list[Reading]) -> None:
+        self.readings += readings
+        if self.table is not None:
+            try:
+                self.table.write(readings)
+            except OSError as error:
+                self._complain(f"{self.table.path} could not be written: {error}")
+        if self.log is not None and readings:
+            self.log(logged(readings), step)
+        for reading in readings:
+            if self.max_sigma < math.inf and not reading.sigma <= self.max_sigma:
+                self.stopped = self.stopped or self.stop
+                self.alarm(reading)
+
+    def _complain(self, complaint: str) -> None:
+        """Once each: a training of days is not to end for a number that cannot be had."""
+        if complaint not in self._complained:
+            self._complained.add(complaint)
+            warnings.warn(complaint, SmoothnessWarning, stacklevel=4)
+
+
+def logged(readings: Sequence[Reading]) -> dict[str, float]:
+    """The readings of a step under the names a log gets them by."""
+    return {f"sigma/{reading.layer}": reading.sigma for reading in readings}
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """No gradients and no reduced precision, whatever the training has around it."""
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _warn(reading: Reading) -> None:
+    message = f"step {reading.step}: layer {reading.layer} has sigma {reading.sigma:.4g} ({reading.status})"
+    warnings.warn(message, SmoothnessWarning, stacklevel=5)
+
+
+def _check(every: int, max_sigma: float, tol: float) -> None:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UserError(f"every must be a whole number of steps, at least 1, got {every!r}")
+    if not max_sigma > 0:
+        raise UserError(f"max_sigma must be a positive number, got {max_sigma!r}")
+    if not (math.isfinite(tol) and 0 < tol < 1):
+        raise UserError(f"tol must lie between 0 and 1 (the relative residual to reach), got {tol!r}")

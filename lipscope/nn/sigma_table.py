@@ -1,0 +1,86 @@
+"""The CSV file in which a monitor writes what it measured: appended to, and picked up again after a kill."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from lipscope._types import UserError
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The local constant of one layer at one step.
+
+    sigma:    ||J v|| / ||v|| of the vector found: a lower bound of ||D_X f||_2 (up to rounding); NaN if there is none
+    residual: ||J' u - sigma v|| / sigma: how far that vector is from a singular one
+    tokens:   how many tokens the layer was measured at
+    products: how often J and J' were applied, in pairs
+    status:   how the solve ended, or why there is no number
+    """
+
+    step: int
+    layer: str
+    sigma: float
+    residual: float
+    tokens: int
+    products: int
+    status: str
+
+
+HEADER = [field.name for field in fields(Reading)]
+
+
+class SigmaTable:
+    """One line a reading, closed after every step. A step that is measured again replaces itself and all after it."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise UserError(f"the folder of {self.path} does not exist; make it first")
+        if self.path.is_dir():
+            raise UserError(f"{self.path} is a folder; name a file for the CSV")
+        rows = self._rows() if self.path.exists() else []
+        self._last = max((int(row[0]) for row in rows), default=-1)
+
+    def write(self, readings: Sequence[Reading]) -> None:
+        """Append the readings of one step."""
+        if not readings:
+            return
+        step = readings[0].step
+        if not self.path.exists():
+            self._replace([])
+        elif step <= self._last or not self._ends_well():
+            self._replace(row for row in self._rows() if int(row[0]) < step)
+        with open(self.path, "a", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(astuple(reading) for reading in readings)
+        self._last = step
+
+    def _rows(self) -> list[list[str]]:
+        """The whole lines of the file; one torn by a kill does not count."""
+        text = self.path.read_text(encoding="utf-8")
+        if not text:
+            return []
+        lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
+        header, rows = (lines or [[]])[0], lines[1:]
+        if header != HEADER or any(len(row) != len(HEADER) or not row[0].isdecimal() for row in rows):
+            raise UserError(f"{self.path} is no table of a SmoothnessMonitor; choose another file, or move it away")
+        return rows
+
+    def _ends_well(self) -> bool:
+        with open(self.path, "rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
+
+    def _replace(self, rows: Iterable[Sequence[str]]) -> None:
+        """The header and these rows in place of what was there: all of it or nothing."""
+        beside = self.path.with_name(self.path.name + ".new")
+        with open(beside, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows([HEADER, *rows])
+        os.replace(beside, self.path)

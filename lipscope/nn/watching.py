@@ -1,0 +1,269 @@
+"""Layers watched while their model trains: the tokens that last went into each, and the map it makes of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
+
+from lipscope._types import UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import Map
+from lipscope.nn.attention_layer import AttentionLayer
+
+Sight = tuple[Map, Tensor]
+"""A map and the tokens [n, d] to measure it at."""
+
+
+@runtime_checkable
+class Watch(Protocol):
+    """Layers by name; between `arm` and `release` what a forward pass shows of them is kept, the last one counts."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def arm(self) -> None: ...
+
+    def sight(self, name: str) -> Sight | None:
+        """The layer as a map at the present weights, and the tokens it read; None if it has not run since `arm`."""
+        ...
+
+    def release(self) -> None: ...
+
+
+class ModuleWatch:
+    """The layers of any module, by forward pre-hooks that exist while armed only; one sample of a batch is kept."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str | nn.Module] | None = None):
+        self._modules = _chosen(model, layers)
+        self.names = tuple(self._modules)
+        self._taps: dict[str, _Tap] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def arm(self) -> None:
+        self.release()
+        for name, module in self._modules.items():
+            self._taps[name] = _Tap()
+            self._handles.append(module.register_forward_pre_hook(self._taps[name], with_kwargs=True))
+
+    def sight(self, name: str) -> Sight | None:
+        tap = self._taps.get(name)
+        if tap is None or tap.call is None:
+            return None
+        if isinstance(tap.call, UserError):
+            raise tap.call
+        return _read(self._modules[name], tap.call)
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._taps.clear()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a layer, detached, one sample of each."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Tap:
+    """A hook that keeps the last call of its module. A copy of the module, or a file of it, gets an empty one."""
+
+    def __init__(self) -> None:
+        self.call: _Call | UserError | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            with torch.no_grad():
+                self.call = _first_sample(module, args, kwargs)
+        except UserError as error:  # told when the layer is measured: a forward pass must not fail for being watched
+            self.call = error
+
+    def __reduce__(self) -> tuple[type[_Tap], tuple[()]]:
+        return _Tap, ()
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """x [n, d] -> the layer's output, weights detached, in evaluation mode, buffers out of reach."""
+
+    module: nn.Module
+    call: _Call
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        lent = {name: _lend(t, self.dtype) for name, t in tensors}
+        args = tuple(x[None] if i == 0 else self._cast(arg) for i, arg in enumerate(self.call.args))
+        kwargs = {key: self._cast(value) for key, value in self.call.kwargs.items()}
+        with _evaluating(self.module):
+            output = functional_call(self.module, lent, args, kwargs)
+        y = output[0] if isinstance(output, tuple | list) else output
+        return y[0]
+
+    def double(self) -> Frozen:
+        return replace(self, dtype=torch.float64)
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def attention_map(module: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None) -> SelfAttention:
+    """torch's attention as the papers' map, at the present weights, in float32 or finer.
+
+    mask is additive or boolean in torch's sense (True = hidden), padding [n] in the papers' (True = a real token).
+    """
+    if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+        raise UserError("this nn.MultiheadAttention has kdim, vdim, bias_k or add_zero_attn: it is no map of one input")
+    dtype = wide(module.out_proj.weight.dtype)
+    Q, K, V = module.in_proj_weight.detach().to(dtype).chunk(3)
+    biases = None
+    if module.in_proj_bias is not None:
+        bq, bk, bv = module.in_proj_bias.detach().to(dtype).chunk(3)
+        biases = (bq, bk, bv)
+    if mask is not None:
+        mask = ~mask if mask.dtype == torch.bool else mask.to(dtype)
+    O = module.out_proj.weight.detach().to(dtype)
+    return SelfAttention(Q, K, V, O, heads=module.num_heads, biases=biases, mask=mask, padding=padding)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is measured in: singular values of a map in bfloat16 are those of its rounding."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[str, nn.Module]:
+    """Layers by name, asked for by name, by pattern or by themselves; attention modules where nothing is said."""
+    if layers is None:
+        found = {name: m for name, m in model.named_modules() if _is_attention(m)}
+        if not found:
+            raise UserError(
+                f"{type(model).__name__} has no attention that is known by itself (lipscope's modules and "
+                "nn.MultiheadAttention are); name layers, e.g. layers=['blocks.*'], and for a transformers model "
+                "use SmoothnessMonitor(lipscope.watch(model))"
+            )
+        return {name or type(model).__name__: m for name, m in found.items()}
+    known = dict(model.named_modules())
+    chosen: dict[str, nn.Module] = {}
+    for layer in layers:
+        if isinstance(layer, str):
+            found = {name: m for name, m in known.items() if name == layer or fnmatchcase(name, layer)}
+        else:
+            found = {name: m for name, m in known.items() if m is layer}
+        if not found:
+            close = difflib.get_close_matches(layer, known) if isinstance(layer, str) else []
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            asked = repr(layer) if isinstance(layer, str) else f"this {type(layer).__name__}"
+            raise UserError(f"{type(model).__name__} has no layer {asked}{hint}")
+        chosen |= {name or type(model).__name__: m for name, m in found.items()}
+    return chosen
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, AttentionLayer | nn.MultiheadAttention)
+
+
+def _read(module: nn.Module, call: _Call) -> Sight:
+    """The closed form where the layer has one, else the layer itself, for autograd."""
+    X = call.args[0][0]
+    dtype = wide(next((p.dtype for p in module.parameters()), X.dtype))
+    X = X.to(dtype)
+    if isinstance(module, nn.MultiheadAttention):
+        padding, mask = (call.kwargs.get(name) for name in ("key_padding_mask", "attn_mask"))
+        return attention_map(module, mask, None if padding is None else _real_tokens(padding[0])), X
+    f = _closed_form(module, X.shape[0])
+    return (Frozen(module, call, dtype) if f is None else f.to(dtype)), X
+
+
+def _closed_form(module: nn.Module, n: int) -> SelfAttention | None:
+    """What the module says it is on n tokens; None where it has no such map."""
+    try:
+        return module.as_map(n) if isinstance(module, AttentionLayer) else None
+    except UserError:
+        return None
+
+
+def _real_tokens(padding: Tensor) -> Tensor:
+    """torch's padding mask of one sample, True or -inf for padding, turned around."""
+    if padding.dtype == torch.bool:
+        return ~padding
+    if not ((padding == 0) | (padding == -torch.inf)).all():
+        raise UserError("key_padding_mask holds numbers other than 0 and -inf; it must say which tokens are padding")
+    return padding == 0
+
+
+def _first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """The call for the first sample of the batch."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _first_of_torch(module, args, kwargs)
+    if not args or not isinstance(args[0], Tensor) or args[0].ndim not in (2, 3):
+        raise UserError(f"{type(module).__name__} is not called with tokens [B, n, d] or [n, d] as its first argument")
+    X, *others = args
+    X = X if X.ndim == 3 else X[None]
+    B, n = X.shape[:2]
+
+    def sample(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if n == B > 1 and value.shape[:1] == (B,):
+            raise UserError(
+                f"{type(module).__name__} reads a tensor of shape {tuple(value.shape)} beside its {B} samples of {n} "
+                "tokens: it could be one row a sample or one a token; use a batch of another size"
+            )
+        return _kept(value[:1] if B > 1 and value.shape[:1] == (B,) else value)
+
+    rest = tuple(sample(value) for value in others)
+    return _Call((_kept(X[:1]), *rest), {key: sample(value) for key, value in kwargs.items()})
+
+
+def _first_of_torch(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """The same for nn.MultiheadAttention, whose arguments are known by name."""
+    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query = given["query"]
+    if given["key"] is not query or given["value"] is not query:
+        raise UserError("nn.MultiheadAttention is called with another key or value than its query: no self-attention")
+    batched = query.ndim == 3
+    if batched and not module.batch_first:
+        query = query.transpose(0, 1)
+    padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
+    if mask is not None and mask.ndim == 3:
+        if not (mask[: module.num_heads] == mask[0]).all():
+            raise UserError("attn_mask differs from head to head; a layer with one mask for all heads can be measured")
+        mask = mask[0]
+    padding = None if padding is None else _kept(padding[:1] if batched else padding[None])
+    mask = None if mask is None else _kept(mask)
+    return _Call((_kept(query[:1] if batched else query[None]),), {"key_padding_mask": padding, "attn_mask": mask})
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x.detach().clone()
+
+
+def _lend(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """No dropout, no statistics; afterwards every module is in the mode it was in."""
+    modes = [(m, m.training) for m in module.modules()]
+    try:
+        for m, _ in modes:
+            m.training = False
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training

@@ -1,0 +1,251 @@
+"""The monitor in transformers' Trainer and in Lightning: same losses, same log lines, and its own beside them."""
+
+import csv
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import lipscope as ls
+from lipscope.models.callbacks import lightning_callback, trainer_callback
+from lipscope.models.watching import watch
+from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.monitor import SmoothnessMonitor
+from tests.models import zoo
+
+
+class Reconstruction(nn.Module):
+    """A transformers model with a loss, as a Trainer wants it; dropout on."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.trunk = zoo.make(name)
+        for module in self.trunk.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        y = self.trunk(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return {"loss": y.square().mean(), "logits": y}
+
+
+def texts(count=16, n=6):
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for i in range(count):
+        mask = torch.ones(n, dtype=torch.long)
+        mask[n - i % 3 :] = 0
+        rows.append({"input_ids": torch.randint(3, 50, (n,), generator=generator), "attention_mask": mask})
+    return rows
+
+
+def trained(name, folder, monitor_of=None, **options):
+    """A Trainer after its steps, the monitor if there was one, and the loss of every step."""
+    torch.manual_seed(0)
+    model = Reconstruction(name)
+    losses = []
+
+    class Noting(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **unused):
+            if "loss" in logs:
+                losses.append((state.global_step, logs["loss"], logs["grad_norm"]))
+
+    settings = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 1,
+        "learning_rate": 1e-2,
+    }
+    arguments = TrainingArguments(str(folder), **{**settings, **options})
+    trainer = Trainer(model, arguments, train_dataset=texts(), callbacks=[Noting()])
+    monitor = None
+    if monitor_of is not None:
+        monitor = monitor_of(model.trunk)
+        trainer.add_callback(trainer_callback(monitor, trainer))
+    trainer.train()
+    return trainer, monitor, losses
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="transformers|accelerate|torch|pytorch_lightning|lightning")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("gpt2", {}), ("bert", {"gradient_accumulation_steps": 2}), ("llama", {"bf16": True})],
+    ids=["gpt2", "bert, accumulation", "llama, autocast"],
+)
+def test_trainer_trains_and_logs_as_without(name, options, tmp_path, capsys):
+    plain, _, losses = trained(name, tmp_path, **options)
+    watched, monitor, losses_too = trained(
+        name, tmp_path, lambda m: SmoothnessMonitor(watch(m), every=2, csv=tmp_path / "sigma.csv"), **options
+    )
+    assert [step for step, _, _ in losses] == [1, 2, 3, 4, 5, 6]
+    assert losses_too == losses
+    for p, q in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    own = [line for line in watched.state.log_history if "sigma/attention.0" in line]
+    assert [line["step"] for line in own] == [2, 4, 6]
+    assert [line["sigma/attention.1"] for line in own] == [r.sigma for r in monitor.readings if r.layer[-1] == "1"]
+    assert all(r.sigma > 0 and r.status in ("converged", "resolution") for r in monitor.readings)
+    with open(tmp_path / "sigma.csv") as file:
+        assert len(list(csv.DictReader(file))) == 6
+
+
+def test_trainer_stops_at_the_alarm(tmp_path, capsys):
+    alarms = []
+    watched, monitor, losses = trained(
+        "gpt2",
+        tmp_path,
+        lambda m: SmoothnessMonitor(watch(m, [0]), every=2, max_sigma=1e-6, stop=True, alarm=alarms.append),
+    )
+    assert watched.state.global_step == 2 and len(alarms) == 1 and monitor.stopped
+    assert [step for step, _, _ in losses] == [1, 2]
+
+
+def test_without_the_restored_flag_the_trainer_would_lose_its_line(tmp_path, capsys):
+    """The trap itself, so that the test above is known to be able to fail."""
+
+    class Careless(TrainerCallback):
+        def on_step_end(self, args, state, control, **unused):
+            careless.log({"x": 1.0})
+
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no"
+    )
+    careless = Trainer(Reconstruction("gpt2"), arguments, train_dataset=texts())
+    careless.add_callback(Careless())
+    careless.train()
+    assert not any("loss" in line for line in careless.state.log_history)
+
+
+def lightning_run(folder, monitored, accumulate=1, **options):
+    import pytorch_lightning as pl
+    from pytorch_lightning.loggers import CSVLogger
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.drop = DotSelfAttention(8, 2), nn.Dropout(0.3)
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+            self.losses = []
+
+        def training_step(self, batch, i):
+            loss = self.encoder(self.drop(self.attention(batch))).square().mean()
+            self.losses.append(loss.item())
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch, i):
+            self.losses.append(self.encoder(self.attention(batch)).sum().item())
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    torch.manual_seed(0)
+    net = Net()
+    monitor = SmoothnessMonitor(net, every=2, csv=folder / "sigma.csv", **options) if monitored else None
+    data = torch.randn(12, 5, 8, generator=torch.Generator().manual_seed(1))
+    trainer = pl.Trainer(
+        max_steps=6,
+        logger=CSVLogger(folder, flush_logs_every_n_steps=1),
+        callbacks=[lightning_callback(monitor)] if monitor else [],
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        log_every_n_steps=1,
+        accumulate_grad_batches=accumulate,
+        default_root_dir=folder,
+    )
+    trainer.fit(net, DataLoader(data, batch_size=2), DataLoader(data, batch_size=4))
+    with open(f"{trainer.logger.log_dir}/metrics.csv") as file:
+        return net, trainer, monitor, list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightning_trains_and_logs_as_without(accumulate, tmp_path):
+    net, _, _, lines = lightning_run(tmp_path, False, accumulate)
+    watched, _, monitor, lines_too = lightning_run(tmp_path, True, accumulate)
+    assert watched.losses == net.losses and len(net.losses) > 6
+    for p, q in zip(net.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert [line["loss"] for line in lines_too if line["loss"]] == [line["loss"] for line in lines]
+    own = [line for line in lines_too if line["sigma/attention"]]
+    assert [int(line["step"]) for line in own] == [2, 4, 6]
+    readings = [r for r in monitor.readings if r.layer == "attention"]
+    assert [float(line["sigma/attention"]) for line in own] == pytest.approx([r.sigma for r in readings])
+    assert [r.step for r in readings] == [2, 4, 6]
+
+
+def test_lightning_stops_at_the_alarm(tmp_path):
+    alarms = []
+    _, trainer, _, _ = lightning_run(tmp_path, True, max_sigma=1e-6, stop=True, alarm=alarms.append)
+    assert trainer.global_step == 2 and len(alarms) == 2
+
+
+def test_watched_constants_are_those_of_the_model_measured_by_itself():
+    model = zoo.make("llama")
+    monitor = SmoothnessMonitor(watch(model, [1, 0]), every=1, tol=1e-6)
+    inputs = zoo.sample("llama")
+    model.train()
+    for seed in range(2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
+        model(**inputs)
+        readings = monitor.step()
+        truth = ls.load(model)
+        for reading, layer in zip(readings, (1, 0), strict=True):
+            (site,) = truth.sites(inputs["input_ids"][:1], scopes=["attention"], layers=[layer])
+            exact = ls.local_lipschitz(site.f, site.X).value.item()
+            assert reading.layer == f"attention.{layer}"
+            assert reading.sigma == pytest.approx(exact, rel=1e-5)
+    assert model.training and model.config._attn_implementation != "lipscope"
+
+
+@pytest.mark.parametrize("scope", ["normed", "residual", "block"])
+def test_other_scopes_are_watched_too(scope):
+    model = zoo.make("gpt2")
+    monitor = SmoothnessMonitor(watch(model, [1], scope), every=1, tol=1e-5)
+    inputs = zoo.sample("gpt2")
+    model(**inputs)
+    (reading,) = monitor.step()
+    (site,) = ls.load(model).sites(inputs["input_ids"][:1], scopes=[scope], layers=[1])
+    assert reading.sigma == pytest.approx(ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-4)
+
+
+def test_padding_is_cut_off():
+    model = zoo.make("bert")
+    monitor = SmoothnessMonitor(watch(model, [0]), every=1, tol=1e-5)
+    ids = zoo.sample("bert", n=7)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    model(input_ids=ids, attention_mask=mask)
+    (reading,) = monitor.step()
+    (site,) = ls.load(model).sites(ids[:1, :4], scopes=["attention"], layers=[0])
+    assert reading.tokens == 4
+    assert reading.sigma == pytest.approx(ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-4)
+
+
+def test_what_cannot_be_watched_is_said():
+    with pytest.raises(ls.UserError, match="watch takes a transformers model, got Linear"):
+        watch(nn.Linear(2, 2))
+    with pytest.raises(ls.UserError, match="no scope 'heads' to watch"):
+        watch(zoo.make("gpt2"), scope="heads")
+    with pytest.raises(ls.UserError, match="layer 2 does not exist"):
+        watch(zoo.make("gpt2"), [2])
+    with pytest.raises(ls.UserError, match="attention code of its own"):
+        watch(zoo.make("gpt_neo"))
