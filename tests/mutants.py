@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "a fully masked row is not zero",
         "lipscope/attention/reference.py",
-        "    lse = lse.masked_fill(lse == -torch.inf, torch.inf)\n",
+        "    Z = Z.masked_fill(Z == 0, torch.inf)\n",
         "",
         f"{ATTENTION}/test_layer.py",
     ),
@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "no reorthogonalisation",
         "lipscope/linalg/golub_kahan.py",
-        "        for _ in range(1 if known else 2):",
+        "        for _ in range(2 if self.restarted else 1):",
         "        for _ in range(0):",
         f"{CORE}/test_golub_kahan.py",
     ),

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.linalg.basis import Blocks, Native, make_basis
 from lipscope.linalg.operator import LinearOperator, Product
 
 FIRST_ROOM = 16
@@ -24,25 +25,26 @@ class GolubKahan:
         J' U' = V' H' + b v_{k+1} e_k'
 
     so the singular values of the small matrix H approach those of J from below. H is upper bidiagonal, diag(a) and
-    superdiag(b), until a restart; `coefficients` keeps those a and b, `drift` the rounding seen in them.
+    superdiag(b), until a restart; `coefficients` keeps those a and b, `drift` the rounding seen in them. The vectors in
+    hand, `u` and `v`, always have all their digits.
     """
 
-    def __init__(self, J: LinearOperator, start: Float[Tensor, "B N"], capacity: int):
+    def __init__(self, J: LinearOperator, start: Float[Tensor, "B N"], capacity: int, storage: str = "native"):
         self.J = J
         self.members = start.shape[0]
         self.capacity = max(4, min(capacity, 1 + min(J.in_size, J.out_size)))
         self.k = 0
         room = min(self.capacity, FIRST_ROOM)
-        # Vectors lead: vector k of all members is contiguous, as the products want it.
-        self.V = start.new_empty(room + 1, self.members, J.in_size)
-        self.U = start.new_empty(room, self.members, J.out_size)
+        self.V = make_basis(storage, room + 1, start)
+        self.U = make_basis(storage, room, start.new_empty(1).expand(self.members, J.out_size))
         self.H = torch.zeros(self.members, room, room, dtype=torch.float64)
         self.b = torch.zeros(self.members, dtype=torch.float64)
         self.scale = torch.ones(self.members, dtype=torch.float64)
         self.drift = torch.zeros(self.members, dtype=torch.float64)
         self.coefficients: list[tuple[Tensor, Tensor]] = []
-        self.restarted = False
-        self.V[0] = start / start.norm(dim=1, keepdim=True)
+        self.restarted, self.rounded = False, storage == "bfloat16"
+        self.v = self.V.put(0, start / start.norm(dim=1, keepdim=True))
+        self.u = self.v[:, :0]
 
     def step(self) -> None:
         """Extend both bases by one vector: one product with J, one with J'."""
@@ -50,18 +52,21 @@ class GolubKahan:
             self._restart()
         self._grow()
         k = self.k
-        w = self._product(self.J.mv, self.V[k], self.J.in_shape)
+        w = self._product(self.J.mv, self.v, self.J.in_shape)
         if k == 0:
             w = self._prescale(w)
         # a_k u_k = J v_k - b_{k-1} u_{k-1}
-        w, h = self._orthogonalize(w, self.U[:k], self.b)
-        a, self.U[k] = self._normalize(w)
+        w, h = self._orthogonalize(w, self.U, k, self.u, self.b)
+        a, u = self._normalize(w)
+        self.u = self.U.put(k, u)
         # b_k v_{k+1} = J' u_k - a_k v_k
-        z = self._product(self.J.rmv, self.U[k], self.J.out_shape)
-        z, c = self._orthogonalize(z, self.V[: k + 1], a)
-        b, self.V[k + 1] = self._normalize(z)
+        z = self._product(self.J.rmv, self.u, self.J.out_shape)
+        z, c = self._orthogonalize(z, self.V, k + 1, self.v, a)
+        b, v = self._normalize(z)
+        self.v = self.V.put(k + 1, v)
         self._note_drift(h, c)
-        self.H[:, :k, k] = h
+        if not self.rounded:  # where h is what rounding does to the basis, not what J does
+            self.H[:, :k, k] = h
         if k:
             self.H[:, k - 1, k] += 0.0 if self.restarted else self.b
         self.H[:, k, k] = a
@@ -77,16 +82,14 @@ class GolubKahan:
         nan = torch.where(finite, 0.0, torch.nan)
         return theta[:, 0] + nan, p[:, :, 0] + nan[:, None], qh[:, 0] + nan[:, None]
 
-    def combine(self, coefficients: Float[Tensor, "B j k"], basis: Tensor) -> Float[Tensor, "j B N"]:
-        """Linear combinations of the first k basis vectors."""
-        return torch.bmm(coefficients.to(basis), basis[: self.k].transpose(0, 1)).transpose(0, 1)
-
     def keep(self, members: Tensor) -> None:
         """Go on with these members only."""
         assert self.J.take is not None
         self.J = self.J.take(members)
         self.members = len(members)
-        self.V, self.U, self.H = self.V[:, members], self.U[:, members], self.H[members]
+        self.V.keep(members)
+        self.U.keep(members)
+        self.v, self.u, self.H = self.v[members], self.u[members], self.H[members]
         self.b, self.scale, self.drift = self.b[members], self.scale[members], self.drift[members]
         self.coefficients = [(a[members], b[members]) for a, b in self.coefficients]
 
@@ -115,24 +118,21 @@ class GolubKahan:
         return norm, w * inverse.to(w)[:, None]
 
     def _orthogonalize(
-        self, w: Float[Tensor, "B N"], basis: Float[Tensor, "k B N"], last: Tensor
+        self, w: Float[Tensor, "B N"], basis: Native | Blocks, k: int, last: Tensor, known: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """w less its part in the span of the basis, and the coefficients beyond the one known from the recurrence.
+        """w less its part in the span of the first k vectors, and the coefficients beyond the recurrence's `known` one.
 
-        The known term goes first: one pass over the basis then suffices. After a restart nothing is known: two passes.
+        The known term, along the last vector, goes first: one pass over the basis then suffices. After a restart
+        nothing is known: two passes.
         """
-        if not len(basis):
-            return w, torch.zeros(w.shape[0], 0, dtype=torch.float64)
-        known = not self.restarted
-        if known:
-            w = w - last.to(w)[:, None] * basis[-1]
-        Q = basis.transpose(0, 1)
-        coefficients = torch.zeros(w.shape[0], len(basis), dtype=w.dtype, device=w.device)
-        for _ in range(1 if known else 2):
-            # As row vectors: the column form of the same products is an order of magnitude slower on a CPU.
-            c = torch.bmm(w[:, None], Q.mT)
-            w = torch.baddbmm(w[:, None], c, Q, alpha=-1)[:, 0]
-            coefficients += c[:, 0]
+        coefficients = torch.zeros(w.shape[0], k, dtype=w.dtype, device=w.device)
+        if not k:
+            return w, coefficients.double().cpu()
+        if not self.restarted:
+            w = w - known.to(w)[:, None] * last
+        for _ in range(2 if self.restarted else 1):
+            w, c = basis.without(w, k)
+            coefficients += c
         return w, coefficients.double().cpu()
 
     def _note_drift(self, h: Tensor, c: Tensor) -> None:
@@ -141,12 +141,14 @@ class GolubKahan:
             self.drift = torch.maximum(self.drift, torch.maximum(h.norm(dim=1), c.norm(dim=1)))
 
     def _grow(self) -> None:
-        room = len(self.U)
+        room = self.H.shape[-1]
         if self.k == room:
             more = min(room, self.capacity - room)
-            self.V = torch.cat([self.V, self.V.new_empty(more, *self.V.shape[1:])])
-            self.U = torch.cat([self.U, self.U.new_empty(more, *self.U.shape[1:])])
+            self.V.reserve(room + more + 1)
+            self.U.reserve(room + more)
             self.H = torch.nn.functional.pad(self.H, (0, more, 0, more))
+            if isinstance(self.V, Native) and isinstance(self.U, Native):
+                self.v, self.u = self.V[self.k], self.U[self.k - 1]  # views: they would hold on to the old bases
 
     def _restart(self) -> None:
         """Keep the leading third of the Ritz vectors and v_{k+1}.
@@ -156,9 +158,11 @@ class GolubKahan:
         H = self.H[:, : self.k, : self.k]
         p, theta, qh = torch.linalg.svd(torch.where(H.isfinite().all(dim=(1, 2))[:, None, None], H, 0.0))
         kept = max(1, self.k // 3)
-        V, U = self.combine(qh[:, :kept], self.V), self.combine(p.mT[:, :kept], self.U)
-        self.V[kept] = self.V[self.k]
-        self.V[:kept], self.U[:kept] = V, U
+        V, U = self.V.combine(qh[:, :kept]), self.U.combine(p.mT[:, :kept])
+        self.v = self.V.put(kept, self.v)
+        for i in range(kept):
+            self.V.put(i, V[i])
+            self.U.put(i, U[i])
         self.H.zero_()
         self.H[:, :kept, :kept] = torch.diag_embed(theta[:, :kept])
         self.k, self.restarted = kept, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 
 import torch
@@ -38,8 +39,24 @@ def local_lipschitz(
         raise UserError(f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}")
     if precision == "exact":
         f, X = in_float64(f), X.double()
-    J = jacobian(f, X)
-    return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
+    try:
+        J = jacobian(f, X)
+        return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
+    except torch.OutOfMemoryError as error:
+        held = torch.cuda.memory_allocated(X.device)  # the frames of the error still hold everything
+        total = torch.cuda.get_device_properties(X.device).total_memory
+        raise UserError(too_large(X, str(error), held, total)) from error
+
+
+def too_large(X: Tensor, message: str, held: int, total: int) -> str:
+    """What was asked for, what there is, and what to try, where `held` bytes of `total` did not suffice."""
+    tokens, asked = X.numel() // X.shape[-1], re.search(r"allocate ([\d.]+) ([KMG])iB", message)
+    need = held + (float(asked[1]) * 1024 ** " KMG".index(asked[2]) if asked else 0)
+    fitting = f": fewer than {int(tokens * total / need) + 1} could fit" if need > total else ""
+    return (
+        f"{tokens} tokens of size {X.shape[-1]} need more than the {total / 2**30:.3g} GiB of {X.device}{fitting}; "
+        "give fewer, or keep the Krylov vectors in the host's memory, solver=Solver(basis='host')"
+    )
 
 
 def in_float64(f: Map) -> Map:

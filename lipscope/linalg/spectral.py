@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import Status, UserError
+from lipscope.linalg.basis import HALF_UNIT, STORAGES
 from lipscope.linalg.certificate import polynomial_bound, smallest_overlap
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.golub_kahan import GolubKahan, norms
@@ -17,6 +19,7 @@ from lipscope.linalg.operator import LinearOperator
 
 NOT_FLOAT64 = "no upper bound: it needs float64 products; use precision='exact' or float64 inputs"
 NOT_RANDOM = "no upper bound: the start vector was given, not drawn at random"
+ROUNDED_BASIS = "no upper bound: it needs Krylov vectors with all their digits; use basis='native' or 'host'"
 NO_BOUND = "no upper bound: too few steps for the failure probability asked for; set gap to go on"
 CERTIFIED = (
     "the upper bound holds unless the random start was unlucky, "
@@ -34,13 +37,16 @@ SMALL = 1 << 16
 class Solver:
     """What the solver may spend, and the failure probability of its upper bound (shared out over a batch).
 
-    memory: bytes for the Krylov bases; 2 GiB by default, on a GPU half of what is free.
+    memory: bytes for the Krylov bases; 2 GiB by default, on a GPU half of what is free, on a host half of all it has.
+    basis:  where they are kept: "native" beside the operator; "bfloat16" there, in two bytes a number, which costs more
+            steps and the upper bound, but no accuracy; "host" in the host's memory, all digits, brought back in blocks.
     """
 
     max_steps: int = 500
     memory: int | None = None
     failure: float = 1e-9
     seed: int | None = None
+    basis: str = "native"
 
 
 def spectral_norm(
@@ -73,7 +79,13 @@ def spectral_norm(
     v = _random_start(J, members, solver.seed) if start is None else start.reshape(members, -1).to(J.dtype)
     run = _Run(J, tol, gap, solver, random=start is None)
     run.solve(v)
-    note = CERTIFIED if start is None else NOT_RANDOM
+    while not run.settled:
+        taken, v = int(run.steps.max()), run.right
+        found += taken
+        solver = replace(solver, max_steps=solver.max_steps - taken)
+        run = _Run(J, tol, gap, solver, random=False)
+        run.solve(v)
+    note = ROUNDED_BASIS if run.rounded else CERTIFIED if start is None else NOT_RANDOM
     estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
     estimate = replace(estimate, steps=estimate.steps + found)
     return estimate if J.batch is not None else estimate[0]
@@ -84,7 +96,8 @@ class _Run:
 
     def __init__(self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, random: bool):
         self.J, self.tol, self.gap, self.solver = J, tol, gap, solver
-        self.random, self.certify = random, random and J.dtype == torch.float64
+        self.rounded = solver.basis == "bfloat16"
+        self.random, self.certify = random, random and J.dtype == torch.float64 and not self.rounded
         B = J.batch or 1
         self.resolution, self.rounding = J.resolution.reshape(B), J.rounding.reshape(B)
         self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), min=tol)
@@ -97,22 +110,23 @@ class _Run:
         self.status: list[Status] = [Status.MAX_STEPS] * B
 
     def solve(self, start: Tensor) -> None:
-        J = self.J
-        vectors = start.shape[0] * (J.in_size + J.out_size) * start.element_size()
-        basis = GolubKahan(J, start, capacity=_budget(self.solver, J.device) // vectors)
+        J, storage = self.J, self.solver.basis
+        vectors = start.shape[0] * (J.in_size + J.out_size) * (2 if self.rounded else start.element_size())
+        basis = GolubKahan(J, start, _budget(self.solver, J.device) // vectors, storage)
         exhausted = min(J.in_size, J.out_size + 1)
         index = torch.arange(start.shape[0])
         open_ = torch.ones(len(index), dtype=torch.bool)
         for step in range(1, self.solver.max_steps + 1):
             basis.step()
             last = step == self.solver.max_steps or (step >= exhausted and not basis.restarted)
-            if not last and not _worth_checking(step, basis):
+            last = last or (self.rounded and step == basis.capacity)
+            if not last and not self.rounded and not _worth_checking(step, basis):
                 continue
             theta, p, q = basis.ritz()
             theta = torch.where(self.resolution[index].isfinite(), theta, torch.nan)
             residual = basis.b * p[:, -1].abs() / theta
             broken = (basis.b == 0) | theta.isnan() | (theta == 0)
-            done = broken | (residual <= self.target[index])
+            done = broken | (residual <= self._goal(index, q))
             if self.gap is not None and self.certify and not basis.restarted:
                 done &= broken | self._gap_reached(basis, theta, index)
             if last:
@@ -127,6 +141,19 @@ class _Run:
                 basis.keep(remaining)
                 index, open_ = index[remaining], open_[remaining]
 
+    def _goal(self, index: Tensor, q: Tensor) -> Tensor:
+        """The residual to stop at; vectors in bfloat16 leave more, in the part of `right` that is not the start."""
+        goal = self.target[index]
+        if not self.rounded or q.shape[1] == 1:
+            return goal
+        return torch.maximum(goal / 2, HALF_UNIT * q[:, 1:].norm(dim=1))
+
+    @property
+    def settled(self) -> bool:
+        """Whether `right` is as good as its residual says; in bfloat16: whether it is the start, put to the test."""
+        longest = self.steps.max()
+        return not self.rounded or bool(longest == 1) or bool(longest >= self.solver.max_steps)
+
     def _close(self, member: int, i: int, step: int, basis: GolubKahan, ritz: tuple[Tensor, ...]) -> None:
         """Take member i of the basis as finished."""
         theta, p, q, residual = (x[i] for x in ritz)
@@ -136,8 +163,8 @@ class _Run:
             overflow = not self.resolution[member].isfinite()
             self.status[member] = Status.OVERFLOW if overflow else Status.NON_FINITE
             return
-        self.right[member] = q.to(basis.V) @ basis.V[: basis.k, i]
-        self.left[member] = p.to(basis.U) @ basis.U[: basis.k, i]
+        self.right[member] = basis.V.combine(q[None, None], slice(i, i + 1))[0, 0]
+        self.left[member] = basis.U.combine(p[None, None], slice(i, i + 1))[0, 0]
         if basis.b[i] == 0 or theta == 0:
             # An invariant space holds the top vector if the start was random; a given start may have missed it.
             exact = self.random and self.rounding[member] < 0.5
@@ -215,14 +242,14 @@ class _Run:
 
 def _worth_checking(step: int, basis: GolubKahan) -> bool:
     """The small SVD costs as much as a product on small problems: there, look at every second step only."""
-    return (
-        step % 2 == 0 or basis.V[0].numel() > SMALL or bool((basis.b == 0).any()) or not bool(basis.b.isfinite().all())
-    )
+    return step % 2 == 0 or basis.v.numel() > SMALL or bool((basis.b == 0).any()) or not bool(basis.b.isfinite().all())
 
 
 def _budget(solver: Solver, device: torch.device) -> int:
     if solver.memory is not None:
         return solver.memory
+    if solver.basis == "host" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
 
 
@@ -242,6 +269,10 @@ def _check_options(J: LinearOperator, tol: float, gap: float | None, start: Tens
         raise UserError(
             f"gap needs an upper bound, and that needs float64; the operator is {J.dtype}: use precision='exact'"
         )
+    if solver.basis not in STORAGES:
+        raise UserError(f"basis must be one of {', '.join(map(repr, STORAGES))}, got {solver.basis!r}")
+    if gap is not None and solver.basis == "bfloat16":
+        raise UserError("gap needs an upper bound, and basis='bfloat16' gives none: use basis='native' or 'host'")
     if not 0 < solver.failure < 1:
         raise UserError(f"failure must be a probability between 0 and 1, got {solver.failure!r}")
     if solver.max_steps < 1:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
+from lipscope.linalg.local import too_large
 from lipscope.linalg.operator import dense_operator
 from tests.cases import problem
 
@@ -72,3 +73,12 @@ def test_infinity_norm_is_the_largest_row_sum():
     assert e.value == pytest.approx(dense.abs().sum(dim=1).max().item(), rel=1e-12)
     with pytest.raises(ls.UserError, match="norm must be '2' or 'inf'"):
         ls.local_lipschitz(f, X, norm="1")
+
+
+def test_too_many_tokens_are_told_how_many_could_fit():
+    """30 GiB held and 20 more asked for, of 40: of 1000 tokens no more than 800 have a chance."""
+    X = torch.zeros(2, 500, 8)
+    said = too_large(X, "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has", 30 << 30, 40 << 30)
+    assert said.startswith("1000 tokens of size 8 need more than the 40 GiB of cpu: fewer than 801 could fit")
+    assert "basis='host'" in said
+    assert "could fit" not in too_large(X, "no number here", 30 << 30, 40 << 30)
