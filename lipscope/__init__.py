@@ -40,6 +40,7 @@ _CONTENTS = {
     "conditional_distance": "lipscope.mean_field.masked",
     "explicit_inputs": "lipscope.attack.constructions",
     "jacobian": "lipscope.linalg.differentiate",
+    "largest_gain": "lipscope.mean_field.splitting_maps",
     "jasmin": "lipscope.nn.regularize",
     "lightning_callback": "lipscope.models.callbacks",
     "load": "lipscope.models.loading",
@@ -52,6 +53,7 @@ _CONTENTS = {
     "singular_triplets": "lipscope.linalg.local",
     "spectral_norm": "lipscope.linalg.spectral",
     "splitting": "lipscope.mean_field.duplication",
+    "splitting_map": "lipscope.mean_field.splitting_maps",
     "trainer_callback": "lipscope.models.callbacks",
     "transition": "lipscope.mean_field.dirac_families",
     "two_diracs": "lipscope.mean_field.dirac_families",
@@ -91,6 +93,8 @@ if TYPE_CHECKING:
     from lipscope.mean_field.local import local_lipschitz as local_lipschitz
     from lipscope.mean_field.masked import conditional_distance as conditional_distance
     from lipscope.mean_field.measures import Measure as Measure
+    from lipscope.mean_field.splitting_maps import largest_gain as largest_gain
+    from lipscope.mean_field.splitting_maps import splitting_map as splitting_map
     from lipscope.mean_field.transport import wasserstein as wasserstein
     from lipscope.models.callbacks import lightning_callback as lightning_callback
     from lipscope.models.callbacks import trainer_callback as trainer_callback

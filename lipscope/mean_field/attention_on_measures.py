@@ -19,7 +19,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import Compression, LinearOperator
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import Measure, check_measure
 
 
 def push(f: SelfAttention, mu: Measure) -> Measure:
@@ -37,11 +37,18 @@ def derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
 
 def velocity(f: SelfAttention, mu: Measure) -> Callable[[Tensor], Tensor]:
     """Gamma_mu, as a function of query points [N, d] anywhere in space; mu has no positions."""
+    check_measure(mu)
     if mu.positions is not None:
         raise UserError("this measure has positions: Gamma depends on them too; leave them out")
-    lift = lifted(f, mu)
+    lift, d = lifted(f, mu), mu.points.shape[1]
     mask = None if lift.mask is None else lift.mask[:1]
-    return lambda Z: respond(lift, Z, mu.points, mask)
+
+    def gamma(Z: Tensor) -> Tensor:
+        if Z.ndim != 2 or Z.shape[1] != d:
+            raise UserError(f"query points must have the shape [N, {d}], got {tuple(Z.shape)}")
+        return respond(lift, Z, mu.points, mask)
+
+    return gamma
 
 
 def query_derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
@@ -53,6 +60,7 @@ def query_derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
 def lifted(f: SelfAttention, mu: Measure) -> SelfAttention:
     """f as a map of the atoms of mu: the same weights, and log w_j (and the order of positions) as a mask."""
     liftable(f)
+    check_measure(mu)
     n, d = mu.points.shape
     if d != f.Q.shape[1]:
         raise UserError(f"the points have size {d}; the weights of f read tokens of size {f.Q.shape[1]}")

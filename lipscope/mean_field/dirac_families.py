@@ -71,6 +71,10 @@ def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) ->
     """
     if not (math.isfinite(n_max) and n_max >= 2):
         raise UserError(f"n_max must be a finite number of at least 2 tokens, got {n_max!r}")
+    if per_decade < 1:
+        raise UserError(
+            f"per_decade, how many n from one power of ten to the next, must be at least 1, got {per_decade!r}"
+        )
     worst = two_diracs(f, R)
     top = math.floor(per_decade * math.log10(n_max) + 1e-9)
     counts = sorted({2, int(n_max)} | {max(2, round(10 ** (i / per_decade))) for i in range(top + 1)})
@@ -96,9 +100,9 @@ def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, flo
     """gamma, its unit eigenvector u, where the crowd stands on it, and |Vu|."""
     if family not in (None, "opposite", "same side"):
         raise UserError(f'family must be "opposite", "same side" or None for the worse of the two, got {family!r}')
+    check_scores(f)
     if f.heads != 1 or f.causal or (f.biases is not None and f.biases[0] is not None):
         raise UserError("the two-Dirac families are for one head without mask and query bias; take f.head(h)")
-    check_scores(f)
     (head,) = heads_of(f.double(), folded=True)
     values, vectors = torch.linalg.eig(head.A)
     real = values.imag.abs() <= 1e-12 * values.abs().max()

@@ -17,7 +17,8 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative, push, query_derivative
+from lipscope.mean_field.attention_on_measures import derivative, liftable, push, query_derivative
+from lipscope.mean_field.masked import conditional_distance
 from lipscope.mean_field.measures import Measure, as_measure
 from lipscope.mean_field.transport import wasserstein
 
@@ -84,7 +85,7 @@ def splitting(
     solver: Solver | None = None,
 ) -> Splitting:
     """Whether duplicating tokens of X [n, d], or atoms of mu, makes f less smooth: which, by how much, along what."""
-    given = as_measure(mu, f.causal)
+    given = as_measure(mu, liftable(f).causal)
     measure = given.merged()
     solver = solver or Solver()
     each = replace(solver, failure=solver.failure / 2)  # both bounds hold together with the confidence asked for
@@ -142,14 +143,23 @@ def split_estimate(found: Splitting) -> Estimate:
 def jump_ratio(f: SelfAttention, mu: Measure, token: int, to: Tensor, mass: float) -> float:
     """W2(F(nu), F(mu)) / W2(nu, mu), nu being mu with some mass of one atom moved to the point `to`, however far.
 
+    With positions the distance is d_2, and the mass keeps its position.
+
     As the mass tends to 0, so does W2(nu, mu), yet the ratio can stay above L_split(mu): that constant is about short
     moves of any mass, not about long moves of a small mass.
     """
+    n, d = mu.points.shape
+    if not 0 <= token < n:
+        raise UserError(f"token must be an atom of the measure, 0 to {n - 1}, got {token!r}")
+    if to.numel() != d or torch.equal(to.flatten().to(mu.points), mu.points[token]):
+        raise UserError(f"to must be a point of size {d}, not the atom itself, got shape {tuple(to.shape)}")
     if not 0 < mass < mu.weights[token].item():
         raise UserError(
             f"mass must be between 0 and the weight {mu.weights[token].item():g} of token {token}, got {mass!r}"
         )
     weights = torch.cat([mu.weights, mu.weights.new_tensor([mass])])
     weights[token] -= mass
-    nu = Measure(torch.cat([mu.points, to.reshape(1, -1).to(mu.points)]), weights)
-    return wasserstein(push(f, nu), push(f, mu)) / wasserstein(nu, mu)
+    s = None if mu.positions is None else torch.cat([mu.positions, mu.positions[token : token + 1]])
+    nu = Measure(torch.cat([mu.points, to.reshape(1, -1).to(mu.points)]), weights, s)
+    distance = wasserstein if s is None else conditional_distance
+    return distance(push(f, nu), push(f, mu)) / distance(nu, mu)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.mean_field.measures import Measure
-from lipscope.mean_field.transport import NEGLIGIBLE, atoms_distance, check_exponent, power_mean
+from lipscope.mean_field.transport import NEGLIGIBLE, atoms_distance, check_pair, power_mean
 
 
 def conditional_distance(mu: Measure, nu: Measure, p: float = 2) -> float:
     """d_p for 1 <= p <= inf of two measures with positions; infinite, and refused, where their positions differ."""
-    check_exponent(p)
+    check_pair(mu, nu, p)
     if mu.positions is None or nu.positions is None:
         raise UserError("conditional_distance needs measures with positions; without them use wasserstein")
     here, there = _fibres(mu), _fibres(nu)

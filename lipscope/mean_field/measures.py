@@ -57,13 +57,16 @@ class Measure:
         return Measure(self.points.double(), weights / weights.sum(), s)
 
     def moved(self, field: Tensor) -> Measure:
-        """Every atom x_i displaced to x_i + field_i."""
+        """Every atom x_i displaced to x_i + field_i; a field [1, d] moves all alike."""
+        n, d = self.points.shape
+        if tuple(field.shape) not in ((n, d), (1, d)):
+            raise UserError(f"field must have the shape {(n, d)} of the points, got {tuple(field.shape)}")
         return replace(self, points=self.points + field)
 
     def split(self, copies: int) -> Measure:
         """Every atom as so many equal copies of itself, one after the other: the same measure with more atoms."""
-        if copies < 1:
-            raise UserError(f"copies must be at least 1, got {copies!r}")
+        if not isinstance(copies, int) or copies < 1:
+            raise UserError(f"copies must be a whole number, at least 1, got {copies!r}")
         s = None if self.positions is None else self.positions.repeat_interleave(copies)
         weights = (self.weights / copies).repeat_interleave(copies)
         return Measure(self.points.repeat_interleave(copies, dim=0), weights, s)
@@ -96,6 +99,11 @@ class Measure:
 def as_measure(mu: Measure | Tensor, causal: bool = False) -> Measure:
     """Tokens X [n, d] as the measure that gives each the weight 1/n; a measure as it is."""
     return mu if isinstance(mu, Measure) else Measure.uniform(mu, causal)
+
+
+def check_measure(mu: object) -> None:
+    if not isinstance(mu, Measure):
+        raise UserError(f"a Measure is expected, got {type(mu).__name__}; Measure.uniform(X) makes one of tokens X")
 
 
 def _check_points(points: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
-from lipscope.mean_field.attention_on_measures import stacked
+from lipscope.mean_field.attention_on_measures import liftable, stacked
 from lipscope.mean_field.measures import Measure
 
 
@@ -47,11 +47,12 @@ def gains(f: SelfAttention, X: Tensor, weights: Tensor) -> Tensor:
 
 def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
     """The gain over the square positions x positions, for f on tokens of size 1."""
-    if f.Q.shape[1] != 1 or positions.ndim != 1:
+    if liftable(f).Q.shape[1] != 1 or positions.ndim != 1:
         raise UserError(
             f"the map is of two tokens on a line: f must read tokens of size 1, got {f.Q.shape[1]}, "
             f"and positions be a vector, got {tuple(positions.shape)}"
         )
+    positions = positions.to(f.Q)
     X = torch.cartesian_prod(positions, positions)[..., None]
     weights = torch.full_like(X[..., 0], 0.5)
     gain = gains(f, X, weights).clamp_min(1.0)
@@ -66,6 +67,9 @@ def largest_gain(
     equal: weights 1/n; otherwise weights are drawn too, from e^-10 to 1 before they are normalised. A gain of 1 says
     that the search met no measure that splits, not that there is none.
     """
+    liftable(f)
+    if n < 1 or not (math.isfinite(R) and R > 0) or tries < 1:
+        raise UserError(f"the search needs n >= 1 tokens, a radius R > 0 and tries >= 1, got {n!r}, {R!r}, {tries!r}")
     g = Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:

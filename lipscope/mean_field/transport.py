@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import Measure, check_measure
 
 NEGLIGIBLE = 1e-13
 """The part of an atom that rounding alone can misplace: it does not move. W_inf would count it in full."""
@@ -20,13 +20,15 @@ NEGLIGIBLE = 1e-13
 
 def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
     """W_p for 1 <= p <= inf, in float64: sorted matching on the line, a linear program elsewhere."""
-    check_exponent(p)
+    check_pair(mu, nu, p)
     if mu.positions is not None or nu.positions is not None:
         raise UserError("these measures have positions; their distance is conditional_distance(mu, nu, p)")
     return atoms_distance(mu.points, mu.weights, nu.points, nu.weights, p)
 
 
-def check_exponent(p: float) -> None:
+def check_pair(mu: Measure, nu: Measure, p: float) -> None:
+    for given in (mu, nu):
+        check_measure(given)
     if not p >= 1:
         raise UserError(f"p must be at least 1 (math.inf for the longest move), got {p!r}")
 

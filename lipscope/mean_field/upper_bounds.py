@@ -1,6 +1,6 @@
 """How much attention can stretch the distance of two measures in a ball of radius R, whatever their atoms and weights.
 
-The theorems live in `lipscope.theorems`; here they are asked about measures, and d_p joins them for every p > 1.
+Theorems of `lipscope.theorems` asked about measures, and W_p and d_p for every p; proofs in docs/theory/mean_field.md.
 Here a = ||A|| R^2 with A = K'Q/sqrt(k), and a_b = R (||A|| R + |K'b_q|/sqrt(k)), which is a without a query bias b_q.
 """
 
@@ -37,22 +37,47 @@ def w_inf_bound(f: SelfAttention, R: float) -> float:
     return _evaluate(geshkovski2023.largest_token_upper, f, R)
 
 
+def w_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
+    """W_p without mask, 1 <= p <= inf: ||V|| (a + (1 + c a_b) e^{2 a_b / p}), c = max(1, 2^{2/p - 1})."""
+    _check_order(f, causal=False)
+    if not p >= 1:
+        raise UserError(f"p must be at least 1 (math.inf for the longest move), got {p!r}")
+    return w_inf_bound(f, R) if math.isinf(p) else _evaluate(_least(p, {1.0: 0.0}), f, R)
+
+
 def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
-    """d_p of causal attention, p > 1: ||V|| (a + p/(p-1) (1 + 2 a_b) e^{2 a_b}); at p = inf, w_inf_bound."""
+    """d_p of causal attention, p > 1: ||V|| (a + (1 + c a_b) (q/(q-1) e^{2 a_b})^{q/p}) with the best 1 < q <= p.
+
+    c = max(1, 2^{2q/p - 1}). At q = p this is ||V|| (a + p/(p-1) (1 + 2 a_b) e^{2 a_b}); at p = inf, w_inf_bound.
+    """
     _check_order(f, causal=True)
     if not p > 1:
         raise UserError(f"p must be above 1, got {p!r}: averaging over the past has no constant in d_1")
     if math.isinf(p):
         return w_inf_bound(f, R)
+    # Any q is right; the best is near p for small a and near 1 + 1/(2a) for large a.
+    least = min(p - 1, 1e-4)
+    tried = (min(p, 1 + least * ((p - 1) / least) ** (i / 200)) for i in range(201))
+    return _evaluate(_least(p, {q: math.log(q / (q - 1)) for q in tried if q > 1}), f, R)
 
-    def hardy(layer: SelfAttention, domain: Domain) -> float:
+
+def _least(p: float, logs: dict[float, float]) -> Callable[[SelfAttention, Domain], float]:
+    """The least of ||V|| (a + (1 + c a_b) (k e^{2 a_b})^{q/p}) over q, log k = logs[q] being the price of the mask."""
+
+    def theorem(f: SelfAttention, domain: Domain) -> float:
+        assert isinstance(domain, Ball)
+
         def head(h: Head) -> float:
-            a = reach(h, R)
-            return up(h.V_norm * (a.query + p / (p - 1) * (1 + 2 * a.key) * exp_up(2 * a.key)))
+            a = reach(h, domain.R)
+            each = (
+                (1 + max(1, 2 ** (2 * q / p - 1)) * a.key) * exp_up(q / p * (2 * a.key + k)) for q, k in logs.items()
+            )
+            return up(h.V_norm * (a.query + min(each)))
 
-        return over_heads(layer, head)
+        # Heads side by side add as squares only from p = 2 on; below, as p-th powers.
+        return up(f.heads ** max(0.0, 1 / p - 1 / 2) * over_heads(f, head))
 
-    return _evaluate(hardy, f, R)
+    return theorem
 
 
 def check_scores(f: SelfAttention) -> None:
@@ -67,7 +92,7 @@ def _evaluate(theorem: Callable[[SelfAttention, Domain], float], f: SelfAttentio
 
 
 def _check_order(f: SelfAttention, causal: bool) -> None:
-    if f.causal != causal:
+    if liftable(f).causal != causal:
         raise UserError(
             "this bound is for attention without a mask; for causal attention use d_p_bound or w_inf_bound"
             if f.causal

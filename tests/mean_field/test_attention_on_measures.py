@@ -156,5 +156,7 @@ def test_a_mismatch_is_explained():
         push(f, mu)
     with pytest.raises(ls.UserError, match="positions"):
         velocity(replace(f, causal=True), mu)
+    with pytest.raises(ls.UserError, match=r"shape \[N, 1\], got \(3, 2\)"):
+        velocity(f, line([0.0, 1.0]))(torch.zeros(3, 2, dtype=torch.float64))
     with pytest.raises(ls.UserError, match="points have size 3"):
         push(f, Measure.uniform(torch.zeros(2, 3, dtype=torch.float64)))

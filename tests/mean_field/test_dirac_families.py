@@ -93,6 +93,7 @@ def test_what_has_no_family_is_refused():
         (lambda: two_diracs(one_head(-1.0), 30.0), "reduce R"),
         (lambda: two_diracs(one_head(-1.0, causal=True), 1.0), "one head without mask"),
         (lambda: transition(one_head(-1.0), 1.0, 1), "at least 2"),
+        (lambda: transition(one_head(-1.0), 1.0, 10, per_decade=0), "per_decade"),
     ):
         with pytest.raises(ls.UserError, match=says):
             bad()

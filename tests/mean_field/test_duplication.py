@@ -143,6 +143,14 @@ def test_the_bounds_hold_for_the_largest_block_whichever_it_is():
     assert finite >= 15
 
 
+def test_under_a_mask_a_jump_stays_at_its_position():
+    """The later of two tokens sees what it sees without a mask: mass that leaves it is stretched as there."""
+    f, w = one_head(6.0, causal=True), math.exp(-6.0)
+    mu = line([-1.0, 1.0], [1 - w, w], [0.5, 1.0])
+    ratio = jump_ratio(f, mu, 1, torch.tensor([0.338], dtype=torch.float64), 1e-7)
+    assert ratio == pytest.approx(2.6346, abs=1e-3) and ratio > 2 * splitting(f, mu).value
+
+
 def test_a_finite_jump_is_not_covered():
     """mu = e^{-6} delta_1 + (1 - e^{-6}) delta_{-1}, A = 6: mass that goes from 1 to 0.338 is stretched 2.63-fold."""
     f, w = one_head(6.0), math.exp(-6.0)
@@ -155,6 +163,14 @@ def test_a_finite_jump_is_not_covered():
     secant = ((gamma(to[None]) - gamma(mu.points[:1])).norm() / (to - mu.points[0]).norm()).item()
     assert ratios[-1] == pytest.approx(secant, rel=1e-4) == pytest.approx(2.6346, abs=1e-3)
     assert min(ratios) > 2.4 * found.value
+    for token, point, says in (
+        (2, to, "an atom of the measure, 0 to 1"),
+        (-1, to, "an atom"),
+        (0, mu.points[0], "not the atom itself"),
+        (0, torch.zeros(2), "a point of size 1"),
+    ):
+        with pytest.raises(ls.UserError, match=says):
+            jump_ratio(f, mu, token, point, 1e-5)
     for mass in (0.0, w, 1.0):
         with pytest.raises(ls.UserError, match="mass must be between 0"):
             jump_ratio(f, mu, 0, to, mass)

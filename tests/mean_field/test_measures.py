@@ -45,6 +45,14 @@ def test_positions_outside_the_unit_interval_are_refused(positions, says):
         line([0.0, 1.0], positions=positions)
 
 
+def test_a_field_that_does_not_fit_is_refused():
+    mu = line([0.0, 4.0])
+    assert mu.moved(torch.ones(1, 1, dtype=torch.float64)).points[:, 0].tolist() == [1.0, 5.0]
+    for shape in ((3, 1), (2, 2), (2,), (1, 2)):
+        with pytest.raises(ls.UserError, match=r"shape \(2, 1\) of the points"):
+            mu.moved(torch.zeros(shape, dtype=torch.float64))
+
+
 def test_weights_of_any_size_are_accepted_down_to_rounding():
     w = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     Measure(torch.zeros(1000, 1, dtype=torch.float64), w / w.sum())

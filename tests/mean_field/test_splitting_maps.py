@@ -61,6 +61,21 @@ def test_a_map_without_values_does_not_split():
     assert gains(one_head(-1.0, 0.0), mu.points[None], mu.weights[None]).tolist() == [0.0]
 
 
+def test_the_map_under_a_mask_knows_who_comes_first():
+    at = torch.tensor([0.0, 4.0])  # float32 positions are taken in the dtype of f
+    gain = splitting_map(one_head(-1.0, causal=True), at).gain
+    assert gain[1, 0] > 1.1 and gain[0, 1] == 1.0
+    for x, y, found in ((4.0, 0.0, gain[1, 0]), (0.0, 4.0, gain[0, 1])):
+        truth = splitting(one_head(-1.0, causal=True), torch.tensor([[x], [y]], dtype=torch.float64)).gain
+        assert found.item() == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n", "R", "tries"), [(0, 1.0, 10), (2, -1.0, 10), (2, math.nan, 10), (2, 1.0, 0)])
+def test_a_search_without_room_is_refused(n, R, tries):
+    with pytest.raises(ls.UserError, match="the search needs"):
+        largest_gain(one_head(-1.0), n, R, tries=tries)
+
+
 def test_only_the_line_has_a_map():
     with pytest.raises(ls.UserError, match="tokens of size 1"):
         splitting_map(MAPS["A = I"](), torch.zeros(3, dtype=torch.float64))

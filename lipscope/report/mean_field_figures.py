@@ -1,0 +1,117 @@
+"""Figures of attention on measures: what the room `mean_field` computes, drawn on matplotlib Axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lipscope._types import Ball
+from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.mean_field.attention_on_measures import derivative
+from lipscope.mean_field.dirac_families import Transition, two_diracs
+from lipscope.mean_field.hardy import averaging
+from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.splitting_maps import SplittingMap
+from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023
+from lipscope.theorems.geshkovski2023 import masked_wasserstein_upper
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PALETTE = "viridis"  # monotone lightness: readable in greyscale and by colour-blind eyes
+
+
+def draw_transitions(found: Mapping[float, Transition], ax: Axes) -> Axes:
+    """sigma(n) along the adversarial family for each radius R, with sqrt n, the plateaus and n = e^{2 gamma R^2}."""
+    from matplotlib import colormaps
+
+    ends = [float(n) for n in max(found.values(), key=lambda curve: curve.n[-1]).n]
+    ax.plot(ends, [math.sqrt(n) for n in ends], "--", color="0.5", label="√n")
+    for i, (R, curve) in enumerate(found.items()):
+        colour = colormaps[PALETTE](0.85 * i / max(1, len(found) - 1))
+        n = [float(count) for count in curve.n]
+        ax.plot(n, curve.sigma.tolist(), color=colour, label=f"R = {R:g}, plateau {curve.plateau:.3g}")
+        if curve.predicted <= n[-1]:
+            ax.vlines(curve.predicted, 1, curve.plateau, color=colour, linewidth=0.8, linestyle=":")
+            ax.plot([curve.predicted], [curve.plateau], "o", color=colour, markersize=5)
+    ax.plot([], [], "o:", color="0.3", markersize=5, linewidth=0.8, label="n = exp(2γR²), predicted")
+    # sqrt n goes on for ever: the window is that of the curves.
+    ax.set_xlim(2, ends[-1])
+    ax.set_ylim(1, 10 * max(curve.sigma.max().item() for curve in found.values()))
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("n, number of tokens")
+    ax.set_ylabel("σ(n), local Lipschitz constant")
+    ax.legend(fontsize="small", loc="upper left")
+    return ax
+
+
+def draw_splitting_map(found: SplittingMap, ax: Axes) -> Axes:
+    """The gain from mass splitting as colour, over the positions of two tokens on the line."""
+    at = found.positions.tolist()
+    image = ax.pcolormesh(at, at, found.gain.T.tolist(), cmap="magma_r", vmin=1.0, shading="nearest", rasterized=True)
+    ax.set_aspect("equal")
+    ax.set_xlabel("position of token 1")
+    ax.set_ylabel("position of token 2")
+    bar = ax.figure.colorbar(image, ax=ax, fraction=0.046, pad=0.03)
+    bar.set_label("gain, with splitting / without (1: splitting does not help)")
+    return ax
+
+
+def draw_two_diracs(f: SelfAttention, radii: Sequence[float], ax: Axes, family: str | None = None) -> Axes:
+    """||D_mu F|| of the two-Dirac measures over R, above what is proved from below and under both bounds."""
+    worst = [two_diracs(f, R, family) for R in radii]
+    sigma = [spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0)).value for w in worst]
+    ax.plot(
+        radii, [w2_bound_geshkovski2023(f, R) for R in radii], "--", color="0.5", label="published: ‖V‖(1+3a)exp(2a)"
+    )
+    ax.plot(radii, [w2_bound(f, R) for R in radii], color="tab:red", label="sharper: ‖V‖(a+(1+a)exp(a))")
+    ax.plot(radii, sigma, "o", color="black", markersize=3, label="‖D_μF‖ at p = exp(-2γR²)")
+    ax.plot(radii, [w.guaranteed for w in worst], color="tab:blue", label="proved from below: |Vu| (γ/2) R² exp(γR²)")
+    ax.set_yscale("log")
+    ax.set_xlabel("R, radius")
+    ax.set_ylabel("Lipschitz constant in W₂")
+    ax.legend(fontsize="small", loc="upper left")
+    return ax
+
+
+def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) -> Axes:
+    """The d_p constants of averaging n tokens over their past, with their limits and the 1 of the unmasked bound."""
+    from matplotlib import colormaps
+
+    for i, p in enumerate(exponents):
+        colour = colormaps[PALETTE](0.85 * i / max(1, len(exponents) - 1))
+        constants = [averaging(n, p).constant for n in counts]
+        limit = math.inf if p == 1 else 1.0 if math.isinf(p) else p / (p - 1)
+        name = "∞" if math.isinf(p) else f"{p:g}"
+        ax.plot(counts, constants, ".-", color=colour, label=f"p = {name}, limit {'∞' if p == 1 else f'{limit:.3g}'}")
+        if math.isfinite(limit):
+            ax.axhline(limit, color=colour, linewidth=0.8, linestyle=":")
+    ax.axhline(1.0, color="tab:red", linestyle="--", label="bound without mask, (1+3a)exp(2a) at a = 0")
+    ax.set_xscale("log")
+    ax.set_xlabel("n, number of tokens")
+    ax.set_ylabel("constant of averaging over the past in d_p")
+    ax.legend(fontsize="small", loc="upper left")
+    return ax
+
+
+def draw_masked_bounds(f: SelfAttention, radii: Sequence[float], X: torch.Tensor, ax: Axes) -> Axes:
+    """In d_2, over R: causal f at the tokens R X, above the bound for attention without mask, below those that hold."""
+    measures = [Measure.uniform(R * X, causal=True) for R in radii]
+    sigma = [spectral_norm(derivative(f, mu), 1e-6, solver=Solver(seed=0)).value for mu in measures]
+    without = [w2_bound_geshkovski2023(replace(f, causal=False), R) for R in radii]
+    hardy = [masked_wasserstein_upper(f.double(), Ball(R, 1)) for R in radii]
+    ax.plot(radii, without, "--", color="tab:red", label="bound without mask: ‖V‖(1+3a)exp(2a)")
+    ax.plot(radii, hardy, color="tab:green", label="corrected: ‖V‖(a+2(1+2a)exp(2a))")
+    ax.plot(radii, [d_p_bound(f, R, 2) for R in radii], color="tab:blue", label="corrected, exponent halved")
+    ax.plot(radii, sigma, "o-", color="black", markersize=3, label=f"‖D_μF‖ of {len(X)} tokens")
+    ax.set_yscale("log")
+    ax.set_xlabel("R, radius")
+    ax.set_ylabel("Lipschitz constant in d₂")
+    ax.legend(fontsize="small", loc="upper left")
+    return ax
