@@ -38,6 +38,7 @@ _CONTENTS = {
     "audit": "lipscope.study.bound_probe",
     "bounds": "lipscope.theorems.registry",
     "conditional_distance": "lipscope.mean_field.masked",
+    "convert": "lipscope.models.conversion",
     "explicit_inputs": "lipscope.attack.constructions",
     "jacobian": "lipscope.linalg.differentiate",
     "jasmin": "lipscope.nn.regularize",
@@ -98,6 +99,7 @@ if TYPE_CHECKING:
     from lipscope.mean_field.transport import wasserstein as wasserstein
     from lipscope.models.callbacks import lightning_callback as lightning_callback
     from lipscope.models.callbacks import trainer_callback as trainer_callback
+    from lipscope.models.conversion import convert as convert
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
     from lipscope.models.watching import watch as watch

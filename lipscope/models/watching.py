@@ -69,7 +69,7 @@ class ModelWatch:
             if self._handle is not None:
                 self._handle.remove()  # the pass below is ours
                 self._handle = None
-            self._survey = self.model.survey(**_one_sample(inputs))
+            self._survey = self.model.survey(**one_sample(inputs))
         site = self._survey.site(self.scope, self._layers[name])
         return site.f, site.X[0]
 
@@ -94,7 +94,7 @@ class _InputTap:
         return _InputTap, ()
 
 
-def _one_sample(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def one_sample(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The sample without its padding, by the name the model takes it under."""
     given = {name: inputs[name] for name in INPUTS if name in inputs}
     if len(given) != 1:

@@ -62,6 +62,9 @@ class ModuleWatch:
             raise tap.call
         return _read(self._modules[name], tap.call)
 
+    def module(self, name: str) -> nn.Module:
+        return self._modules[name]
+
     def release(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -87,8 +90,8 @@ class _Tap:
         try:
             with torch.no_grad():
                 self.call = _first_sample(module, args, kwargs)
-        except UserError as error:  # told when the layer is measured: a forward pass must not fail for being watched
-            self.call = error
+        except Exception as error:  # told when the layer is measured: a forward pass must not fail for being watched
+            self.call = UserError(str(error))
 
     def __reduce__(self) -> tuple[type[_Tap], tuple[()]]:
         return _Tap, ()
@@ -107,7 +110,7 @@ class Frozen:
         lent = {name: _lend(t, self.dtype) for name, t in tensors}
         args = tuple(x[None] if i == 0 else self._cast(arg) for i, arg in enumerate(self.call.args))
         kwargs = {key: self._cast(value) for key, value in self.call.kwargs.items()}
-        with _evaluating(self.module):
+        with evaluating(self.module):
             output = functional_call(self.module, lent, args, kwargs)
         y = output[0] if isinstance(output, tuple | list) else output
         return y[0]
@@ -232,6 +235,8 @@ def _first_of_torch(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs
     names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query = given["query"]
+    if query.is_nested:
+        raise UserError("nn.MultiheadAttention is given nested tensors, which are not measured")
     if given["key"] is not query or given["value"] is not query:
         raise UserError("nn.MultiheadAttention is called with another key or value than its query: no self-attention")
     batched = query.ndim == 3
@@ -257,7 +262,7 @@ def _lend(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     """No dropout, no statistics; afterwards every module is in the mode it was in."""
     modes = [(m, m.training) for m in module.modules()]
     try:

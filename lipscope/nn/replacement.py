@@ -1,0 +1,178 @@
+"""An attention layer that takes another's place: its weights as far as they fit, its calls answered as before."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.attention.kernels import Dot, default_scale
+from lipscope.attention.layer import SelfAttention
+from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention, value_factors
+from lipscope.nn.variants import ATTENTIONS, CONSTANT
+
+SMALLEST = 1e-2
+"""Directions of the queries weaker than this, relative to the strongest, carry no values."""
+
+
+class Replacement(nn.Module):
+    """`layer`, plus the constant vector that biases of values and output came to; padded tokens are kept apart."""
+
+    bias: Tensor | None
+
+    def __init__(self, layer: AttentionLayer, bias: Tensor | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    def attended(self, X: Tensor, real: Tensor | None) -> Tensor:
+        """The layer on each sample's real [B, n] tokens; every token where it is None. A padded token gives the bias.
+
+        Samples of the same padding go together: none of the layers has to know of it.
+        """
+        Y = self.layer(X) if real is None or bool(real.all()) else self._apart(X, real)
+        return Y if self.bias is None else Y + self.bias.to(Y.dtype)
+
+    def _apart(self, X: Tensor, real: Tensor) -> Tensor:
+        patterns, which = real.unique(dim=0, return_inverse=True)
+        parts, places = [], []
+        # Who watches a layer keeps its last call: that of the first sample.
+        for i in sorted(range(len(patterns)), key=lambda i: i == int(which[0])):
+            place = (torch.nonzero(which == i)[:, 0, None], torch.nonzero(patterns[i])[None, :, 0])
+            if patterns[i].any():
+                parts.append(self.layer(X[place]))
+                places.append(place)
+        Y = parts[0].new_zeros(X.shape) if parts else torch.zeros_like(X)
+        for place, part in zip(places, parts, strict=True):
+            Y[place] = part
+        return Y
+
+
+class TorchReplacement(Replacement):
+    """In the place of an nn.MultiheadAttention, as nn.TransformerEncoderLayer calls it; no attention weights."""
+
+    # Of these, torch's encoder asks whether a fused kernel of its own may take over: it may not.
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
+
+    def __init__(self, layer: AttentionLayer, bias: Tensor | None, batch_first: bool) -> None:
+        super().__init__(layer, bias)
+        self.batch_first, self.embed_dim, self.num_heads = batch_first, layer.dim, layer.heads
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        if key is not query or value is not query:
+            raise UserError("this attention was converted: it is self-attention, and key or value is not the query")
+        swap = query.ndim == 3 and not self.batch_first
+        X = query.transpose(0, 1) if swap else query
+        check_mask(self.layer, attn_mask, X.shape[-2])
+        real = None
+        if key_padding_mask is not None:
+            hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
+            real = ~hidden if hidden.ndim == 2 else ~hidden[None]
+        Y = self.attended(X, real) if X.ndim == 3 else self.attended(X[None], real)[0]
+        return (Y.transpose(0, 1) if swap else Y), None
+
+
+def check_mask(layer: AttentionLayer, mask: Tensor | None, n: int) -> None:
+    """Refuse a mask, in torch's sense, that is not the layer's own."""
+    wanted = "a causal attn_mask" if layer.causal else "no attn_mask"
+    if (is_causal_mask(mask, n) if mask is not None else False) != layer.causal:
+        raise UserError(f"this attention was converted with {wanted} and takes no other; convert with the mask you use")
+
+
+def is_causal_mask(mask: Tensor, n: int) -> bool:
+    """Whether torch's mask, True or -inf for hidden, is the causal one; an error if it hides anything else."""
+    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
+    plain = mask.dtype == torch.bool or bool(((mask == 0) | hidden).all())
+    later = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
+    if plain and mask.shape[-2:] == (n, n) and not hidden.any():
+        return False
+    if plain and mask.shape[-2:] == (n, n) and bool((hidden == later).all()):
+        return True
+    raise UserError("attn_mask is neither causal nor empty; converted attention takes causal masks and padding alone")
+
+
+def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -> AttentionLayer:
+    """A layer of the kind `to` with the sizes of f, in its dtype, where it lives; its weights too, unless `fresh`.
+
+    dot, cosine: query, key, value and output weights are those of f.
+    l2, contractive: the query weights Q and the output weights are those of f; keys are queries. Values can only be
+    made of queries: they are the nearest to the old ones, V Q^+ Q for the old V.
+    """
+    d = f.Q.shape[1]
+    if f.O is None or not (f.Q.shape[0] == f.heads * (f.V.shape[0] // f.groups) == d == f.O.shape[0]):
+        raise UserError(f"heads of size {f.Q.shape[0] // f.heads} times {f.heads} do not make up tokens of size {d}")
+    if fresh:
+        layer = _empty(to, d, f, constant)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            layer = _empty(to, d, f, constant)
+        _carry_over(f, layer)
+    return layer.to(f.Q.device, f.Q.dtype)
+
+
+def _empty(to: str, d: int, f: SelfAttention, constant: float | None) -> AttentionLayer:
+    if to == "contractive":
+        return ContractiveL2Attention(d, f.heads, CONSTANT if constant is None else constant, causal=f.causal)
+    return ATTENTIONS[to](d, f.heads, f.causal)
+
+
+@torch.no_grad()
+def _carry_over(f: SelfAttention, layer: AttentionLayer) -> None:
+    assert f.O is not None
+    size = f.Q.shape[0] // f.heads
+    Q = f.Q.double()
+    K, V = (
+        W.double().unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten(0, 1)
+        for W in (f.K, f.V)
+    )
+    if isinstance(layer, L2SelfAttention):
+        parts = {"query": Q, "value": _values_of_queries(Q, V, f.heads)}
+    else:
+        # What the score is multiplied by goes into the queries; the layer has its own 1 / sqrt(size).
+        parts = {"query": Q * default_scale(f.kernel, size) * math.sqrt(size), "key": K, "value": V}
+    for name, W in {**parts, "out": f.O}.items():
+        layer.get_parameter(f"{name}.weight").copy_(W)
+
+
+def _values_of_queries(Q: Tensor, V: Tensor, heads: int) -> Tensor:
+    """The weight W with value_factors(Q, W) Q = V Q^+ Q, head by head."""
+    Q, V = (W.unflatten(0, (heads, -1)) for W in (Q, V))
+    inverse = torch.linalg.pinv(Q, rtol=SMALLEST)
+    unit = value_factors(Q, inverse.mT)  # linear in its second argument, and this is what Q^+' comes to
+    return (V @ inverse @ torch.linalg.pinv(unit) @ inverse.mT).flatten(0, 1)
+
+
+def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None:
+    """What biases add to every token: rows of P sum to one, so that of the values passes through to the output."""
+    bv = None if f.biases is None else f.biases[2]
+    if bv is None or f.O is None:
+        return output_bias
+    bv = bv.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten()
+    through = f.O @ bv
+    return through if output_bias is None else through + output_bias
+
+
+def left_behind(f: SelfAttention, layer: AttentionLayer) -> tuple[str, ...]:
+    """What f has and the layer has no place for, in words."""
+    bq = None if f.biases is None else f.biases[0]
+    tied = isinstance(layer, L2SelfAttention)  # distances do not see a bias that queries and keys share
+    words = {
+        "key weights": tied and not torch.equal(f.K, f.Q),
+        "query bias": not tied and bq is not None and bool(bq.any()),
+        "rotary positions": isinstance(f.kernel, Dot) and f.kernel.rope is not None,
+    }
+    return tuple(word for word, lost in words.items() if lost)
