@@ -104,11 +104,9 @@ class InvertibleResidual(nn.Module):
                 raise UserError(f"{name} must be a positive integer, got {value!r}")
         keep = torch.is_grad_enabled()
         with torch.enable_grad():
-            x = x if keep and x.requires_grad else x.detach().requires_grad_(True)
-            y = self.g(x)
-            weights = [_series_weights(terms, self.constant if unbiased else 0.0) for _ in range(probes)]
-            found = torch.stack([_probe(x, y, w, keep) for w in weights])
-        found = found if keep else found.detach()
+            signs = torch.randint(0, 2, (probes, *x.shape), device=x.device).to(x.dtype) * 2 - 1
+            weights = _series_weights(terms, probes, self.constant if unbiased else 0.0).to(x)
+            found = _power_series(self.g, x, signs, weights, keep)
         spread = found.detach().std(dim=0) / math.sqrt(probes) if probes > 1 else torch.full_like(found[0], math.nan)
         lost = 0.0 if unbiased else remainder(self.constant, terms, x.shape[-2] * x.shape[-1])
         return LogDet(found.mean(dim=0), spread.detach(), lost)
@@ -128,22 +126,36 @@ def remainder(constant: float, terms: int, size: int) -> float:
     return size * constant ** (terms + 1) / ((terms + 1) * (1 - constant))
 
 
-def _probe(x: Tensor, y: Tensor, weights: list[float], keep: bool) -> Tensor:
-    """sum over k of weight_k v'J^k v for one vector v of random signs, a number a sequence."""
-    v = torch.randint(0, 2, x.shape, device=x.device).to(x.dtype) * 2 - 1
-    w, total = v, torch.zeros(x.shape[:-2], dtype=x.dtype, device=x.device)
+def _power_series(g: nn.Module, x: Tensor, signs: Tensor, weights: Tensor, keep: bool) -> Tensor:
+    """sum over k of weights[k] v'J^k v, J = D_x g, for every v of signs [probes, ...]: [probes] or [probes, B].
+
+    Every probe has its own copy of x in one batch, so that a term costs one backward pass for all of them.
+    """
+    many = (x if keep else x.detach()).expand_as(signs).reshape(-1, *x.shape[-2:])
+    many = many if many.requires_grad else many.requires_grad_(True)
+    y = g(many)
+    v = w = signs.reshape(many.shape)
+    total = torch.zeros(signs.shape[:-2], dtype=x.dtype, device=x.device)
     for weight in weights:
-        (w,) = torch.autograd.grad(y, x, w, create_graph=keep, retain_graph=True)
-        total = total + weight * (w * v).sum(dim=(-2, -1))
+        (w,) = torch.autograd.grad(y, many, w, create_graph=keep, retain_graph=True)
+        inner = (w * v).sum(dim=(-2, -1)).reshape(total.shape)
+        total = total + weight.reshape(-1, *[1] * (total.ndim - 1)) * inner
     return total
 
 
-def _series_weights(terms: int, going_on: float) -> list[float]:
-    """(-1)^(k+1) / k, with a tail of random length whose j-th term is divided by its probability going_on^j."""
-    tail = 0
-    while going_on and torch.rand(()).item() < going_on:
-        tail += 1
-    return [(-1) ** (k + 1) / k / going_on ** max(0, k - terms) for k in range(1, terms + tail + 1)]
+def _series_weights(terms: int, probes: int, going_on: float) -> Tensor:
+    """(-1)^(k+1) / k for `terms` terms, [k, probes], and a tail of random length for each probe.
+
+    The tail goes on with probability going_on after each term, and its j-th term is divided by going_on^j.
+    """
+    tails = torch.zeros(probes, dtype=torch.long)
+    walking = torch.rand(probes) < going_on
+    while bool(walking.any()):
+        tails += walking
+        walking = walking & (torch.rand(probes) < going_on)
+    k = torch.arange(1, terms + int(tails.max()) + 1, dtype=torch.float64)[:, None]
+    late = (k - terms).clamp_min(0)
+    return torch.where(late <= tails, (-1.0) ** (k + 1) / k / (going_on or 1.0) ** late, 0.0)
 
 
 def _length(x: Tensor, norm: float) -> Tensor:

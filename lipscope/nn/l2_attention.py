@@ -54,7 +54,7 @@ class L2SelfAttention(AttentionLayer):
             else:
                 size = spectral_upper(O) * (spectral_upper(M) * spectral_upper(Q)).square().sum().sqrt()
             # Weights that are zero make a zero map, not 0 / 0.
-            size = size.clamp_min(torch.finfo(size.dtype).tiny)
+            size = size.clamp_min(torch.finfo(torch.float32).tiny)
         # index(): under the compiler n may be a symbol, and the theorem wants a number.
         return reaction(operator.index(n), self.head_size, self.causal, norm) * size
 

@@ -1,0 +1,203 @@
+"""Residuals that invert: reconstruction, error bounds, steps against theory, log-determinants against the dense one."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipscope as ls
+from lipscope.nn.invertible import _power_series, _series_weights, remainder, theory_steps
+
+
+def residual(constant: float, seed: int = 0, norm: float = 2, causal: bool = False) -> ls.InvertibleResidual:
+    torch.manual_seed(seed)
+    return ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, constant, norm, causal))
+
+
+class Turn(nn.Module):
+    """x -> c x turned by a right angle in every pair of coordinates: a contraction that attains its constant."""
+
+    def __init__(self, constant: float) -> None:
+        super().__init__()
+        self.constant = constant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.constant * torch.stack([-x[..., 1], x[..., 0]], dim=-1)
+
+
+@pytest.mark.parametrize("norm", [2, math.inf])
+@pytest.mark.parametrize("constant", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("size", [0.3, 3.0])
+def test_float32_tokens_come_back(constant, norm, size):
+    for causal in (False, True):
+        r = residual(constant, norm=norm, causal=causal)
+        X = size * torch.randn(3, 12, 8)
+        found = r.inverse(r(X))
+        assert (found.value - X).abs().max() < 1e-5 and (found.value - X).norm() / X.norm() < 1e-6
+        assert found.error_bound.shape == found.steps.shape == (3,)
+
+
+def exact_inverse(r: ls.InvertibleResidual, y: Tensor) -> Tensor:
+    """Far more float64 steps than are needed: the local rate is below 0.1."""
+    r, y = r.double(), y.double()
+    x = y
+    for _ in range(100):
+        x = y - r.g(x)
+    return x.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("norm", [2, math.inf])
+def test_the_error_bound_covers_the_error_in_its_norm(norm, dtype):
+    r, y = residual(0.9, 1, norm).to(dtype), torch.randn(4, 6, 8).to(dtype)
+    found = r.inverse(y)
+    error = (found.value.double() - exact_inverse(r, y)).flatten(1)
+    error = error.abs().amax(1) if norm == math.inf else error.norm(dim=1)
+    assert (error <= found.error_bound).all()
+    assert (found.error_bound < 2000 * torch.finfo(dtype).eps * y.flatten(1).double().norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("constant", [0.3, 0.9, 0.99])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_map_that_attains_its_constant_takes_the_steps_of_theory(constant, dtype):
+    """Every step shrinks by exactly c until rounding stops it; the value is (x - g(x)) / (1 + c^2)."""
+    r = ls.InvertibleResidual(Turn(constant))
+    y = torch.randn(5, 3, 2).to(dtype)
+    found = r.inverse(y)
+    first = r.g(y).flatten(1).norm(dim=1)
+    goal = torch.finfo(dtype).eps * (y.flatten(1).norm(dim=1) + first)
+    theory = theory_steps(constant, first, goal)
+    assert (found.steps <= theory).all() and (found.steps >= 0.5 * theory).all()
+    exact = (y.double() - Turn(constant)(y.double())) / (1 + constant**2)
+    error = (found.value - exact).flatten(1).norm(dim=1)
+    assert (error <= found.error_bound).all()
+    assert (error <= 20 / (1 - constant) * torch.finfo(dtype).eps * y.flatten(1).norm(dim=1)).all()
+
+
+def test_the_members_of_a_batch_do_not_know_each_other():
+    r = residual(0.9)
+    y = torch.cat([torch.randn(1, 6, 8), 100 * torch.randn(1, 6, 8), torch.zeros(1, 6, 8)])
+    together = r.inverse(y)
+    for i in range(3):
+        alone = r.inverse(y[i])
+        assert alone.steps.shape == () and alone.steps == together.steps[i]
+        torch.testing.assert_close(alone.value, together.value[i], rtol=1e-5, atol=1e-6)
+
+
+def test_a_broken_promise_is_noticed():
+    class Liar(nn.Module):
+        def forward(self, x):
+            return -1.5 * x
+
+    with pytest.raises(ls.UserError, match=r"no contraction with constant 0\.5: two points"):
+        ls.InvertibleResidual(Liar(), constant=0.5).inverse(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ls.InvertibleResidual(ls.DotSelfAttention(8, 2)), "states no Lipschitz constant"),
+        (lambda: ls.InvertibleResidual(ls.DotSelfAttention(8, 2), 0.5), "has no Lipschitz constant"),
+        (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 1.0)), "strictly between 0 and 1, got 1.0"),
+        (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.5), 1), "strictly between 0 and 1, got 1"),
+        (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.5), -0.5), "strictly between 0 and 1"),
+        (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.9), 0.5), "below the constant 0.9"),
+        (lambda: residual(0.5).inverse(torch.full((3, 8), math.nan)), r"X holds nan at index \[0, 0\]"),
+        (lambda: residual(0.5).inverse(torch.randn(3, 7)), "got torch.float32"),
+        (lambda: residual(0.5).log_det(torch.randn(3, 8), terms=0), "terms must be a positive integer"),
+    ],
+)
+def test_errors_say_what_to_do(make, words):
+    with pytest.raises(ls.UserError, match=words):
+        make()
+
+
+def test_a_norm_layer_inside_g_is_no_norm():
+    g = nn.Linear(4, 4)
+    g.norm = nn.LayerNorm(4)
+    assert ls.InvertibleResidual(g, 0.5).norm == 2
+
+
+def dense_log_det(r: ls.InvertibleResidual, x: Tensor) -> Tensor:
+    J = torch.autograd.functional.jacobian(r, x, create_graph=True).reshape(x.numel(), x.numel())
+    return torch.linalg.slogdet(J)[1]
+
+
+class Bend(nn.Module):
+    """0.8 W tanh(x), ||W|| = 1: what a contraction can do to a determinant."""
+
+    constant = 0.8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(3, 3) + 2 * torch.eye(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.8 / torch.linalg.matrix_norm(self.W, 2) * torch.tanh(x) @ self.W.T
+
+
+def problems() -> list[tuple[ls.InvertibleResidual, Tensor]]:
+    torch.manual_seed(0)
+    attention = ls.InvertibleResidual(ls.ContractiveL2Attention(2, 1, 0.8)).double()
+    return [
+        (ls.InvertibleResidual(Bend()).double(), 0.5 * torch.randn(3, 2, 3).double()),
+        (attention, 0.3 * torch.randn(2, 3, 2).double()),
+    ]
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("which", [0, 1])
+def test_log_det_is_that_of_the_dense_jacobian(unbiased, which):
+    r, x = problems()[which]
+    torch.manual_seed(1)
+    found = r.log_det(x, terms=3 if unbiased else 40, probes=2000, unbiased=unbiased)
+    exact = torch.stack([dense_log_det(r, one) for one in x]).detach()
+    assert found.remainder < 1e-3
+    assert ((found.value - exact).abs() <= 4.5 * found.standard_error + found.remainder).all()
+    assert (found.standard_error < 0.02 * (1 + exact.abs())).all()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_all_sign_vectors_give_the_series_and_its_gradient_exactly(which):
+    """The mean of v'J^k v over all v is tr J^k."""
+    r, x = problems()[which]
+    x = x[0].requires_grad_(True)
+    weights = [x, *r.parameters()]
+    signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=6))).double().reshape(-1, *x.shape)
+    series = _power_series(r.g, x, signs, _series_weights(90, 64, 0.0), keep=True).mean()
+    exact = dense_log_det(r, x)
+    assert series.item() == pytest.approx(exact.item(), rel=1e-9)
+    for a, b in zip(torch.autograd.grad(series, weights), torch.autograd.grad(exact, weights), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+    with torch.no_grad():
+        assert not r.log_det(x, terms=2).value.requires_grad
+
+
+def test_the_roulette_is_fair():
+    """The mean weight of every term is the weight of the series."""
+    torch.manual_seed(0)
+    drawn = _series_weights(2, 200_000, 0.6)
+    for k in range(1, 8):
+        mean, spread = drawn[k - 1].mean(), drawn[k - 1].std() / math.sqrt(200_000)
+        assert abs(mean - (-1) ** (k + 1) / k) <= 5 * spread + 1e-6
+
+
+def test_the_remainder_bounds_what_is_cut_off():
+    """For c times a rotation the eigenvalues have modulus c; the series is summed exactly from them."""
+    for c, terms in ((0.5, 1), (0.9, 4), (0.9, 15)):
+        k = torch.arange(1, 4000, dtype=torch.float64)
+        for phase in (0.0, 1.0, math.pi):
+            series = 6 * (-1) ** (k + 1) / k * c**k * torch.cos(k * phase)
+            assert abs(series[terms:].sum()) <= remainder(c, terms, 6)
+    assert remainder(0.9, 4, 6) == pytest.approx(6 * 0.9**5 / 5 / 0.1)
+
+
+def test_a_residual_trains_and_saves():
+    r = residual(0.7)
+    again = residual(0.7, seed=5)
+    again.load_state_dict(r.state_dict())
+    X = torch.randn(2, 5, 8)
+    assert torch.equal(r(X), again(X))
+    assert "constant=0.7" in repr(r)

@@ -1,0 +1,249 @@
+"""L2 attention against its formula, its bound against measurement, the contractive layer against its promise."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import lipscope as ls
+from lipscope.attack.ascent import sigma_gradient
+from lipscope.linalg.infinity import infinity_norm
+from lipscope.nn.l2_attention import reaction
+
+NORMS = [(2, "2"), (math.inf, "inf")]
+
+
+def by_the_formula(layer: ls.L2SelfAttention, X: Tensor) -> Tensor:
+    """[P^h X A_h W_V^h]_h W_O, A_h = W_Q W_Q' / sqrt(k), multiplied out head by head as the paper has it."""
+    k, heads = layer.dim // layer.heads, []
+    for h in range(layer.heads):
+        W_Q = layer.query.weight[h * k : (h + 1) * k].T
+        W_V = 3 * math.sqrt(layer.dim) * layer.value.weight[h * k : (h + 1) * k].T
+        Y = X @ W_Q
+        scores = -(Y[:, None] - Y[None]).square().sum(-1) / math.sqrt(k)
+        if layer.causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ X @ (W_Q @ W_Q.T / math.sqrt(k)) @ W_V)
+    return torch.cat(heads, 1) @ layer.out.weight.T
+
+
+def unit_layer(n_heads: int = 1) -> ls.L2SelfAttention:
+    """D = H = 1 with A_h = W_V = W_O = 1."""
+    layer = ls.L2SelfAttention(1, n_heads).double()
+    with torch.no_grad():
+        layer.query.weight.fill_(1.0)
+        layer.value.weight.fill_(1 / 3)
+        layer.out.weight.fill_(1.0)
+    return layer
+
+
+def top_pair(f: ls.SelfAttention, X: Tensor, norm: str) -> tuple[float, Tensor, Tensor]:
+    """The norm of the derivative at X and the u, v with u' J v equal to it."""
+    J = ls.jacobian(f, X)
+    if J.in_size > 200:
+        top = infinity_norm(J) if norm == "inf" else ls.spectral_norm(J, 1e-4)
+        return top.value, top.left, top.right
+    dense = J.to_dense()
+    if norm == "inf":
+        row = dense.abs().sum(dim=1).argmax()
+        return dense[row].abs().sum().item(), torch.eye(len(dense)).double()[row], dense[row].sign().view_as(X)
+    U, S, V = torch.linalg.svd(dense)
+    return S[0].item(), U[:, 0], V[0].view_as(X)
+
+
+def climbed(f: ls.SelfAttention, X: Tensor, norm: str, steps: int) -> float:
+    """The largest norm of the derivative on a climb from X: uphill along u' J v, longer strides while they pay."""
+    best, stride = 0.0, 0.1 * X.norm().item()
+    for _ in range(steps):
+        value, left, right = top_pair(f, X, norm)
+        if value > best:
+            best, here, uphill = value, X, sigma_gradient(f, X, left, right)
+            stride *= 1.5
+        else:
+            stride /= 2
+        X = here + stride * uphill / uphill.norm().clamp_min(1e-300)
+    return best
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dim", "heads"), [(6, 1), (6, 3), (8, 2), (1, 1)])
+def test_the_layer_is_the_formula(dim, heads, causal):
+    torch.manual_seed(dim)
+    layer, X = ls.L2SelfAttention(dim, heads, causal).double(), torch.randn(7, dim).double() * 2
+    torch.testing.assert_close(layer(X), by_the_formula(layer, X), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(layer(torch.stack([X, -X]))[1], layer(-X), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("make", [ls.L2SelfAttention, lambda d, h, c: ls.ContractiveL2Attention(d, h, 0.7, causal=c)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_as_map_is_the_layer(make, causal):
+    torch.manual_seed(0)
+    layer, X = make(8, 2, causal).double(), torch.randn(2, 9, 8).double()
+    f = layer.as_map(9)
+    torch.testing.assert_close(f(X), layer(X), rtol=1e-12, atol=1e-14)
+    dense = torch.autograd.functional.jacobian(layer, X[0]).reshape(72, 72)
+    assert not f.Q.requires_grad
+    assert ls.local_lipschitz(f, X[0], 1e-10).value == pytest.approx(
+        torch.linalg.matrix_norm(dense, 2).item(), rel=1e-9
+    )
+    layer.query.weight.data.mul_(2)
+    assert not torch.equal(f.Q, layer.query.weight), "the map must not follow the layer"
+
+
+def test_the_bound_is_the_least_that_the_theorems_offer():
+    torch.manual_seed(0)
+    for causal in (False, True):
+        layer = ls.L2SelfAttention(8, 2, causal).double()
+        for n in (1, 2, 9, 40):
+            for norm, name in NORMS:
+                rows = ls.bounds(layer.as_map(n), ls.Everywhere(n), norm=name)
+                offered = [row.value for row in rows if row.kind == "upper"]
+                assert offered and layer.lipschitz_bound(n, norm) == pytest.approx(min(offered), rel=1e-12)
+
+
+@pytest.mark.parametrize("norm", [2, math.inf])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_differentiable_bound_is_the_theorems_bound(norm, causal):
+    """A little above, never below; in float32 too, whose weights are those that the bound is about."""
+    torch.manual_seed(3)
+    for layer in (ls.L2SelfAttention(12, 3, causal), ls.L2SelfAttention(12, 3, causal).double()):
+        for n in (1, 5, 64):
+            exact, taken = layer.lipschitz_bound(n, norm), layer.bound_tensor(n, norm).item()
+            assert exact * (1 - 1e-9) <= taken * (1 + 1e-12) and taken <= exact * (1 + 1e-9)
+    W = layer.query.weight
+    assert torch.autograd.gradcheck(lambda _: layer.bound_tensor(5, norm), (W,), eps=1e-6)
+
+
+def test_identity_weights_give_the_constant_of_the_paper():
+    """4 phi + 1 for the largest coordinate at D = 1, phi = W_0((N - 1) / e)."""
+    for N in (2, 10, 1000):
+        low, high = 0.0, 10.0
+        for _ in range(80):  # phi e^(phi + 1) = N - 1
+            phi = (low + high) / 2
+            low, high = (phi, high) if phi * math.exp(phi + 1) < N - 1 else (low, phi)
+        assert reaction(N, 1, False, math.inf) == pytest.approx(4 * phi + 1, rel=1e-10)
+        assert unit_layer().lipschitz_bound(N, math.inf) == pytest.approx(4 * phi + 1, rel=1e-10)
+
+
+def test_one_dimension_almost_attains_the_bound():
+    """x_1 = 0 and the rest at +-t, t^2 = 1 + phi: 4 phi + (1 - phi) / (1 + phi), which tends to the bound."""
+    for N in (3, 11, 101):
+        phi = (reaction(N, 1, False, math.inf) - 1) / 4
+        t = math.sqrt(1 + phi)
+        X = torch.tensor([[0.0]] + [[t], [-t]] * ((N - 1) // 2), dtype=torch.float64)
+        closed = 4 * phi + (1 - phi) / (1 + phi)
+        measured = ls.local_lipschitz(unit_layer().as_map(N), X, norm="inf").value
+        assert measured == pytest.approx(closed, rel=1e-10)
+        assert 4 * phi - 1 < measured < unit_layer().lipschitz_bound(N, math.inf)
+
+
+def _violations(n: int, seed: int, steps: int) -> list[str]:
+    torch.manual_seed(seed)
+    heads = 1 + seed % 2
+    dim, found = heads * (1 + seed // 2 % 3), []
+    for causal in (False, True):
+        layer = ls.L2SelfAttention(dim, heads, causal).double()
+        size = 10 ** float(torch.rand(()) * 2 - 0.5)
+        with torch.no_grad():
+            layer.query.weight.mul_(size)
+        f = layer.as_map(n)
+        starts = [3 * torch.randn(n, dim).double() / size, 0.5 * torch.randn(n, dim).double() / size]
+        for norm, name in NORMS:
+            bound = layer.lipschitz_bound(n, norm)
+            best = max(climbed(f, X, name, steps) for X in starts)
+            if not best <= bound:
+                found.append(f"n={n} dim={dim} heads={heads} causal={causal} norm={name}: {best} > {bound}")
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 5, 17])
+def test_no_climb_exceeds_the_bound(n):
+    assert not [v for seed in range(2) for v in _violations(n, seed, steps=8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 8, 32, 64, 128, 256])
+def test_no_long_climb_exceeds_the_bound(n):
+    """pytest -m slow tests/nn/test_l2_attention.py"""
+    assert not [v for seed in range(6 if n <= 32 else 2) for v in _violations(n, seed, steps=60 if n <= 64 else 15)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("norm", "name"), NORMS)
+def test_the_contractive_layer_keeps_its_promise(norm, name, causal):
+    for seed, constant in enumerate((0.5, 0.9, 3.0)):
+        torch.manual_seed(seed)
+        layer = ls.ContractiveL2Attention(4, 2, constant, norm, causal).double()
+        with torch.no_grad():
+            layer.query.weight.mul_(5 * seed + 0.2)
+            layer.out.weight.mul_(10)
+        for n in (1, 12):
+            assert constant * 0.99 < layer.lipschitz_bound(n, norm) <= constant
+            f = layer.as_map(n)
+            size = layer.query.weight.detach().norm()
+            assert climbed(f, 2 * torch.randn(n, 4).double() / size, name, 10) <= constant
+
+
+def test_the_constant_can_almost_be_reached():
+    """With one token the layer is linear, and the bound is its norm."""
+    torch.manual_seed(0)
+    layer = ls.ContractiveL2Attention(1, 1, 0.9).double()
+    assert ls.local_lipschitz(layer.as_map(1), torch.ones(1, 1).double()).value == pytest.approx(0.9, rel=1e-9)
+
+
+def test_the_scale_is_differentiable_and_the_same_in_every_dtype():
+    torch.manual_seed(0)
+    layer = ls.ContractiveL2Attention(4, 2, 0.9)
+    wide = ls.ContractiveL2Attention(4, 2, 0.9).double()
+    wide.load_state_dict(layer.state_dict())
+    assert layer.factor(10).item() == wide.factor(10).item()
+    X = torch.randn(2, 3, 4).double()
+    weights = tuple(wide.parameters())
+
+    def at(*values: Tensor) -> Tensor:
+        names = [name for name, _ in wide.named_parameters()]
+        return torch.func.functional_call(wide, dict(zip(names, values, strict=True)), (X,))
+
+    assert torch.autograd.gradcheck(at, weights)
+
+
+def test_zero_weights_make_the_zero_map():
+    layer = ls.ContractiveL2Attention(8, 2, 0.9)
+    for weight in layer.parameters():
+        torch.nn.init.zeros_(weight)
+    X = torch.randn(3, 8, requires_grad=True)
+    assert layer(X).abs().max() == 0
+    layer(X).sum().backward()
+    assert X.grad is not None and X.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, True, "0.9"])
+def test_a_constant_is_positive(bad):
+    with pytest.raises(Exception, match=r"constant|violates type hint"):
+        ls.ContractiveL2Attention(8, 2, bad)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ls.L2SelfAttention(8, 3), "multiple of heads=3"),
+        (lambda: ls.L2SelfAttention(0, 1), "dim must be a positive integer"),
+        (lambda: ls.ContractiveL2Attention(8, 2, 0.9, norm=1), "norm must be 2"),
+        (lambda: ls.L2SelfAttention(8, 2)(torch.randn(5, 7)), r"\[B, n, 8\], got torch.float32 \(5, 7\)"),
+        (lambda: ls.L2SelfAttention(8, 2)(torch.randn(8)), r"got torch.float32 \(8,\)"),
+        (lambda: ls.L2SelfAttention(8, 2)(torch.zeros(5, 8).long()), "floating-point tokens"),
+        (lambda: ls.L2SelfAttention(8, 2).lipschitz_bound(0), "at least 1, got 0"),
+        (lambda: ls.L2SelfAttention(8, 2).lipschitz_bound(4, 3), "norm must be 2"),
+    ],
+)
+def test_errors_say_what_to_do(call, words):
+    with pytest.raises(ls.UserError, match=words):
+        call()
+
+
+def test_a_bound_of_broken_weights_is_refused():
+    layer = ls.L2SelfAttention(8, 2)
+    layer.out.weight.data[0, 0] = math.nan
+    with pytest.raises(ls.UserError, match=r"out\.weight is not finite"):
+        layer.lipschitz_bound(4)

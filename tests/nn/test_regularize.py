@@ -1,0 +1,170 @@
+"""Penalties and normalised weights: values against definitions, gradients against finite differences."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lipscope as ls
+from lipscope.nn import ATTENTIONS
+from lipscope.nn.matrix_norms import by_squaring, spectral_upper
+from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
+
+
+def dense_sigma(m: nn.Module, X: torch.Tensor) -> torch.Tensor:
+    def one(x):
+        return torch.linalg.matrix_norm(torch.autograd.functional.jacobian(m, x).reshape(x.numel(), -1), 2)
+
+    return torch.stack([one(x) for x in X])
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_measured_constant_has_the_gradient_of_the_dense_norm(name, causal):
+    torch.manual_seed(0)
+    m, X = ATTENTIONS[name](4, 2, causal).double(), torch.randn(2, 4, 4).double().requires_grad_(True)
+    sigma = ls.measured_sigma(m, X, 1e-10)
+    torch.testing.assert_close(sigma, dense_sigma(m, X.detach()), rtol=1e-9, atol=0)
+    sigma.sum().backward()
+    for variable in (X, *m.parameters()):
+        direction, values = torch.randn_like(variable), []
+        for step in (1e-5, -2e-5, 1e-5):
+            with torch.no_grad():
+                variable.add_(step * direction)
+            values.append(dense_sigma(m, X.detach()).sum())
+        expected = (values[0] - values[1]) / 2e-5
+        torch.testing.assert_close((variable.grad * direction).sum(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_bfloat16_layer_is_measured_in_float32(name):
+    torch.manual_seed(0)
+    m, X = ATTENTIONS[name](8, 2, True).bfloat16(), torch.randn(2, 5, 8).bfloat16()
+    wide = copy.deepcopy(m).double()
+    found, truth = ls.measured_sigma(m, X), ls.measured_sigma(wide, X.double())
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
+    found.sum().backward()
+    truth.sum().backward()
+    for a, b in zip(m.parameters(), wide.parameters(), strict=True):
+        assert a.grad.dtype == torch.bfloat16
+        assert (a.grad.double() - b.grad).norm() < 0.02 * b.grad.norm() + 1e-6
+
+
+def test_the_penalty_lowers_the_constant_in_training_under_autocast():
+    torch.manual_seed(0)
+    m, X = ls.DotSelfAttention(8, 2), 3 * torch.randn(2, 6, 8)
+    before = ls.measured_sigma(m, X).mean().item()
+    optimiser = torch.optim.Adam(m.parameters(), 3e-2)
+    for _ in range(8):
+        optimiser.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = m(X).square().mean() + 0.1 * ls.measured_sigma(m, X).mean()
+        loss.backward()
+        optimiser.step()
+    assert ls.measured_sigma(m, X).mean().item() < 0.8 * before
+
+
+def test_jasmin_is_its_definition():
+    torch.manual_seed(0)
+    P = (3 * torch.randn(2, 3, 5, 5)).double().softmax(-1)
+    p = P.sort(-1, descending=True).values
+
+    def g(k):
+        following = p[..., k] if k < 5 else 0
+        return p[..., k - 1] * (1 - p[..., k - 1] + following)
+
+    torch.testing.assert_close(ls.jasmin(P), g(1).log().amax(-1).mean())
+    for k in (2, 4, 5):
+        torch.testing.assert_close(ls.jasmin(P, k), (g(1) / g(k)).log().amax(-1).mean())
+    norms = torch.linalg.matrix_norm(torch.diag_embed(P) - P[..., None] * P[..., None, :], 2)
+    assert ls.jasmin(P) >= norms.log().amax(-1).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_jasmin_does_not_lose_what_is_left_beside_a_sharp_row(dtype):
+    """1 - p_1 rounds to 0 where the other weights do not; a row with one key or sharper than the dtype gives no NaN."""
+    scores = torch.tensor([[0.0, -30.0, -31.0]]).requires_grad_(True)
+    value = ls.jasmin(scores.softmax(-1))
+    exact = ls.jasmin(torch.tensor([[0.0, -30.0, -31.0]]).double().softmax(-1))
+    assert value.item() == pytest.approx(exact.item(), rel=1e-5) and exact < -29
+    value.backward()
+    assert scores.grad.isfinite().all() and scores.grad.abs().max() > 0.1
+    P = ls.DotSelfAttention(8, 2, causal=True).to(dtype).weights(torch.randn(4, 8).to(dtype))
+    for k in (0, 2, 4):
+        assert ls.jasmin(P, k).isfinite() and ls.jasmin(torch.eye(4), k).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ls.jasmin(torch.eye(4), 1), "k must be 0, or between 2 and the number of keys 4"),
+        (lambda: ls.jasmin(torch.eye(4), 5), "k must be 0"),
+        (lambda: ls.jasmin(torch.ones(3)), r"attention weights \[\.\.\., n, n\]"),
+        (lambda: ls.measured_sigma(torch.tanh, torch.ones(2, 2).bfloat16()), "convert f and X"),
+        (lambda: ls.measured_sigma(torch.tanh, torch.full((2, 2), math.nan)), "X holds nan"),
+        (lambda: spectrally_normalise(nn.Linear(2, 2), 0), "constant must be a positive number"),
+        (lambda: spectrally_normalise(nn.ReLU()), "holds no nn.Linear"),
+        (lambda: sigma_reparametrise(sigma_reparametrise(nn.Linear(2, 2))), "parametrized already"),
+    ],
+)
+def test_errors_say_what_to_do(call, words):
+    with pytest.raises(ls.UserError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (3, 20), (20, 3), (4, 6, 5), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_is_an_upper_bound_and_close(shape, dtype):
+    torch.manual_seed(0)
+    for size in (1e-12, 1.0, 1e8):
+        W = (size * torch.randn(shape)).to(dtype)
+        exact = torch.linalg.matrix_norm(W.double(), 2)
+        assert (spectral_upper(W) >= exact).all() and (spectral_upper(W) <= exact * (1 + 1e-10)).all()
+        G = W.double() @ W.double().mT
+        squared = by_squaring(G) * (1 + 1e-12)
+        assert (squared >= exact.square()).all() and (squared <= exact.square() * shape[-2] ** (1 / 512) * 1.01).all()
+
+
+def test_repeated_singular_values_are_no_trouble():
+    """All singular values equal: Frobenius norms of powers are farthest from the norm, gradients must stay finite."""
+    W = torch.linalg.qr(torch.randn(64, 64).double())[0].requires_grad_(True)
+    assert 1 <= by_squaring(W @ W.mT).sqrt().item() * (1 + 1e-12) < 1.005
+    for value in (spectral_upper(W), by_squaring(W @ W.mT)):
+        (gradient,) = torch.autograd.grad(value, W, retain_graph=True)
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("normalise", [lambda m: spectrally_normalise(m, 2.0), sigma_reparametrise])
+def test_normalised_weights_have_their_norm_and_train(normalise):
+    torch.manual_seed(0)
+    m, X = normalise(ls.DotSelfAttention(8, 2)), torch.randn(2, 5, 8)
+    norms = [torch.linalg.matrix_norm(part.weight.double(), 2).item() for part in (m.query, m.key, m.value, m.out)]
+    expected = 1.0 if normalise is sigma_reparametrise else 2.0
+    assert norms == pytest.approx([expected] * 4, rel=1e-6)
+    optimiser = torch.optim.Adam(m.parameters(), 0.1)
+    for _ in range(3):
+        optimiser.zero_grad()
+        m(X).square().sum().backward()
+        optimiser.step()
+    gammas = [p.abs().item() for name, p in m.named_parameters() if name.endswith("gamma")] or [2.0] * 4
+    norms = [torch.linalg.matrix_norm(part.weight.double(), 2).item() for part in (m.query, m.key, m.value, m.out)]
+    assert sorted(norms) == pytest.approx(sorted(gammas), rel=1e-6)
+    again = normalise(ls.DotSelfAttention(8, 2))
+    again.load_state_dict(m.state_dict())
+    assert torch.equal(again(X), m(X))
+    torch.testing.assert_close(copy.deepcopy(m).bfloat16()(X.bfloat16()).float(), m(X), rtol=0.1, atol=0.05)
+
+
+def test_torchs_own_spectral_norm_is_not_a_bound():
+    """Why there is another one here: its power iteration lags behind weights that move."""
+    torch.manual_seed(0)
+    theirs = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64, bias=False))
+    ours = spectrally_normalise(nn.Linear(64, 64, bias=False))
+    for linear, bound in ((theirs, math.inf), (ours, 1 + 1e-6)):
+        with torch.no_grad():
+            linear.parametrizations.weight.original.normal_()
+        norm = torch.linalg.matrix_norm(linear.weight, 2).item()
+        assert norm <= bound
+        assert linear is ours or norm > 1.1
