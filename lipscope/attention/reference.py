@@ -91,22 +91,27 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
 def forward_and_weights(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor, Weights]:
     """The same, with the weights on the way."""
     S, t = logits(q, k, pattern)
-    lse = torch.logsumexp(S, dim=-1, keepdim=True)
-    if pattern.sinks is not None:
-        lse = torch.logaddexp(lse, _sinks(pattern, k.shape[-3], q.shape[-2]).to(lse))
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    W = _weights(S, t, lse, pattern)
+    sinks = None if pattern.sinks is None else _sinks(pattern, k.shape[-3], q.shape[-2]).to(S)
+    top = S.amax(dim=-1, keepdim=True)
+    top = top if sinks is None else torch.maximum(top, sinks)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    # One exponential, divided by its own row sum: a row sums to one even where exp(S - lse) would have lost log(sum).
+    E = torch.exp(S - top)
+    Z = E.sum(dim=-1, keepdim=True)
+    Z = Z if sinks is None else Z + torch.exp(sinks - top)
+    Z = Z.masked_fill(Z == 0, torch.inf)
+    W, lse = _curved(E / Z, t, pattern), top + Z.log()
     return heads(W.P @ v, q.shape[-3]), heads(lse, q.shape[-3])[..., 0], W
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern) -> Weights:
     """P = exp(S - lse), once more from the saved log-sum-exp."""
     S, t = logits(q, k, pattern)
-    return _weights(S, t, rows(lse[..., None], k.shape[-3]), pattern)
+    return _curved(torch.exp(S - rows(lse[..., None], k.shape[-3])), t, pattern)
 
 
-def _weights(S: Tensor, t: Tensor | None, lse: Tensor, pattern: Pattern) -> Weights:
-    P = torch.exp(S - lse)
+def _curved(P: Tensor, t: Tensor | None, pattern: Pattern) -> Weights:
+    """P with the derivatives of a softcap's scores, from t = tanh(T / softcap)."""
     if t is None or pattern.softcap is None:
         return Weights(P)
     slope = 1 - t.square()

@@ -35,6 +35,16 @@ def test_scores_too_large_to_resolve_claim_nothing_false(factor, dtype):
         assert not e.lower > exact * (1 + 1e-6) and not e.upper < exact * (1 - 1e-6), f"{seed}: {exact} not in {e}"
 
 
+@pytest.mark.parametrize("size", [1.0, 1e8, 1e20, 1e70])
+def test_a_mean_of_tokens_stays_among_them(size):
+    """Tied scores beyond 1/eps once summed to their number, not to one: log(sum) was lost in the log-sum-exp."""
+    I, x = torch.eye(2, dtype=torch.float64), size * torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    X = torch.cat([x.expand(7, 2), -x])
+    out = ls.SelfAttention(I, I, I)(X)
+    assert torch.allclose(out[:7], X[:7], rtol=1e-12) or size == 1.0
+    assert (out.norm(dim=1) <= X.norm(dim=1).max() * (1 + 1e-12)).all()
+
+
 @pytest.mark.parametrize("size", [1e6, 1e10, 1e200])
 def test_what_stands_at_a_padded_token_has_no_influence(size):
     X, padding = draw(5, 4, seed=4), torch.arange(5) < 4
