@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lipscope._types import UserError
 from lipscope.cli.terminal import numbers, progress, read_text, show_table
 
 
@@ -29,7 +30,7 @@ def bounds(
 
 
 def attack(
-    kind: Annotated[str, typer.Option(help="construction, ascent, direction or tokens.")],
+    kind: Annotated[str, typer.Option(help="construction, ascent, direction, tokens or compare.")],
     model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
     text: Annotated[str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")] = None,
     layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
@@ -37,10 +38,33 @@ def attack(
     swaps: Annotated[int, typer.Option(help="Tokens to replace, at most.")] = 3,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study.")] = None,
 ) -> None:
-    """Look for inputs, or words, on which attention reacts most."""
+    """Look for inputs, or words, on which attention reacts most.
+
+    Kind compare sets attacks on the whole model against each other at equal norm, on a text in each line of the file.
+    """
+    if kind == "compare":
+        if layers is not None:
+            raise UserError("kind compare attacks the whole model; leave --layers out.")
+        return _compare(model, text, length, swaps, out)
     with progress() as report:
         from lipscope.study.attack_run import Plan, attack_model, attack_table
 
         plan = Plan(kind, length, swaps, numbers("layers", layers))
         found = attack_model(model, text and read_text(text), plan, out=out, progress=report)
     show_table(attack_table(*found))
+
+
+def _compare(model: str | None, text: str | None, length: int, swaps: int, out: Path | None) -> None:
+    """Prints the table; with `out` also leaves attacks.csv and attacks.png there."""
+    with progress() as report:
+        from lipscope.study.attack_comparison import Contest, compare_attacks, comparison_table, texts_in, write_trials
+
+        texts = None if text is None else texts_in(read_text(text))
+        trials = compare_attacks(model, texts, Contest(swaps, length), progress=report)
+    show_table(comparison_table(trials))
+    if out is not None:
+        from lipscope.report.attack_figures import contest_figure
+
+        out.mkdir(parents=True, exist_ok=True)
+        write_trials(trials, out / "attacks.csv")
+        contest_figure(trials).savefig(out / "attacks.png", dpi=150)

@@ -52,7 +52,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UserError(f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)}.")
+            raise UserError(f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)} and compare.")
         if self.kind == "tokens" and not 1 <= self.swaps <= self.length:
             raise UserError(
                 f"cannot replace {self.swaps} tokens in a text of {self.length}: swaps must be 1 to {self.length}."

@@ -111,7 +111,7 @@ def _is_row(row: object) -> bool:
 
 
 def _windows(model: Model, ids: tuple[int, ...], name: str, digest: str, choice: Choice) -> Reading:
-    before, after = _frame(model) if choice.special_tokens else ((), ())
+    before, after = special_frame(model) if choice.special_tokens else ((), ())
     room = len(ids) + len(before) + len(after)
     lengths = _lengths(model, room, len(before) + len(after), choice.lengths)
     return Reading(Windows(ids, lengths, choice.samples, choice.seed, digest, before, after), name, len(ids))
@@ -144,7 +144,7 @@ def _check_positions(model: Model, lengths: Sequence[int]) -> None:
         )
 
 
-def _frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def special_frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The special tokens that the tokenizer puts before and after a text."""
     bare, framed = tuple(model.encode("a")), tuple(model.encode("a", special_tokens=True))
     starts = [i for i in range(len(framed) - len(bare) + 1) if framed[i : i + len(bare)] == bare]

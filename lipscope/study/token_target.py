@@ -17,9 +17,7 @@ from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.model import Model
 from lipscope.models.running import Call, Tap, run_to
 from lipscope.models.sites import Survey
-
-AT_ONCE = 16
-"""Texts measured in one batch."""
+from lipscope.study.sentence import AT_ONCE, TextReader, token_rows
 
 
 def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -> TextTarget:
@@ -29,7 +27,7 @@ def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -
     """
     if not 0 <= layer < model.layers:
         raise UserError(f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}.")
-    rows, solver = _embedding(model), Solver(seed=seed)
+    rows, solver = token_rows(model), Solver(seed=seed)
 
     def measure(ids: Tensor) -> Tensor:
         return torch.cat([_sigma(model.survey(part), layer, tol, solver) for part in ids.split(AT_ONCE)])
@@ -37,45 +35,32 @@ def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -
     return TextTarget(measure, partial(_slope, model, layer, tol, solver), rows, _words(model, len(rows)))
 
 
-def output_change(model: Model, ids: Sequence[int], *, tol: float = 1e-2, seed: int = 0) -> TextTarget:
+def output_change(
+    model: Model, ids: Sequence[int], *, reader: TextReader | None = None, tol: float = 1e-2, seed: int = 0
+) -> TextTarget:
     """||F(text) - F(ids)||_F, F the last hidden state: 0 at `ids` itself, where its slope is the steepest direction.
 
     There the change is first-order in every direction alike, so the top singular direction of D F stands in for a
-    gradient: the way in which a small step changes the output most.
+    gradient: the way in which a small step changes the output most. `reader` may put special tokens around the text.
     """
-    rows, solver = _embedding(model), Solver(seed=seed)
-    host = model.survey([list(ids)]).host
-
-    def output(e: Tensor) -> Tensor:
-        return run_to(host, host.trunk, Call((), {"inputs_embeds": e}, e))
-
-    start = rows[torch.tensor(list(ids))][None]
-    with torch.no_grad():
-        origin = output(start)
+    reader, solver = reader or TextReader(model, len(ids)), Solver(seed=seed)
+    rows, text = reader.rows, torch.tensor(list(ids))
+    start, origin = rows[text], reader.hidden_of(text[None])
 
     def measure(texts: Tensor) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([(output(rows[part]) - origin).norm(dim=(1, 2)) for part in texts.split(AT_ONCE)]).double()
+        return (reader.hidden_of(texts) - origin).norm(dim=(1, 2)).double()
 
     def slope(E: Tensor) -> tuple[float, Tensor]:
-        if torch.equal(E, start[0]):
-            top = spectral_norm(jacobian(output, E[None]), tol, solver=solver)
+        if torch.equal(E, start):
+            top = spectral_norm(jacobian(reader.hidden, E[None]), tol, solver=solver)
             return 0.0, top.value[0].item() * top.right[0]
         e = E.detach().clone()[None].requires_grad_(True)
         with torch.enable_grad():
-            change = (output(e) - origin).norm()
+            change = (reader.hidden(e) - origin).norm()
             (gradient,) = torch.autograd.grad(change, e)
         return change.item(), gradient[0]
 
     return TextTarget(measure, slope, rows, _words(model, len(rows)))
-
-
-def _embedding(model: Model) -> Tensor:
-    """The rows that stand for token ids, before positions are added."""
-    embedding = model.trunk.get_input_embeddings()
-    if not isinstance(embedding, torch.nn.Embedding):
-        raise UserError(f"{model.card.name} has no table of token embeddings, so its text cannot be attacked.")
-    return embedding.weight.detach().to(model.dtype)
 
 
 def _sigma(survey: Survey, layer: int, tol: float, solver: Solver) -> Tensor:

@@ -56,18 +56,26 @@ def test_a_linear_number_needs_no_more_than_its_first_order_scores():
     t = TextTarget(
         lambda ids: 50 + (w * embedding[ids]).sum(dim=(-2, -1)), lambda E: (50 + (w * E).sum().item(), w), embedding
     )
-    found = guided_swaps(t, IDS, 3, width=6, sweeps=0)
+    found = guided_swaps(t, IDS, 3, width=12, sweeps=0)
     gains = (w @ embedding.T).amax(dim=1) - (w * embedding[IDS]).sum(dim=1)
     assert found.value == pytest.approx(found.before + gains.topk(3).values.sum().item())
-    assert found.measured <= 1 + 3 * 3 * 6
+    assert found.measured <= 1 + 3 * 3 * 12
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_guided_swaps_come_near_the_best_and_beat_random_ones(seed):
-    t = target(seed)
-    found = guided_swaps(t, IDS, 2)
-    assert found.value >= 0.9 * best_by_force(t, 2)  # greedy: one after the other
-    assert found.value >= random_swaps(t, IDS, 2, tries=found.measured, seed=seed + 1).value
+def test_guided_swaps_find_the_best_pair_and_beat_random_ones():
+    reached = []
+    for seed in range(20):
+        t = target(seed)
+        found, best = guided_swaps(t, IDS, 2), best_by_force(t, 2)
+        reached.append(found.value / best)
+        assert found.measured < 260  # of 2160 pairs
+        assert found.value >= random_swaps(t, IDS, 2, tries=found.measured, seed=seed + 1).value
+    assert min(reached) >= 0.97 and sum(share > 1 - 1e-9 for share in reached) >= 19
+
+
+def test_the_same_seed_gives_the_same_text():
+    t = target(1)
+    assert guided_swaps(t, IDS, 2, seed=3) == guided_swaps(t, IDS, 2, seed=3)
 
 
 @pytest.mark.parametrize("attack", [guided_swaps, duplicated_tokens, projected_swaps, random_swaps])

@@ -1,0 +1,99 @@
+"""Perturbations of given norms that change f(X): at random, along the top singular vector, by projected gradient.
+
+Each function gives one perturbation for each radius, [B, n, d], of exactly that Frobenius norm; f maps [B, n, d] member
+by member. `output_changes` says what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.linalg.differentiate import Map
+from lipscope.linalg.local import local_lipschitz
+from lipscope.linalg.spectral import Solver
+
+LONGER, SHORTER = 1.5, 0.4
+"""Growth of a step of the projected gradient that helped, and of one that did not."""
+
+TOL = 1e-3
+"""Relative residual of the singular vector: its angle error, far below what a step of any size makes of it."""
+
+
+def random_perturbations(X: Tensor, radii: Sequence[float], *, seed: int = 0) -> Tensor:
+    """Directions uniform on the sphere."""
+    r = _checked(X, radii)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(len(r), *X.shape, generator=generator, dtype=torch.float64)
+    return _of_norm(drawn.to(X), r)
+
+
+def singular_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, seed: int = 0) -> Tensor:
+    """The top right singular vector of D_X f, with whichever sign changes f more: the best there is as r goes to 0."""
+    r = _checked(X, radii)
+    top = local_lipschitz(f, X[None], TOL, solver=Solver(seed=seed)).right.to(X)
+    ahead, back = (_of_norm((sign * top).expand(len(r), -1, -1), r) for sign in (1, -1))
+    better = output_changes(f, X, ahead) >= output_changes(f, X, back)
+    return torch.where(better[:, None, None], ahead, back)
+
+
+def gradient_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, steps: int = 20, seed: int = 0) -> Tensor:
+    """Projected gradient ascent on ||f(X + E) - f(X)|| over the sphere ||E|| = r, from a random E and from -E.
+
+    As r goes to 0 the gradient is a multiple of J'J E, and the ascent a power iteration; for larger r the two starts
+    climb different hills. A step that does not help is taken back and shortened.
+    """
+    r = _checked(X, [*radii, *radii])
+    E = random_perturbations(X, radii, seed=seed)
+    E = torch.cat([E, -E])
+    with torch.no_grad():
+        here = f(X[None])
+    value, slope = _slope(f, X, here, E)
+    stride = r.clone()
+    for _ in range(steps):
+        trial = _of_norm(E + stride[:, None, None] * _of_norm(slope, torch.ones_like(r)), r)
+        higher, there = _slope(f, X, here, trial)
+        better = higher > value
+        value = torch.where(better, higher, value)
+        E, slope = (torch.where(better[:, None, None], new, old) for new, old in ((trial, E), (there, slope)))
+        stride = stride * torch.where(better, LONGER, SHORTER)
+    (ahead, back), (there, behind) = value.chunk(2), E.chunk(2)
+    return torch.where((ahead >= back)[:, None, None], there, behind)
+
+
+def output_changes(f: Map, X: Tensor, E: Tensor) -> Tensor:
+    """||f(X + E_b) - f(X)||_F for each perturbation of E [B, n, d]."""
+    with torch.no_grad():
+        return _norms(f(X + E) - f(X[None]))
+
+
+def _slope(f: Map, X: Tensor, here: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
+    """||f(X + E) - f(X)|| and its gradient in E, member by member."""
+    e = E.detach().clone().requires_grad_(True)
+    with torch.enable_grad():
+        change = _norms(f(X + e) - here)
+        (gradient,) = torch.autograd.grad(change.sum(), e)
+    return change.detach(), gradient
+
+
+def _of_norm(E: Tensor, r: Tensor) -> Tensor:
+    size = _norms(E)
+    return E * (r / torch.where(size > 0, size, 1.0))[:, None, None]
+
+
+def _norms(E: Tensor) -> Tensor:
+    """Frobenius norms of the members, without overflow or underflow in the squares."""
+    largest = E.detach().abs().flatten(1).amax(dim=1)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return (E.flatten(1) / largest[:, None]).norm(dim=1) * largest
+
+
+def _checked(X: Tensor, radii: Sequence[float]) -> Tensor:
+    if X.ndim != 2:
+        raise UserError(f"a perturbation is of one input X [n, d], got shape {tuple(X.shape)}")
+    if not radii or not all(0 < r < float("inf") for r in radii):
+        raise UserError(f"radii must be positive and finite, at least one, got {list(radii)}")
+    return torch.tensor(list(radii), dtype=torch.float64).to(X)

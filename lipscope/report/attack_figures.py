@@ -1,0 +1,75 @@
+"""Figures of attacks: attacks against each other at equal norm; sigma of real and of adversarial inputs by length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from lipscope._types import UserError
+from lipscope.study.attack_comparison import DIRECTION, GRADIENT, RANDOM, TOKENS, Trial
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LOOKS = {
+    GRADIENT: ("#1b4f8a", "o-"),
+    DIRECTION: ("#4c9bd6", "s-"),
+    TOKENS: ("#c0392b", "D--"),
+    RANDOM: ("0.55", "^:"),
+}
+"""Colour and mark of each attack; the marks tell them apart without colour."""
+
+
+def contest_figure(trials: Sequence[Trial]) -> Figure:
+    """Relative change of the output, and share of texts whose neighbour changed, against the norm, attack by attack."""
+    import matplotlib.pyplot as plt
+
+    if not trials:
+        raise UserError("there are no trials to draw; compare_attacks makes them.")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
+    count = len({t.text for t in trials})
+    for attack, (colour, mark) in LOOKS.items():
+        here = {
+            b: [t for t in trials if (t.attack, t.budget) == (attack, b)] for b in sorted({t.budget for t in trials})
+        }
+        here = {b: rows for b, rows in here.items() if rows}
+        if not here:
+            continue
+        norms = [median(t.norm for t in rows) for rows in here.values()]
+        changes = [sorted(t.change for t in rows) for rows in here.values()]
+        left.plot(norms, [median(c) for c in changes], mark, color=colour, markersize=4, label=attack)
+        left.fill_between(
+            norms, [c[0] for c in changes], [c[-1] for c in changes], color=colour, alpha=0.12, linewidth=0
+        )
+        shares = [100 * sum(t.success for t in rows) / len(rows) for rows in here.values()]
+        right.plot(norms, shares, mark, color=colour, markersize=4, label=attack)
+    left.set(xscale="log", yscale="log", ylabel="‖F(X+E) − F(X)‖ / ‖F(X)‖", title="change of the output")
+    right.set(xscale="log", ylabel="texts, %", ylim=(-4, 104), title="nearest neighbour changed")
+    for ax in (left, right):
+        ax.set_xlabel(f"‖E‖, Frobenius norm in embeddings (median of {count} texts)")
+        ax.grid(alpha=0.25, which="both" if ax is left else "major")
+    left.legend(fontsize="small")
+    return figure
+
+
+def adversarial_growth_figure(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
+    """sigma against length on log axes, one curve a name: real text, attacks, constructions, theorems."""
+    import matplotlib.pyplot as plt
+
+    if not curves:
+        raise UserError("there are no curves to draw; give {name: {n: sigma}}.")
+    figure, ax = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    lengths = sorted({n for curve in curves.values() for n in curve})
+    for i, (name, curve) in enumerate(curves.items()):
+        at = sorted(curve)
+        ax.plot(at, [curve[n] for n in at], "osD^vxP*"[i % 8] + "-", markersize=4, color=f"C{i}", label=name)
+    lowest = min(min(curve.values()) for curve in curves.values())
+    ax.plot(lengths, [0.8 * lowest * (n / lengths[0]) ** 0.5 for n in lengths], "--", color="0.5", label="slope 1/2")
+    ax.set(xscale="log", yscale="log", xlabel="n, tokens", ylabel="σ, local Lipschitz constant")
+    ax.set_title(title, parse_math=False)
+    ax.set_xticks(lengths, list(map(str, lengths)))
+    ax.minorticks_off()
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    return figure
