@@ -9,11 +9,12 @@ import typer
 
 from lipscope import __version__
 from lipscope._types import UserError
-from lipscope.cli import audits, studies, training
+from lipscope.cli import audits, simulating, studies, training
 from lipscope.cli.terminal import WRONG_INPUT, tell
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command(cls=studies.MeasureCommand)(studies.measure)
+app.command(cls=simulating.SimulateCommand)(simulating.simulate)
 for command in (
     studies.show,
     studies.report,

@@ -1,0 +1,69 @@
+"""The command that shows attention as a flow: particles, clusters, Gaussians, growth along depth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from lipscope.cli.terminal import progress, show_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lipscope.dynamics.simulation import Simulation
+
+
+class SimulateCommand(TyperCommand):
+    """Its help ends with what every preset shows, from the one table that has them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from lipscope.dynamics.presets import PRESETS
+
+        super().format_help(ctx, formatter)
+        typer.echo(" Presets\n")
+        for name, preset in PRESETS.items():
+            typer.echo(f"   {name:<10} {preset.about}\n{'':<14}n = {preset.n}, d = {preset.dim}, t = {preset.time:g}")
+
+
+def simulate(
+    preset: Annotated[str, typer.Option(help="Which flow, see below.")] = "clusters",
+    n: Annotated[int | None, typer.Option("--n", help="Tokens.", show_default="the preset's")] = None,
+    dim: Annotated[int | None, typer.Option(help="Size of a token.", show_default="the preset's")] = None,
+    time: Annotated[float | None, typer.Option(help="Depth.", show_default="the preset's")] = None,
+    device: Annotated[str, typer.Option(help="As in cpu, cuda, cuda:1.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Decides where tokens start.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", show_default="simulation-PRESET")] = None,
+) -> None:
+    """Let tokens flow through infinitely many layers of attention; write an animation, a figure and the numbers."""
+    with progress("simulating") as report:
+        from lipscope.dynamics.simulation import simulate as run
+        from lipscope.report.simulation_files import check_folder, write_simulation
+
+        folder = out or Path(f"simulation-{preset}")
+        check_folder(folder)
+        found = run(
+            preset,
+            n=n,
+            dim=dim,
+            time=time,
+            device=device,
+            seed=seed,
+            progress=lambda done, total: report(done / total, 2),
+        )
+        paths = write_simulation(found, folder, lambda done, total: report(1 + done / total, 2))
+    show_table(_table(found, paths))
+
+
+def _table(found: Simulation, paths: list[Path]) -> Table:
+    from rich.table import Table
+
+    from lipscope.report.simulation_files import summary
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, value in summary(found):
+        table.add_row(name, value)
+    table.add_row("files", " ".join(str(path) for path in paths))
+    return table

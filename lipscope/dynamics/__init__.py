@@ -1,0 +1,1 @@
+"""Infinitely deep: tokens that flow through residual attention, as particles, Gaussians and perturbations."""

@@ -1,0 +1,154 @@
+"""The few points on which renormalised tokens gather, when they did, and whether they are vertices of a polytope.
+
+A cluster is a connected component of the graph that joins tokens closer than the tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from scipy.spatial import cKDTree
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.dynamics.particles import Flow
+from lipscope.linalg.differentiate import check_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """K clusters at the end of a flow, the heaviest first.
+
+    centres [K, d]: weighted means; masses [K]; labels [n]: the cluster of each token.
+    radii [K]:      the largest distance of a member from its centre.
+    formed [K]:     the first time of the flow from which on all members stay within `width` of their centre; infinite
+                    where they do not at the end.
+    counts [T]:     how many clusters there are at each time of the flow.
+    width:          the tolerance as a length.
+    """
+
+    centres: Tensor
+    masses: Tensor
+    labels: Tensor
+    radii: Tensor
+    formed: Tensor
+    counts: Tensor
+    width: float
+
+    def __len__(self) -> int:
+        return len(self.masses)
+
+    @property
+    def time(self) -> float:
+        """When the last cluster had formed."""
+        return self.formed.max().item()
+
+    @property
+    def clear(self) -> bool:
+        """Whether every cluster is narrow, and there are fewer of them than tokens."""
+        return math.isfinite(self.time) and (len(self) < len(self.labels) or len(self.labels) == 1)
+
+    @cached_property
+    def margins(self) -> Tensor:
+        """For each centre, its distance in the 1-norm from the convex hull of the others; 0 for an inner point."""
+        return hull_margins(self.centres)
+
+    @property
+    def extreme(self) -> Tensor:
+        """Which centres are vertices of the convex hull of all, by more than `width`."""
+        return self.margins > self.width
+
+    @property
+    def status(self) -> str:
+        if not self.clear:
+            return f"no clear clusters: {len(self)} groups of {len(self.labels)} tokens, not all narrow at the end"
+        vertices = int(self.extreme.sum())
+        return (
+            f"{len(self)} clusters of {len(self.labels)} tokens, formed by t = {self.time:.4g}; "
+            f"{vertices} of {len(self)} are vertices of their convex hull"
+        )
+
+
+def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) -> Clusters:
+    """The clusters at the end of a flow, of z = e^{-tV} x or of x itself.
+
+    Tokens belong together when a chain of tokens joins them whose links are shorter than tol times the largest distance
+    of a token from the mean at the start.
+    """
+    if not (math.isfinite(tol) and 0 < tol < 1):
+        raise UserError(f"tol, relative to the size of the input, must lie between 0 and 1, got {tol!r}")
+    z = (found.renormalised if renormalised else found.positions).double().cpu()
+    check_tensor("the flow", z)
+    n = z.shape[1]
+    weights = torch.full((n,), 1 / n).double() if found.weights is None else found.weights.double().cpu()
+    width = tol * (z[0] - weights @ z[0]).norm(dim=1).max().item()
+    labels = components(z[-1], width)
+    counts = torch.tensor([int(components(frame, width).max()) + 1 for frame in z])
+    masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
+    order = masses.argsort(descending=True, stable=True)
+    labels, masses = order.argsort()[labels], masses[order]
+    radii, centres = _radii(z, labels, weights)
+    return Clusters(centres[-1], masses, labels, radii[-1], _formed(radii, found.times, width), counts, width)
+
+
+def components(points: Tensor, width: float) -> Tensor:
+    """A number for each point [n, d], equal where a chain of links no longer than `width` joins them.
+
+    Points in one cell of a grid of diagonal width / 4 count as one: links are right to that, and a dense cluster costs
+    no more than a few of its points.
+    """
+    x = points.double().cpu().numpy()
+    cells = np.floor((x - x.min(axis=0)) * (4 * math.sqrt(x.shape[1]) / width)) if width > 0 else x
+    _, first, owner = np.unique(cells, axis=0, return_index=True, return_inverse=True)
+    pairs = cKDTree(x[first]).query_pairs(width, output_type="ndarray")
+    graph = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(len(first), len(first)))
+    return torch.from_numpy(connected_components(graph, directed=False)[1][owner.reshape(-1)]).long()
+
+
+def hull_margins(points: Tensor) -> Tensor:
+    """For each point [K, d], its distance in the 1-norm from the convex hull of the others, by linear programming.
+
+    max over |u|_inf <= 1 of min over j != k of <u, c_k - c_j> is that distance (minimax), where it is not negative.
+    """
+    C = points.double().cpu().numpy()
+    d, size = C.shape[1], float(np.abs(C - C.mean(axis=0)).max())
+    found = []
+    for k in range(len(C)):
+        apart = (C[k] - np.delete(C, k, axis=0)) / (size or 1.0)
+        if not len(apart):
+            found.append(math.inf)
+            continue
+        # max s with s - <u, c_k - c_j> <= 0
+        rows = np.hstack([-apart, np.ones((len(apart), 1))])
+        box = [(-1.0, 1.0)] * d + [(0.0, None)]
+        solved = linprog([0.0] * d + [-1.0], A_ub=rows, b_ub=np.zeros(len(apart)), bounds=box, method="highs")
+        assert solved.status == 0, solved.message
+        found.append(-solved.fun * size)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _radii(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Radii [T, K] and centres [T, K, d] of the final clusters at every time."""
+    T, _, d = z.shape
+    masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
+    centres = torch.zeros(T, len(masses), d, dtype=torch.float64).index_add(1, labels, weights[:, None] * z)
+    centres = centres / masses[:, None]
+    away = (z - centres[:, labels]).norm(dim=2)
+    radii = torch.zeros(T, len(masses), dtype=torch.float64)
+    return radii.scatter_reduce(1, labels.expand(T, -1), away, "amax"), centres
+
+
+def _formed(radii: Tensor, times: Tensor, width: float) -> Tensor:
+    """The first time after the last one at which a cluster was wider than `width`."""
+    wide = radii > width
+    steps = torch.arange(1, len(times) + 1)[:, None]
+    after = (steps * wide).amax(dim=0)
+    later = torch.cat([times, times.new_tensor([math.inf])])
+    return later[after]

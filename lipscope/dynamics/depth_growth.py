@@ -1,0 +1,134 @@
+"""How a perturbation grows along depth: the derivative of the whole network beside the product of its layers'.
+
+    || D_X X_l ||  <=  prod_{k<l} || I + h J_k ||  <=  exp( h sum_{k<l} || J_k || ),    J_k = D f(X_k), h = time/layers
+
+As h -> 0 the middle term becomes exp of the integral of the largest eigenvalue of (J + J')/2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Status
+from lipscope.attention.layer import SelfAttention
+from lipscope.dynamics.integration import Progress
+from lipscope.dynamics.particles import Flow, layered
+from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.mean_field.attention_on_measures import derivative
+from lipscope.mean_field.measures import Measure
+
+
+@dataclass(frozen=True, eq=False)
+class DepthGrowth:
+    """Numbers at depths t [T], the first of them 0.
+
+    sigma:    || D_X X(t) ||, the largest factor by which the network up to this depth stretches a small change.
+    product:  the product of the constants of its layers X -> X + h f(X), each at its own input.
+    gronwall: exp of the integral of || D f ||, what the triangle inequality leaves of that product.
+    local:    || D f || at the tokens of this depth.
+    For a measure all are norms in L2(mu).
+    """
+
+    flow: Flow
+    times: Tensor
+    sigma: Tensor
+    product: Tensor
+    gronwall: Tensor
+    local: Tensor
+    statuses: tuple[Status, ...]
+
+    @property
+    def status(self) -> str:
+        bad = [s for s in self.statuses if not s.ok]
+        if not self.flow.ok:
+            return self.flow.status
+        return (
+            bad[0].value
+            if bad
+            else (
+                f"at depth {self.times[-1].item():.4g} a change can grow {self.sigma[-1].item():.4g} times; "
+                f"the layers one by one allow {self.product[-1].item():.4g}"
+            )
+        )
+
+
+def growth_along_depth(
+    f: SelfAttention,
+    X: Tensor | Measure,
+    time: float,
+    layers: int = 48,
+    *,
+    points: int = 24,
+    tol: float = 1e-6,
+    progress: Progress | None = None,
+) -> DepthGrowth:
+    """The growth of perturbations through `layers` residual layers of step time/layers, at about `points` depths."""
+    path = layered(f, X, time, layers)
+    step, count = time / layers, path.steps
+    local, alone, operators = [], [], []
+    for k, x in enumerate(path.positions):
+        J = f.linearize(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
+        operators.append(_residual(J, step))
+        local.append(spectral_norm(J, tol, solver=Solver(seed=0)))
+        alone.append(spectral_norm(operators[-1], tol, solver=Solver(seed=0)))
+        if progress:
+            progress(k, 2 * count + 1)
+    depths = sorted({round(i * count / points) for i in range(points + 1)})
+    whole = []
+    for depth in depths[1:]:
+        whole.append(spectral_norm(_composed(operators[:depth]), tol, solver=Solver(seed=0)))
+        if progress:
+            progress(count + depth, 2 * count + 1)
+    at = torch.tensor(depths)
+    steps = torch.tensor([e.value for e in local], dtype=torch.float64)
+    product = torch.tensor([1.0, *(e.value for e in alone[:-1])], dtype=torch.float64).cumprod(0)
+    integral = torch.cat([torch.zeros(1, dtype=torch.float64), step * steps[:-1].cumsum(0)])
+    return DepthGrowth(
+        path,
+        path.times[at],
+        torch.tensor([1.0, *(e.value for e in whole)], dtype=torch.float64),
+        product[at],
+        integral[at].exp(),
+        steps[at],
+        tuple(e.status for e in (*local, *alone, *whole)),
+    )
+
+
+def _residual(J: LinearOperator, step: float) -> LinearOperator:
+    """I + step J."""
+    return replace(
+        J,
+        mv=lambda E: E + step * J.mv(E),
+        rmv=lambda U: U + step * J.rmv(U),
+        take=None,
+        compressed=None,
+        rough=None,
+    )
+
+
+def _composed(operators: Sequence[LinearOperator]) -> LinearOperator:
+    """The operators one after the other, the first first; a loop, because networks are deeper than the call stack."""
+
+    def forward(E: Tensor) -> Tensor:
+        for J in operators:
+            E = J.mv(E)
+        return E
+
+    def backward(U: Tensor) -> Tensor:
+        for J in reversed(operators):
+            U = J.rmv(U)
+        return U
+
+    worst = [J.condition if J.worst is None else J.worst for J in operators]
+    return replace(
+        operators[0],
+        mv=forward,
+        rmv=backward,
+        condition=len(operators) + torch.stack([torch.as_tensor(J.condition) for J in operators]).max(),
+        worst=len(operators) + torch.stack([torch.as_tensor(w) for w in worst]).max(),
+    )

@@ -1,0 +1,119 @@
+"""Adaptive integration that ends where the solution does: it stops with a time and a reason, never in NaN or a hang."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torchdiffeq import odeint
+
+from lipscope._types import UserError
+
+Field = Callable[[float, Tensor], Tensor]
+Progress = Callable[[float, float], None]
+Watch = Callable[[float, Tensor], "Ending | None"]
+
+
+class Ending(Enum):
+    """Why an integration ended; the value is advice to the person who reads it."""
+
+    FINISHED = "reached the time asked for"
+    BLOW_UP = "the solution blows up in finite time"
+    OVERFLOW = "numbers overflow this dtype; ask for a shorter time or smaller tokens"
+    STALLED = "the steps became too small to move time; raise the tolerance"
+    MAX_STEPS = "the number of steps was exhausted; raise max_steps or the tolerance"
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """States [T, ...] at times [T]: those asked for, as far as the solution goes, and where it ends the last one."""
+
+    times: Tensor
+    states: Tensor
+    ending: Ending
+    steps: int
+    evaluations: int
+
+
+class _HaltError(Exception):
+    def __init__(self, ending: Ending):
+        self.ending = ending
+
+
+class _Watched:
+    """The field as the solver sees it; the solver calls `callback_step` with every state it has accepted or retries."""
+
+    def __init__(self, field: Field, end: float, watch: Watch | None, max_steps: int, progress: Progress | None):
+        self.field, self.end, self.watch, self.progress, self.max_steps = field, end, watch, progress, max_steps
+        self.steps = self.evaluations = 0
+        self.last: tuple[float, Tensor] | None = None
+
+    def __call__(self, t: Tensor, y: Tensor) -> Tensor:
+        self.evaluations += 1
+        velocity = self.field(t.item(), y) if bool(y.isfinite().all()) else None
+        if velocity is None or not bool(velocity.isfinite().all()):
+            raise _HaltError(Ending.OVERFLOW)
+        return velocity
+
+    def callback_step(self, t: Tensor, y: Tensor, dt: Tensor) -> None:
+        now = t.item()
+        if self.last is None or now > self.last[0]:
+            self.last = now, y
+            ending = self.watch(now, y) if self.watch else None
+            if ending is not None:
+                raise _HaltError(ending)
+        if self.steps >= self.max_steps:
+            raise _HaltError(Ending.MAX_STEPS)
+        if not now + dt.item() > now:
+            raise _HaltError(Ending.STALLED)
+        self.steps += 1
+        if self.progress:
+            self.progress(now, self.end)
+
+
+def integrate(
+    field: Field,
+    y: Tensor,
+    times: Tensor,
+    *,
+    rtol: float,
+    atol: float,
+    watch: Watch | None = None,
+    max_steps: int = 10_000,
+    progress: Progress | None = None,
+) -> Path:
+    """dy/dt = field(t, y) by Dormand-Prince 5(4), every component of every step within atol + rtol |y|.
+
+    times [T] in float64 rise from the start; `watch` sees every accepted state and may end the path there.
+    """
+    if not (math.isfinite(rtol) and 0 < rtol < 1):
+        raise UserError(f"the tolerance must lie between 0 and 1, got {rtol!r}")
+    if max_steps < 1:
+        raise UserError(f"max_steps must be at least 1, got {max_steps!r}")
+    times = times.to(y.device)
+    watched = _Watched(field, times[-1].item(), watch, max_steps, progress)
+    try:
+        states, ending = _solve(watched, y, times, times[-1], rtol, atol), Ending.FINISHED
+    except _HaltError as halt:
+        ending = halt.ending
+        last, state = watched.last or (times[0].item(), y)
+        kept = times[times < last]
+        # The same steps once more, without a watch: the solver hands out nothing of a path that it could not finish.
+        plain = _Watched(field, times[-1].item(), None, max_steps, None)
+        before = _solve(plain, y, kept, times[-1], rtol, atol) if len(kept) > 1 else y[None][: len(kept)]
+        times = torch.cat([kept, kept.new_tensor([last])])
+        states = torch.cat([before, state[None]])
+    if progress:
+        progress(watched.end, watched.end)
+    return Path(times.cpu(), states, ending, watched.steps, watched.evaluations)
+
+
+def _solve(field: _Watched, y: Tensor, times: Tensor, end: Tensor, rtol: float, atol: float) -> Tensor:
+    # The largest error, not the root mean square: one token among thousands may be the one that jumps.
+    options = {"norm": lambda error: error.abs().max(), "step_t": end[None]}
+    with torch.no_grad():
+        return odeint(field, y, times, rtol=rtol, atol=atol, method="dopri5", options=options)

@@ -1,0 +1,229 @@
+"""Tokens as particles: the layered network X + f(X)/L, and its limit of infinite depth dx/dt = Gamma_mu(x)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.attention.kernels import L2, augment, default_scale
+from lipscope.attention.layer import SelfAttention
+from lipscope.attention.primitive import attend
+from lipscope.dynamics.integration import Ending, Progress, integrate
+from lipscope.linalg.differentiate import check_input
+from lipscope.mean_field.attention_on_measures import lifted
+from lipscope.mean_field.measures import Measure
+
+SCORES = 1 << 17
+"""Scores computed at once on a CPU: they stay in its cache, where exponentials are cheapest."""
+
+UNRESOLVED = 1e-3
+"""Relative rounding of an attention weight, eps max|score|, from which a flow is told to be unresolved."""
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Tokens along depth: positions [T, n, d] at times [T]; weights [n] where they carry unequal mass.
+
+    ending:     why it ended; `status` says it in a sentence.
+    unresolved: the first time at which scores outgrow what the dtype resolves: from there on, rounding decides between
+                keys of nearly equal score. None where that does not happen.
+    """
+
+    f: SelfAttention
+    times: Tensor
+    positions: Tensor
+    weights: Tensor | None
+    ending: Ending
+    steps: int
+    evaluations: int
+    unresolved: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it reached the time asked for."""
+        return self.ending is Ending.FINISHED
+
+    @property
+    def status(self) -> str:
+        end = f"{self.ending.value} (t = {self.times[-1].item():.6g}, {self.steps} steps)"
+        if self.unresolved is None:
+            return end
+        return f"{end}; from t = {self.unresolved:.4g} rounding decides between keys of nearly equal score"
+
+    @cached_property
+    def renormalised(self) -> Tensor:
+        """z = e^{-tV} x [T, n, d], V the value matrix of the layer."""
+        shrink = torch.linalg.matrix_exp(-self.times.to(self.positions)[:, None, None] * value_matrix(self.f))
+        return self.positions @ shrink.mT
+
+
+def flow(
+    f: SelfAttention,
+    X: Tensor | Measure,
+    time: float,
+    *,
+    frames: int = 65,
+    tol: float = 1e-6,
+    renormalise: bool = False,
+    max_steps: int = 10_000,
+    progress: Progress | None = None,
+) -> Flow:
+    """dx_i/dt = f(X)_i from tokens X [n, d], or the atoms of a measure, to `time`; positions at `frames` equal times.
+
+    tol:         error of a step in each coordinate, relative to it and to the largest token at the start.
+    renormalise: integrate z = e^{-tV} x instead of x. It pays where V drives the tokens outwards: z comes to rest.
+    """
+    velocity, points, weights = velocity_of(f, X)
+    check_time(time)
+    if frames < 2:
+        raise UserError(f"frames must be at least 2, the start and the end, got {frames!r}")
+    resolution = _Resolution(f, value_matrix(f) if renormalise else None)
+    path = integrate(
+        _renormalised_field(velocity, value_matrix(f)) if renormalise else lambda _, x: velocity(x),
+        points,
+        torch.linspace(0, time, frames, dtype=torch.float64),
+        rtol=tol,
+        atol=tol * max(points.abs().max().item(), torch.finfo(points.dtype).tiny),
+        watch=resolution,
+        max_steps=max_steps,
+        progress=progress,
+    )
+    states = path.states
+    if renormalise:
+        grow = torch.linalg.matrix_exp(path.times.to(states)[:, None, None] * value_matrix(f))
+        states = states @ grow.mT
+    return Flow(f, path.times, states, weights, path.ending, path.steps, path.evaluations, resolution.lost)
+
+
+def layered(f: SelfAttention, X: Tensor | Measure, time: float, layers: int) -> Flow:
+    """The residual network X <- X + (time/layers) f(X), layer by layer: the flow with Euler steps."""
+    velocity, points, weights = velocity_of(f, X)
+    check_time(time)
+    if layers < 1:
+        raise UserError(f"a network needs at least 1 layer, got {layers!r}")
+    states, ending = [points], Ending.FINISHED
+    with torch.no_grad():
+        for _ in range(layers):
+            x = states[-1] + (time / layers) * velocity(states[-1])
+            if not bool(x.isfinite().all()):
+                ending = Ending.OVERFLOW
+                break
+            states.append(x)
+    times = torch.arange(len(states), dtype=torch.float64) * (time / layers)
+    return Flow(f, times, torch.stack(states), weights, ending, len(states) - 1, len(states) - 1)
+
+
+def value_matrix(f: SelfAttention) -> Tensor:
+    """V for one head, sum_h O_h V_h for several: what moves tokens that all agree, dx/dt = V x (less the biases)."""
+    values = f.V.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten(0, 1)
+    return values if f.O is None else f.O @ values
+
+
+def velocity_of(f: SelfAttention, X: Tensor | Measure) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]:
+    """Gamma_mu at the atoms of mu as a function of where they are, the atoms, and their weights where they differ."""
+    if not isinstance(f, SelfAttention):
+        raise UserError(f"f must be a SelfAttention, got {type(f).__name__}")
+    points = X.points if isinstance(X, Measure) else X
+    _check_tokens(f, points)
+    if not isinstance(X, Measure):
+        return lambda x: _by_rows(f, x, f.mask), points, None
+    lift = lifted(f, X)
+    mask = lift.mask
+    # All rows of log w are one row, which broadcasts; a mask of positions with ties has rows of its own.
+    row = mask if mask is None or mask.dtype == torch.bool or mask.stride(0) else mask[:1]
+    return lambda x: _by_rows(lift, x, row), points, None if mask is None else X.weights
+
+
+def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None) -> Tensor:
+    """f(x) in O(n) memory, a block of queries at a time; mask [n, n] or [1, n]."""
+    if f.padding is not None or (f.window is not None and not f.causal):
+        return f(x)
+    q, k, v, scale = _operands(f, x)
+    n = x.shape[0]
+    height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
+    out = x.new_empty(n, f.heads * v.shape[-1])
+    for start in range(0, n, height):
+        stop = min(n, start + height)
+        seen = stop if f.causal else n
+        rows = None if mask is None else mask[:, :seen] if mask.shape[0] == 1 else mask[start:stop, :seen]
+        # Causal order and window align the last query with the last key, which the cut at `seen` keeps true.
+        o = attend(
+            q[:, start:stop],
+            k[:, :seen],
+            v[:, :seen],
+            scale=scale,
+            causal=f.causal,
+            window=f.window,
+            mask=rows,
+            softcap=f.kernel.softcap,
+            sinks=f.kernel.sinks,
+        )
+        out[start:stop] = o.transpose(0, 1).flatten(1)
+    return out if f.O is None else out @ f.O.T
+
+
+def _operands(f: SelfAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    q, k, v = f.project(x)
+    if isinstance(f.kernel, L2):
+        return *augment(f.kernel, q, k), v, 1.0
+    return q, k, v, default_scale(f.kernel, q.shape[-1])
+
+
+def _renormalised_field(velocity: Callable[[Tensor], Tensor], V: Tensor) -> Callable[[float, Tensor], Tensor]:
+    """dz/dt = e^{-tV} Gamma(e^{tV} z) - V z."""
+
+    def field(t: float, z: Tensor) -> Tensor:
+        grow, shrink = torch.linalg.matrix_exp(torch.stack([t * V, -t * V]))
+        return velocity(z @ grow.T) @ shrink.T - z @ V.T
+
+    return field
+
+
+class _Resolution:
+    """Watches the scores, and remembers when they outgrow what the dtype resolves."""
+
+    def __init__(self, f: SelfAttention, V: Tensor | None):
+        self.f, self.V = f, V
+        self.lost: float | None = None
+
+    def __call__(self, t: float, state: Tensor) -> None:
+        if self.lost is not None:
+            return
+        x = state if self.V is None else state @ torch.linalg.matrix_exp(t * self.V).T
+        q, k, _, scale = _operands(self.f, x)
+        largest = abs(scale) * q.norm(dim=-1).max().item() * k.norm(dim=-1).max().item()
+        if self.f.kernel.softcap is None and torch.finfo(x.dtype).eps * largest > UNRESOLVED:
+            self.lost = t
+
+
+def check_time(time: float) -> None:
+    if isinstance(time, bool) or not isinstance(time, int | float) or not (math.isfinite(time) and time > 0):
+        raise UserError(f"time, the depth to flow to, must be a positive number, got {time!r}")
+
+
+def _check_tokens(f: SelfAttention, points: Tensor) -> None:
+    if not isinstance(points, Tensor) or points.ndim != 2:
+        got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
+        raise UserError(f"the flow takes tokens X [n, d] or a Measure, got {got}")
+    d, out = f.Q.shape[1], value_matrix(f).shape[0]
+    if out != d:
+        raise UserError(
+            f"f maps tokens of size {d} to size {out}; a flow needs them equal: give a square V, or an O back to {d}"
+        )
+    check_input(points)
+    n = points.shape[0]
+    if points.shape[1] != d:
+        raise UserError(f"the tokens have size {points.shape[1]}; the weights of f read tokens of size {d}")
+    if points.dtype != f.Q.dtype or points.device != f.Q.device:
+        raise UserError(
+            f"the tokens are {points.dtype} on {points.device} and the weights {f.Q.dtype} on {f.Q.device}; "
+            "convert one, e.g. f.to(X)"
+        )
+    if f.mask is not None and tuple(f.mask.shape) != (n, n):
+        raise UserError(f"the mask of f must have shape {(n, n)} for {n} tokens, got {tuple(f.mask.shape)}")

@@ -1,0 +1,137 @@
+"""A preset, simulated: its flow, and what was looked for in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.dynamics.clusters import Clusters, find_clusters
+from lipscope.dynamics.depth_growth import DepthGrowth, growth_along_depth
+from lipscope.dynamics.gaussian import GaussianFlow, gaussian_flow
+from lipscope.dynamics.integration import Progress
+from lipscope.dynamics.particles import Flow, check_time, flow
+from lipscope.dynamics.presets import PRESETS, Preset, gaussian_law, layer_of, tokens_of
+
+HORIZON = 100.0
+"""How many times the time asked for the moments of a Gaussian are followed, to find their blow-up."""
+
+BEFORE = 0.99
+"""The fraction of the way to a blow-up that is drawn."""
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """A Gaussian along depth by its closed equation, to the time asked for, and as far as its blow-up.
+
+    blow_up: its time, looked for up to HORIZON times the time asked for; `beyond` goes there, or nowhere else.
+    """
+
+    closed: GaussianFlow
+    beyond: GaussianFlow
+    blow_up: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What `lipscope simulate` draws: the particles, what was found in them, and all it takes to do it again."""
+
+    name: str
+    preset: Preset
+    n: int
+    dim: int
+    time: float
+    seed: int
+    device: str
+    flow: Flow
+    found: Clusters | Moments | DepthGrowth
+
+    @property
+    def shown(self) -> Tensor:
+        """The positions to draw [T, n, d]: renormalised where the preset says so."""
+        return (self.flow.renormalised if self.preset.renormalise else self.flow.positions).cpu()
+
+    @property
+    def status(self) -> str:
+        """How the flow ended and what was found, in a sentence each."""
+        found = f"the moments: {self.found.closed.status}" if isinstance(self.found, Moments) else self.found.status
+        return f"the particles: {self.flow.status}. {found[0].upper()}{found[1:]}."
+
+
+def simulate(
+    preset: str = "clusters",
+    *,
+    n: int | None = None,
+    dim: int | None = None,
+    time: float | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Simulation:
+    """A preset's flow in float64, with its own numbers of tokens, dimensions and time unless told otherwise."""
+    if preset not in PRESETS:
+        raise UserError(f"there is no preset {preset!r}; the presets are {', '.join(PRESETS)}")
+    chosen = PRESETS[preset]
+    n, dim = (chosen.n if n is None else n), (chosen.dim if dim is None else dim)
+    for name, value in (("n, the number of tokens,", n), ("dim, the size of a token,", dim)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    if seed < 0:
+        raise UserError(f"seed must not be negative, got {seed}")
+    time = chosen.time if time is None else time
+    check_time(time)
+    place = _device(device)
+    f, X = layer_of(chosen, dim).to(place), tokens_of(chosen, n, dim, seed).to(place)
+    path, found = LOOKS[chosen.look](chosen, f, X, time, progress)
+    return Simulation(preset, chosen, n, dim, time, seed, str(place), path, found)
+
+
+def _flow(preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None) -> Flow:
+    return flow(f, X, time, tol=TOLERANCE, renormalise=preset.renormalise, progress=progress)
+
+
+def _look_for_clusters(
+    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
+) -> tuple[Flow, Clusters]:
+    path = _flow(preset, f, X, time, progress)
+    return path, find_clusters(path, renormalised=preset.renormalise)
+
+
+def _look_at_moments(
+    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
+) -> tuple[Flow, Moments]:
+    law = [x.to(X) for x in gaussian_law(X.shape[1], preset.size)]
+    closed, far = (gaussian_flow(f, law[0], law[1], end) for end in (time, HORIZON * time))
+    beyond = closed if far.blow_up is None else gaussian_flow(f, law[0], law[1], BEFORE * far.blow_up)
+    return _flow(preset, f, X, time, progress), Moments(closed, beyond, far.blow_up)
+
+
+def _look_at_growth(
+    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
+) -> tuple[Flow, DepthGrowth]:
+    found = growth_along_depth(f, X, time, progress=progress)
+    return found.flow, found
+
+
+Look = Callable[[Preset, SelfAttention, Tensor, float, Progress | None], tuple[Flow, Clusters | Moments | DepthGrowth]]
+LOOKS: dict[str, Look] = {
+    "clusters": _look_for_clusters,
+    "moments": _look_at_moments,
+    "growth": _look_at_growth,
+}
+
+
+def _device(given: str) -> torch.device:
+    try:
+        device = torch.device(given)
+        torch.zeros(1, device=device, dtype=torch.float64)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(f"device {given!r} cannot be used here ({reason}); try cpu") from error
+    return device

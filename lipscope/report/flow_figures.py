@@ -1,0 +1,192 @@
+"""Figures of a simulated flow: where tokens went, and the number that goes with it, in one picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lipscope.dynamics.clusters import Clusters
+from lipscope.dynamics.depth_growth import DepthGrowth
+from lipscope.dynamics.simulation import Moments, Simulation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+PATHS = 400
+"""Beyond so many tokens, only so many paths are drawn."""
+
+BLUE, ORANGE, GREY = "#1f5fa8", "#d1690e", "0.45"
+
+
+def draw(simulation: Simulation) -> Figure:
+    """Two panels: the tokens, and what was looked for along depth."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    found = simulation.found
+    if isinstance(found, Moments):
+        _cloud(left, simulation, len(simulation.flow.times) - 1)
+        _spread(right, simulation, found)
+    else:
+        _paths(left, simulation)
+        if isinstance(found, Clusters):
+            _centres(left, simulation, found)
+            _counts(right, simulation, found)
+        else:
+            _growth(right, found)
+    figure.suptitle(
+        f"{simulation.name}: n = {simulation.n}, d = {simulation.dim}, seed {simulation.seed}", fontsize="medium"
+    )
+    return figure
+
+
+def label_axes(ax: Axes, simulation: Simulation) -> None:
+    """Which coordinates of what."""
+    letter = "z = exp(-tV) x" if simulation.preset.renormalise else "x"
+    if simulation.dim == 1:
+        ax.set_xlabel("depth t")
+        ax.set_ylabel(letter)
+        return
+    first = " (first two of them)" if simulation.dim > 2 else ""
+    ax.set_xlabel(f"{letter}, coordinate 1{first}")
+    ax.set_ylabel("coordinate 2")
+    ax.set_aspect("equal", adjustable="datalim")
+
+
+def colours(simulation: Simulation) -> Any:
+    """Tokens by their place in the sequence where order matters, all alike where it does not."""
+    if not simulation.preset.causal:
+        return BLUE
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](np.linspace(0, 0.95, simulation.n))
+
+
+def ellipse(mean: Tensor, covariance: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The curve at two standard deviations, in the first two coordinates."""
+    angle = np.linspace(0, 2 * math.pi, 100)
+    values, vectors = np.linalg.eigh(covariance[:2, :2].cpu().numpy())
+    axes = vectors * np.sqrt(np.clip(values, 0, None))
+    x, y = 2 * axes @ np.stack([np.cos(angle), np.sin(angle)]) + mean[:2].cpu().numpy()[:, None]
+    return x, y
+
+
+def _paths(ax: Axes, simulation: Simulation) -> None:
+    """Where each token started, and its way."""
+    z, times = simulation.shown.numpy(), simulation.flow.times.numpy()
+    chosen = np.linspace(0, simulation.n - 1, min(simulation.n, PATHS)).round().astype(int)
+    colour = colours(simulation)
+    for i in chosen:
+        own = colour if isinstance(colour, str) else colour[i]
+        along = (times, z[:, i, 0]) if simulation.dim == 1 else (z[:, i, 0], z[:, i, 1])
+        ax.plot(*along, color=own, linewidth=0.6, alpha=0.45)
+    if simulation.dim > 1:
+        ax.scatter(z[0, :, 0], z[0, :, 1], s=6, c=colour, alpha=0.7, label="tokens at t = 0")
+    label_axes(ax, simulation)
+
+
+def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
+    """Limit points, filled where they are vertices of their hull."""
+    centres, extreme = found.centres.numpy(), found.extreme.numpy()
+    end = simulation.flow.times[-1].item()
+    for which, face, name in ((extreme, ORANGE, "vertices"), (~extreme, "white", "not vertices")):
+        if not which.any():
+            continue
+        points = centres[which]
+        x, y = (np.full(len(points), end), points[:, 0]) if simulation.dim == 1 else (points[:, 0], points[:, 1])
+        ax.scatter(x, y, s=60, c=face, edgecolors=ORANGE, zorder=3, label=f"limit points: {which.sum()} {name}")
+    if simulation.dim == 2 and extreme.sum() > 2:
+        corners = centres[extreme]
+        around = np.argsort(np.arctan2(*(corners - corners.mean(axis=0)).T[::-1]))
+        hull = corners[[*around, around[0]]]
+        ax.plot(hull[:, 0], hull[:, 1], color=ORANGE, linewidth=1, linestyle="--")
+    if simulation.preset.causal and simulation.dim > 1:
+        first = simulation.shown[0, 0]
+        ax.scatter(first[0], first[1], marker="x", s=90, c="crimson", zorder=4, label="first token, at rest")
+    ax.legend(fontsize="small", loc="best")
+
+
+def _counts(ax: Axes, simulation: Simulation, found: Clusters) -> None:
+    ax.step(simulation.flow.times, found.counts, where="post", color=BLUE)
+    ax.set_yscale("log")
+    ax.set_ylim(0.8, 1.3 * simulation.n)
+    if math.isfinite(found.time):
+        ax.axvline(found.time, color=GREY, linestyle=":", label=f"formed by t = {found.time:.3g}")
+        ax.legend(fontsize="small")
+    ax.set_xlabel("depth t")
+    ax.set_ylabel(f"groups of tokens closer than {found.width:.2g}")
+    ax.set_title(f"{len(found)} clusters at the end", fontsize="medium")
+
+
+def _cloud(ax: Axes, simulation: Simulation, frame: int) -> None:
+    """Particles at a time, their own ellipse and that of the closed equation."""
+    x, closed = simulation.shown[frame], simulation.found.closed  # type: ignore[union-attr]
+    t = simulation.flow.times[frame].item()
+    if simulation.dim == 1:
+        ax.hist(x[:, 0].numpy(), bins=40, density=True, color=BLUE, alpha=0.5)
+        ax.set_xlabel("x")
+        ax.set_ylabel("density of particles")
+        return
+    ax.scatter(x[:, 0], x[:, 1], s=4, c=BLUE, alpha=0.4, label=f"particles at t = {t:.3g}")
+    ax.plot(*ellipse(x.mean(0), x.T.cov()), color=BLUE, linewidth=1, label="their mean and covariance, 2 sd")
+    if frame < len(closed.times) and abs(closed.times[frame].item() - t) < 1e-9:
+        moments = closed.means[frame], closed.covariances[frame]
+        ax.plot(*ellipse(*moments), color=ORANGE, linestyle="--", label="closed equation, 2 sd")
+    label_axes(ax, simulation)
+    ax.legend(fontsize="small", loc="best")
+
+
+def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
+    """Standard deviations along depth, by particles and by the closed equation."""
+    closed, x = found.beyond, simulation.flow.positions.cpu()
+    ours, theirs = closed.covariances.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().cpu(), x.std(dim=1)
+    top = 3 * theirs.max().item()
+    for i in range(min(simulation.dim, 2)):
+        colour = (BLUE, ORANGE)[i]
+        ax.plot(closed.times, ours[:, i], color=colour, label=f"coordinate {i + 1}, closed equation")
+        ax.plot(simulation.flow.times[::4], theirs[::4, i], "o", markersize=3, color=colour, label="particles")
+    if found.blow_up is not None:
+        ax.axvline(found.blow_up, color=GREY, linestyle=":", label=f"blow-up at t = {found.blow_up:.4g}")
+    ax.set_ylim(0, top)
+    ax.set_xlabel("depth t")
+    ax.set_ylabel("standard deviation of the tokens")
+    ax.legend(fontsize="small", loc="upper left")
+
+
+def _growth(ax: Axes, found: DepthGrowth) -> None:
+    curves: tuple[tuple[Tensor, str, str, str], ...] = (
+        (found.gronwall, "exp of the integral of ‖D f‖", ":", GREY),
+        (found.product, "product of the layers' constants", "--", ORANGE),
+        (found.sigma, "σ, the whole network", "-", BLUE),
+    )
+    for values, name, style, colour in curves:
+        ax.plot(found.times, values, style, color=colour, label=name)
+    ax.set_yscale("log")
+    ax.set_xlabel("depth t")
+    ax.set_ylabel("largest growth of a small change")
+    ax.legend(fontsize="small", loc="upper left")
+
+
+Drawing = Callable[["Axes", Simulation, int], None]
+
+
+def frame_of(simulation: Simulation) -> Drawing:
+    """What an animation draws at each frame."""
+    return _cloud if isinstance(simulation.found, Moments) and simulation.dim > 1 else _scatter
+
+
+def _scatter(ax: Axes, simulation: Simulation, frame: int) -> None:
+    z = simulation.shown[frame]
+    if simulation.dim == 1:
+        ax.scatter(z[:, 0], np.linspace(0, 1, simulation.n), s=8, c=colours(simulation), alpha=0.7)
+        ax.set_xlabel("z = exp(-tV) x" if simulation.preset.renormalise else "x")
+        ax.set_ylabel("token, first to last")
+        return
+    ax.scatter(z[:, 0], z[:, 1], s=8, c=colours(simulation), alpha=0.7)
+    label_axes(ax, simulation)

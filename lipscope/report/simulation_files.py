@@ -1,0 +1,150 @@
+"""What a simulation leaves in a folder, animation, figure and numbers, and what it says on the terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipscope import __version__
+from lipscope._types import UserError
+from lipscope.dynamics.clusters import Clusters
+from lipscope.dynamics.depth_growth import DepthGrowth
+from lipscope.dynamics.integration import Progress
+from lipscope.dynamics.simulation import Moments, Simulation
+from lipscope.report.animation import animate
+from lipscope.report.flow_figures import draw
+
+CLUSTER = ("centres", "masses", "radii", "formed", "margins", "extreme")
+GROWTH = ("times", "sigma", "product", "gronwall", "local")
+ANIMATION, FIGURE, NUMBERS, SERIES = "animation.gif", "figure.png", "simulation.json", "series.csv"
+
+
+def write_simulation(simulation: Simulation, out: Path, progress: Progress | None = None) -> list[Path]:
+    """The animation, the figure, the numbers as JSON and those along depth as CSV, in the folder `out`."""
+    check_folder(out)
+    paths = [out / name for name in (ANIMATION, FIGURE, NUMBERS, SERIES)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # First, because it marks the folder as ours: a run cut short can be repeated into it.
+        paths[2].write_text(json.dumps(numbers_of(simulation), indent=1, allow_nan=False) + "\n")
+        with paths[3].open("w", newline="") as file:
+            csv.writer(file).writerows(_series(simulation))
+        draw(simulation).savefig(paths[1], dpi=110)
+        animate(simulation, paths[0], progress)
+    except OSError as error:
+        raise UserError(f"cannot write to {out} ({error.strerror or error}); give another --out.") from error
+    return paths
+
+
+def check_folder(out: Path) -> None:
+    """Refuse, before anything is computed, a folder that cannot be written to or holds something else."""
+    if out.is_file():
+        raise UserError(f"{out} is a file; --out takes a directory.")
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"cannot write to {out}: {nearest} does not allow it; give another --out.")
+    held = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if held and NUMBERS not in held:
+        raise UserError(f"{out} is not empty (it holds {held[0]}) and no simulation is in it; give another --out.")
+
+
+def summary(simulation: Simulation) -> list[tuple[str, str]]:
+    """Lines of a table: a name and what there is to say."""
+    found, flow = simulation.found, simulation.flow
+    lines = [
+        ("preset", f"{simulation.name}: {simulation.preset.about}"),
+        ("tokens", f"{simulation.n} of size {simulation.dim}, seed {simulation.seed}, {simulation.device}"),
+        ("flow", flow.status),
+    ]
+    if isinstance(found, Clusters):
+        lines += [("clusters", found.status)]
+        if len(found) <= 12:
+            lines += [("mass", ", ".join(f"{100 * m:.3g} %" for m in found.masses.tolist()))]
+    elif isinstance(found, Moments):
+        end = len(flow.times) - 1
+        lines += [("moments", found.closed.status)]
+        if found.closed.ok and flow.ok and simulation.n > 1:
+            ours, theirs = found.closed.covariances[end].trace().item(), flow.positions[end].var(dim=0).sum().item()
+            lines += [("variance", f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles")]
+        blow_up = "none found" if found.blow_up is None else f"t = {found.blow_up:.9g}"
+        lines += [("blow-up", blow_up)]
+    else:
+        lines += [("growth", found.status)]
+    return lines
+
+
+def numbers_of(simulation: Simulation) -> dict[str, Any]:
+    """All it takes to do it again, and what came out; infinite numbers are null."""
+    flow, found = simulation.flow, simulation.found
+    packages = {name: version(name) for name in ("torch", "torchdiffeq")}
+    numbers: dict[str, Any] = {
+        "preset": simulation.name,
+        "n": simulation.n,
+        "dim": simulation.dim,
+        "time": simulation.time,
+        "seed": simulation.seed,
+        "device": simulation.device,
+        "dtype": str(flow.positions.dtype).removeprefix("torch."),
+        "versions": {"lipscope": __version__, "python": platform.python_version(), **packages},
+        "status": simulation.status,
+        "reached": flow.times[-1].item(),
+        "steps": flow.steps,
+        "evaluations": flow.evaluations,
+        "unresolved": flow.unresolved,
+    }
+    if isinstance(found, Clusters):
+        numbers["clusters"] = {"width": found.width} | _named(found, CLUSTER)
+    elif isinstance(found, Moments):
+        x = flow.positions[-1]
+        numbers["gaussian"] = {
+            "blow_up": found.blow_up,
+            "reached": found.closed.times[-1].item(),
+            "mean": _plain(found.closed.means[-1]),
+            "covariance": _plain(found.closed.covariances[-1]),
+            "particle_mean": _plain(x.mean(0)),
+            "particle_covariance": _plain(x.T.cov().reshape(x.shape[1], x.shape[1])),
+        }
+    else:
+        numbers["growth"] = _named(found, GROWTH)
+    return numbers
+
+
+def _named(found: Clusters | DepthGrowth, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: _plain(getattr(found, name)) for name in names}
+
+
+def _plain(x: torch.Tensor) -> Any:
+    def finite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [finite(v) for v in value]
+        return value if isinstance(value, bool | int) or math.isfinite(value) else None
+
+    return finite(x.tolist())
+
+
+def _series(simulation: Simulation) -> list[list[Any]]:
+    """A header, and a line for each time."""
+    flow, found = simulation.flow, simulation.found
+    if isinstance(found, Clusters):
+        return [["t", "groups"], *([t, c] for t, c in zip(flow.times.tolist(), found.counts.tolist(), strict=True))]
+    if isinstance(found, Moments):
+        d = range(simulation.dim)
+        head = ["t", *(f"mean_{i}" for i in d), *(f"covariance_{i}_{j}" for i in d for j in d)]
+        lines = torch.cat(
+            [
+                found.closed.times[:, None].to(found.closed.means),
+                found.closed.means,
+                found.closed.covariances.flatten(1),
+            ],
+            dim=1,
+        )
+        return [head, *lines.tolist()]
+    return [["t", *GROWTH[1:]], *torch.stack([getattr(found, name) for name in GROWTH], dim=1).tolist()]
