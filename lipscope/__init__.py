@@ -40,9 +40,14 @@ _CONTENTS = {
     "conditional_distance": "lipscope.mean_field.masked",
     "convert": "lipscope.models.conversion",
     "explicit_inputs": "lipscope.attack.constructions",
+    "find_clusters": "lipscope.dynamics.clusters",
+    "flow": "lipscope.dynamics.particles",
+    "gaussian_flow": "lipscope.dynamics.gaussian",
+    "growth_along_depth": "lipscope.dynamics.depth_growth",
     "jacobian": "lipscope.linalg.differentiate",
     "jasmin": "lipscope.nn.regularize",
     "largest_gain": "lipscope.mean_field.splitting_maps",
+    "layered": "lipscope.dynamics.particles",
     "lightning_callback": "lipscope.models.callbacks",
     "load": "lipscope.models.loading",
     "local_lipschitz": "lipscope.mean_field.local",
@@ -50,6 +55,7 @@ _CONTENTS = {
     "measured_sigma": "lipscope.nn.regularize",
     "push": "lipscope.mean_field.attention_on_measures",
     "render": "lipscope.report.page",
+    "simulate": "lipscope.dynamics.simulation",
     "singular_response": "lipscope.attack.direction",
     "singular_triplets": "lipscope.linalg.local",
     "spectral_norm": "lipscope.linalg.spectral",
@@ -81,6 +87,12 @@ if TYPE_CHECKING:
     from lipscope.attention.kernels import Rope as Rope
     from lipscope.attention.layer import SelfAttention as SelfAttention
     from lipscope.attention.primitive import attend as attend
+    from lipscope.dynamics.clusters import find_clusters as find_clusters
+    from lipscope.dynamics.depth_growth import growth_along_depth as growth_along_depth
+    from lipscope.dynamics.gaussian import gaussian_flow as gaussian_flow
+    from lipscope.dynamics.particles import flow as flow
+    from lipscope.dynamics.particles import layered as layered
+    from lipscope.dynamics.simulation import simulate as simulate
     from lipscope.linalg.differentiate import jacobian as jacobian
     from lipscope.linalg.estimate import Estimate as Estimate
     from lipscope.linalg.local import singular_triplets as singular_triplets
