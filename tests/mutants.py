@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         "jvp's output for its tangent, as in the first paper's code",
         "lipscope/attention/primitive.py",
-        "return _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules), None",
+        "return _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules).to(o.dtype), None",
         "return o.clone(), None",
         f"{ATTENTION}/test_primitive.py",
     ),

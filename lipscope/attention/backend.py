@@ -26,13 +26,13 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """o and the log-sum-exp, +inf for a fully masked row."""
+    """o, in float32 where the kernels make it, and the log-sum-exp, +inf for a fully masked row."""
     if not fused(q, k, v, pattern):
         return tiled.forward(q, k, v, pattern)
     from lipscope.attention import triton_forward
 
     o, lse = triton_forward.forward(q, k, v, pattern)
-    return o.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)
+    return o, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:

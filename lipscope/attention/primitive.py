@@ -47,7 +47,7 @@ def attend(
     q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q * scale, k, v))
     rules = _Rules(causal, window, softcap, k.shape[-2] - q.shape[-2])
     out, _ = _Attend.apply(q, k, v, mask, padding, sinks, rules)
-    return out
+    return out.to(q.dtype)
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,21 @@ def make_pattern(mask: Tensor | None, padding: Tensor | None, sinks: Tensor | No
     return Pattern(rules.causal, rules.window, rules.softcap, mask, queries, padding, sinks, rules.shift)
 
 
+def _wanted(ctx, inputs: slice) -> bool:
+    """Whether this backward pass goes on beyond any of these inputs: a product J v reads no second derivatives.
+
+    Of a leaf (it has a variable) the engine does not tell.
+    """
+    nodes = [node for node, _ in ctx.next_functions[inputs] if node is not None]
+    return any(hasattr(node, "variable") or torch._C._will_engine_execute_node(node) for node in nodes)
+
+
 def _or_zeros(tangents: tuple[Tensor | None, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True))  # type: ignore[return-value]
 
 
 class _Attend(torch.autograd.Function):
-    """(q, k, v) -> o, log-sum-exp."""
+    """(q, k, v) -> o, log-sum-exp; o may have more digits than q, and its derivatives are computed from all of them."""
 
     generate_vmap_rule = True
 
@@ -90,13 +99,13 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, _):
         q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
-        return *_Vjp.apply(q, k, v, g, o, lse, mask, padding, sinks, ctx.rules), None, None, None, None
+        return *_Vjp.apply(q, k, v, g.to(q.dtype), o, lse, mask, padding, sinks, ctx.rules), None, None, None, None
 
     @staticmethod
     def jvp(ctx, dq, dk, dv, *_):
         q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
         dq, dk, dv = _or_zeros((dq, dk, dv), (q, k, v))
-        return _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules), None
+        return _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules).to(o.dtype), None
 
 
 class _Jvp(torch.autograd.Function):
@@ -119,9 +128,12 @@ class _Jvp(torch.autograd.Function):
     def backward(ctx, g):
         q, k, v, dq, dk, dv, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        onto_qkv = backend.second_vjp(q, k, v, lse, (dq, dk, dv), g, pattern)
-        onto_tangent = backend.vjp(q, k, v, o, lse, g, pattern)
-        return *onto_qkv, *onto_tangent, None, None, None, None, None, None
+        onto: list[Tensor | None] = [None] * 6
+        if _wanted(ctx, slice(0, 3)):
+            onto[:3] = backend.second_vjp(q, k, v, lse, (dq, dk, dv), g, pattern)
+        if _wanted(ctx, slice(3, 6)):
+            onto[3:] = backend.vjp(q, k, v, o, lse, g, pattern)
+        return *onto, None, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, eq, ek, ev, ddq, ddk, ddv, *_):
@@ -152,9 +164,12 @@ class _Vjp(torch.autograd.Function):
     def backward(ctx, hq, hk, hv):
         q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
         pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        onto_qkv = backend.second_vjp(q, k, v, lse, (hq, hk, hv), g, pattern)
-        onto_g = backend.jvp(q, k, v, o, lse, (hq, hk, hv), pattern)
-        return *onto_qkv, onto_g, None, None, None, None, None, None
+        onto: list[Tensor | None] = [None] * 4
+        if _wanted(ctx, slice(0, 3)):
+            onto[:3] = backend.second_vjp(q, k, v, lse, (hq, hk, hv), g, pattern)
+        if _wanted(ctx, slice(3, 4)):
+            onto[3] = backend.jvp(q, k, v, o, lse, (hq, hk, hv), pattern)
+        return *onto, None, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, eq, ek, ev, dg, *_):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 
 from lipscope._types import UserError
+from lipscope.attention.pattern import Pattern
 from lipscope.attention.primitive import attend
+from lipscope.models.masks import PlainMask, make_mask
 
 NAME = "lipscope"
-PATTERN = "lipscope_pattern"
-"""Name of the attribute under which a mask carries the (causal, window) pair that it spells out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,16 +107,16 @@ def lipscope_attention(
     """
     if dropout:
         raise UserError(f"{type(module).__name__} attends with dropout {dropout}; a measured map must not be random")
-    causal, window = getattr(attention_mask, PATTERN, (False, None))
-    mask = None if causal else attention_mask
+    rule = attention_mask.pattern if isinstance(attention_mask, PlainMask) else Pattern()
+    mask = None if isinstance(attention_mask, PlainMask) else attention_mask
     call = AttentionCall(
         module=module,
         q=query,
         k=key,
         v=value,
         scale=scaling,
-        causal=causal,
-        window=window,
+        causal=rule.causal,
+        window=rule.window,
         mask=_with_bias(mask, position_bias),
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.to(query.dtype),
@@ -127,14 +127,9 @@ def lipscope_attention(
     return heads.transpose(1, 2).contiguous(), None
 
 
-def lipscope_mask(local_size: int | None = None, **arguments: Any) -> Tensor | None:
-    """A boolean mask [B, 1, n, n'], True where a key may be seen; it knows if it is causal, or a window."""
-    mask = sdpa_mask(**{**arguments, "local_size": local_size, "allow_is_causal_skip": False})
-    if mask is not None:
-        pattern = _pattern(mask, local_size)
-        if pattern is not None:
-            setattr(mask, PATTERN, pattern)
-    return mask
+def lipscope_mask(**arguments: Any) -> Tensor | None:
+    """The registered mask function: a boolean mask [B, 1, n, n'], True where a key may be seen."""
+    return make_mask(arguments)
 
 
 AttentionInterface.register(NAME, lipscope_attention)
@@ -178,20 +173,6 @@ def configs(model: nn.Module) -> list[PretrainedConfig]:
             found[id(config)] = config
             queue += [c for c in vars(config).values() if isinstance(c, PretrainedConfig)]
     return list(found.values())
-
-
-def _pattern(mask: Tensor, window: int | None) -> tuple[bool, int | None] | None:
-    """(causal, window) where the mask is exactly that for every member of the batch."""
-    n, keys = mask.shape[-2:]
-    if n != keys:
-        return None
-    i = torch.arange(n, device=mask.device)
-    seen = i[None, :] <= i[:, None]
-    if torch.equal(mask, seen.expand_as(mask)):
-        return True, None
-    if window and torch.equal(mask, (seen & (i[None, :] > i[:, None] - window)).expand_as(mask)):
-        return True, window
-    return None
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
-from lipscope.models.plug import NAME, PATTERN, AttentionCall, listening, plugged
+from lipscope.models.masks import PlainMask
+from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import computing_in
 
 
@@ -75,10 +76,9 @@ class Call:
         def pick(leaf: Any, alone: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.shape == alone.shape:
                 return leaf
-            picked = leaf.unflatten(0, (batch, -1))[members.to(leaf.device)].flatten(0, 1)
-            if hasattr(leaf, PATTERN):
-                setattr(picked, PATTERN, getattr(leaf, PATTERN))
-            return picked
+            if isinstance(leaf, PlainMask):
+                return leaf.of_batch(len(members))
+            return leaf.unflatten(0, (batch, -1))[members.to(leaf.device)].flatten(0, 1)
 
         hidden = pick(self.hidden, single.hidden)
 

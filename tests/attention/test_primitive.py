@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import lipscope as ls
-from lipscope.attention import tiled
+from lipscope.attention import backend, tiled
 from tests.naive import naive_attend
 
 N, HEADS, SIZE, VALUES = 5, 4, 3, 2
@@ -152,3 +152,21 @@ def test_bad_input(change, message):
     arguments = dict(zip("qkv", tensors(4), strict=True)) | change
     with pytest.raises(ls.UserError, match=message):
         ls.attend(**arguments)
+
+
+def test_a_product_with_the_jacobian_takes_no_second_derivative(monkeypatch):
+    """Autograd asks for all of it; what nobody reads is not computed."""
+    calls, second = [], backend.second_vjp
+    monkeypatch.setattr(backend, "second_vjp", lambda *args: calls.append(1) or second(*args))
+    W = draw(3, 4, 4)
+
+    def f(x: Tensor) -> Tensor:
+        return ls.attend(*((x @ w)[None] for w in W), causal=True)[0]
+
+    X = W[0].clone()
+    J = ls.jacobian(f, X)
+    assert torch.allclose(J.to_dense(), torch.autograd.functional.jacobian(f, X).reshape(16, 16)) and not calls
+    x = X.clone().requires_grad_()
+    (g,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), x)
+    assert calls and h.norm() > 0
