@@ -1,0 +1,94 @@
+"""sigma(n) of one attention layer: real text, three swapped tokens, ascent, constructions, and what theorems allow.
+
+python benchmarks/adversarial_growth.py [--text FILE] [--layer 3] [--figure FILE.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import lipscope as ls
+from lipscope.attack.tokens import guided_swaps
+from lipscope.report.attack_figures import adversarial_growth_figure
+from lipscope.study.bound_probe import for_one_sequence
+from lipscope.study.growth import fit
+from lipscope.study.reading import Choice, read
+from lipscope.study.token_target import layer_sigma
+
+REAL, TOKENS, NEAR, BALL = "real text", "3 tokens replaced", "ascent within 0.1 R of the text", "ascent in the ball"
+CONSTRUCTED, COMPACT, CASTIN = "best construction", "upper bound: compact", "upper bound: Castin et al."
+CLIMB, NEAR_RADIUS = ls.Climb(steps=20, restarts=1), 0.1
+"""The climb of `lipscope attack`, and the radius around the text as a share of its longest token."""
+
+TOKENS_UP_TO = 64
+"""Beyond this length the token search takes minutes."""
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    models = ls.load(), ls.load(dtype="float32")
+    curves: dict[str, dict[int, float]] = defaultdict(dict)
+    for n in track(options.lengths, console=Console(stderr=True), transient=True):
+        for name, value in at_length(models, options.text, options.layer, n).items():
+            curves[name][n] = value
+    show(curves, options.lengths)
+    if options.figure is not None:
+        title = f"MiniLM, layer {options.layer}: attention with its output projection"
+        adversarial_growth_figure(curves, title).savefig(options.figure, dpi=150)
+
+
+def at_length(models: tuple[ls.Model, ls.Model], text: Path | None, layer: int, n: int) -> dict[str, float]:
+    """Every number of one length, in float64; the ball has the radius of the text's longest token."""
+    exact, quick = models
+    ids = read(exact, text, None, Choice((n,), 1, 0, special_tokens=False)).inputs.batch(n, (0,))[0]
+    f, X = site(exact, ids, layer)
+    ball = ls.Ball(X.norm(dim=1).max().item() * (1 + 1e-12), n)
+    upper = {row.name: row.value for row in ls.bounds(f, ball) if row.kind == "upper"}
+    found = {REAL: sigma(f, X)}
+    if n <= TOKENS_UP_TO:
+        swapped = guided_swaps(layer_sigma(quick, layer), ids.tolist(), 3, width=16)
+        found[TOKENS] = sigma(*site(exact, torch.tensor(swapped.ids), layer))
+    found[NEAR] = ls.ascend(f, ls.Around(X, NEAR_RADIUS * ball.R), CLIMB).value
+    found[CONSTRUCTED] = ls.explicit_inputs(f, ball)[0].value
+    found[BALL] = ls.ascend(f, ball, CLIMB, starts=[X]).value
+    return found | {COMPACT: upper["compact"], CASTIN: upper["Castin et al., ball"]}
+
+
+def site(model: ls.Model, ids: torch.Tensor, layer: int) -> tuple[ls.SelfAttention, torch.Tensor]:
+    (found,) = model.sites(ids[None], scopes=("attention",), layers=[layer])
+    return for_one_sequence(found.f).double(), found.X[0].double()
+
+
+def sigma(f: ls.SelfAttention, X: torch.Tensor) -> float:
+    return float(ls.local_lipschitz(f, X).value)
+
+
+def show(curves: dict[str, dict[int, float]], lengths: list[int]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("sigma", *map(str, lengths), "exponent"):
+        table.add_column(name)
+    for name, curve in curves.items():
+        slope = f"{fit('attention', 0, list(curve.items())).alpha:.2f}" if len(curve) > 2 else "-"
+        table.add_row(name, *(f"{curve[n]:.4g}" if n in curve else "-" for n in lengths), slope)
+    Console(width=120).print(table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, help="the embedded prose unless given")
+    parser.add_argument("--layer", type=int, default=3)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8, 16, 32, 64, 128])
+    parser.add_argument("--figure", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
