@@ -21,8 +21,9 @@ from lipscope.nn.watching import ModuleWatch, Watch
 Log = Callable[[dict[str, float], int], None]
 """Takes {"sigma/<layer>": number} and the step, as the log of most trackers does."""
 
-FRESH = 0.1
-"""Length of the random vector added to a remembered one: a singular vector that grew meanwhile is found through it."""
+ANEW = 8
+"""Every how many solves of a layer one starts from a random vector: only that is sure to see another singular value
+overtake the remembered one."""
 
 MAX_PRODUCTS = 40
 """Steps of one solve, at most: an ill-separated layer gives a lower bound rather than a pause in training."""
@@ -40,9 +41,9 @@ class SmoothnessMonitor:
             ...                 # forward, backward, optimizer.step()
             monitor.step()
 
-    A solve starts from the last right singular vectors, so its number is a lower bound with a residual: the upper
-    bound of `local_lipschitz` needs a random start. It uses no random numbers of torch, no gradients, modes or buffers
-    of the model: the training is bit by bit the one without it.
+    A solve starts from the last right singular vector, so its number is a lower bound with a residual: the upper bound
+    of `local_lipschitz` needs a random start, which only every eighth solve has. No random numbers of torch are used,
+    no gradients, modes or buffers of the model change: the training is bit by bit the one without it.
 
     model:     a module, or a Watch of one (`lipscope.watch` makes one of a transformers model)
     layers:    modules, names or patterns of names; by default every lipscope attention and nn.MultiheadAttention.
@@ -79,7 +80,7 @@ class SmoothnessMonitor:
         self.readings: list[Reading] = []
         self.stopped = False
         self._next = 0
-        self._remembered: dict[str, Tensor] = {}
+        self._remembered: dict[str, tuple[int, Tensor | None]] = {}  # solves done, and the last vector
         self._complained: set[str] = set()
         self._announced = False
         self._look(0)
@@ -122,7 +123,9 @@ class SmoothnessMonitor:
                     if sight is not None:
                         readings.append(self._reading(step, name, *sight))
                     else:
-                        self._complain(f"layer {name} is not measured: it did not run in this step")
+                        self._complain(
+                            f"layer {name} is not measured: it did not run in this step (compiled? see docs/monitor.md)"
+                        )
                 except UserError as error:
                     why = " ".join(str(error).split())
                     self._complain(f"layer {name} is not measured: {why}")
@@ -138,17 +141,13 @@ class SmoothnessMonitor:
         return Reading(step, name, estimate.value, estimate.residual, X.shape[0], estimate.steps, status)
 
     def _solve(self, name: str, f: Map, X: Tensor) -> Estimate:
-        J = jacobian(f, X)
-        start = self._remembered.get(name)
-        if start is not None and start.shape == X.shape:
-            fresh = torch.randn(X.shape, generator=torch.Generator().manual_seed(len(self.readings)))
-            start = start.to(X) + FRESH * (fresh / fresh.norm()).to(X)
-        else:
+        done, start = self._remembered.get(name, (0, None))
+        if start is not None and (done % ANEW == 0 or start.shape != X.shape):
             start = None
-        solver = Solver(max_steps=MAX_PRODUCTS, seed=len(self.readings))
-        estimate = spectral_norm(J, self.tol, start=start, solver=solver)
-        if math.isfinite(estimate.value) and estimate.value > 0:
-            self._remembered[name] = estimate.right
+        solver = Solver(max_steps=MAX_PRODUCTS, seed=done)
+        estimate = spectral_norm(jacobian(f, X), self.tol, start=start, solver=solver)
+        usable = math.isfinite(estimate.value) and estimate.value > 0
+        self._remembered[name] = done + 1, estimate.right if usable else None
         return estimate
 
     def _tell(self, step: int, readings: list[Reading]) -> None:

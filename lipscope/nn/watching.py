@@ -45,22 +45,20 @@ class ModuleWatch:
     def __init__(self, model: nn.Module, layers: Sequence[str | nn.Module] | None = None):
         self._modules = _chosen(model, layers)
         self.names = tuple(self._modules)
-        self._taps: dict[str, _Tap] = {}
+        self._taps = {name: _Tap() for name in self.names}
         self._handles: list[RemovableHandle] = []
 
     def arm(self) -> None:
         self.release()
         for name, module in self._modules.items():
-            self._taps[name] = _Tap()
+            self._taps[name].open = True
             self._handles.append(module.register_forward_pre_hook(self._taps[name], with_kwargs=True))
 
     def sight(self, name: str) -> Sight | None:
-        tap = self._taps.get(name)
-        if tap is None or tap.call is None:
-            return None
-        if isinstance(tap.call, UserError):
-            raise tap.call
-        return _read(self._modules[name], tap.call)
+        call = self._taps[name].call
+        if isinstance(call, UserError):
+            raise call
+        return None if call is None else _read(self._modules[name], call)
 
     def module(self, name: str) -> nn.Module:
         return self._modules[name]
@@ -69,7 +67,8 @@ class ModuleWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._taps.clear()
+        for tap in self._taps.values():
+            tap.open, tap.call = False, None
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,19 @@ class _Call:
 
 
 class _Tap:
-    """A hook that keeps the last call of its module. A copy of the module, or a file of it, gets an empty one."""
+    """A hook that, while open, keeps the last call of its module.
+
+    A copy of the module, or a file of it, gets a closed one. One tap serves all steps: for another a compiled module
+    would be compiled again.
+    """
 
     def __init__(self) -> None:
+        self.open = False
         self.call: _Call | UserError | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.open:
+            return
         try:
             with torch.no_grad():
                 self.call = _first_sample(module, args, kwargs)

@@ -198,6 +198,7 @@ def test_lightning_stops_at_the_alarm(tmp_path):
 
 def test_watched_constants_are_those_of_the_model_measured_by_itself():
     model = zoo.make("llama")
+    random = torch.get_rng_state()
     monitor = SmoothnessMonitor(watch(model, [1, 0]), every=1, tol=1e-6)
     inputs = zoo.sample("llama")
     model.train()
@@ -213,6 +214,7 @@ def test_watched_constants_are_those_of_the_model_measured_by_itself():
             exact = ls.local_lipschitz(site.f, site.X).value.item()
             assert reading.layer == f"attention.{layer}"
             assert reading.sigma == pytest.approx(exact, rel=1e-5)
+    assert torch.equal(torch.get_rng_state(), random)
     assert model.training and model.config._attn_implementation != "lipscope"
 
 

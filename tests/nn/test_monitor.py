@@ -13,7 +13,7 @@ import lipscope as ls
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
-from lipscope.nn.monitor import SmoothnessMonitor, SmoothnessWarning
+from lipscope.nn.monitor import ANEW, SmoothnessMonitor, SmoothnessWarning
 from lipscope.nn.sigma_table import HEADER
 from lipscope.nn.watching import ModuleWatch
 
@@ -213,17 +213,25 @@ class Diagonal(nn.Module):
         return X * self.scale
 
 
-def test_a_singular_value_that_overtakes_the_remembered_one_is_found():
+def test_a_singular_value_that_overtakes_the_remembered_one_is_found_in_time():
     model = Diagonal()
     monitor = SmoothnessMonitor(model, [model], every=1)
-    scale = torch.rand(TOKENS, DIM, generator=torch.Generator().manual_seed(0))
-    for step in range(6):
-        with torch.no_grad():
-            model.scale.copy_(scale)
-            model.scale[step % 2, 3] = 1.5 + 0.1 * step
+    with torch.no_grad():
+        model.scale.copy_(torch.rand(TOKENS, DIM, generator=torch.Generator().manual_seed(0)))
+        model.scale[0, 3] = 1.5
+    found = []
+    for step in range(ANEW + 1):
         model(batches(1)[0])
-        (reading,) = monitor.step()
-        assert reading.sigma == pytest.approx(1.5 + 0.1 * step, rel=1e-3)
+        found.append(monitor.step()[0].sigma)
+        if step == 0:
+            # The worst memory: exactly the vector that is overtaken next.
+            old = torch.zeros(TOKENS, DIM)
+            old[0, 3] = 1.0
+            monitor._remembered["Diagonal"] = 1, old
+            with torch.no_grad():
+                model.scale[1, 3] = 1.7
+    assert found[0] == pytest.approx(1.5, rel=1e-3) and found[-1] == pytest.approx(1.7, rel=1e-3)
+    assert all(sigma <= 1.7 * (1 + 1e-6) for sigma in found)
 
 
 def test_a_remembered_vector_saves_products():
@@ -302,6 +310,50 @@ def test_a_layer_it_cannot_measure_is_named_once_and_the_rest_goes_on():
             readings = monitor.step()
             assert math.isnan(readings[0].sigma) and readings[1].sigma > 0
     assert len(caught) == 1
+
+
+def test_a_layer_that_counts_its_calls_does_not_count_those_of_the_monitor():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+            self.register_buffer("mean", torch.zeros(DIM))
+            self.map = nn.Linear(DIM, DIM)
+
+        def forward(self, X):
+            self.calls += 1
+            self.mean += X.detach().flatten(0, -2).mean(dim=0)
+            return self.map(X)
+
+    model = Counting()
+    monitor = SmoothnessMonitor(model, [model], every=1)
+    for X in batches(3):
+        model(X)
+        assert monitor.step()[0].sigma == pytest.approx(torch.linalg.matrix_norm(model.map.weight, 2).item(), rel=1e-3)
+    assert model.calls == 3
+    assert torch.allclose(model.mean, sum(X.flatten(0, 1).mean(dim=0) for X in batches(3)))
+
+
+def test_gradient_checkpointing_does_not_disturb_it():
+    class Thrifty(Small):
+        def forward(self, X, padding=None):
+            return torch.utils.checkpoint.checkpoint(super().forward, X, use_reentrant=False)
+
+    def run(watched):
+        torch.manual_seed(0)
+        model = Thrifty()
+        monitor = SmoothnessMonitor(model, ["l2", "cosine"], every=1) if watched else None
+        losses = []
+        for X in batches(3):
+            loss = model(X).square().mean()
+            loss.backward()
+            losses.append((loss.item(), model.l2.query.weight.grad.clone()))
+            if monitor is not None:
+                assert all(r.sigma > 0 for r in monitor.step())
+        return losses
+
+    for (loss, grad), (loss_too, grad_too) in zip(run(False), run(True), strict=True):
+        assert loss == loss_too and torch.equal(grad, grad_too)
 
 
 def test_readings_reach_the_log_and_the_file(tmp_path):
