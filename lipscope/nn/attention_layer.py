@@ -84,6 +84,13 @@ def check_tokens(X: Tensor, dim: int) -> None:
         )
 
 
+def check_finite(module: nn.Module) -> None:
+    """No bound holds for weights that are not numbers."""
+    for name, weight in module.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"the weight {name} is not finite; no bound holds")
+
+
 def check_length(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UserError(f"n must be a number of tokens, at least 1, got {n!r}")

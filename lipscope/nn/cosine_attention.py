@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
-from lipscope.nn.attention_layer import AttentionLayer, check_length, check_norm
+from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
 from lipscope.nn.matrix_norms import spectral_upper
 
 
@@ -47,9 +47,7 @@ class CosineSelfAttention(AttentionLayer):
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
         check_length(n)
         check_norm(norm)
-        for name, weight in self.named_parameters():
-            if not weight.isfinite().all():
-                raise UserError(f"the weight {name} is not finite; no bound holds")
+        check_finite(self)
         tau = self.log_tau.double().exp()
         q, k, v = (part.weight.double().unflatten(0, (self.heads, -1)) for part in (self.query, self.key, self.value))
         O = self.out.weight.double()

@@ -28,8 +28,8 @@ class DotSelfAttention(AttentionLayer):
             raise UserError(f"temperature must be a positive number, got {temperature!r}")
         self.qk_norm, self.temperature = qk_norm, float(temperature)
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
-        self.query_norm = nn.RMSNorm(self.head_size) if qk_norm else nn.Identity()
-        self.key_norm = nn.RMSNorm(self.head_size) if qk_norm else nn.Identity()
+        self.query_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else nn.Identity()
 
     @property
     def scale(self) -> float:

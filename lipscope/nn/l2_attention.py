@@ -6,20 +6,19 @@ the keys: untied, a query may stand far from its own key, and no constant holds 
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
-from lipscope._types import Everywhere, UserError
+from lipscope._types import UserError
 from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
-from lipscope.nn.attention_layer import AttentionLayer, check_length, check_norm
-from lipscope.nn.matrix_norms import row_sum, spectral_upper, widened
+from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
+from lipscope.nn.l2_bound import reaction, weight_factor
+from lipscope.nn.l2_bound import value_factors as value_factors
 
 
 class L2SelfAttention(AttentionLayer):
@@ -45,28 +44,18 @@ class L2SelfAttention(AttentionLayer):
         return Q, V, self.out.weight
 
     def bound_tensor(self, n: int, norm: float = 2) -> Tensor:
-        """The bound as a differentiable function of the weights; a little above `lipschitz_bound`, never below."""
-        Q, V, O = (widened(W) for W in self._weights())
-        with torch.autocast(O.device.type, enabled=False):
-            M = value_factors(Q, V)
-            if norm == math.inf:
-                size = row_sum(O) * (row_sum(M) * row_sum(Q)).amax()
-            else:
-                size = spectral_upper(O) * (spectral_upper(M) * spectral_upper(Q)).square().sum().sqrt()
-            # Weights that are zero make a zero map, not 0 / 0.
-            size = size.clamp_min(torch.finfo(torch.float32).tiny)
+        """The bound as a differentiable function of the weights; never below `lipschitz_bound`."""
         # index(): under the compiler n may be a symbol, and the theorem wants a number.
-        return reaction(operator.index(n), self.head_size, self.causal, norm) * size
+        constant = reaction(operator.index(n), self.head_size, self.causal, norm)
+        return constant * weight_factor(*self._weights(), norm)
 
+    @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
-        """The least bound that lipscope.theorems has for all sequences of n tokens, rounded up; norm is 2 or inf."""
+        """An upper bound for all sequences of n tokens, however large, in norm 2 or inf; rounded up."""
         check_length(n)
         check_norm(norm)
-        for name, weight in self.named_parameters():
-            if not weight.isfinite().all():
-                raise UserError(f"the weight {name} is not finite; no bound holds")
-        # Multiplied out in float64, the values still factor through the queries, which the theorems ask for.
-        return _least_bound(copy.deepcopy(self).double().as_map(n), n, norm)
+        check_finite(self)
+        return self.bound_tensor(n, norm).item() * (1 + 1e-12)
 
     @torch.no_grad()
     def as_map(self, n: int) -> SelfAttention:
@@ -97,9 +86,10 @@ class ContractiveL2Attention(L2SelfAttention):
         """constant / bound(n), differentiable in the weights."""
         return self.constant / self.bound_tensor(n, self.norm)
 
+    @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
         own = super().lipschitz_bound(n, norm)
-        return min(own, self.constant) if norm == self.norm else own
+        return self.constant if norm == self.norm else own * self.factor(n).item() * (1 + 1e-12)
 
     @torch.no_grad()
     def as_map(self, n: int) -> SelfAttention:
@@ -109,29 +99,3 @@ class ContractiveL2Attention(L2SelfAttention):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm:g}"
-
-
-def value_factors(Q: Tensor, V: Tensor) -> Tensor:
-    """M [heads, k, k] with which the values are M_h times the queries: M_h = W_V' W_Q / sqrt(k)."""
-    return V @ Q.mT * (3 * math.sqrt(Q.shape[-1] / Q.shape[-2]))
-
-
-@torch.compiler.assume_constant_result
-def reaction(n: int, size: int, causal: bool, norm: float) -> float:
-    """What the theorems say of identity weights with heads of this size: their bounds are this times weight norms."""
-    return _reaction(n, size, causal, norm)
-
-
-@lru_cache(maxsize=4096)
-def _reaction(n: int, size: int, causal: bool, norm: float) -> float:
-    one = torch.eye(size, dtype=torch.float64)
-    return _least_bound(SelfAttention(one, one, one, causal=causal, kernel=L2()), n, norm)
-
-
-def _least_bound(f: SelfAttention, n: int, norm: float) -> float:
-    from lipscope.theorems import kim2021  # loads SciPy
-
-    everywhere = Everywhere(n)
-    if norm == math.inf:
-        return kim2021.largest_coordinate_upper(f, everywhere)
-    return min(kim2021.distance_upper(f, everywhere), kim2021.tighter_distance_upper(f, everywhere))

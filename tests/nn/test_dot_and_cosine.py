@@ -23,7 +23,7 @@ def by_the_formula(layer, X: Tensor) -> Tensor:
             scores = layer.log_tau[h].exp() * q @ key.T
         else:
             if layer.qk_norm:
-                eps = torch.finfo(X.dtype).eps
+                eps = 1e-6
                 q = layer.query_norm.weight * q / (q.square().mean(-1, keepdim=True) + eps).sqrt()
                 key = layer.key_norm.weight * key / (key.square().mean(-1, keepdim=True) + eps).sqrt()
             scores = q @ key.T / math.sqrt(k) / layer.temperature

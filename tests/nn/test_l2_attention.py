@@ -9,7 +9,7 @@ from torch import Tensor
 import lipscope as ls
 from lipscope.attack.ascent import sigma_gradient
 from lipscope.linalg.infinity import infinity_norm
-from lipscope.nn.l2_attention import reaction
+from lipscope.nn.l2_bound import reaction
 
 NORMS = [(2, "2"), (math.inf, "inf")]
 
@@ -91,28 +91,40 @@ def test_as_map_is_the_layer(make, causal):
     assert not torch.equal(f.Q, layer.query.weight), "the map must not follow the layer"
 
 
-def test_the_bound_is_the_least_that_the_theorems_offer():
+def test_the_bound_is_at_most_those_of_the_theorems():
     torch.manual_seed(0)
+    gains = []
     for causal in (False, True):
         layer = ls.L2SelfAttention(8, 2, causal).double()
         for n in (1, 2, 9, 40):
             for norm, name in NORMS:
                 rows = ls.bounds(layer.as_map(n), ls.Everywhere(n), norm=name)
-                offered = [row.value for row in rows if row.kind == "upper"]
-                assert offered and layer.lipschitz_bound(n, norm) == pytest.approx(min(offered), rel=1e-12)
+                offered = min(row.value for row in rows if row.kind == "upper")
+                assert layer.lipschitz_bound(n, norm) <= offered * (1 + 1e-9)
+                gains.append(offered / layer.lipschitz_bound(n, norm))
+    assert max(gains) > 1.5
 
 
 @pytest.mark.parametrize("norm", [2, math.inf])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_differentiable_bound_is_the_theorems_bound(norm, causal):
-    """A little above, never below; in float32 too, whose weights are those that the bound is about."""
+def test_one_head_and_identity_weights_give_the_theorems_bound(norm):
+    """Nothing is gained and nothing is lost where there is nothing to reorder; causal and full."""
+    for causal in (False, True):
+        layer = ls.L2SelfAttention(3, 1, causal).double()
+        with torch.no_grad():
+            layer.query.weight.copy_(torch.eye(3))
+            layer.value.weight.copy_(torch.eye(3).double() / 3)
+            layer.out.weight.copy_(torch.eye(3))
+        assert layer.lipschitz_bound(7, norm) == pytest.approx(reaction(7, 3, causal, norm), rel=1e-12)
+        offered = ls.bounds(layer.as_map(7), ls.Everywhere(7), norm="2" if norm == 2 else "inf")
+        assert layer.lipschitz_bound(7, norm) == pytest.approx(min(r.value for r in offered if r.kind == "upper"))
+
+
+@pytest.mark.parametrize("norm", [2, math.inf])
+def test_the_bound_is_differentiable_in_every_weight(norm):
     torch.manual_seed(3)
-    for layer in (ls.L2SelfAttention(12, 3, causal), ls.L2SelfAttention(12, 3, causal).double()):
-        for n in (1, 5, 64):
-            exact, taken = layer.lipschitz_bound(n, norm), layer.bound_tensor(n, norm).item()
-            assert exact * (1 - 1e-9) <= taken * (1 + 1e-12) and taken <= exact * (1 + 1e-9)
-    W = layer.query.weight
-    assert torch.autograd.gradcheck(lambda _: layer.bound_tensor(5, norm), (W,), eps=1e-6)
+    layer = ls.L2SelfAttention(4, 2).double()
+    weights = tuple(layer.parameters())
+    assert torch.autograd.gradcheck(lambda *_: layer.bound_tensor(5, norm), weights, eps=1e-6)
 
 
 def test_identity_weights_give_the_constant_of_the_paper():
@@ -179,7 +191,7 @@ def test_the_contractive_layer_keeps_its_promise(norm, name, causal):
             layer.query.weight.mul_(5 * seed + 0.2)
             layer.out.weight.mul_(10)
         for n in (1, 12):
-            assert constant * 0.99 < layer.lipschitz_bound(n, norm) <= constant
+            assert layer.lipschitz_bound(n, norm) == constant
             f = layer.as_map(n)
             size = layer.query.weight.detach().norm()
             assert climbed(f, 2 * torch.randn(n, 4).double() / size, name, 10) <= constant

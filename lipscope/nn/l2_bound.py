@@ -1,0 +1,73 @@
+"""The bound of L2 attention as a differentiable function of its weights.
+
+A head is M_h m(Q_h x), where m is the L2 attention of identity weights, with a constant c(n) from the theorems. All
+heads are one product: O diag(M_h), then m in each head by itself, then Q, so that
+
+    Lip <= c(n) ||O diag(M_h / ||M_h||)|| ||diag(||M_h||) Q||,
+
+in either norm: numbers pass freely through a head. It is at most the theorems' ||O|| (sum_h ||M_h||^2 ||Q_h||^2)^(1/2),
+or ||O|| max_h ||M_h|| ||Q_h|| for the largest coordinate, since those bound the two factors.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lipscope._types import Everywhere
+from lipscope.attention.kernels import L2
+from lipscope.attention.layer import SelfAttention
+from lipscope.nn.matrix_norms import row_sum, spectral_upper, widened
+
+
+def value_factors(Q: Tensor, V: Tensor) -> Tensor:
+    """M [heads, k, k] with which the values are M_h times the queries: M_h = W_V' W_Q / sqrt(k)."""
+    return V @ Q.mT * _gain(Q)
+
+
+def _gain(Q: Tensor) -> float:
+    return 3 * math.sqrt(Q.shape[-1] / Q.shape[-2])
+
+
+def weight_factor(Q: Tensor, V: Tensor, O: Tensor, norm: float) -> Tensor:
+    """What the weights contribute to the bound: Q, V [heads, k, dim], O [dim, heads k]; rounded up, never zero."""
+    measure = row_sum if norm == math.inf else spectral_upper
+    with torch.autocast(O.device.type, enabled=False):
+        Q, V, O = widened(Q), widened(V), widened(O)
+        # ||E||_F sqrt(dim) bounds a matrix of rounding errors in both norms; what a product rounds, the sizes bound.
+        rounding = 4 * O.shape[0] ** 1.5 * torch.finfo(O.dtype).eps
+        size = _gain(Q) * V.norm(dim=(1, 2)) * Q.norm(dim=(1, 2))
+        M = value_factors(Q, V)
+        # Weights that are zero make a zero map, not 0 / 0.
+        m = (measure(M) + rounding * size).clamp_min(TINY)
+        left = (O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None])).transpose(0, 1).flatten(1)
+        right = (m[:, None, None] * Q).flatten(0, 1)
+        return ((measure(left) + rounding * O.norm() * (size / m).norm()) * measure(right)).clamp_min(TINY)
+
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+@torch.compiler.assume_constant_result
+def reaction(n: int, size: int, causal: bool, norm: float) -> float:
+    """c(n): what the theorems say of identity weights and heads of this size."""
+    return _reaction(n, size, causal, norm)
+
+
+@lru_cache(maxsize=4096)
+def _reaction(n: int, size: int, causal: bool, norm: float) -> float:
+    one = torch.eye(size, dtype=torch.float64)
+    return least_bound(SelfAttention(one, one, one, causal=causal, kernel=L2()), n, norm)
+
+
+def least_bound(f: SelfAttention, n: int, norm: float) -> float:
+    """The least of the theorems on all sequences of n tokens, for L2 attention that meets their hypotheses."""
+    from lipscope.theorems import kim2021  # loads SciPy
+
+    everywhere = Everywhere(n)
+    if norm == math.inf:
+        return kim2021.largest_coordinate_upper(f, everywhere)
+    return min(kim2021.distance_upper(f, everywhere), kim2021.tighter_distance_upper(f, everywhere))
