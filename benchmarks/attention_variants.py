@@ -1,0 +1,121 @@
+"""Attention variants side by side: constants measured on random and ascended inputs, bounds, and cost; untied L2 too.
+
+python benchmarks/attention_variants.py
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import lipscope as ls
+from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
+
+DIM, HEADS, TOKENS = 32, 4, 32
+COST_DIM, COST_TOKENS, COST_BATCH = 128, 128, 16
+CLIMB = ls.Climb(steps=25, restarts=2)
+
+VARIANTS: dict[str, Callable[[int], nn.Module]] = {
+    "dot product": lambda dim: ls.DotSelfAttention(dim, HEADS),
+    "temperature 4": lambda dim: ls.DotSelfAttention(dim, HEADS, temperature=4.0),
+    "QK-norm": lambda dim: ls.DotSelfAttention(dim, HEADS, qk_norm=True),
+    "spectral normalisation": lambda dim: spectrally_normalise(ls.DotSelfAttention(dim, HEADS)),
+    "sigma-reparam": lambda dim: sigma_reparametrise(ls.DotSelfAttention(dim, HEADS)),
+    "scaled cosine": lambda dim: ls.CosineSelfAttention(dim, HEADS),
+    "L2": lambda dim: ls.L2SelfAttention(dim, HEADS),
+    "contractive L2, 0.9, norm 2": lambda dim: ls.ContractiveL2Attention(dim, HEADS, 0.9),
+    "contractive L2, 0.9, norm inf": lambda dim: ls.ContractiveL2Attention(dim, HEADS, 0.9, math.inf),
+}
+
+
+def measurable(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The papers' map where there is one, whose Jacobian is in closed form; else the module."""
+    try:
+        return module.as_map(TOKENS)
+    except ls.UserError:
+        return module
+
+
+def small_among_large(module: nn.Module, R: float) -> torch.Tensor:
+    """A token near 0 among tokens at R u and -R u, u the direction that the values see best: Kim et al.'s family."""
+    u = torch.linalg.svd(module.value.weight)[2][0]
+    X = R * (1.0 - 2.0 * (torch.arange(TOKENS, dtype=torch.float64) % 2))[:, None] * u
+    X[0] = 1e-3 * u.roll(1)
+    return X
+
+
+def constants(name: str) -> list[float]:
+    """sigma at random tokens of standard deviation 1 (median of 8), and ascended in balls of radius 6, 60 and 600."""
+    torch.manual_seed(0)
+    module = VARIANTS[name](DIM).double()
+    for weight in module.parameters():
+        weight.requires_grad_(False)
+    f, X = measurable(module), torch.randn(8, TOKENS, DIM, dtype=torch.float64)
+    typical = ls.local_lipschitz(f, X, 1e-4).value.median().item()
+    high = []
+    for R in (6.0, 60.0, 600.0):
+        found = ls.ascend(f, ls.Ball(R, TOKENS), CLIMB, d=DIM, starts=[small_among_large(module, R)])
+        high.append(found.value)
+    bounds = [module.lipschitz_bound(TOKENS, norm) for norm in (2, math.inf)]
+    assert max(typical, *high) <= bounds[0]
+    return [typical, *high, *bounds]
+
+
+def costs() -> dict[str, float]:
+    """Forward and backward pass in float32, as a multiple of dot product; the median of runs taken in turn."""
+    torch.manual_seed(0)
+    X = torch.randn(COST_BATCH, COST_TOKENS, COST_DIM)
+    modules = {name: make(COST_DIM) for name, make in VARIANTS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in modules}
+    for _ in range(12):
+        for name, module in modules.items():
+            start = time.perf_counter()
+            module(X).square().sum().backward()
+            seconds[name].append(time.perf_counter() - start)
+    middle = {name: statistics.median(runs[2:]) for name, runs in seconds.items()}
+    return {name: value / middle["dot product"] for name, value in middle.items()}
+
+
+def untied_rows() -> list[tuple[float, float, float, float]]:
+    """(L, sigma untied, sigma tied, bound tied) at the tokens L (6, 2, 4).
+
+    Keys are twice the queries: the first query, 6L, stands between the keys 4L and 8L of the others and far from its
+    own, 12L, so that it goes on wavering between two values that move apart.
+    """
+    one, two = torch.ones(1, 1, dtype=torch.float64), 2 * torch.ones(1, 1, dtype=torch.float64)
+    untied = ls.SelfAttention(one, two, one, kernel=ls.L2())
+    tied = ls.SelfAttention(one, one, one, kernel=ls.L2())
+    (bound, *_) = sorted(row.value for row in ls.bounds(tied, ls.Everywhere(3)) if row.kind == "upper")
+    found = []
+    for L in (1.0, 10.0, 100.0, 1000.0):
+        X = L * torch.tensor([[6.0], [2.0], [4.0]], dtype=torch.float64)
+        found.append((L, ls.local_lipschitz(untied, X).value, ls.local_lipschitz(tied, X).value, bound))
+    return found
+
+
+def shown(value: float) -> str:
+    return "none" if value == math.inf else f"{value:.3g}"
+
+
+def main() -> None:
+    cost = costs()
+    print(f"n = {TOKENS}, dim = {DIM}, {HEADS} heads, float64, as initialised; cost: forward + backward, float32,")
+    print(f"n = {COST_TOKENS}, dim = {COST_DIM}, batch {COST_BATCH}, a multiple of dot product\n")
+    print("| layer | random | R = 6 | R = 60 | R = 600 | bound, 2 | bound, inf | cost |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in VARIANTS:
+        numbers = " | ".join(shown(value) for value in constants(name))
+        print(f"| {name} | {numbers} | {cost[name]:.2f} |", flush=True)
+    print("\n| L | untied | tied | bound, tied |")
+    print("|---|---|---|---|")
+    for row in untied_rows():
+        print("| " + " | ".join(f"{value:.4g}" for value in row) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Inverting x + g(x): contractive L2 attention within theory at every scale, dot-product attention not at large ones.
+
+python benchmarks/inversion.py [PNG]                # for instance docs/gallery/inversion.png
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+import lipscope as ls
+from lipscope.nn.invertible import theory_steps
+
+DIM, HEADS, TOKENS = 32, 4, 64
+CONSTANTS = (0.5, 0.7, 0.9)
+SCALES = (0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
+
+
+def tokens(scale: float) -> Tensor:
+    return scale * torch.randn(8, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def contractive(constant: float) -> ls.InvertibleResidual:
+    torch.manual_seed(0)
+    return ls.InvertibleResidual(ls.ContractiveL2Attention(DIM, HEADS, constant))
+
+
+def inverse_rows() -> list[tuple[float, float, float, float, int, int]]:
+    """(constant, scale, largest error, largest error bound, steps, steps of theory), float32."""
+    found = []
+    for constant in CONSTANTS:
+        r = contractive(constant)
+        for scale in (1.0, 10.0):
+            X = tokens(scale)
+            y = r(X).detach()
+            back = r.inverse(y)
+            first = r.g(y).detach().flatten(1).norm(dim=1)
+            theory = theory_steps(constant, first, torch.finfo(y.dtype).eps * (y.flatten(1).norm(dim=1) + first))
+            error = (back.value - X).abs().max().item()
+            bound = back.error_bound.max().item()
+            found.append((constant, scale, error, bound, int(back.steps.max()), int(theory.max())))
+    return found
+
+
+@torch.no_grad()
+def relative_error(g: torch.nn.Module, scale: float, steps: int = 400) -> float:
+    """||x_k - x|| / ||x|| for y = x + g(x), x_0 = y, x_k = y - g(x_(k-1)): `inverse` without asking for a constant."""
+    X = tokens(scale).double()
+    y = X + g(X)
+    x = y.clone()
+    for _ in range(steps):
+        x = y - g(x)
+    return ((x - X).norm() / X.norm()).item()
+
+
+def scale_rows() -> list[tuple[float, float, float, float]]:
+    """(scale, sigma of the dot-product layer, its error, the contractive layer's error), float64, 400 steps."""
+    torch.manual_seed(0)
+    dot = ls.DotSelfAttention(DIM, HEADS).double()
+    calm = contractive(0.9).g.double()
+    found = []
+    for scale in SCALES:
+        sigma = ls.local_lipschitz(dot.as_map(TOKENS), tokens(scale)[0].double(), 1e-4).value
+        found.append((scale, sigma, relative_error(dot, scale), relative_error(calm, scale)))
+    return found
+
+
+@torch.no_grad()
+def courses() -> list[tuple[float, list[float]]]:
+    """(constant, relative error after each step), float32, tokens of scale 1."""
+    found = []
+    for constant in CONSTANTS:
+        r, X = contractive(constant), tokens(1.0)
+        y = r(X)
+        x, errors = y.clone(), []
+        for _ in range(12):
+            errors.append(((x - X).norm() / X.norm()).item())
+            x = y - r.g(x)
+        found.append((constant, errors))
+    return found
+
+
+def draw(scales: list[tuple[float, float, float, float]], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for constant, errors in courses():
+        left.semilogy(range(len(errors)), errors, "o-", markersize=3, label=f"contractive, constant {constant}")
+        left.semilogy(range(len(errors)), [errors[0] * constant**k for k in range(len(errors))], ":", color="grey")
+    left.plot([], [], ":", color="grey", label="guaranteed rate")
+    left.set_xlabel("fixed-point steps")
+    left.set_ylabel("relative error of the inverse, float32")
+    left.set_ylim(1e-8, 1)
+    left.legend()
+    scale, _, dot, calm = zip(*scales, strict=True)
+    right.loglog(scale, [max(e, 1e-17) for e in dot], "o-", color="tab:red", label="dot-product attention")
+    right.loglog(scale, [max(e, 1e-17) for e in calm], "o-", color="tab:blue", label="contractive L2 attention, 0.9")
+    right.set_xlabel("scale of the tokens (standard deviation)")
+    right.set_ylabel("relative error after 400 steps, float64")
+    right.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    print(f"contractive L2 attention, float32, 8 x {TOKENS} tokens of size {DIM}, {HEADS} heads")
+    print(f"{'constant':>8} {'scale':>6} {'largest error':>14} {'error bound':>12} {'steps':>6} {'theory':>7}")
+    for constant, scale, error, bound, steps, theory in inverse_rows():
+        print(f"{constant:>8} {scale:>6} {error:>14.1e} {bound:>12.1e} {steps:>6} {theory:>7}")
+    print("\nx + f(x) inverted by 400 steps in float64")
+    print(f"{'scale':>6} {'sigma of dot':>13} {'error, dot':>11} {'error, contractive 0.9':>23}")
+    scales = scale_rows()
+    for scale, sigma, dot, calm in scales:
+        print(f"{scale:>6} {sigma:>13.3g} {dot:>11.1e} {calm:>23.1e}")
+    if len(sys.argv) > 1:
+        draw(scales, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
