@@ -56,9 +56,9 @@ def train(
                 report,
                 lambda now: save_character_model(directory, now.model, learned.alphabet),
             )
-            from lipscope.report.training import reading_table, write_curves
+            from lipscope.report.training import curve_table, write_curves
 
-            write_curves(training.readings, directory, learned.unigram_loss)
-    show_table(reading_table(training.readings, learned.unigram_loss))
+            write_curves(training.curve, directory, learned.unigram_loss)
+    show_table(curve_table(training.curve, learned.unigram_loss))
     if sys.stderr.isatty():
         typer.echo(f"The model and its curves are in {directory}; try `lipscope measure {directory}`.", err=True)

@@ -54,7 +54,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Reading:
+class CurvePoint:
     """What a training showed after `step` steps: losses in nats a character, and sigma of each attention layer.
 
     learned is the mean loss of the batches since the last reading, NaN before the first step.
@@ -67,7 +67,7 @@ class Reading:
 
 
 class Training:
-    """A model with its optimiser, its source of randomness and its readings, between two steps."""
+    """A model with its optimiser, its source of randomness and its curve, between two steps."""
 
     def __init__(self, text: CharacterText, architecture: Architecture, recipe: Recipe, device: torch.device) -> None:
         if len(text.alphabet) != architecture.vocabulary:
@@ -81,7 +81,7 @@ class Training:
             self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
         )
         self.step = 0
-        self.readings: list[Reading] = []
+        self.curve: list[CurvePoint] = []
         self._losses: list[Tensor] = []
 
     def advance(self) -> None:
@@ -97,7 +97,7 @@ class Training:
         self._losses.append(loss.detach())
         self.step += 1
 
-    def read(self) -> Reading:
+    def read(self) -> CurvePoint:
         """Losses and constants now; they leave no trace in the training."""
         learned = float(torch.stack(self._losses).mean()) if self._losses else math.nan
         self._losses = []
@@ -113,8 +113,8 @@ class Training:
                 for x, y in zip(inputs.split(16), targets.split(16), strict=True)
             )
         constants = layer_constants(self.model, inputs[0])
-        self.readings.append(Reading(self.step, learned, test / len(inputs), tuple(constants)))
-        return self.readings[-1]
+        self.curve.append(CurvePoint(self.step, learned, test / len(inputs), tuple(constants)))
+        return self.curve[-1]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -122,12 +122,12 @@ class Training:
         return {"text": self.text.digest, **asdict(self.architecture), **asdict(self.recipe)}
 
     def save(self, directory: Path) -> None:
-        """Model, optimiser, randomness, step and readings in one file, at once."""
+        """Model, optimiser, randomness, step and curve in one file, at once."""
         names = [name for name, _ in self.model.named_parameters()]
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(self.optimizer, names).items()}
         tensors["generator"] = self.generator.get_state()
-        facts = {"step": self.step, "settings": self.settings, "readings": [asdict(r) for r in self.readings]}
+        facts = {"step": self.step, "settings": self.settings, "curve": [asdict(r) for r in self.curve]}
         write_tensors(directory / FILE, tensors, facts)
 
     def restore(self, directory: Path) -> bool:
@@ -142,7 +142,7 @@ class Training:
         restore_optimizer(self.optimizer, names, _under("optimizer.", tensors))
         self.generator.set_state(tensors["generator"])
         self.step, self._losses = facts["step"], []
-        self.readings = [Reading(**{**r, "constants": tuple(r["constants"])}) for r in facts["readings"]]
+        self.curve = [CurvePoint(**{**r, "constants": tuple(r["constants"])}) for r in facts["curve"]]
         return True
 
 
@@ -168,7 +168,7 @@ def train(
                 training.save(directory)
                 kept(training)
     except KeyboardInterrupt as stop:
-        saved = training.readings[-1].step if training.readings else 0
+        saved = training.curve[-1].step if training.curve else 0
         stop.add_note(f"Stopped; step {saved} of {total} is kept in {directory}. The same command goes on from there.")
         raise
 

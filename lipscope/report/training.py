@@ -15,60 +15,60 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
-    from lipscope.nn.training import Reading
+    from lipscope.nn.training import CurvePoint
 
 CSV, PNG = "curves.csv", "curves.png"
 
 
-def write_curves(readings: Sequence[Reading], directory: Path, unigram_loss: float) -> None:
+def write_curves(curve: Sequence[CurvePoint], directory: Path, unigram_loss: float) -> None:
     """curves.csv and curves.png in the directory."""
-    write_bytes(directory / CSV, curves_csv(readings).encode())
+    write_bytes(directory / CSV, curves_csv(curve).encode())
     picture = io.BytesIO()
-    draw_curves(readings, unigram_loss).savefig(picture, format="png", dpi=120)
+    draw_curves(curve, unigram_loss).savefig(picture, format="png", dpi=120)
     write_bytes(directory / PNG, picture.getvalue())
 
 
-def curves_csv(readings: Sequence[Reading]) -> str:
+def curves_csv(curve: Sequence[CurvePoint]) -> str:
     """A line a reading: step, both losses in nats a character, sigma of each layer."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    layers = range(len(readings[0].constants))
+    layers = range(len(curve[0].constants))
     writer.writerow(["step", "training_loss", "test_loss", *(f"sigma_layer_{i}" for i in layers)])
-    for r in readings:
+    for r in curve:
         losses = ("" if math.isnan(x) else repr(x) for x in (r.learned, r.test))
         writer.writerow([r.step, *losses, *map(repr, r.constants)])
     return out.getvalue()
 
 
-def draw_curves(readings: Sequence[Reading], unigram_loss: float) -> Figure:
+def draw_curves(curve: Sequence[CurvePoint], unigram_loss: float) -> Figure:
     """Losses on the left, the constants on the right."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    steps = [r.step for r in readings]
-    left.plot(steps[1:], [r.learned for r in readings[1:]], label="training", color="C0", alpha=0.5)
-    left.plot(steps, [r.test for r in readings], label="test", color="C0")
+    steps = [r.step for r in curve]
+    left.plot(steps[1:], [r.learned for r in curve[1:]], label="training", color="C0", alpha=0.5)
+    left.plot(steps, [r.test for r in curve], label="test", color="C0")
     left.axhline(unigram_loss, color="gray", linestyle=":", label="frequencies alone")
     left.set(xlabel="step", ylabel="loss (nats a character)")
     left.legend()
-    layers = len(readings[0].constants)
+    layers = len(curve[0].constants)
     for i in range(layers):
-        right.plot(steps, [r.constants[i] for r in readings], label=f"layer {i}", color=f"{0.8 * i / layers:.3f}")
+        right.plot(steps, [r.constants[i] for r in curve], label=f"layer {i}", color=f"{0.8 * i / layers:.3f}")
     right.set(xlabel="step", ylabel="local Lipschitz constant of attention", yscale="log")
     right.legend(fontsize="small", ncols=1 + layers // 8)
     return figure
 
 
-def reading_table(readings: Sequence[Reading], unigram_loss: float) -> Table:
+def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:
     """A line a reading, at most twelve of them, the last one always."""
     from rich.table import Table
 
     table = Table(caption=f"losses in nats a character; frequencies alone cost {unigram_loss:.3f}")
     for name in ("step", "training loss", "test loss", "sigma, smallest layer", "sigma, largest layer"):
         table.add_column(name, justify="right")
-    every = math.ceil(len(readings) / 12)
-    for r in readings[len(readings) - 1 :: -every][::-1]:
+    every = math.ceil(len(curve) / 12)
+    for r in curve[len(curve) - 1 :: -every][::-1]:
         learned = "" if math.isnan(r.learned) else f"{r.learned:.3f}"
         table.add_row(str(r.step), learned, f"{r.test:.3f}", f"{min(r.constants):.3g}", f"{max(r.constants):.3g}")
     return table

@@ -1,0 +1,137 @@
+"""What `lipscope train` leaves behind is a model that transformers loads and lipscope measures."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel
+
+import lipscope as ls
+from lipscope.models.character import CharacterConfig, CharacterModel, save_character_model
+from lipscope.nn.characters import CharacterText
+from lipscope.nn.language_model import Architecture, CharacterTransformer
+from lipscope.nn.training import Recipe, Training
+
+TEXT = CharacterText.of("she sells sea shells by the sea shore. \n" * 12, 12)
+KINDS = [("dot", False), ("l2", False), ("contractive", False), ("contractive", True), ("cosine", False)]
+IDS = TEXT.held_out[:9]
+
+
+def architecture(attention: str, invertible: bool) -> Architecture:
+    return Architecture(len(TEXT.alphabet), attention, 2, 8, 2, 12, invertible)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind[0] + (" invertible" if kind[1] else ""))
+def trained(request, tmp_path_factory) -> tuple[CharacterTransformer, Path]:
+    """Twenty steps of training, saved."""
+    training = Training(TEXT, architecture(*request.param), Recipe(20, 4, 1e-2, 2), torch.device("cpu"))
+    for _ in range(20):
+        training.advance()
+    folder = tmp_path_factory.mktemp("trained")
+    save_character_model(folder, training.model, TEXT.alphabet)
+    return training.model, folder
+
+
+def test_the_loaded_model_says_what_the_trained_one_says(trained):
+    model, folder = trained
+    loaded = ls.load(str(folder), dtype="float32")
+    with torch.no_grad():
+        expected = model.norm(model.trunk(model.embed(IDS[None])))
+        found = loaded.trunk(IDS[None]).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert loaded.card.architecture == "CharacterModel"
+    assert (loaded.layers, loaded.heads, loaded.max_positions) == (2, 2, 12)
+
+
+def test_it_runs_on_lipscope_attention_and_agrees_with_eager(trained):
+    check = ls.load(str(trained[1])).preflight
+    assert check.routed and check.calls == 2 and check.difference < 1e-12
+
+
+def test_sigma_is_that_of_dense_autograd_through_the_trained_layer(trained):
+    model, folder = trained
+    model = model.double()
+    X = model.embed(IDS)
+    sites = {site.layer: site for site in ls.load(str(folder)).sites(IDS, scopes=("attention",))}
+    for i, block in enumerate(model.blocks):
+        layer = model.attention_layers()[i]
+        tokens = (X if model.architecture.invertible else block.attention_norm(X)).detach()
+        J = torch.autograd.functional.jacobian(layer, tokens).reshape(72, 72)
+        found = ls.local_lipschitz(sites[i].f, sites[i].X)
+        assert found.value.item() == pytest.approx(torch.linalg.matrix_norm(J, 2).item(), rel=1e-9)
+        torch.testing.assert_close(sites[i].value()[0], layer(tokens))
+        X = block(X)
+
+
+def test_distances_are_measured_in_closed_form(trained):
+    model, folder = trained
+    closed = model.architecture.attention != "cosine"
+    for site in ls.load(str(folder)).sites(IDS, scopes=("heads", "attention")):
+        f = getattr(site.f, "layer", site.f)
+        assert isinstance(f, ls.SelfAttention) == closed
+        if closed and model.architecture.attention != "dot":
+            assert isinstance(f.kernel, ls.L2)
+
+
+def test_heads_are_those_of_dense_autograd(trained):
+    model, folder = trained
+    layer = model.double().attention_layers()[0]
+    site = ls.load(str(folder)).sites(IDS, scopes=("heads",), layers=[0], heads=[1])[0]
+
+    def head(x):
+        """Head 1 by the weights it has, before the output projection; the contraction's factor is the values'."""
+        _, _, v = layer.project(x)
+        y = (layer.weights(x) @ v)[1]
+        return y * layer.factor(len(x)) if hasattr(layer, "factor") else y
+
+    J = torch.autograd.functional.jacobian(head, site.X[0]).reshape(36, 72)
+    assert ls.local_lipschitz(site.f, site.X).value.item() == pytest.approx(
+        torch.linalg.matrix_norm(J, 2).item(), rel=1e-9
+    )
+
+
+def test_the_constant_of_a_contraction_holds_for_the_loaded_map(trained):
+    model, folder = trained
+    if model.architecture.attention != "contractive":
+        pytest.skip("no contraction")
+    for site in ls.load(str(folder)).sites(IDS, scopes=("attention",)):
+        assert ls.local_lipschitz(site.f, 5 * torch.randn_like(site.X)).value.item() <= model.architecture.constant
+
+
+def test_the_folder_is_plain_data(trained):
+    _, folder = trained
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert "auto_map" not in json.loads((folder / "config.json").read_text())
+    assert isinstance(AutoModel.from_pretrained(folder), CharacterModel)
+
+
+def test_the_tokenizer_is_the_alphabet(trained):
+    model = ls.load(str(trained[1]))
+    text = "sea\nshe all."
+    ids = model.encode(text)
+    assert model.tokens(ids) == list(text)
+    assert ids == [TEXT.alphabet.index(character) for character in text]
+    assert model.tokens(model.encode("sXs")) == ["s", "\N{REPLACEMENT CHARACTER}", "s"]
+
+
+def test_a_configuration_is_an_architecture():
+    a = architecture("contractive", True)
+    assert CharacterConfig.of(a).architecture == a
+    assert CharacterConfig.from_dict(CharacterConfig.of(a).to_dict()).architecture == a
+
+
+def test_random_weights_are_the_model_s_own():
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        expected = CharacterTransformer(architecture("l2", False))
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = CharacterModel(CharacterConfig.of(architecture("l2", False)))
+    for (name, a), (_, b) in zip(expected.named_parameters(), model.network.named_parameters(), strict=True):
+        assert torch.equal(a, b), name

@@ -1,0 +1,90 @@
+"""The character model: causal, sized as asked, and invertible within its bound where it says so."""
+
+import math
+
+import pytest
+import torch
+
+from lipscope._types import UserError
+from lipscope.nn import ATTENTIONS
+from lipscope.nn.language_model import Architecture, CharacterTransformer
+from lipscope.nn.layer_constants import layer_constants
+
+
+def small(attention: str, invertible: bool = False, norm: bool = True) -> CharacterTransformer:
+    torch.manual_seed(0)
+    return CharacterTransformer(Architecture(11, attention, 3, 8, 2, 12, invertible, norm=norm)).double()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("norm", [True, False])
+def test_no_character_sees_what_follows_it(attention, norm):
+    model = small(attention, norm=norm)
+    ids = torch.arange(10) % 11
+    changed = ids.clone()
+    changed[6:] = 3
+    before, after = model(ids[None])[0], model(changed[None])[0]
+    torch.testing.assert_close(before[:6], after[:6])
+    assert (before[6:] - after[6:]).abs().amax(dim=1).min() > 1e-6
+    assert sum("Norm" in type(m).__name__ for m in model.modules()) == (7 if norm else 0)
+
+
+def test_every_attention_of_the_table_is_in_the_model():
+    for name in ATTENTIONS:
+        layers = small(name).attention_layers()
+        assert len(layers) == 3
+        assert all(layer.causal and layer.dim == 8 and layer.heads == 2 for layer in layers)
+
+
+def test_an_invertible_trunk_is_inverted_and_keeps_its_bound():
+    model = small("contractive", invertible=True)
+    X = 3 * torch.randn(9, 8, dtype=torch.float64)
+    with torch.no_grad():
+        Y = model.trunk(X)
+    assert (model.trunk_inverse(Y) - X).norm() <= 1e-12 * X.norm()
+    J = torch.autograd.functional.jacobian(model.trunk, X).reshape(72, 72)
+    sigma = torch.linalg.svdvals(J)
+    assert model.trunk_bound() == pytest.approx(1.9**6)
+    assert sigma[0] <= model.trunk_bound() and sigma[-1] >= 0.1**6
+    assert small("l2").trunk_bound() == math.inf
+
+
+def test_only_invertible_trunks_are_inverted():
+    with pytest.raises(UserError, match="not invertible"):
+        small("l2").trunk_inverse(torch.zeros(3, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_layer_constants_are_those_of_dense_autograd(attention):
+    model = small(attention)
+    ids = torch.tensor([1, 5, 2, 7, 9, 3])
+    X = model.embed(ids)
+    expected = []
+    for block in model.blocks:
+        tokens = block.attention_norm(X).detach()
+        J = torch.autograd.functional.jacobian(block.attention, tokens).reshape(48, 48)
+        expected.append(torch.linalg.matrix_norm(J, 2).item())
+        X = block(X)
+    assert layer_constants(model, ids) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"attention": "linear"}, "no attention 'linear'; choose one of dot, l2"),
+        ({"depth": 0}, "depth must be a whole number"),
+        ({"width": 9}, "multiple of the number of heads"),
+        ({"constant": 0.0}, "constant must be a positive number"),
+        ({"constant": math.nan}, "constant must be a positive number"),
+        ({"invertible": True}, "choose attention contractive"),
+        ({"invertible": True, "attention": "contractive", "constant": 1.0}, "below 1"),
+    ],
+)
+def test_architectures_that_cannot_be_are_refused(options, complaint):
+    with pytest.raises(UserError, match=complaint):
+        Architecture(**{"vocabulary": 11, "width": 8, "heads": 2, **options})
+
+
+def test_a_text_longer_than_the_context_is_refused():
+    with pytest.raises(UserError, match="more than the 12 positions"):
+        small("l2")(torch.zeros(1, 13, dtype=torch.long))
