@@ -91,10 +91,9 @@ def test_heads_are_those_of_dense_autograd(trained):
     )
 
 
+@pytest.mark.parametrize("trained", [kind for kind in KINDS if kind[0] == "contractive"], indirect=True)
 def test_the_constant_of_a_contraction_holds_for_the_loaded_map(trained):
     model, folder = trained
-    if model.architecture.attention != "contractive":
-        pytest.skip("no contraction")
     for site in ls.load(str(folder)).sites(IDS, scopes=("attention",)):
         assert ls.local_lipschitz(site.f, 5 * torch.randn_like(site.X)).value.item() <= model.architecture.constant
 

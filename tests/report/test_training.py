@@ -1,0 +1,46 @@
+"""The curves of a training as CSV, figure and table."""
+
+import csv
+import io
+import math
+
+from PIL import Image
+from rich.console import Console
+
+from lipscope.nn.training import CurvePoint
+from lipscope.report.training import curve_table, curves_csv, draw_curves, write_curves
+
+CURVE = [
+    CurvePoint(0, math.nan, 3.5, (1.25, 2.5)),
+    *(CurvePoint(10 * i, 3 / i, 3.1 / i, (1.5, 9.0)) for i in range(1, 30)),
+]
+
+
+def test_the_csv_reads_back(tmp_path):
+    rows = list(csv.reader(io.StringIO(curves_csv(CURVE))))
+    assert rows[0] == ["step", "training_loss", "test_loss", "sigma_layer_0", "sigma_layer_1"]
+    assert rows[1] == ["0", "", "3.5", "1.25", "2.5"]
+    assert [float(x) for x in rows[7]] == [60, 0.5, 3.1 / 6, 1.5, 9.0]
+    assert len(rows) == 31
+
+
+def test_the_figure_has_both_losses_and_every_layer():
+    left, right = draw_curves(CURVE, 3.3).axes
+    assert [line.get_label() for line in left.lines] == ["training", "test", "frequencies alone"]
+    assert list(left.lines[1].get_ydata()) == [point.test for point in CURVE]
+    assert [list(line.get_ydata()) for line in right.lines] == [[p.constants[i] for p in CURVE] for i in range(2)]
+    assert "nats" in left.get_ylabel() and right.get_yscale() == "log"
+
+
+def test_both_files_are_written(tmp_path):
+    write_curves(CURVE, tmp_path, 3.3)
+    assert {path.name for path in tmp_path.iterdir()} == {"curves.csv", "curves.png"}
+    assert Image.open(tmp_path / "curves.png").size[0] > 800
+
+
+def test_the_table_is_short_and_ends_with_the_last_point():
+    table = curve_table(CURVE, 3.3)
+    assert 8 <= table.row_count <= 12
+    out = io.StringIO()
+    Console(file=out, width=120).print(table)
+    assert "290" in out.getvalue() and "3.300" in out.getvalue()
