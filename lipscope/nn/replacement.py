@@ -11,6 +11,7 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention, value_factors
 from lipscope.nn.variants import ATTENTIONS, CONSTANT
 
@@ -168,11 +169,13 @@ def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None
 
 def left_behind(f: SelfAttention, layer: AttentionLayer) -> tuple[str, ...]:
     """What f has and the layer has no place for, in words."""
-    bq = None if f.biases is None else f.biases[0]
+    bq, bk, _ = f.biases or (None, None, None)
     tied = isinstance(layer, L2SelfAttention)  # distances do not see a bias that queries and keys share
     words = {
         "key weights": tied and not torch.equal(f.K, f.Q),
         "query bias": not tied and bq is not None and bool(bq.any()),
+        # In a dot product it adds the same to all scores of a query.
+        "key bias": isinstance(layer, CosineSelfAttention) and bk is not None and bool(bk.any()),
         "rotary positions": isinstance(f.kernel, Dot) and f.kernel.rope is not None,
     }
     return tuple(word for word, lost in words.items() if lost)

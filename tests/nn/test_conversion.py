@@ -86,8 +86,9 @@ def test_to_dot_without_query_bias_is_the_same_function():
 
 
 def test_what_is_left_behind_is_named():
-    assert {word for row in convert(encoder(), "dot", tokens()).layers for word in row.left} == {"query bias"}
-    assert {word for row in convert(encoder(), "l2", tokens()).layers for word in row.left} == {"key weights"}
+    expected = {"dot": {"query bias"}, "l2": {"key weights"}, "cosine": {"query bias", "key bias"}}
+    for to, words in expected.items():
+        assert {word for row in convert(encoder(1), to, tokens()).layers for word in row.left} == words
 
 
 def test_l2_keeps_the_queries_and_the_values_that_queries_can_make():

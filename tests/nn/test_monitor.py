@@ -240,14 +240,14 @@ def test_a_remembered_vector_saves_products():
     X = torch.randn(2, 40, 32)
     monitor = SmoothnessMonitor(model, every=1, tol=1e-4)
     first, *others = [(model(X), monitor.step()[0])[1] for _ in range(4)]
-    assert all(other.products < first.products for other in others)
+    assert all(2 * other.products <= first.products for other in others)
     truth = ls.local_lipschitz(model.as_map(40), X[0], precision="exact")
     assert first.sigma == pytest.approx(truth.value, rel=1e-5) and others[-1].sigma <= truth.upper * (1 + 1e-6)
 
 
-def test_it_works_under_no_grad_and_inference_mode():
+def test_it_works_under_no_grad_inference_mode_and_autocast():
     model = nn.Sequential(CosineSelfAttention(DIM, HEADS), DotSelfAttention(DIM, HEADS))
-    for context in (torch.no_grad(), torch.inference_mode()):
+    for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         monitor = SmoothnessMonitor(model, every=1, tol=1e-5)
         for X in batches(2):
             with context:
@@ -389,8 +389,10 @@ def test_a_resumed_training_continues_the_file_without_doubles(tmp_path):
     assert steps() == [0, 2, 4, 6, 8]
     with open(path, "a") as file:
         file.write("10,DotSelf")  # torn by a kill
-    run(5, 13)
+    run(9, 13)
     assert steps() == [0, 2, 4, 6, 8, 10, 12]
+    run(5, 11)
+    assert steps() == [0, 2, 4, 6, 8, 10]
     run(0, 3)
     assert steps() == [0, 2]
     assert [p.name for p in tmp_path.iterdir()] == ["sigma.csv"]
