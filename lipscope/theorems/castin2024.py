@@ -204,7 +204,7 @@ BOUNDS = (
         Ball,
         (*PLAIN, FULL_OR_CAUSAL),
         "castin2024",
-        "upper bound on B_R^n: one head, several heads, masked; query bias: docs/theory/bounds.md",
+        "Theorem 1 (slides, January 2025), upper bound: docs/theory/bounds.md#castin-et-al-on-a-ball",
         theorem_upper,
     ),
     Bound(
@@ -214,7 +214,7 @@ BOUNDS = (
         Ball,
         (DOT, SINKS_UNBIASED, ROTATION),
         "lipscope",
-        "docs/theory/bounds.md, compact bound",
+        "docs/theory/bounds.md#compact-bound",
         compact_upper,
     ),
     Bound(
@@ -224,7 +224,7 @@ BOUNDS = (
         Ball,
         (*PLAIN, NO_QUERY_BIAS, FULL_OR_CAUSAL, HEADS_APART, TWO_TOKENS, REAL_EIGENVALUE),
         "castin2024",
-        "lower bound on B_R^n; masked: special token first",
+        "Theorem 1 (slides, January 2025), lower bound: docs/theory/bounds.md#castin-et-al-on-a-ball",
         theorem_lower,
         theorem_witness,
     ),
@@ -235,7 +235,7 @@ BOUNDS = (
         Ball,
         (*PLAIN, NO_ADDITIVE, HEADS_APART, TWO_TOKENS),
         "lipscope",
-        "docs/theory/bounds.md, tuned gap",
+        "docs/theory/bounds.md#tuned-gap",
         tuned_lower,
         tuned_witness,
     ),
@@ -246,7 +246,7 @@ BOUNDS = (
         Point,
         (DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
         "castin2024",
-        "large-radius regime; error: docs/theory/bounds.md",
+        "large-radius regime; its error: docs/theory/bounds.md#large-radius-limit-with-its-error",
         saturated_upper,
     ),
     Bound(
@@ -256,7 +256,7 @@ BOUNDS = (
         Point,
         (DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
         "castin2024",
-        "large-radius regime; error: docs/theory/bounds.md",
+        "large-radius regime; its error: docs/theory/bounds.md#large-radius-limit-with-its-error",
         saturated_lower,
     ),
 )

@@ -232,7 +232,7 @@ BOUNDS = (
         Around,
         (DOT, PLAIN_SCORES, NO_ROPE),
         "lipscope",
-        "docs/theory/certified.md",
+        "docs/theory/certified.md#b",
         certified_upper,
         confidence=1 - Solver().failure,
     ),

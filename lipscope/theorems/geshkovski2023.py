@@ -61,7 +61,7 @@ BOUNDS = (
         Ball,
         (*PLAIN, FULL, NO_QUERY_BIAS),
         "geshkovski2023",
-        "stability of the attention map in W2, as quoted in castin2024",
+        "stability of attention in W2, as quoted in castin2024: docs/theory/bounds.md#mean-field",
         wasserstein_upper,
     ),
     Bound(
@@ -71,7 +71,7 @@ BOUNDS = (
         Ball,
         (*PLAIN, FULL),
         "lipscope",
-        "docs/theory/bounds.md, mean field",
+        "docs/theory/bounds.md#mean-field",
         sharper_wasserstein_upper,
     ),
     Bound(
@@ -81,7 +81,7 @@ BOUNDS = (
         Ball,
         (*PLAIN, CAUSAL),
         "lipscope",
-        "docs/theory/bounds.md, masked mean field",
+        "docs/theory/bounds.md#mean-field",
         masked_wasserstein_upper,
     ),
     Bound(
@@ -91,7 +91,7 @@ BOUNDS = (
         Ball,
         (DOT, SINKS_UNBIASED, ROTATION),
         "lipscope",
-        "docs/theory/bounds.md, largest token",
+        "docs/theory/bounds.md#largest-token",
         largest_token_upper,
     ),
 )

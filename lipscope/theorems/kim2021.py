@@ -170,7 +170,7 @@ BOUNDS = (
         Everywhere,
         L2_HYPOTHESES,
         "kim2021",
-        "2-norm bound of L2 attention, with the fourth power; docs/theory/bounds.md",
+        "Theorem 3.2 (2-norm), with the fourth power: docs/theory/bounds.md#l2-attention",
         distance_upper,
     ),
     Bound(
@@ -180,7 +180,7 @@ BOUNDS = (
         Everywhere,
         L2_HYPOTHESES,
         "lipscope",
-        "docs/theory/bounds.md, L2 attention",
+        "docs/theory/bounds.md#l2-attention",
         tighter_distance_upper,
     ),
     Bound(
@@ -190,7 +190,7 @@ BOUNDS = (
         Everywhere,
         L2_HYPOTHESES,
         "kim2021",
-        "infinity-norm bound of L2 attention",
+        "Theorem 3.2 (infinity-norm)",
         largest_coordinate_upper,
     ),
     Bound(
@@ -200,7 +200,7 @@ BOUNDS = (
         Ball,
         DOT_HYPOTHESES,
         "kim2021",
-        "dot-product attention is not Lipschitz; the sequence of the proof",
+        "Theorem 3.1 (not Lipschitz), its sequence: docs/theory/bounds.md#kim-et-al-no-global-constant",
         quadratic_lower,
         quadratic_witness,
     ),
@@ -211,7 +211,7 @@ BOUNDS = (
         Everywhere,
         DOT_HYPOTHESES,
         "kim2021",
-        "dot-product attention is not Lipschitz",
+        "Theorem 3.1 (not Lipschitz)",
         no_global_constant,
     ),
 )

@@ -159,7 +159,7 @@ BOUNDS = (
         Point,
         (DOT, PLAIN_SCORES, ROTATION),
         "lipscope",
-        "docs/theory/bounds.md, input-dependent bound",
+        "docs/theory/bounds.md#input-dependent-bound",
         local_upper,
     ),
 )

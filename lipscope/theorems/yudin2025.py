@@ -72,7 +72,7 @@ BOUNDS = (
         Point,
         (DOT, PLAIN_SCORES, NO_ROPE, NO_QUERY_BIAS),
         "yudin2025",
-        "local bound through g_1",
+        "Theorem 3 (local bound of attention through g_1)",
         data_upper,
     ),
     Bound(
@@ -82,7 +82,7 @@ BOUNDS = (
         Point,
         (DOT, PLAIN_SCORES, NO_ROPE),
         "lipscope",
-        "docs/theory/bounds.md, tightening of yudin2025",
+        "docs/theory/bounds.md#yudin-et-al-and-a-tightening",
         centred_upper,
     ),
 )

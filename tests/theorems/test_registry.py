@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from lipscope._types import Around, Ball, Everywhere, Point, UserError
 from lipscope.theorems.registry import NORMS, REGISTRY, bounds
 from tests.cases import KINDS, problem
 from tests.theorems.soundness import Effort, Tally, audit
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 CAMPAIGN = 12
 """Problems of each kind: together more than 100,000 pairs of bound and input."""
@@ -41,6 +45,23 @@ def test_rows_are_in_one_norm_and_name_their_source():
             for row in bounds(f, domain, norm):
                 assert row.norm == norm and row.kind in ("upper", "lower") and row.value >= 0
                 assert row.cite and row.where and 0 < row.confidence <= 1
+
+
+def test_every_theorem_has_a_citation_and_a_number_or_a_section_that_exists():
+    keys = {"lipscope", *re.findall(r"^@\w+\{(\w+),", (DOCS / "references.bib").read_text(), re.MULTILINE)}
+    for bound in REGISTRY:
+        assert bound.cite in keys, bound.name
+        number, page = re.search(r"Theorem \d", bound.where), re.search(r"docs/(\S+\.md)#(\S+)", bound.where)
+        assert number or page, f"{bound.name} has neither a theorem number nor a section"
+        assert bound.cite != "lipscope" or page, f"{bound.name} is new: its proof must have a section"
+        if page:
+            assert page[2] in anchors((DOCS / page[1]).read_text()), f"{bound.name}: {page[0]} does not exist"
+
+
+def anchors(page: str) -> set[str]:
+    """The names under which a renderer offers the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_what_does_not_apply_says_why():
