@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 import lipscope as ls
-from lipscope.mean_field.splitting_maps import splitting_map, splitting_table
+from lipscope.mean_field.splitting_maps import Row, splitting_map, splitting_table
 from lipscope.report import mean_field_figures as figures
 
 
@@ -69,13 +69,12 @@ def maps() -> Figure:
     return figure
 
 
-def table() -> str:
-    """Largest gains found in the plane, V = I, radius 16, by number of tokens, with equal and with free weights."""
-    found = {n: splitting_table(n) for n in (2, 3)}
+def table(two: list[Row], three: list[Row]) -> str:
+    """Largest gains found in the plane, V = I, radius 16, with two and three tokens, equal and free weights."""
     lines = ["| map | 2 tokens, equal weights | 2, free weights | 3, equal | 3, free |", "|---|---|---|---|---|"]
-    for two, three in zip(found[2], found[3], strict=True):
-        gains = (two.equal, two.free, three.equal, three.free)
-        lines.append(" | ".join([f"| {two.name}", *(f"{gain:.4f}" for gain in gains)]) + " |")
+    for few, more in zip(two, three, strict=True):
+        gains = (few.equal, few.free, more.equal, more.free)
+        lines.append(" | ".join([f"| {few.name}", *(f"{gain:.4f}" for gain in gains)]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -84,12 +83,14 @@ PICTURES = {"transition": transition, "two_diracs": two_diracs, "masked": masked
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name in track([*PICTURES, "splitting_table"], description="drawing"):
+    rows = []
+    for name in track([*PICTURES, "2 tokens", "3 tokens"], description="drawing"):
         if name in PICTURES:
             PICTURES[name]().savefig(folder / f"{name}.png", dpi=110)
         else:
-            (folder / f"{name}.md").write_text(table(), encoding="utf-8")
-    print(f"written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+            rows.append(splitting_table(int(name[0])))
+    (folder / "splitting_table.md").write_text(table(*rows), encoding="utf-8")
+    print(f"in {folder}: {', '.join(f'{name}.png' for name in PICTURES)}, splitting_table.md")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
     positions = positions.to(f.Q)
     X = torch.cartesian_prod(positions, positions)[..., None]
     weights = torch.full_like(X[..., 0], 0.5)
-    gain = gains(f, X, weights).clamp_min(1.0)
+    gain = _beyond_rounding(gains(f, X, weights))
     return SplittingMap(positions, gain.unflatten(0, (len(positions), -1)))
 
 
@@ -64,8 +64,8 @@ def largest_gain(
 ) -> tuple[float, Measure]:
     """The largest gain found on n tokens in the ball of radius R, and where: random draws, then the best ones improved.
 
-    equal: weights 1/n; otherwise weights are drawn too, from e^-10 to 1 before they are normalised. A gain of 1 says
-    that the search met no measure that splits, not that there is none.
+    equal: weights 1/n; otherwise weights of every order that the dtype holds are tried too. The gain is a lower bound
+    of what there is: 1 says that the search met no measure that splits, not that there is none.
     """
     liftable(f)
     if n < 1 or not (math.isfinite(R) and R > 0) or tries < 1:
@@ -79,20 +79,23 @@ def largest_gain(
     X = noise(tries, n, d)
     # Radii of every order from R/100 to R: what splits is often one token near 0 and another far out.
     X = X / X.norm(dim=-1, keepdim=True) * R * 10 ** (-2 * torch.rand(tries, n, 1, generator=g, dtype=X.dtype))
-    level = torch.zeros_like(X[..., 0]) if equal else -10 * torch.rand(tries, n, generator=g, dtype=X.dtype)
+    deepest = -0.85 * math.log(torch.finfo(X.dtype).tiny)
+    depth = torch.tensor([10.0, deepest]).repeat(tries)[:tries, None]  # moderate weights and extreme ones, in turn
+    level = -depth * torch.rand(tries, n, generator=g, dtype=X.dtype) ** 2 * (not equal)
     score = gains(f, X, level.softmax(dim=1))
     best = score.topk(min(tries, 50)).indices
     X, level, score = X[best], level[best], score[best]
-    for step in torch.logspace(-0.5, -3, 60).tolist():
+    for step in torch.logspace(-0.3, -3, 120).tolist():
         trial = _into_ball(X + step * (X.abs() + 0.01 * R) * noise(*X.shape), R)
-        tilt = level if equal else level + 5 * step * noise(*level.shape)
+        tilt = level if equal else level + step * (1 - level) * noise(*level.shape)
+        tilt = (tilt - tilt.amax(dim=1, keepdim=True)).clamp_min(-deepest)
         now = gains(f, trial, tilt.softmax(dim=1))
         better = now > score
         X, level = torch.where(better[:, None, None], trial, X), torch.where(better[:, None], tilt, level)
         score = torch.where(better, now, score)
     top = int(score.argmax())
     positions = torch.arange(1, n + 1, dtype=X.dtype) / n if f.causal else None
-    return max(1.0, score[top].item()), Measure(X[top], level[top].softmax(dim=0), positions)
+    return _beyond_rounding(score)[top].item(), Measure(X[top], level[top].softmax(dim=0), positions)
 
 
 def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[Row]:
@@ -104,6 +107,11 @@ def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 
         free, measure = largest_gain(f, n, R, equal=False, tries=tries, seed=seed)
         rows.append(Row(name, equal, free, measure))
     return rows
+
+
+def _beyond_rounding(gain: Tensor) -> Tensor:
+    """1 where the gain is not above 1 by more than rounding."""
+    return torch.where(gain > 1 + 1000 * torch.finfo(gain.dtype).eps, gain, 1.0)
 
 
 def _into_ball(X: Tensor, R: float) -> Tensor:
