@@ -196,6 +196,7 @@ def main() -> None:
         if found["settings"] != content["settings"]:
             raise SystemExit(f"{options.file} holds an experiment with other settings; give another --file")
         content = found
+    content["bigram_loss"] = strict(text.bigram_loss)
     start = time.perf_counter()
     for name, plan in plans.items():
         for depth, variant in product(plan.depths, plan.variants):

@@ -50,6 +50,14 @@ class CharacterText:
         counts = torch.bincount(self.learned, minlength=len(self.alphabet)).double() + 1
         return float(-(counts / counts.sum()).log()[self.held_out].mean())
 
+    @property
+    def bigram_loss(self) -> float:
+        """The same for how frequent each pair of characters is: what a model without attention can learn."""
+        size = len(self.alphabet)
+        pairs = torch.bincount(self.learned[:-1] * size + self.learned[1:], minlength=size * size).double() + 1
+        chances = pairs.view(size, size) / pairs.view(size, size).sum(1, keepdim=True)
+        return float(-chances.log()[self.held_out[:-1], self.held_out[1:]].mean())
+
     def draw(self, count: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Windows at random places of the learned part, and for each character the one that follows it."""
         starts = torch.randint(len(self.learned) - context, (count,), generator=generator)

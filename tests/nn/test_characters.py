@@ -37,6 +37,13 @@ def test_test_windows_do_not_overlap_and_never_leave_the_held_out_part():
 def test_frequencies_alone_cost_the_entropy():
     text = CharacterText.of("ab" * 5000, 8)
     assert text.unigram_loss == pytest.approx(math.log(2), rel=1e-3)
+    assert text.bigram_loss < 1e-3
+
+
+def test_pairs_cost_what_counting_them_says():
+    text = CharacterText.of("abacad" * 1000, 8)
+    # After a, each of b, c, d has a third; after those, a always comes: half of the characters cost log 3.
+    assert text.bigram_loss == pytest.approx(math.log(3) / 2, rel=0.02)
 
 
 @pytest.mark.parametrize(
