@@ -1,7 +1,8 @@
 """Whole solves on one GPU beside the kernels they are made of, all in one run; writes results/<device>.json.
 
     python -m benchmarks.gpu                  # the kernels at n = 4096 .. 131072, a layer of 131072 tokens, accuracy
-    python -m benchmarks.gpu --million        # a layer of 1,048,576 tokens
+    python -m benchmarks.gpu --layer          # a layer of 131,072 tokens alone
+    python -m benchmarks.gpu --million        # a layer of 1,048,576 tokens alone
 
 A layer has 12 heads x 64 and causal order, at Gaussian tokens. Its time includes everything but compilation.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import lipscope as ls
-from benchmarks import gpu_kernels
+from benchmarks import gpu_kernels, gpu_model
 from benchmarks.gpu_kernels import Row, show
 from lipscope.attention import triton_forward, triton_jvp
 from lipscope.attention.pattern import Pattern
@@ -65,10 +66,38 @@ def solve(name: str, n: int, seconds: float, gibibytes: float) -> list[Row]:
     return rows
 
 
+def storage(n: int) -> list[Row]:
+    """The same solve with the Krylov vectors kept elsewhere; seconds and memory, no target."""
+    f, X = layer(n, causal=True, seed=n)
+    rows = []
+    for basis in ("native", "bfloat16", "host"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        e = ls.local_lipschitz(f, X, tol=1e-2, solver=ls.Solver(seed=0, basis=basis))
+        torch.cuda.synchronize()
+        elapsed, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
+        print(f"basis {basis}: sigma {e.value:.7f} in {e.steps} steps, {e.status.value}", flush=True)
+        for value, unit in ((elapsed, "s"), (held, "GiB")):
+            rows.append(Row(f"basis_{basis}", n, True, "float32", value, unit, float(e.residual)))
+    return rows
+
+
+def eager(f: ls.SelfAttention, X: Tensor) -> Tensor:
+    """The layer as it is written down."""
+    assert f.O is not None
+    q, k, v = ((X @ W.T).unflatten(-1, (HEADS, -1)).transpose(0, 1) for W in (f.Q, f.K, f.V))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    hidden = torch.ones(len(X), len(X), dtype=torch.bool, device=X.device).triu(1)
+    scores = scores.masked_fill(hidden, -torch.inf) if f.causal else scores
+    return (torch.softmax(scores, dim=-1) @ v).transpose(0, 1).flatten(1) @ f.O.T
+
+
 def accuracy(n: int, causal: bool) -> Row:
-    """sigma in float32 through the kernels against float64, relatively."""
+    """sigma in float32 through the kernels against eager attention in float64 under autograd, relatively."""
     f, X = layer(n, causal, seed=n)
-    mine, truth = ls.local_lipschitz(f, X, tol=1e-5), ls.local_lipschitz(f, X, tol=1e-9, precision="exact")
+    mine, exact = ls.local_lipschitz(f, X, tol=1e-5), f.double()
+    truth = ls.local_lipschitz(lambda x: eager(exact, x), X.double(), tol=1e-9)
     error = abs(float(mine.value) / float(truth.value) - 1)
     return Row("sigma_error", n, causal, "float32", error, "relative", float(mine.residual), 1e-5, error <= 1e-5)
 
@@ -93,16 +122,18 @@ def jvp_flash(n: int) -> list[Row]:
     return [Row("jvp_flash", n, False, "bfloat16", slower, "times as slow", None, 5.0, slower >= 5)]
 
 
-def save(rows: list[Row]) -> None:
-    """Into results/<device>.json, in place of rows of the same names."""
+def save(rows: list[Row], whole: bool = False) -> None:
+    """Into results/<device>.json, in place of rows of the same names; `earlier` names rows the last whole run left."""
     device = torch.cuda.get_device_name()
     out = RESULTS / f"{device.split()[-1].lower()}.json"
     out.parent.mkdir(exist_ok=True)
     names = {row.name for row in rows}
-    known = json.loads(out.read_text())["rows"] if out.exists() else []
+    before = json.loads(out.read_text()) if out.exists() else {"rows": []}
     versions = {"lipscope": ls.__version__, "torch": torch.__version__, "triton": triton.__version__}
-    kept = [row for row in known if row["name"] not in names]
-    report = {"device": device, "versions": versions, "rows": kept + [asdict(row) for row in rows]}
+    kept = [row for row in before["rows"] if row["name"] not in names]
+    earlier = {row["name"] for row in kept} if whole else {*before.get("earlier", ())} - names
+    rows_now = [asdict(row) for row in rows]
+    report = {"device": device, "versions": versions, "earlier": sorted(earlier), "rows": kept + rows_now}
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {out}")
 
@@ -110,16 +141,22 @@ def save(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--million", action="store_true", help="only the layer of 1,048,576 tokens")
+    parser.add_argument("--layer", action="store_true", help="only the layer of 131,072 tokens")
     options = parser.parse_args()
-    ls.local_lipschitz(*layer(8192, causal=True, seed=0), tol=1e-2)  # compiles what the solves below use
+    ls.local_lipschitz(*layer(16384, causal=True, seed=0), tol=1e-2)  # compiles what the solves below use
     if options.million:
         save([show(row) for row in solve("million", 1 << 20, seconds=480, gibibytes=130)])
         return
     rows = [show(row) for row in solve("layer_sigma", 131072, seconds=6, gibibytes=32)]
+    if options.layer:
+        save(rows)
+        return
     rows += [show(accuracy(n, causal)) for n, causal in ((2048, True), (2048, False), (5001, True))]
     rows += [show(row) for row in jvp_flash(65536)]
+    rows += [show(row) for row in storage(131072)]
+    rows += gpu_model.rows([8192, 32768, 131072])
     rows += gpu_kernels.measure([4096, 16384, 65536, 131072], WIDTH // HEADS)
-    save(rows)
+    save(rows, whole=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -132,19 +132,29 @@ def seconds_and_bytes(f: Callable[[], object]) -> tuple[float, int]:
     return seconds(f), peak_bytes(f)
 
 
-def accuracy(n: int, head: int, dtype: torch.dtype) -> Row:
-    """Error of the tangent relative to float64, on 64 rows drawn at random."""
-    point, (dq, dk, dv), _ = problem(n, head, dtype)
+def accuracy(n: int, head: int, causal: bool, dtype: torch.dtype) -> list[Row]:
+    """Errors of tangent and cotangent on q relative to float64, on 64 neighbouring rows of each head.
+
+    In causal order these are the last ones: they read everything.
+    """
+    point, (dq, dk, dv), g = problem(n, head, dtype)
     q, k, v = point
-    o, lse = triton_forward.forward(q, k, v, Pattern())
-    mine = triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), Pattern())
-    rows = torch.randperm(n, device="cuda")[:64]
-    q, dq, k, v, dk, dv = (x.double() for x in (q[:, :, rows], dq[:, :, rows], k, v, dk, dv))
-    _, lse = tiled.forward(q, k, v, Pattern())
-    truth = tiled.jvp(q, k, v, lse, (dq, dk, dv), Pattern())
-    error = ((mine[:, :, rows].double() - truth).norm() / truth.norm()).item()
-    target = 5e-3 if dtype == torch.bfloat16 else 1e-6
-    return Row("tangent_error", n, False, str(dtype)[6:], error, "relative", None, target, error <= target)
+    pattern, rows = Pattern(causal=causal), slice(max(0, n - 64), n)
+    o, lse = triton_forward.forward(q, k, v, pattern)
+    back = triton_vjp.vjp if library_vjp.unsupported(q, k, v, pattern) else library_vjp.vjp
+    do = triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), pattern)[:, :, rows].double()
+    gq = back(q, k, v, o, lse, g, pattern)[0][:, :, rows].double()
+    part = replace(pattern, shift=rows.start)
+    q, dq, g, k, v, dk, dv = (x.double() for x in (q[:, :, rows], dq[:, :, rows], g[:, :, rows], k, v, dk, dv))
+    _, lse = tiled.forward(q, k, v, part)
+    found = []
+    truths = tiled.jvp(q, k, v, lse, (dq, dk, dv), part), tiled.vjp(q, k, v, lse, g, part)[0]
+    for name, mine, truth in zip(("tangent_error", "cotangent_error"), (do, gq), truths, strict=True):
+        error = ((mine - truth).norm() / truth.norm()).item()
+        target = None if name != "tangent_error" else 5e-3 if dtype == torch.bfloat16 else 1e-6
+        met = None if target is None else error <= target
+        found.append(Row(name, n, causal, str(dtype)[6:], error, "relative", None, target, met))
+    return found
 
 
 def show(row: Row) -> Row:
@@ -160,7 +170,7 @@ def measure(lengths: list[int], head: int) -> list[Row]:
     for n in lengths:
         for dtype in (torch.bfloat16, torch.float32):
             rows += [show(r) for c in (False, True) for r in fused(n, head, c, dtype, rows[0].value)]
-            rows.append(show(accuracy(n, head, dtype)))
+            rows += [show(r) for c in (False, True) for r in accuracy(n - 1, head, c, dtype)]
     if 16384 in lengths:
         rows += [show(r) for r in eager(16384, head)]
     return rows

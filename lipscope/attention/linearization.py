@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention import backend, reference
+from lipscope.attention import backend, reference, tiled
 from lipscope.attention.kernels import L2, Dot, Rope, augment, default_scale
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple, Weights
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 CACHE = 256 << 20
 """Bytes of P worth keeping; beyond that it is computed again, a block of rows at a time."""
+
+ROUGH_SCORES = 64
+"""Condition up to which bfloat16, whose scores are then off by up to a quarter, shows where the top vector lies."""
+
+UNRESOLVED = 1e-2
+"""Resolution beyond which scores are too large for the kernels, whose row sums cancel: tiles take over, slowly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +47,7 @@ class _State:
     lse: Tensor
     pattern: Pattern
     weights: Weights | None = None
+    tiles: bool = False
     rope: Rope | None = None
     distance: tuple[Tensor, Tensor, float] | None = None  # centred q, k and scale of an L2 kernel
 
@@ -76,6 +83,8 @@ class _State:
         E = E.to(self.W.dtype)
         if self.weights is not None:
             do = reference.jvp(self.weights, self.q, self.k, self.v, self.read(E))
+        elif self.tiles:
+            do = tiled.jvp(self.q, self.k, self.v, self.lse, self.read(E), self.pattern)
         else:
             do = backend.jvp(self.q, self.k, self.v, self.o, self.lse, self.read(E), self.pattern)
         joined = do.transpose(-3, -2).flatten(-2)
@@ -87,6 +96,8 @@ class _State:
         g = U.unflatten(-1, (self.q.shape[1], -1)).transpose(-3, -2)
         if self.weights is not None:
             return self.write_back(*reference.vjp(self.weights, self.q, self.k, self.v, g))
+        if self.tiles:
+            return self.write_back(*tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern))
         return self.write_back(*backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern))
 
     def take(self, members: Tensor) -> _State:
@@ -172,19 +183,21 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
         v = v - _centre(v)
         k = k if f.kernel.softcap is not None or distance else k - _centre(k)
     pattern = Pattern(f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks)
-    weights = None
+    condition, worst = _rounding_growth(f, X, *(distance or (q, k, 1.0)))
+    weights, tiles = None, False
     if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
         o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
     else:
-        o, lse = backend.forward(q, k, v, pattern)
-    out = o.transpose(-3, -2).flatten(-2)
+        lost = q.dtype == torch.float32 and not 8 * torch.finfo(q.dtype).eps * condition.max() <= UNRESOLVED
+        tiles = lost and backend.fused(q, k, v, pattern)
+        o, lse = (tiled if tiles else backend).forward(q, k, v, pattern)
+    out = o.transpose(-3, -2).flatten(-2).to(v.dtype)
     out = out if f.O is None else out @ f.O.T
     finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))
-    condition, worst = _rounding_growth(f, X, *(distance or (q, k, 1.0)))
     condition = torch.where(finite, condition, torch.inf)
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
     O = None if f.O is None else f.O.detach()
-    state = _State(q.new_empty(1, 0, 0), O, q, k, v, o, lse, pattern, weights, rope, distance)
+    state = _State(q.new_empty(1, 0, 0), O, q, k, v, o, lse, pattern, weights, tiles, rope, distance)
     return state, condition.cpu(), worst.cpu()
 
 
@@ -258,7 +271,8 @@ def _operator(
         else lambda m: _operator(state.take(m), in_shape, len(m), (errors[0][m], errors[1][m])),
     )
     kernels = backend.fused(state.q, state.k, state.v, state.pattern)
-    if state.weights is not None or state.q.dtype != torch.float32 or not kernels:
+    kernels = kernels and state.q.dtype == torch.float32 and state.weights is None and not state.tiles
+    if not (kernels and errors[0].max() <= ROUGH_SCORES):
         return exact
     mv, rmv = products(state.rough())
     return replace(exact, rough=replace(exact, mv=mv, rmv=rmv, take=None))

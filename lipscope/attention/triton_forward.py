@@ -56,7 +56,7 @@ def _forward(
     acc = tl.zeros([M, V], tl.float32)
     total, lost = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
-    bounds = key_range(i, stop, shift, window, CAUSAL, M, N)
+    bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
     for run in tl.static_range(3):
         if run > 0 or window is not None:
             for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):

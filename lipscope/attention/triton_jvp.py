@@ -21,8 +21,10 @@ from lipscope.attention.triton_operands import (
     padding_of,
     powers,
     product_of,
+    spans,
 )
 from lipscope.attention.triton_tiles import (
+    add_earlier,
     add_low,
     add_product,
     are_real,
@@ -41,7 +43,7 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _jvp(
-    q, k, v, dq, dk, dv, o, do, lse, keys, stops, units, softcap, window, shift, n, n_keys,
+    q, k, v, dq, dk, dv, o, do, lse, keys, stops, units, softcap, window, shift, n, n_keys, start, end,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -51,6 +53,8 @@ def _jvp(
     g, stop = h // GROUP, n_keys
     if stops is not None:
         stop = tl.load(stops + b)
+    if end is not None:
+        stop = tl.minimum(stop, end)
     score_unit, dscore_unit, v_unit, dv_unit = 1.0, 1.0, 1.0, 1.0
     if units is not None:
         score_unit, dscore_unit = tl.load(units), tl.load(units + 1)
@@ -61,7 +65,7 @@ def _jvp(
     qi_low, dqi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(dq, b, h, i, dqi, PRODUCT)
     acc = tl.zeros([M, V], tl.float32)
     drift = tl.zeros([M], tl.float32)
-    bounds = key_range(i, stop, shift, window, CAUSAL, M, N)
+    bounds = key_range(i, start, stop, shift, window, CAUSAL, M, N)
     for run in tl.static_range(3):
         if run > 0 or window is not None:
             for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
@@ -89,6 +93,7 @@ def _jvp(
                 acc = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
                 acc = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
     acc = (acc - (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)) * rest[:, None]
+    acc = add_earlier(acc, do, start, b, h, i)
     do.store([b, h, i, 0], acc.to(do.dtype).reshape(1, 1, M, V))
 
 
@@ -125,11 +130,12 @@ def jvp(
     B = q.shape[:-3].numel()
     keys, stops = padding_of(pattern, B)
     do = blank((B, H, n, m), q.dtype, q.device)
-    _jvp[triton.cdiv(n, M), H, B](
-        descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
-        descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
-        descriptor(aligned(o), M), descriptor(do, M),
-        lse.contiguous(), keys, stops, units, pattern.softcap, pattern.window, pattern.shift, n, n_keys,
-        H // G, pattern.causal, product, M, N, K, V, num_warps=warps, num_stages=stages, maxnreg=registers,
-    )  # fmt: skip
+    saved, lse = aligned(o), lse.contiguous()
+    for start, end in spans(n_keys, product, pattern):
+        _jvp[triton.cdiv(n, M), H, B](
+            descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
+            descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N), descriptor(saved, M), descriptor(do, M),
+            lse, keys, stops, units, pattern.softcap, pattern.window, pattern.shift, n, n_keys, start, end,
+            H // G, pattern.causal, product, M, N, K, V, num_warps=warps, num_stages=stages, maxnreg=registers,
+        )  # fmt: skip
     return do.view(*q.shape[:-1], m)

@@ -21,6 +21,9 @@ from lipscope.attention.pattern import Pattern
 Precision = Literal["pair", "half"]
 """For float32: "pair" is as exact as 3xTF32, "half" as TF32. bf16 and fp16 operands are taken as they are."""
 
+SPAN, TALLEST = 8192, 128
+"""Tokens summed over in one launch, in float32, in tiles of at most so many tokens."""
+
 LARGEST = 128
 """The head dimension that still fits on the chip."""
 
@@ -102,6 +105,18 @@ def _split(x: Tensor, factor: Tensor, pair: bool) -> Tensor:
     if pair:
         out[B:] = scaled - out[:B]
     return out
+
+
+def spans(n: int, product: str, pattern: Pattern, group: int = 1) -> list[tuple[int | None, int | None]]:
+    """The stretches (start, end) of n tokens that are summed over in one launch each; (None, None) for all of them.
+
+    The rounding of a running sum grows like the square root of its length. In float32 that would show beside the
+    products' own, so sums are kept short and added up at the end; coarser products have no such digits.
+    """
+    length = max(SPAN // group // TALLEST, 1) * TALLEST
+    if product != "pair" or n <= length or (pattern.window is not None and pattern.window <= length):
+        return [(None, None)]
+    return [(start, start + length) for start in range(0, n, length)]
 
 
 def padding_of(pattern: Pattern, B: int) -> tuple[Tensor, Tensor] | tuple[None, None]:

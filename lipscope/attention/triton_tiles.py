@@ -122,31 +122,35 @@ def visible(i, j, n_keys, shift, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def key_range(i, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Queries i .. i + M see keys in three runs of tiles: cut on the left, whole, cut on the right."""
+def key_range(i, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Queries i .. i + M see keys from start to stop in three runs of tiles: cut left, whole, cut right."""
     first, whole = 0, 0
+    if start is not None:
+        first, whole = start, start
     last, cut = stop, stop // N * N
     if CAUSAL:
         last = tl.minimum(last, tl.maximum(i + M + shift, 0))
         cut = tl.minimum(cut, tl.maximum(i + shift + 1, 0) // N * N)
     if window is not None:
-        first = tl.maximum(i + shift - window + 1, 0) // N * N
-        whole = tl.cdiv(tl.maximum(i + M + shift - window, 0), N) * N
+        first = tl.maximum(i + shift - window + 1, first) // N * N
+        whole = tl.cdiv(tl.maximum(i + M + shift - window, whole), N) * N
     return first, tl.minimum(whole, last), whole, cut, tl.maximum(whole, cut), last
 
 
 @triton.jit
 @no_type_check
-def query_range(j, n, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Keys j .. j + N are seen by queries in three runs of tiles: cut on the left, whole, cut on the right.
+def query_range(j, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Keys j .. j + N are seen by queries from start to stop in three runs of tiles: cut left, whole, cut right.
 
-    A last tile that ends beyond n is whole: its missing rows have no weight (`read_top`).
+    A last tile that ends beyond the queries is whole: its missing rows have no weight (`read_top`).
     """
     first, whole = 0, 0
-    last, cut = n, tl.cdiv(n, M) * M
+    if start is not None:
+        first, whole = start, start
+    last, cut = stop, tl.cdiv(stop, M) * M
     if CAUSAL:
-        first = tl.maximum(j - shift, 0) // M * M
-        whole = tl.cdiv(tl.maximum(j + N - 1 - shift, 0), M) * M
+        first = tl.maximum(j - shift, first) // M * M
+        whole = tl.cdiv(tl.maximum(j + N - 1 - shift, whole), M) * M
     if window is not None:
         last = tl.minimum(last, tl.maximum(j + N - 1 - shift + window, 0))
         cut = tl.minimum(cut, tl.maximum(j - shift + window, 0) // M * M)
@@ -164,6 +168,16 @@ def read_top(lse, offset, rows, n):
     top = tl.where(value == float("-inf"), float("inf"), value * LOG2E)
     rest = tl.where(top == float("inf"), 0.0, tl.fma(value, tl.full(value.shape, LOG2E, tl.float32), -top))
     return top, tl.exp2(-rest)
+
+
+@triton.jit
+@no_type_check
+def add_earlier(acc, sums, start, b, h, i):
+    """acc plus the sums of the spans before, where a sum is taken in spans (`triton_operands.spans`)."""
+    if start is not None:  # noqa: SIM102 (the compiler reads both sides of an `and`)
+        if start > 0:
+            acc += sums.load([b, h, i, 0]).reshape(acc.shape)
+    return acc
 
 
 @triton.jit

@@ -23,8 +23,10 @@ from lipscope.attention.triton_operands import (
     padding_of,
     powers,
     product_of,
+    spans,
 )
 from lipscope.attention.triton_tiles import (
+    add_earlier,
     add_product,
     are_real,
     cap,
@@ -42,7 +44,7 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _onto_queries(
-    q, k, v, g, gq, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys,
+    q, k, v, g, gq, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys, start, end,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -52,6 +54,8 @@ def _onto_queries(
     group, stop = h // GROUP, n_keys
     if stops is not None:
         stop = tl.load(stops + b)
+    if end is not None:
+        stop = tl.minimum(stop, end)
     score_unit, dp_unit, k_unit = 1.0, 1.0, 1.0
     if units is not None:
         score_unit, dp_unit, k_unit = tl.load(units), tl.load(units + 1), tl.load(units + 3)
@@ -62,7 +66,7 @@ def _onto_queries(
     qi, gi = read(q, b, h, i, M, K), read(g, b, h, i, M, V)
     qi_low, gi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(g, b, h, i, gi, PRODUCT)
     acc = tl.zeros([M, K], tl.float32)
-    bounds = key_range(i, stop, shift, window, CAUSAL, M, N)
+    bounds = key_range(i, start, stop, shift, window, CAUSAL, M, N)
     for run in tl.static_range(3):
         if run > 0 or window is not None:
             for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
@@ -81,14 +85,14 @@ def _onto_queries(
                 if softcap is not None:
                     z *= slope
                 acc = add_product(acc, z, row_peak(z, PRODUCT), kj, kj_low, k_unit, PRODUCT)
-    acc *= rest[:, None]
+    acc = add_earlier(acc * rest[:, None], gq, start, b, h, i)
     gq.store([b, h, i, 0], acc.to(gq.dtype).reshape(1, 1, M, K))
 
 
 @triton.jit
 @no_type_check
 def _onto_keys(
-    q, k, v, g, gk, gv, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys,
+    q, k, v, g, gk, gv, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys, start, end,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -103,11 +107,13 @@ def _onto_keys(
     reach = n
     if stops is not None:
         reach = tl.where(j < tl.load(stops + b), n, 0)
+    if end is not None:
+        reach = tl.minimum(reach, end)
     kj, vj = read(k, b, group, j, N, K), read(v, b, group, j, N, V)
     kj_low, vj_low = read_low(k, b, group, j, kj, PRODUCT), read_low(v, b, group, j, vj, PRODUCT)
     on_k = tl.zeros([N, K], tl.float32)
     on_v = tl.zeros([N, V], tl.float32)
-    bounds = query_range(j, reach, shift, window, CAUSAL, M, N)
+    bounds = query_range(j, start, reach, shift, window, CAUSAL, M, N)
     for member in tl.range(GROUP):
         h = group * GROUP + member
         offset = (b * tl.num_programs(1) * GROUP + h) * n
@@ -136,6 +142,7 @@ def _onto_keys(
     if keys is not None:
         real = are_real(keys, b, rows, n_keys)[:, None]
         on_k, on_v = tl.where(real, on_k, 0.0), tl.where(real, on_v, 0.0)
+    on_k, on_v = add_earlier(on_k, gk, start, b, group, j), add_earlier(on_v, gv, start, b, group, j)
     gk.store([b, group, j, 0], on_k.to(gk.dtype).reshape(1, 1, N, K))
     gv.store([b, group, j, 0], on_v.to(gv.dtype).reshape(1, 1, N, V))
 
@@ -170,21 +177,23 @@ def vjp(
     gk = blank((B, G, n_keys, size), q.dtype, q.device)
     gv = blank((B, G, n_keys, m), q.dtype, q.device)
     delta = (g.float() * o.float()).sum(-1)
-    rest = (
-        lse.contiguous(), delta, *padding_of(pattern, B), units,
-        pattern.softcap, pattern.window, pattern.shift, n, n_keys, H // G, pattern.causal, product,
-    )  # fmt: skip
+    tensors = (lse.contiguous(), delta, *padding_of(pattern, B), units)
+    rules = (pattern.softcap, pattern.window, pattern.shift, n, n_keys)
     K, V = block(size), block(m)
     for_queries, for_keys = TILES[product, max(64, K, V)]
     M, N, warps, stages, registers = for_queries
-    _onto_queries[triton.cdiv(n, M), H, B](
-        descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M), descriptor(gq, M),
-        *rest, M, N, K, V, num_warps=warps, num_stages=stages, maxnreg=registers,
-    )  # fmt: skip
+    for span in spans(n_keys, product, pattern):
+        _onto_queries[triton.cdiv(n, M), H, B](
+            descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M), descriptor(gq, M),
+            *tensors, *rules, *span, H // G, pattern.causal, product, M, N, K, V,
+            num_warps=warps, num_stages=stages, maxnreg=registers,
+        )  # fmt: skip
     M, N, warps, stages, registers = for_keys
-    _onto_keys[triton.cdiv(n_keys, N), G, B](
-        descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
-        descriptor(gk, N), descriptor(gv, N),
-        *rest, M, N, K, V, num_warps=warps, num_stages=stages, maxnreg=registers,
-    )  # fmt: skip
+    for span in spans(n, product, pattern, H // G):
+        _onto_keys[triton.cdiv(n_keys, N), G, B](
+            descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
+            descriptor(gk, N), descriptor(gv, N),
+            *tensors, *rules, *span, H // G, pattern.causal, product, M, N, K, V,
+            num_warps=warps, num_stages=stages, maxnreg=registers,
+        )  # fmt: skip
     return gq.view(q.shape), gk.view(k.shape), gv.view(v.shape)

@@ -1,5 +1,7 @@
 """The whole core on a GPU: the same kinds of problem as on the CPU, through the fused kernels where they fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,3 +72,77 @@ def test_heads_larger_than_the_kernels_take_fall_back():
 def test_mixed_devices_are_refused():
     with pytest.raises((ls.UserError, RuntimeError), match="device"):
         ls.attend(torch.randn(1, 4, 8).cuda(), torch.randn(1, 4, 8), torch.randn(1, 4, 8))
+
+
+def long_layer(n: int = 6000) -> tuple[ls.SelfAttention, torch.Tensor]:
+    g = torch.Generator(device="cuda").manual_seed(0)
+    Q, K, V, O = (torch.randn(128, 128, generator=g, device="cuda") / 128**0.5 for _ in range(4))
+    return ls.SelfAttention(Q, K, V, O, heads=2, causal=True), torch.randn(n, 128, generator=g, device="cuda")
+
+
+def test_krylov_vectors_in_bfloat16_and_on_the_host():
+    """The same sigma; less memory on the device."""
+    f, X = long_layer(40001)
+    peaks, values = {}, {}
+    for basis in ("native", "bfloat16", "host", "native"):
+        torch.cuda.reset_peak_memory_stats()
+        e = ls.local_lipschitz(f, X, tol=1e-4, solver=ls.Solver(seed=0, basis=basis))
+        assert e.status is ls.Status.CONVERGED
+        peaks[basis], values[basis] = torch.cuda.max_memory_allocated(), e.value
+    assert values["host"] == pytest.approx(values["native"], rel=1e-6)
+    assert values["bfloat16"] == pytest.approx(values["native"], rel=1e-6)
+    assert peaks["host"] < peaks["bfloat16"] < peaks["native"], peaks
+
+
+@pytest.mark.parametrize("n", [1, 63, 1001, 4097])
+@pytest.mark.parametrize("size", [32, 56, 128])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_tangents_at_odd_shapes(n, size, dtype, limit):
+    """The issue's grid: 1e-6 where products are as exact as float32, 5e-3 in bfloat16."""
+    g = torch.Generator(device="cuda").manual_seed(n + size)
+    point, tangent = (
+        [torch.randn(1, h, n, size, generator=g, device="cuda").to(dtype) for h in (3, 1, 1)] for _ in range(2)
+    )
+    for causal in (False, True):
+        f = lambda *x: ls.attend(*x, causal=causal)  # noqa: B023, E731
+        _, mine = torch.autograd.functional.jvp(f, tuple(point), tuple(tangent))
+        _, truth = torch.autograd.functional.jvp(f, *(tuple(x.double() for x in xs) for xs in (point, tangent)))
+        assert (mine.double() - truth).norm() <= limit * truth.norm()
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_derivatives_in_bfloat16_use_the_output_before_it_is_rounded(offset):
+    """With an offset in the values, a rounded output would leave an error of the offset's size in the tangent."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v, dq, dk, dv = (torch.randn(1, 2, 301, 64, generator=g, device="cuda") for _ in range(6))
+    point = [x.bfloat16() for x in (2 * q, k, v + offset)]
+    tangent = [x.bfloat16() for x in (dq, dk, dv)]
+    _, mine = torch.func.jvp(ls.attend, tuple(point), tuple(tangent))
+    _, truth = torch.func.jvp(ls.attend, *(tuple(x.double() for x in xs) for xs in (point, tangent)))
+    assert mine.dtype == torch.bfloat16 and (mine.double() - truth).norm() <= 1e-2 * truth.norm()
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e5, 1e8, 1e12])
+def test_scores_beyond_the_kernels_resolution_go_through_tiles(factor, monkeypatch):
+    """Where attention is saturated, P dS v and its row sum cancel: the kernels would show only their rounding."""
+    monkeypatch.setattr(linearization, "CACHE", 0)
+    f, X = long_layer(513)
+    f = replace(f, Q=factor * f.Q)
+    e, truth = ls.local_lipschitz(f, X, tol=1e-3), ls.local_lipschitz(f.double(), X.double(), tol=1e-6)
+    assert not e.lower > truth.value * (1 + 1e-6)
+    if factor > 1e5:
+        assert e.value < 10 * truth.value, f"{e} and {truth}"
+    else:
+        assert e.value == pytest.approx(truth.value, rel=max(1e-4, float(ls.jacobian(f, X).rounding)))
+
+
+def test_out_of_memory_says_what_to_do():
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (600 << 20)) / total)
+    try:
+        with pytest.raises(ls.UserError, match=r"200000 tokens of size 128 need more than .* give fewer"):
+            ls.local_lipschitz(*long_layer(200000), tol=1e-2)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert ls.local_lipschitz(*long_layer(1000), tol=1e-2).status.ok

@@ -28,7 +28,7 @@ TOLERANCE = {"pair": 1e-6, "half": 1e-3, "float16": 6e-4, "bfloat16": 5e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """q [B, H, n, k], k [B, G, keys, k], v [B, G, keys, m]; tangents of this size, scores this sharp."""
+    """q [B, H, n, k], k [B, G, keys, k], v [B, G, keys, m]; tangents of this size, scores this sharp, such spans."""
 
     B: int = 1
     H: int = 2
@@ -44,6 +44,7 @@ class Case:
     padded: bool = False
     size: float = 1.0
     sharp: float = 1.0
+    span: int | None = None
 
 
 CASES = {
@@ -56,6 +57,10 @@ CASES = {
     "large head": Case(H=1, G=1, n=77, keys=77, k=128, m=100, causal=True),
     "tiny tangents": Case(H=1, G=1, n=77, keys=77, k=32, m=32, size=1e-20),
     "nearly one-hot": Case(H=1, G=1, n=77, keys=77, k=64, m=64, sharp=20.0),
+    "spans": Case(H=2, G=1, n=275, keys=275, k=32, m=16, span=256),
+    "spans, causal, padded": Case(B=2, H=1, G=1, n=277, keys=277, k=16, m=32, causal=True, padded=True, span=128),
+    "spans, window": Case(H=2, G=2, n=300, keys=420, k=32, m=32, causal=True, window=170, span=128),
+    "spans, window without order": Case(H=1, G=1, n=420, keys=300, k=32, m=32, window=140, softcap=3.0, span=128),
 }
 INTERPRETED = [(name, "pair") for name in CASES] + [
     ("causal, grouped, padded", "half"),
@@ -106,9 +111,10 @@ def poisoned() -> Iterator[None]:
 
 def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     """How far value, lse, tangent and cotangents are from float64, each on fresh random inputs."""
-    from lipscope.attention import triton_forward, triton_jvp, triton_vjp
+    from lipscope.attention import triton_forward, triton_jvp, triton_operands, triton_vjp
     from lipscope.attention.pattern import Pattern
 
+    triton_operands.SPAN = case.span or 8192
     dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(precision, torch.float32)
     mode: Literal["pair", "half"] = "pair" if precision == "pair" else "half"
 

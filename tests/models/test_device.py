@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaModel
 
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.spectral import Solver, spectral_norm
@@ -31,3 +32,29 @@ def test_a_model_is_loaded_onto_the_gpu(tmp_path):
     model = load(str(tmp_path), device="cuda")
     assert model.device.type == "cuda" and model.card.device.startswith("cuda")
     assert model.preflight.difference < 1e-13
+
+
+@pytest.mark.gpu
+def test_a_long_text_needs_memory_like_its_length():
+    """A Llama with rotary positions and shared keys at 16k and 32k tokens; its mask alone would take a gigabyte."""
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1 << 15,
+    )
+    torch.manual_seed(0)
+    model = load(LlamaModel(config).cuda(), dtype="float32")
+    model.sites(torch.randint(100, (1, 4096)), scopes=["attention"])
+    peaks = []
+    for n in (1 << 14, 1 << 15):
+        ids = torch.randint(100, (1, n), generator=torch.Generator().manual_seed(n))
+        torch.cuda.reset_peak_memory_stats()
+        for site in model.sites(ids, scopes=["heads", "attention", "block"], layers=[1]):
+            e = spectral_norm(jacobian(site.f, site.X), 1e-2, solver=Solver(seed=0))
+            assert all(status.ok for status in e.status)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] < 2.2 * peaks[0] and peaks[1] < 1 << 30, peaks
