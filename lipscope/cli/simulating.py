@@ -65,5 +65,6 @@ def _table(found: Simulation, paths: list[Path]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in summary(found):
         table.add_row(name, value)
-    table.add_row("files", " ".join(str(path) for path in paths))
+    table.add_row("in", str(paths[0].parent))
+    table.add_row("files", ", ".join(path.name for path in paths))
     return table

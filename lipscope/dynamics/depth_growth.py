@@ -81,7 +81,7 @@ def growth_along_depth(
     depths = sorted({round(i * count / points) for i in range(points + 1)})
     whole = []
     for depth in depths[1:]:
-        whole.append(spectral_norm(_composed(operators[:depth]), tol, solver=Solver(seed=0)))
+        whole.append(spectral_norm(composed(operators[:depth]), tol, solver=Solver(seed=0)))
         if progress:
             progress(count + depth, 2 * count + 1)
     at = torch.tensor(depths)
@@ -111,7 +111,7 @@ def _residual(J: LinearOperator, step: float) -> LinearOperator:
     )
 
 
-def _composed(operators: Sequence[LinearOperator]) -> LinearOperator:
+def composed(operators: Sequence[LinearOperator]) -> LinearOperator:
     """The operators one after the other, the first first; a loop, because networks are deeper than the call stack."""
 
     def forward(E: Tensor) -> Tensor:

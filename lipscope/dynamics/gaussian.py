@@ -9,6 +9,7 @@ with M = V Sigma A and c = V alpha for one head with dot products, whose covaria
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from lipscope.dynamics.integration import Ending, Progress, integrate
 from lipscope.dynamics.particles import check_time, value_matrix
 from lipscope.linalg.differentiate import check_tensor
 from lipscope.mean_field.attention_on_measures import liftable
+
+Affine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 IMMINENT = 1e-9
 """Blow-up is declared when it lies closer than this fraction of the time passed."""
@@ -74,13 +77,15 @@ def gaussian_flow(
     d = len(mean)
     start = torch.cat([mean[:, None], torch.eye(d, dtype=mean.dtype, device=mean.device)], dim=1)
 
+    velocity = affine_velocity(f)
+
     def field(_: float, state: Tensor) -> Tensor:
         """The state is [alpha, F], F the derivative of where a token is in where it started: Sigma = F Sigma_0 F'."""
         alpha, F = state[:, 0], state[:, 1:]
-        M, c = affine_velocity(f, alpha, F @ covariance @ F.mT)
+        M, c = velocity(alpha, F @ covariance @ F.mT)
         return torch.cat([(M @ alpha + c)[:, None], M @ F], dim=1)
 
-    approach = _Approach(f, covariance)
+    approach = _Approach(velocity, covariance)
     path = integrate(
         field,
         start,
@@ -95,11 +100,16 @@ def gaussian_flow(
     return GaussianFlow(path.times, path.states[..., 0], F @ covariance @ F.mT, F, path.ending, blow_up, path.steps)
 
 
-def affine_velocity(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """M [d, d] and c [d] with Gamma_mu(x) = M x + c for mu = N(alpha, Sigma)."""
-    rates, shifts = zip(*(_head_velocity(f.head(h), alpha, Sigma) for h in range(f.heads)), strict=True)
-    M, c = torch.cat(rates), torch.cat(shifts)
-    return (M, c) if f.O is None else (f.O @ M, f.O @ c)
+def affine_velocity(f: SelfAttention) -> Affine:
+    """(alpha, Sigma) -> M [d, d] and c [d] with Gamma_mu(x) = M x + c for mu = N(alpha, Sigma)."""
+    heads = [f.head(h) for h in range(f.heads)]
+
+    def velocity(alpha: Tensor, Sigma: Tensor) -> tuple[Tensor, Tensor]:
+        rates, shifts = zip(*(_head_velocity(head, alpha, Sigma) for head in heads), strict=True)
+        M, c = torch.cat(rates), torch.cat(shifts)
+        return (M, c) if f.O is None else (f.O @ M, f.O @ c)
+
+    return velocity
 
 
 def _head_velocity(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,14 +130,14 @@ def _head_velocity(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tens
 class _Approach:
     """Watches the covariance. Near its blow-up Sigma ~ C / (t* - t), so that |Sigma| / |dSigma/dt| is the time left."""
 
-    def __init__(self, f: SelfAttention, covariance: Tensor):
-        self.f, self.covariance = f, covariance
+    def __init__(self, velocity: Affine, covariance: Tensor):
+        self.velocity, self.covariance = velocity, covariance
         self.time: float | None = None
 
     def __call__(self, t: float, state: Tensor) -> Ending | None:
         alpha, F = state[:, 0], state[:, 1:]
         Sigma = F @ self.covariance @ F.mT
-        M, _ = affine_velocity(self.f, alpha, Sigma)
+        M, _ = self.velocity(alpha, Sigma)
         growth = 2 * (M @ Sigma).diagonal().sum().item()
         if growth <= 0:
             return None

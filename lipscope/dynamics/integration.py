@@ -24,7 +24,7 @@ class Ending(Enum):
     FINISHED = "reached the time asked for"
     BLOW_UP = "the solution blows up in finite time"
     OVERFLOW = "numbers overflow this dtype; ask for a shorter time or smaller tokens"
-    STALLED = "the steps became too small to move time; raise the tolerance"
+    STALLED = "the steps became too small to move time: the solution blows up, or the tolerance is too fine"
     MAX_STEPS = "the number of steps was exhausted; raise max_steps or the tolerance"
 
 

@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lipscope.dynamics.integration import Progress
-from lipscope.dynamics.simulation import Simulation
-from lipscope.report.flow_figures import frame_of
+from lipscope.dynamics.simulation import Moments, Simulation
+from lipscope.report.flow_figures import Move, colours, label_axes, moving_cloud
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FPS = 12
 
 
 def animate(simulation: Simulation, path: Path, progress: Progress | None = None) -> None:
-    """The tokens frame by frame as a GIF; frames of a moment ago never stay, axes stand still."""
+    """The tokens frame by frame as a GIF, on axes that stand still."""
     from matplotlib.animation import PillowWriter
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5, 4.6), layout="constrained")
-    ax, paint = figure.subplots(), frame_of(simulation)
-    z, times = simulation.shown, simulation.flow.times
-    low, high = z.amin(dim=(0, 1)), z.amax(dim=(0, 1))
-    pad = 0.05 * (high - low).clamp_min(1e-9)
+    figure = Figure(figsize=(5, 4.6))
+    ax, times = figure.subplots(), simulation.flow.times
+    if isinstance(simulation.found, Moments) and simulation.dim > 1:
+        move = moving_cloud(ax, simulation, simulation.found)
+    else:
+        move = _moving_tokens(ax, simulation)
+    _frame_axes(ax, simulation)
     writer = PillowWriter(fps=FPS)
     with writer.saving(figure, str(path), dpi=72):
         for frame in range(len(times)):
-            ax.clear()
-            paint(ax, simulation, frame)
-            ax.set_xlim((low - pad)[0].item(), (high + pad)[0].item())
-            if simulation.dim > 1:
-                ax.set_ylim((low - pad)[1].item(), (high + pad)[1].item())
-            ax.set_adjustable("box")
+            move(frame)
             ax.set_title(f"{simulation.name}, t = {times[frame].item():.2f}", fontsize="medium")
             writer.grab_frame()
             if progress:
                 progress(frame + 1, len(times))
+
+
+def _moving_tokens(ax: Axes, simulation: Simulation) -> Move:
+    """Tokens in the plane; on the line, one above the other in their order."""
+    z = simulation.shown.numpy()
+    if simulation.dim == 1:
+        z = np.stack([z[..., 0], np.broadcast_to(np.arange(simulation.n), z.shape[:2])], axis=-1)
+        ax.set_xlabel("z = exp(-tV) x" if simulation.preset.renormalise else "x")
+        ax.set_ylabel("token")
+    else:
+        label_axes(ax, simulation)
+    dots = ax.scatter(z[0, :, 0], z[0, :, 1], s=8, c=colours(simulation), alpha=0.7)
+    return lambda frame: dots.set_offsets(z[frame, :, :2])
+
+
+def _frame_axes(ax: Axes, simulation: Simulation) -> None:
+    """Limits that hold every frame."""
+    z = simulation.shown
+    low, high = z.amin(dim=(0, 1)), z.amax(dim=(0, 1))
+    pad = 0.05 * (high - low).clamp_min(1e-9)
+    ax.set_adjustable("box")
+    ax.set_xlim((low - pad)[0].item(), (high + pad)[0].item())
+    if simulation.dim > 1:
+        ax.set_ylim((low - pad)[1].item(), (high + pad)[1].item())

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PATHS = 400
 """Beyond so many tokens, only so many paths are drawn."""
 
+Move = Callable[[int], None]
+NOTHING = np.empty(0)
 BLUE, ORANGE, GREY = "#1f5fa8", "#d1690e", "0.45"
 
 
@@ -31,7 +33,7 @@ def draw(simulation: Simulation) -> Figure:
     left, right = figure.subplots(1, 2)
     found = simulation.found
     if isinstance(found, Moments):
-        _cloud(left, simulation, len(simulation.flow.times) - 1)
+        _cloud(left, simulation, found)
         _spread(right, simulation, found)
     else:
         _paths(left, simulation)
@@ -109,7 +111,7 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
     if simulation.preset.causal and simulation.dim > 1:
         first = simulation.shown[0, 0]
         ax.scatter(first[0], first[1], marker="x", s=90, c="crimson", zorder=4, label="first token, at rest")
-    ax.legend(fontsize="small", loc="best")
+    ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
 
 
 def _counts(ax: Axes, simulation: Simulation, found: Clusters) -> None:
@@ -124,22 +126,34 @@ def _counts(ax: Axes, simulation: Simulation, found: Clusters) -> None:
     ax.set_title(f"{len(found)} clusters at the end", fontsize="medium")
 
 
-def _cloud(ax: Axes, simulation: Simulation, frame: int) -> None:
-    """Particles at a time, their own ellipse and that of the closed equation."""
-    x, closed = simulation.shown[frame], simulation.found.closed  # type: ignore[union-attr]
-    t = simulation.flow.times[frame].item()
-    if simulation.dim == 1:
-        ax.hist(x[:, 0].numpy(), bins=40, density=True, color=BLUE, alpha=0.5)
-        ax.set_xlabel("x")
-        ax.set_ylabel("density of particles")
+def _cloud(ax: Axes, simulation: Simulation, found: Moments) -> None:
+    """Particles at the end, their own ellipse and that of the closed equation."""
+    if simulation.dim > 1:
+        moving_cloud(ax, simulation, found)(len(simulation.flow.times) - 1)
         return
-    ax.scatter(x[:, 0], x[:, 1], s=4, c=BLUE, alpha=0.4, label=f"particles at t = {t:.3g}")
-    ax.plot(*ellipse(x.mean(0), x.T.cov()), color=BLUE, linewidth=1, label="their mean and covariance, 2 sd")
-    if frame < len(closed.times) and abs(closed.times[frame].item() - t) < 1e-9:
-        moments = closed.means[frame], closed.covariances[frame]
-        ax.plot(*ellipse(*moments), color=ORANGE, linestyle="--", label="closed equation, 2 sd")
+    ax.hist(simulation.shown[-1, :, 0].numpy(), bins=40, density=True, color=BLUE, alpha=0.5)
+    ax.set_xlabel("x")
+    ax.set_ylabel("density of particles")
+
+
+def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
+    """Particles and both ellipses, which the returned function moves to a frame."""
+    x, closed = simulation.shown, found.closed
+    dots = ax.scatter(x[0, :, 0], x[0, :, 1], s=4, c=BLUE, alpha=0.4, label="particles")
+    (own,) = ax.plot([], [], color=BLUE, linewidth=1, label="their mean and covariance, 2 sd")
+    (exact,) = ax.plot([], [], color=ORANGE, linestyle="--", label="closed equation, 2 sd")
     label_axes(ax, simulation)
-    ax.legend(fontsize="small", loc="best")
+    ax.legend(fontsize="small", loc="upper left")
+
+    def move(frame: int) -> None:
+        dots.set_offsets(x[frame, :, :2].numpy())
+        if simulation.n > 1:
+            own.set_data(*ellipse(x[frame].mean(0), x[frame].T.cov()))
+        same = frame < len(closed.times) and closed.times[frame] == simulation.flow.times[frame]
+        x_there, y_there = ellipse(closed.means[frame], closed.covariances[frame]) if same else (NOTHING, NOTHING)
+        exact.set_data(x_there, y_there)
+
+    return move
 
 
 def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
@@ -171,22 +185,3 @@ def _growth(ax: Axes, found: DepthGrowth) -> None:
     ax.set_xlabel("depth t")
     ax.set_ylabel("largest growth of a small change")
     ax.legend(fontsize="small", loc="upper left")
-
-
-Drawing = Callable[["Axes", Simulation, int], None]
-
-
-def frame_of(simulation: Simulation) -> Drawing:
-    """What an animation draws at each frame."""
-    return _cloud if isinstance(simulation.found, Moments) and simulation.dim > 1 else _scatter
-
-
-def _scatter(ax: Axes, simulation: Simulation, frame: int) -> None:
-    z = simulation.shown[frame]
-    if simulation.dim == 1:
-        ax.scatter(z[:, 0], np.linspace(0, 1, simulation.n), s=8, c=colours(simulation), alpha=0.7)
-        ax.set_xlabel("z = exp(-tV) x" if simulation.preset.renormalise else "x")
-        ax.set_ylabel("token, first to last")
-        return
-    ax.scatter(z[:, 0], z[:, 1], s=8, c=colours(simulation), alpha=0.7)
-    label_axes(ax, simulation)

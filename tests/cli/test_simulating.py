@@ -1,0 +1,52 @@
+"""`lipscope simulate`: what it writes and says, and every mistake in one line."""
+
+import json
+
+import pytest
+
+from lipscope.cli import main
+
+FILES = ["animation.gif", "figure.png", "series.csv", "simulation.json"]
+
+
+def test_it_writes_and_says_what_it_found(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(f"simulate --n 12 --time 6 --seed 3 --out {out}".split()) == 0
+    said = capsys.readouterr().out
+    assert "clusters" in said and "seed 3" in said and str(out)[:40] in said
+    assert sorted(path.name for path in out.iterdir()) == FILES
+    assert json.loads((out / "simulation.json").read_text())["seed"] == 3
+
+
+def test_without_out_the_folder_is_named_after_the_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lipscope.report.simulation_files.animate", lambda simulation, path, progress: path.touch())
+    assert main(["simulate", "--preset", "masked", "--n", "5", "--time", "0.5"]) == 0
+    assert sorted(path.name for path in (tmp_path / "simulation-masked").iterdir()) == FILES
+
+
+def test_help_lists_every_preset(capsys):
+    assert main(["simulate", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("clusters", "gaussian", "masked", "growth", "n = 200, d = 2, t = 10"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--preset nonsense", "there is no preset 'nonsense'; the presets are clusters, gaussian, masked, growth"),
+        ("--n 0", "n, the number of tokens, must be at least 1, got 0"),
+        ("--n many", "--n"),
+        ("--dim -2", "dim, the size of a token, must be at least 1, got -2"),
+        ("--time -1", "must be a positive number, got -1.0"),
+        ("--time inf", "must be a positive number, got inf"),
+        ("--seed -4", "seed must not be negative"),
+        ("--device abacus", "device 'abacus' cannot be used here"),
+        ("--device cuda:77", "device 'cuda:77' cannot be used here"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(options, told, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["simulate", *options.split(), "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert told in said.err and said.out == "" and len(said.err.splitlines()) == 1 and not out.exists()

@@ -1,0 +1,129 @@
+"""Clusters: planted ones, those of flows with V = I, and the polytope whose vertices they are."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial import ConvexHull
+
+import lipscope as ls
+from lipscope.dynamics.clusters import components, hull_margins
+from lipscope.dynamics.integration import Ending
+from lipscope.dynamics.particles import Flow
+from tests.dynamics.problems import draw, identity
+
+SQUARE = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
+
+
+def planted(at: torch.Tensor, weights: torch.Tensor | None = None) -> Flow:
+    """Twelve tokens that walk straight to their places `at` [12, 2], and reach them at t = 1."""
+    start = 2 * draw(len(at), 2)
+    times = torch.linspace(0, 2, 21, dtype=torch.float64)
+    way = times.clamp_max(1)[:, None, None]
+    f = replace(identity(), V=torch.zeros(2, 2, dtype=torch.float64))
+    return Flow(f, times, (1 - way) * start + way * at, weights, Ending.FINISHED, 20, 20)
+
+
+def test_planted_clusters_are_found_with_their_time():
+    where = torch.tensor([0, 1, 2, 3, 0, 0, 1, 1, 1, 2, 0, 0])
+    found = ls.find_clusters(planted(SQUARE[where]), tol=1e-3)
+    assert len(found) == 4 and found.clear and found.extreme.all()
+    assert torch.allclose(found.centres[found.labels], SQUARE[where])
+    assert torch.allclose(found.masses * 12, torch.tensor([5.0, 4.0, 2.0, 1.0], dtype=torch.float64))
+    assert 0.95 <= found.time <= 1.0 and found.formed[-1] == 0  # one token is a cluster from the start
+    assert found.counts[0] == 12 and found.counts[-1] == 4
+
+
+def test_weights_are_masses():
+    weights = torch.arange(1, 13, dtype=torch.float64) / 78
+    found = ls.find_clusters(planted(SQUARE[torch.arange(12) % 4], weights))
+    assert torch.allclose(found.masses * 78, torch.tensor([24.0, 21.0, 18.0, 15.0], dtype=torch.float64))
+
+
+def test_an_interior_limit_point_is_no_vertex():
+    where = torch.arange(12) % 4
+    at = SQUARE[where]
+    at[5] = torch.tensor([0.3, -0.2])
+    found = ls.find_clusters(planted(at))
+    assert len(found) == 5 and found.extreme.sum() == 4
+    assert not found.extreme[found.labels[5]] and "4 of 5 are vertices" in found.status
+
+
+def test_a_point_on_an_edge_is_no_vertex():
+    at = SQUARE[torch.arange(12) % 4]
+    at[7] = torch.tensor([1.0, 0.25])
+    assert ls.find_clusters(planted(at)).extreme.sum() == 4
+
+
+def test_scattered_tokens_are_not_called_clusters():
+    found = ls.find_clusters(planted(3 * draw(12, 2, seed=1)))
+    assert not found.clear and "no clear clusters" in found.status
+
+
+def test_consensus_is_one_cluster():
+    found = ls.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
+    assert len(found) == 1 and found.clear and found.extreme.all()
+
+
+def test_a_late_departure_is_not_formed():
+    flow = planted(SQUARE[torch.arange(12) % 4])
+    positions = flow.positions.clone()
+    positions[15, 0] += 1.0  # a member leaves at t = 1.5 and comes back
+    found = ls.find_clusters(replace(flow, positions=positions))
+    assert found.formed[found.labels[0]] == flow.times[16] and found.formed.min() < 1.01
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_components_are_single_linkage(seed):
+    points = draw(150, 2, seed=seed)
+    width = 0.2
+    exact = fcluster(linkage(points.numpy(), "single"), width, "distance")
+    ours = components(points, width).numpy()
+    # Points of one small cell stand for each other: a partition between those of a little more and a little less.
+    coarse = fcluster(linkage(points.numpy(), "single"), 1.5 * width, "distance")
+    fine = fcluster(linkage(points.numpy(), "single"), 0.5 * width, "distance")
+    for finer, coarser in ((fine, ours), (ours, coarse)):
+        assert len({(a, b) for a, b in zip(finer, coarser, strict=True)}) == len(set(finer))
+    assert abs(len(set(ours)) - len(set(exact))) <= 0.2 * len(set(exact))
+
+
+@pytest.mark.parametrize("d", [2, 3, 4])
+def test_vertices_are_those_of_the_convex_hull(d):
+    points = draw(40, d, seed=d)
+    expected = np.zeros(40, dtype=bool)
+    expected[ConvexHull(points.numpy()).vertices] = True
+    assert np.array_equal((hull_margins(points) > 1e-9).numpy(), expected)
+
+
+def test_a_margin_is_a_distance():
+    margins = hull_margins(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [5.0, 5.0]], dtype=torch.float64))
+    assert margins[3].item() == pytest.approx(9) and margins[0].item() == pytest.approx(1)
+    assert hull_margins(torch.zeros(1, 2, dtype=torch.float64)).item() == math.inf
+    assert hull_margins(torch.tensor([[-1.0], [0.0], [3.0]], dtype=torch.float64)).tolist() == pytest.approx([1, 0, 3])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_identity_values_gather_at_vertices(seed):
+    """V = A = I: vertices of their hull, and at rest under hard attention, |c|^2 = max_j <c, c_j>."""
+    X = 2 * draw(40, 2, seed=seed)
+    found = ls.find_clusters(ls.flow(identity(), X, 9.0, tol=1e-5, renormalise=True))
+    assert 2 <= len(found) <= 12 and found.clear and found.extreme.all()
+    inner = found.centres @ found.centres.T
+    assert (inner.amax(1) - inner.diagonal()).max() < 1e-6 * inner.max()
+    hull = ConvexHull(X.numpy())
+    assert (hull.equations[:, :2] @ found.centres.numpy().T + hull.equations[:, 2:]).max() < 1e-6
+
+
+def test_on_the_line_there_are_two():
+    X = draw(30, 1)
+    found = ls.find_clusters(ls.flow(identity(1), X, 12.0, tol=1e-5, renormalise=True))
+    assert len(found) == 2 and found.extreme.all()
+
+
+@pytest.mark.parametrize("tol", [0.0, 1.0, math.nan])
+def test_refusals(tol):
+    with pytest.raises(ls.UserError, match="tol"):
+        ls.find_clusters(planted(SQUARE[torch.arange(12) % 4]), tol)

@@ -1,0 +1,184 @@
+"""Particles: against scipy on a dense right-hand side, in the symmetries they must have, and where they must stop."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope.dynamics import particles
+from lipscope.dynamics.integration import Ending
+from tests.dynamics.problems import draw, identity, random_head, truth, two_heads
+
+TIMES = np.linspace(0, 1, 9)
+MAPS = {
+    "identity": identity(3),
+    "one head": random_head(),
+    "causal": random_head(causal=True),
+    "two heads": two_heads(),
+    "two heads, L2, causal": two_heads(kernel=ls.L2(), causal=True),
+}
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_the_flow_against_scipy(name, renormalise):
+    f, X = MAPS[name], draw(7, 3, seed=5)
+    found = ls.flow(f, X, 1.0, frames=9, tol=1e-10, renormalise=renormalise)
+    exact = truth(f, X, TIMES)
+    assert found.ok and np.abs(found.positions.numpy() - exact).max() < 1e-7 * np.abs(exact).max()
+    assert np.abs(found.positions[-1].numpy() - exact[-1]).max() < 1e-8 * np.abs(exact).max()
+
+
+def test_weighted_particles_against_scipy():
+    f, X, w = random_head(), draw(6, 3, seed=5), torch.rand(6, generator=torch.Generator().manual_seed(1)).double()
+    w = w / w.sum()
+    found = ls.flow(f, ls.Measure(X, w), 1.0, frames=9, tol=1e-10)
+    exact = truth(f, X, TIMES, w.numpy())
+    assert np.abs(found.positions.numpy() - exact).max() < 1e-7 * np.abs(exact).max()
+    assert torch.equal(found.weights, w)
+
+
+def test_weighted_particles_are_duplicated_particles():
+    f, X, copies = two_heads(), draw(4, 3), torch.tensor([1, 2, 3, 2])
+    few = ls.flow(f, ls.Measure(X, (copies / 8).double()), 1.0, tol=1e-10).positions
+    many = ls.flow(f, X.repeat_interleave(copies, 0), 1.0, tol=1e-10).positions
+    assert torch.allclose(few.repeat_interleave(copies, 1), many, atol=1e-9)
+
+
+def test_weighted_causal_particles_with_ties_see_each_other():
+    f = random_head(causal=True)
+    X, s = draw(4, 3), torch.tensor([0.25, 0.5, 0.5, 1.0], dtype=torch.float64)
+    w = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
+    found = ls.flow(f, ls.Measure(X, w, s), 0.5, frames=2, tol=1e-9).positions[-1]
+    swap = torch.tensor([0, 2, 1, 3])
+    swapped = ls.flow(f, ls.Measure(X[swap], w[swap], s), 0.5, frames=2, tol=1e-9).positions[-1]
+    assert torch.allclose(found[swap], swapped, atol=1e-9)
+
+
+def test_tokens_may_be_renamed():
+    f, X, order = two_heads(), draw(9, 3), torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    one, other = (ls.flow(f, x, 1.0, tol=1e-10).positions for x in (X, X[order]))
+    assert torch.allclose(one[:, order], other, atol=1e-9)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_under_a_mask_the_first_token_moves_alone(renormalise):
+    f, X = random_head(causal=True), draw(6, 3)
+    found = ls.flow(f, X, 1.5, tol=1e-10, renormalise=renormalise)
+    alone = torch.linalg.matrix_exp(found.times[:, None, None] * f.V) @ X[0]
+    assert torch.allclose(found.positions[:, 0], alone, rtol=1e-8, atol=1e-8)
+    assert torch.allclose(found.renormalised[:, 0], X[0].expand(65, 3), atol=1e-8)
+
+
+def test_tokens_that_agree_follow_the_value_matrix():
+    f = replace(two_heads(), biases=None)
+    X = draw(1, 3).expand(5, 3)
+    found = ls.flow(f, X, 1.0, tol=1e-10).positions[-1]
+    assert torch.allclose(found, X @ torch.linalg.matrix_exp(particles.value_matrix(f)).T, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "name", [*MAPS, "window", "window without order", "padding", "additive mask", "softcap", "sinks"]
+)
+def test_rows_at_a_time_are_the_layer_itself(name, monkeypatch):
+    monkeypatch.setattr(particles, "SCORES", 40)
+    n = 13
+    more = {
+        "window": {"causal": True, "window": 4},
+        "window without order": {"window": 4},
+        "padding": {"padding": torch.arange(n) < 10},
+        "additive mask": {"mask": draw(n, n, seed=3)},
+        "softcap": {"kernel": ls.Dot(softcap=0.5)},
+        "sinks": {"kernel": ls.Dot(sinks=draw(1, seed=4)), "causal": True},
+    }
+    f = MAPS[name] if name in MAPS else random_head(**more[name])
+    X = draw(n, 3)
+    rows, points, _ = particles.velocity_of(f, X)
+    assert torch.allclose(rows(points), f(X), rtol=1e-12, atol=1e-12)
+
+
+def test_the_layered_network_converges_at_rate_one_over_L():
+    f, X = two_heads(), draw(8, 3) / 2
+    limit = ls.flow(f, X, 1.0, tol=1e-11).positions[-1]
+    layers = [32, 64, 128, 256]
+    errors = [(ls.layered(f, X, 1.0, L).positions[-1] - limit).norm().item() for L in layers]
+    slope = np.polyfit(np.log(layers), np.log(errors), 1)[0]
+    assert slope == pytest.approx(-1, abs=0.05)
+
+
+def test_the_layered_network_is_the_network():
+    f, X = random_head(), draw(5, 3)
+    x = X
+    for _ in range(3):
+        x = x + f(x) / 3
+    found = ls.layered(f, X, 1.0, 3)
+    assert torch.allclose(found.positions[-1], x, rtol=1e-13) and found.times.tolist() == [0, 1 / 3, 2 / 3, 1]
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_overflow_stops_the_flow_with_its_time(renormalise):
+    """One token grows like e^t, its score like e^{2t}: that overflows at t = log(3.4e38) / 2 - log x."""
+    X = torch.tensor([[3.0]])
+    found = ls.flow(identity(1).to(torch.float32), X, 1000.0, tol=1e-5, renormalise=renormalise)
+    expected = math.log(torch.finfo(torch.float32).max) / 2 - math.log(3)
+    assert found.ending is Ending.OVERFLOW and not found.ok and "overflow" in found.status
+    reached = found.times[-1].item()
+    assert reached <= expected and found.positions.isfinite().all()
+    if not renormalise:  # its steps stay short; those of a renormalised token at rest grow
+        assert reached == pytest.approx(expected, rel=0.02)
+
+
+def test_unresolved_scores_are_told():
+    found = ls.flow(identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, tol=1e-4)
+    assert found.ok and "rounding decides" in found.status
+    # eps e^{2t} 4 = 1e-3
+    assert found.unresolved == pytest.approx(math.log(1e-3 / 4 / 2.2e-16) / 2, abs=1.0)
+    assert ls.flow(identity(1), torch.ones(2, 1).double(), 1.0).unresolved is None
+
+
+def test_layered_overflow_is_told():
+    f = replace(identity(1), V=1e200 * torch.eye(1, dtype=torch.float64))
+    found = ls.layered(f, torch.ones(2, 1).double(), 4.0, 4)
+    assert found.ending is Ending.OVERFLOW and len(found.times) == 2 and found.positions.isfinite().all()
+
+
+def test_max_steps_is_told():
+    found = ls.flow(identity(), draw(10, 2), 5.0, tol=1e-9, max_steps=5)
+    assert found.ending is Ending.MAX_STEPS and "max_steps" in found.status and 0 < found.times[-1] < 5
+
+
+def test_float32_is_kept():
+    found = ls.flow(identity().to(torch.float32), draw(10, 2).float(), 1.0, tol=1e-4)
+    fine = ls.flow(identity(), draw(10, 2), 1.0, tol=1e-4).positions
+    assert found.positions.dtype == torch.float32 and (found.positions - fine).abs().max() < 1e-3
+
+
+X = draw(4, 2)
+NAN = torch.tensor([[0.0, math.nan]], dtype=torch.float64)
+WRONG = {
+    "negative time": (lambda: ls.flow(identity(), X, -1.0), "time"),
+    "no time": (lambda: ls.flow(identity(), X, 0.0), "time"),
+    "endless time": (lambda: ls.flow(identity(), X, math.inf), "time"),
+    "one frame": (lambda: ls.flow(identity(), X, 1.0, frames=1), "frames"),
+    "tolerance": (lambda: ls.flow(identity(), X, 1.0, tol=0.0), "tolerance"),
+    "NaN positions": (lambda: ls.flow(identity(), NAN, 1.0), "nan at index"),
+    "no tokens": (lambda: ls.flow(identity(), X[:0], 1.0), "empty"),
+    "a batch": (lambda: ls.flow(identity(), X[None], 1.0), r"tokens X \[n, d\]"),
+    "another size": (lambda: ls.flow(identity(3), X, 1.0), "read tokens of size 3"),
+    "another dtype": (lambda: ls.flow(identity(), X.float(), 1.0), "convert"),
+    "V not square": (lambda: ls.flow(replace(identity(), V=draw(3, 2)), X, 1.0), "square V"),
+    "mask": (lambda: ls.flow(replace(identity(), mask=draw(3, 3)), X, 1.0), r"shape \(4, 4\)"),
+    "positions": (lambda: ls.flow(identity(causal=True), ls.Measure.uniform(X), 1.0), "positions"),
+    "no layers": (lambda: ls.layered(identity(), X, 1.0, 0), "layer"),
+    "layers to nowhere": (lambda: ls.layered(identity(), X, -1.0, 4), "time"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refusals(name):
+    call, told = WRONG[name]
+    with pytest.raises(ls.UserError, match=told):
+        call()

@@ -1,0 +1,65 @@
+"""What a simulation leaves behind: pictures that can be opened, numbers that can be read."""
+
+import csv
+import json
+
+import pytest
+from PIL import Image
+
+import lipscope as ls
+from lipscope.dynamics.presets import PRESETS
+from lipscope.report import simulation_files
+from lipscope.report.flow_figures import draw
+from lipscope.report.simulation_files import check_folder, numbers_of, summary, write_simulation
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_everything_is_written_and_can_be_read(name, tmp_path, monkeypatch):
+    found, told = ls.simulate(name, n=5, time=0.25), []
+    moving = name in ("clusters", "gaussian")
+    if not moving:  # the other two move as the first does; drawing takes seconds
+        monkeypatch.setattr(simulation_files, "animate", lambda simulation, path, progress: path.touch())
+    paths = write_simulation(found, tmp_path / "new" / "out", lambda done, total: told.append(done / total))
+    animation, figure, numbers, series = paths
+    if moving:
+        with Image.open(animation) as image:
+            assert 10 < image.n_frames <= len(found.flow.times) and image.format == "GIF"  # equal frames are joined
+        assert told[-1] == 1
+    with Image.open(figure) as image:
+        assert image.size[0] > 800
+    read = json.loads(numbers.read_text())
+    assert (read["preset"], read["seed"], read["n"], read["dim"], read["time"]) == (name, 0, 5, 2, 0.25)
+    assert read["versions"]["lipscope"] == ls.__version__ and read["status"] == found.status
+    lines = list(csv.reader(series.open()))
+    assert lines[0][0] == "t" and all(len(line) == len(lines[0]) for line in lines) and len(lines) > 10
+    assert all(name and text for name, text in summary(found))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("dim", [1, 3])
+def test_figures_of_other_dimensions(name, dim):
+    figure = draw(ls.simulate(name, n=4, dim=dim, time=0.25))
+    for ax in figure.axes:
+        assert ax.get_xlabel() and ax.get_ylabel()
+
+
+def test_a_blow_up_is_drawn_and_told():
+    found = ls.simulate("gaussian", n=20, time=2.0)
+    numbers = json.loads(json.dumps(numbers_of(found), allow_nan=False))["gaussian"]
+    assert numbers["blow_up"] == pytest.approx(2 / 3**0.5) and numbers["reached"] < 1.2
+    assert "infinite at" in dict(summary(found))["moments"]
+    assert any("blow-up at t = 1.155" in text.get_text() for text in draw(found).axes[1].get_legend().get_texts())
+
+
+def test_a_folder_may_be_used_again_but_not_one_of_something_else(tmp_path):
+    for folder, file in (("mine", "simulation.json"), ("thesis", "a.tex")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+    check_folder(tmp_path / "mine")
+    check_folder(tmp_path / "new" / "below")
+    with pytest.raises(ls.UserError, match=r"not empty \(it holds a.tex\)"):
+        check_folder(tmp_path / "thesis")
+    with pytest.raises(ls.UserError, match="is a file"):
+        check_folder(tmp_path / "thesis" / "a.tex")
+    with pytest.raises(ls.UserError, match="cannot write"):
+        check_folder(tmp_path / "thesis" / "a.tex" / "below")
