@@ -150,17 +150,29 @@ def test_one_dimension_almost_attains_the_bound():
         assert 4 * phi - 1 < measured < unit_layer().lipschitz_bound(N, math.inf)
 
 
+def one_among_two(layer: ls.L2SelfAttention, n: int) -> Tensor:
+    """The worst input of one dimension, along the direction that the first head sees best, and a little noise."""
+    Q = layer.query.weight[: layer.head_size].detach()
+    phi = (reaction(n, 1, False, math.inf) - 1) / 4
+    u = torch.linalg.svd(Q)[2][0]
+    t = math.sqrt((1 + phi) * math.sqrt(layer.head_size)) / (Q @ u).norm()
+    X = (1.0 - 2.0 * (torch.arange(n) % 2))[:, None] * t * u
+    X[-1] = 0
+    return X + 0.02 * t * torch.randn(n, layer.dim).double()
+
+
 def _violations(n: int, seed: int, steps: int) -> list[str]:
     torch.manual_seed(seed)
     heads = 1 + seed % 2
     dim, found = heads * (1 + seed // 2 % 3), []
+    dim = heads if n > 64 else dim  # rows of the Jacobian take n^2 numbers each
     for causal in (False, True):
         layer = ls.L2SelfAttention(dim, heads, causal).double()
         size = 10 ** float(torch.rand(()) * 2 - 0.5)
         with torch.no_grad():
             layer.query.weight.mul_(size)
         f = layer.as_map(n)
-        starts = [3 * torch.randn(n, dim).double() / size, 0.5 * torch.randn(n, dim).double() / size]
+        starts = [one_among_two(layer, n), 0.5 * torch.randn(n, dim).double() / size]
         for norm, name in NORMS:
             bound = layer.lipschitz_bound(n, norm)
             best = max(climbed(f, X, name, steps) for X in starts)
@@ -178,7 +190,7 @@ def test_no_climb_exceeds_the_bound(n):
 @pytest.mark.parametrize("n", [2, 3, 8, 32, 64, 128, 256])
 def test_no_long_climb_exceeds_the_bound(n):
     """pytest -m slow tests/nn/test_l2_attention.py"""
-    assert not [v for seed in range(6 if n <= 32 else 2) for v in _violations(n, seed, steps=60 if n <= 64 else 15)]
+    assert not [v for seed in range(6 if n <= 32 else 2) for v in _violations(n, seed, steps=60 if n <= 32 else 12)]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -155,7 +155,7 @@ for name in {names}:
     m = layer(name)
     twin = copy.deepcopy(m)
     compiled = torch.compile(twin, fullgraph=True, backend={backend!r})
-    for n in (6, 6, 9, 17):
+    for n in (6, 9, 17):
         X = torch.randn(2, n, 8)
         assert_same(loss_and_gradients(compiled, X), loss_and_gradients(m, X), 1e-5)
     optimisers = [torch.optim.Adam(x.parameters(), 1e-2) for x in (m, twin)]
@@ -171,7 +171,7 @@ print("compiled")
 def compiled(backend: str, names: list[str]) -> None:
     """In a fresh interpreter, without the shape checks that only tests have."""
     code = COMPILE.format(backend=backend, names=names)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=3000)
     assert done.stdout.strip() == "compiled", done.stderr
 
 
@@ -180,6 +180,7 @@ def test_the_layers_compile_whole_in_training():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_layers_compile_to_machine_code(name):
     """pytest -m slow tests/nn/test_modules.py; needs a C++ compiler"""
