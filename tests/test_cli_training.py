@@ -1,10 +1,16 @@
 """`lipscope train`: what it leaves behind can be measured, and every mistake is a line and exit code 2."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lipscope.cli import main
+from lipscope.nn.checkpoint import FILE
 
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
 SMALL = ["--depth", "2", "--width", "8", "--heads", "2", "--context", "8", "--steps", "20", "--every", "10"]
@@ -61,6 +67,23 @@ def test_mistakes_are_told_in_a_line_and_nothing_is_left(tmp_path, text, options
     told = capsys.readouterr().err
     assert complaint in told and told.count("\n") == 1
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_kills_of_the_whole_command_change_no_bit(tmp_path, text):
+    command = [sys.executable, "-m", "lipscope.cli", "train", "--text", text, *SMALL, "--steps", "300", "--out"]
+    torn = tmp_path / "torn"
+    for _ in range(5):
+        before = (torn / FILE).stat().st_mtime_ns if (torn / FILE).exists() else 0
+        child = subprocess.Popen([*command, str(torn)], stdout=subprocess.DEVNULL)
+        while child.poll() is None and (not (torn / FILE).exists() or (torn / FILE).stat().st_mtime_ns == before):
+            time.sleep(0.005)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    subprocess.run([*command, str(torn)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, str(tmp_path / "calm")], check=True, stdout=subprocess.DEVNULL)
+    for name in ("model.safetensors", "curves.csv"):
+        assert (torn / name).read_bytes() == (tmp_path / "calm" / name).read_bytes()
 
 
 def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path, text, capsys):

@@ -101,6 +101,23 @@ def test_a_real_kill_changes_no_bit(tmp_path):
     assert_equal(torn, calm(tmp_path / "calm", 60))
 
 
+@pytest.mark.gpu
+def test_a_gpu_learns_what_a_cpu_learns(tmp_path):
+    here, there = begin(), begin()
+    there.device = torch.device("cuda")
+    there.model.to("cuda")
+    for training, place in ((here, "cpu"), (there, "cuda")):
+        (tmp_path / place).mkdir()
+        train(training, tmp_path / place)
+    for a, b in zip(here.curve, there.curve, strict=True):
+        assert b.test == pytest.approx(a.test, rel=1e-3) and b.constants == pytest.approx(a.constants, rel=1e-2)
+    again = begin()
+    again.device = torch.device("cuda")
+    again.model.to("cuda")
+    assert again.restore(tmp_path / "cuda") and again.step == 8
+    again.advance()
+
+
 def test_ctrl_c_says_what_is_kept(tmp_path):
     def stop(done: float, total: float) -> None:
         if done == 5:
