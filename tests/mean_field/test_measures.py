@@ -85,6 +85,15 @@ def test_float32_becomes_float64_with_weights_that_sum_to_one():
     assert mu.points.dtype == mu.weights.dtype == mu.positions.dtype == torch.float64
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_causal_positions_of_coarse_tokens_do_not_tie(dtype):
+    X = torch.randn(600, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    mu = Measure.uniform(X, causal=True)
+    assert (mu.positions.diff() > 0).all() and len(mu.split(2).merged()) == 600
+    f = ls.SelfAttention(*torch.eye(2, dtype=dtype).expand(3, 2, 2), causal=True)
+    assert torch.equal(ls.push(f, mu).points, f(X))
+
+
 def test_uniform_gives_equal_weights_and_causal_positions():
     mu = Measure.uniform(torch.zeros(4, 1), causal=True)
     assert mu.weights.tolist() == [0.25] * 4 and mu.positions.tolist() == [0.25, 0.5, 0.75, 1.0]
