@@ -15,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 import lipscope as ls
+from lipscope.attack.constructions import SPREAD
 from lipscope.attack.tokens import guided_swaps
 from lipscope.report.attack_figures import adversarial_growth_figure
 from lipscope.study.bound_probe import for_one_sequence
@@ -23,7 +24,8 @@ from lipscope.study.reading import Choice, read
 from lipscope.study.token_target import layer_sigma
 
 REAL, TOKENS, NEAR, BALL = "real text", "3 tokens replaced", "ascent within 0.1 R of the text", "ascent in the ball"
-CONSTRUCTED, COMPACT, CASTIN = "best construction", "upper bound: compact", "upper bound: Castin et al."
+CROWD, ZERO = "one token against a crowd (Castin et al.)", "one token at zero (Kim et al.)"
+COMPACT, CASTIN = "upper bound: compact", "upper bound: Castin et al."
 CLIMB, NEAR_RADIUS = ls.Climb(steps=20, restarts=1), 0.1
 """The climb of `lipscope attack`, and the radius around the text as a share of its longest token."""
 
@@ -57,7 +59,9 @@ def at_length(models: tuple[ls.Model, ls.Model], text: Path | None, layer: int, 
         swapped = guided_swaps(layer_sigma(quick, layer), ids.tolist(), 3, width=16)
         found[TOKENS] = sigma(*site(exact, torch.tensor(swapped.ids), layer))
     found[NEAR] = ls.ascend(f, ls.Around(X, NEAR_RADIUS * ball.R), CLIMB).value
-    found[CONSTRUCTED] = ls.explicit_inputs(f, ball)[0].value
+    built = ls.explicit_inputs(f, ball)
+    found[CROWD] = max(one.value for one in built if not one.name.startswith(SPREAD))
+    found[ZERO] = max(one.value for one in built if one.name.startswith(SPREAD))
     found[BALL] = ls.ascend(f, ball, CLIMB, starts=[X]).value
     return found | {COMPACT: upper["compact"], CASTIN: upper["Castin et al., ball"]}
 

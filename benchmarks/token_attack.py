@@ -50,10 +50,11 @@ def main() -> None:
 def attacks(model: ls.Model, ids: list[int], options: argparse.Namespace, seed: int) -> list[Swapped]:
     """The guided search and random texts with every seed; what the seed hardly touches with the first."""
     target = layer_sigma(model, options.layer, seed=seed)
-    guided = guided_swaps(target, ids, options.swaps, seed=2 * seed)
+    guided = guided_swaps(target, ids, options.swaps, width=options.width, seed=2 * seed)
     found = [guided, random_swaps(target, ids, options.swaps, tries=guided.measured - 1, seed=2 * seed + 1)]
     if seed == 0:
-        found += [duplicated_tokens(target, ids, options.swaps), projected_swaps(target, ids, options.swaps)]
+        found.append(duplicated_tokens(target, ids, options.swaps, width=options.width))
+        found.append(projected_swaps(target, ids, options.swaps))
     return found
 
 
@@ -82,7 +83,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="one text per line")
     parser.add_argument("--out", type=Path, help="keep the numbers as JSON")
-    for name, default in (("texts", 8), ("seeds", 2), ("layer", 3), ("length", 32), ("swaps", 3)):
+    for name, default in (("texts", 8), ("seeds", 2), ("layer", 3), ("length", 32), ("swaps", 3), ("width", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 

@@ -24,7 +24,7 @@ from lipscope.attack.tokens import guided_swaps
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.study.reading import read_file, special_frame
+from lipscope.study.reading import check_vocabulary, read_file, special_frame
 from lipscope.study.sentence import TextReader, sentence_embedding
 from lipscope.study.token_target import output_change
 from lipscope.study.work import threads_for
@@ -126,6 +126,7 @@ def _victims(model: Model, texts: Sequence[str], contest: Contest) -> list[Victi
         raise UserError(f"a nearest neighbour can change among at least 3 different texts, got {len(every)}.")
     found = []
     for ids in every:
+        check_vocabulary(model, ids)
         reader = TextReader(model, len(ids), before, after)
         text = torch.tensor([ids])
         found.append(Victim(list(ids), reader, reader.rows[text[0]], reader.hidden_of(text)))

@@ -73,15 +73,24 @@ def _read_text(model: Model, parts: list[str], name: str, choice: Choice) -> Rea
     if not any(part.strip() for part in parts):
         raise UserError(f"the text is empty ({name}); give one with at least as many tokens as the shortest length.")
     ids = tuple(i for part in parts for i in model.encode(part))
+    check_vocabulary(model, ids)
     return _windows(model, ids, name, _digest(*(part.encode() for part in parts)), choice)
+
+
+def check_vocabulary(model: Model, ids: Sequence[int]) -> None:
+    """Refuse tokens that the model has no embedding for: another tokenizer made them."""
+    size = getattr(model.trunk.config, "vocab_size", None)
+    foreign = next((i for i in ids if i < 0 or (size is not None and i >= size)), None)
+    if foreign is not None:
+        raise UserError(
+            f"token id {foreign} is not in the vocabulary of {model.card.name}, which has {size} tokens; "
+            "use the model's own tokenizer."
+        )
 
 
 def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
     rows = _id_rows(text)
-    vocabulary = getattr(model.trunk.config, "vocab_size", None)
-    for i in (i for row in rows for i in row):
-        if i < 0 or (vocabulary is not None and i >= vocabulary):
-            raise UserError(f"token id {i} is not in the vocabulary of {model.card.name}, which has {vocabulary}.")
+    check_vocabulary(model, [i for row in rows for i in row])
     whole = b"rows" if choice.lengths is None else b"windows"
     digest = _digest(whole, *(repr(row).encode() for row in rows))
     name = f"token ids ({len(rows)} rows)"

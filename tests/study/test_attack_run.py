@@ -1,7 +1,10 @@
 """`lipscope attack`: every kind on a tiny model, measured again, kept in the study."""
 
+import shutil
+
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from lipscope._types import UserError
 from lipscope.attack.tokens import guided_swaps, random_swaps
@@ -94,6 +97,19 @@ def test_special_tokens_are_not_put_into_a_text(model):
 def test_bad_input_is_told_in_a_line(tiny, options, says, capsys):
     assert main(["attack", tiny, *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_model_is_told_in_a_line(tiny, prose, tmp_path, capsys):
+    folder = tmp_path / "mismatched"
+    shutil.copytree(tiny, folder)
+    config = BertConfig.from_pretrained(folder)
+    config.vocab_size = 60
+    BertModel(config).save_pretrained(folder)
+    text = tmp_path / "texts.txt"
+    text.write_text("\n".join([prose, prose[::-1], prose[60:]]))
+    for kind in ("tokens", "compare"):
+        assert main(["attack", str(folder), "--kind", kind, "--text", str(text), "--length", "6"]) == 2
+        assert "which has 60 tokens; use the model's own tokenizer" in capsys.readouterr().err
 
 
 def test_a_layer_that_does_not_exist_has_no_slope(model):

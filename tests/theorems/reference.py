@@ -1,4 +1,4 @@
-"""B(rho) of docs/theory/certified.md in 50 digits, written from the formulas, for one small head."""
+"""The certificate of docs/theory/certified.md in 50 digits, written from the formulas, for one small head."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ def second_derivative_bound(f: ls.SelfAttention, X: Tensor, rho: float) -> mp.mp
     """The formula without rounding: what the float64 evaluation must not fall below."""
     with mp.workdps(DIGITS):
         return _bound(f, X, mp.mpf(rho))
+
+
+def certificate(f: ls.SelfAttention, X: Tensor, r: float, steps: int) -> tuple[mp.mpf, mp.mpf, mp.mpf]:
+    """||D_X f||, the right Riemann sum of B up to r, and the interval bound, without rounding."""
+    with mp.workdps(DIGITS):
+        radii = [mp.mpf(r) * (i + 1) / steps for i in range(steps)]
+        rise = sum(_bound(f, X, rho) for rho in radii) * mp.mpf(r) / steps
+        return _norm(_jacobian(f, X)), rise, _bound(f, X, mp.mpf(r), _interval)
 
 
 def _exact(M: Tensor) -> mp.matrix:
@@ -41,24 +49,61 @@ def _stack(weights: list, vectors: list) -> mp.mpf:
     return _norm(mp.matrix([[mp.sqrt(w) * x for x in v] for w, v in zip(weights, vectors, strict=True)]))
 
 
-def _bound(f: ls.SelfAttention, X: Tensor, rho: mp.mpf) -> mp.mpf:
+def _at(f: ls.SelfAttention, X: Tensor):
+    """A, V, who sees whom, b_i, P, and tokens less the mean of each row."""
     Q, K, V = _exact(f.Q), _exact(f.K), _exact(f.V)
     A = K.T * Q / mp.sqrt(Q.rows)
     bq = f.biases[0] if f.biases is not None else None
     beta = [0] * X.shape[1] if bq is None else list(K.T * _exact(bq[:, None]) / mp.sqrt(Q.rows))
     x = [[mp.mpf(v) for v in row] for row in X.tolist()]
-    n = len(x)
-    N = range(n)
+    N = range(len(x))
     seen = [[j <= i or not f.causal for j in N] for i in N]
     b = [[p + q for p, q in zip(_apply(A, xi), beta, strict=True)] for xi in x]
     P = [_softmax([_dot(b[i], x[j]) if seen[i][j] else None for j in N]) for i in N]
     mean = [[sum(P[i][j] * x[j][c] for j in N) for c in range(len(x[0]))] for i in N]
     away = [[[p - q for p, q in zip(x[j], mean[i], strict=True)] for j in N] for i in N]
+    return A, V, seen, b, P, away
+
+
+def _jacobian(f: ls.SelfAttention, X: Tensor) -> mp.matrix:
+    """J_ij = V [ delta_ij C_i A + P_ij (I + (x_j - m_i) b_i') ]."""
+    A, V, _, b, P, away = _at(f, X)
+    n, d, m = len(P), A.rows, V.rows
+    J = mp.matrix(n * m, n * d)
+    for i in range(n):
+        C = mp.matrix(d, d)
+        for j in range(n):
+            y = mp.matrix(away[i][j])
+            C += P[i][j] * y * y.T
+        for j in range(n):
+            block = V * (
+                P[i][j] * (mp.eye(d) + mp.matrix(away[i][j]) * mp.matrix(b[i]).T) + (C * A if i == j else 0 * C)
+            )
+            for p in range(m):
+                for q in range(d):
+                    J[i * m + p, j * d + q] = block[p, q]
+    return J
+
+
+def _bound(f: ls.SelfAttention, X: Tensor, rho: mp.mpf, assemble=None) -> mp.mpf:
+    A, V, seen, b, P, away = _at(f, X)
+    N = range(len(P))
     Ax = [[_apply(A.T, y) for y in row] for row in away]
     Vx = [[_apply(V, y) for y in row] for row in away]
     a, v = _norm(A), _norm(V)
     W = [_weights(P[i], b[i], Ax[i], seen[i], i, a, rho) for i in N]
-    return _assemble(W, b, Ax, Vx, seen, a, v, rho)
+    return (assemble or _assemble)(W, b, Ax, Vx, seen, a, v, rho)
+
+
+def _interval(W, b, Ax, Vx, seen, a, v, rho) -> mp.mpf:
+    """I(rho): the three blocks over the whole ball."""
+    N = range(len(W))
+    pi = [mp.sqrt(max(row)) for row in W]
+    sigma = [_stack(W[i], Vx[i]) + v * pi[i] * rho for i in N]
+    q = [_stack(W[i], Ax[i]) + a * pi[i] * rho for i in N]
+    weights = min(_norm(mp.matrix(W)), mp.sqrt(max(sum(W[i][j] for i in N) for j in N)))
+    keys = max(_stack([W[i][j] * sigma[i] ** 2 for i in N], b) for j in N) + a * rho * max(sigma[i] * pi[i] for i in N)
+    return max(sigma[i] * q[i] for i in N) + v * weights + keys
 
 
 def _softmax(scores: list) -> list:
