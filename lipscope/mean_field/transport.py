@@ -15,7 +15,7 @@ from lipscope._types import UserError
 from lipscope.mean_field.measures import Measure, check_measure
 
 NEGLIGIBLE = 1e-13
-"""The part of an atom that rounding alone can misplace: it does not move. W_inf would count it in full."""
+"""The share of an atom that rounding alone can misplace: it does not move. W_inf would count it in full."""
 
 
 def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
@@ -57,7 +57,7 @@ def distances(x: Tensor, y: Tensor) -> Tensor:
 def power_mean(mass: Tensor, length: Tensor, p: float) -> float:
     """(sum of mass length^p)^{1/p}, or the longest length that carries mass."""
     if math.isinf(p):
-        return length[mass > NEGLIGIBLE].max().item()
+        return length[mass > 0].max().item()
     longest = length.max().clamp_min(torch.finfo(length.dtype).tiny)
     return ((mass * (length / longest) ** p).sum() ** (1 / p) * longest).item()
 
@@ -89,6 +89,12 @@ def _cheapest_plan(a: Tensor, b: Tensor, D: Tensor, p: float) -> Tensor:
 
 def _bottleneck_plan(a: Tensor, b: Tensor, D: Tensor) -> Tensor:
     """A coupling whose longest move is shortest: the smallest distance r such that all mass can move at most r."""
+    lightest = min(a.min(), b.min()).item()
+    if lightest < 1000 * NEGLIGIBLE:
+        raise UserError(
+            f"W_inf counts every atom in full, and the lightest has mass {lightest:.1g}: beyond one dimension rounding "
+            f"hides where atoms below {1000 * NEGLIGIBLE:g} go; take p < inf, or leave them out"
+        )
     lengths = torch.unique(D)
     low, high = 0, len(lengths) - 1
     plan = _linear_program(a, b, (lengths[high] < D).double())
@@ -100,7 +106,7 @@ def _bottleneck_plan(a: Tensor, b: Tensor, D: Tensor) -> Tensor:
             plan, high = trial, middle
         else:
             low = middle + 1
-    return plan
+    return torch.where(plan > NEGLIGIBLE, plan, 0.0)
 
 
 def _linear_program(a: Tensor, b: Tensor, cost: Tensor) -> Tensor:

@@ -75,6 +75,45 @@ def test_close_measures_keep_their_distance(d, t):
         assert wasserstein(mu, mu.moved(step), p) == pytest.approx(t, rel=1e-7)
 
 
+@pytest.mark.parametrize("d", [1, 2])
+@pytest.mark.parametrize("lightest", [1e-3, 1e-8, 1e-14, 1e-100])
+def test_the_lightest_atom_is_not_forgotten(d, lightest):
+    """It alone moves, by 5: W_p = 5 w^{1/p}. In the plane W_inf is refused where rounding would decide."""
+    x = torch.zeros(3, d, dtype=torch.float64)
+    x[1, 0], x[2, 0] = 1.0, 2.0
+    y = x.clone()
+    y[0, 0] = -5.0
+    w = torch.tensor([lightest, 0.5 - lightest, 0.5], dtype=torch.float64)
+    mu, nu = Measure(x, w), Measure(y, w)
+    for p in EXPONENTS[:-1]:
+        assert wasserstein(mu, nu, p) == pytest.approx(5 * lightest ** (1 / p), rel=1e-9)
+    if d == 2 and lightest < 1e-10:
+        with pytest.raises(ls.UserError, match="the lightest has mass 1e-1"):
+            wasserstein(mu, nu, math.inf)
+    else:
+        assert wasserstein(mu, nu, math.inf) == 5.0
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_weights_of_every_order(seed):
+    """Every atom moved by less than the gaps between them, and shuffled: the distance is that of the field."""
+    g = Generator().manual_seed(seed)
+    n, d = 3 + seed % 5, 1 + seed % 3
+    x = 3 * randn(g, n, d)
+    w = (-[1.0, 15.0, 300.0][seed % 4 % 3] * torch.rand(n, generator=g, dtype=torch.float64)).softmax(0)
+    gap = (distances(x, x) + 1e9 * torch.eye(n)).min()
+    field = randn(g, n, d)
+    field = 0.2 * gap * field / field.norm(dim=1).max()
+    order = torch.randperm(n, generator=g)
+    mu, nu = Measure(x, w), Measure((x + field)[order], w[order])
+    length = field.norm(dim=1)
+    for p in EXPONENTS:
+        if math.isinf(p) and d > 1 and w.min() < 1e-10:
+            continue
+        truth = length.max() if math.isinf(p) else (w * length**p).sum() ** (1 / p)
+        assert wasserstein(mu, nu, p) == pytest.approx(truth.item(), rel=1e-9)
+
+
 def test_scale_does_not_matter():
     g = Generator().manual_seed(5)
     mu, nu = (Measure(randn(g, 4, 2), random_weights(g, 4)) for _ in range(2))
