@@ -29,6 +29,9 @@ CERTIFIED = (
 ROUGH = 1e-2
 """Residual to which a rough operator is iterated: its vectors are no better than its products."""
 
+COARSEST = 0.1
+"""Residual that is asked for even where products are coarser: it still tells a singular vector from any other."""
+
 SMALL = 1 << 16
 """Numbers in one vector of the whole batch, below which a product is cheaper than a look at the small matrix."""
 
@@ -100,7 +103,7 @@ class _Run:
         self.random, self.certify = random, random and J.dtype == torch.float64 and not self.rounded
         B = J.batch or 1
         self.resolution, self.rounding = J.resolution.reshape(B), J.rounding.reshape(B)
-        self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), min=tol)
+        self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), max=COARSEST).clamp_min(tol)
         self.right = torch.zeros(B, J.in_size, dtype=J.dtype, device=J.device)
         self.left = torch.zeros(B, J.out_size, dtype=J.dtype, device=J.device)
         self.theta, self.scale, self.residual = torch.full((3, B), torch.nan, dtype=torch.float64)

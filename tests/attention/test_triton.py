@@ -59,8 +59,8 @@ CASES = {
     "nearly one-hot": Case(H=1, G=1, n=77, keys=77, k=64, m=64, sharp=20.0),
     "spans": Case(H=2, G=1, n=275, keys=275, k=32, m=16, span=256),
     "spans, causal, padded": Case(B=2, H=1, G=1, n=277, keys=277, k=16, m=32, causal=True, padded=True, span=128),
-    "spans, window": Case(H=2, G=2, n=300, keys=420, k=32, m=32, causal=True, window=170, span=128),
-    "spans, window without order": Case(H=1, G=1, n=420, keys=300, k=32, m=32, window=140, softcap=3.0, span=128),
+    "spans, window": Case(H=1, G=1, n=200, keys=300, k=32, m=32, causal=True, window=170, span=128),
+    "spans, window without order": Case(H=1, G=1, n=300, keys=280, k=32, m=32, window=140, softcap=3.0, span=128),
 }
 INTERPRETED = [(name, "pair") for name in CASES] + [
     ("causal, grouped, padded", "half"),

@@ -80,6 +80,7 @@ def test_steps_that_run_out(kind):
     e = ls.spectral_norm(dense_operator(random(200, 200)), 1e-12, solver=ls.Solver(seed=0, max_steps=7, basis=kind))
     exact = torch.linalg.matrix_norm(random(200, 200), 2).item()
     assert e.status is ls.Status.MAX_STEPS and e.steps == 7 and 0.5 * exact < e.value <= exact
+    assert (e.upper == float("inf")) == (kind == "bfloat16")
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if "huge" not in name and "tiny" not in name])
