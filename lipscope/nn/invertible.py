@@ -64,6 +64,8 @@ class InvertibleResidual(nn.Module):
         check_input(y)
         c = self.constant
         x = y - self.g(y)
+        if not bool(x.isfinite().all()):
+            raise UserError("g gives values that are not finite at y; look for NaN in its weights")
         step = _length(x - y, self.norm)
         goal = torch.finfo(y.dtype).eps * (_length(y, self.norm) + step)
         allowed, steps = theory_steps(c, step, goal), torch.ones_like(step, dtype=torch.long)

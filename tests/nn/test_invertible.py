@@ -114,6 +114,13 @@ def test_errors_say_what_to_do(make, words):
         make()
 
 
+def test_broken_weights_are_named():
+    r = residual(0.5)
+    torch.nn.init.constant_(r.g.out.weight, math.nan)
+    with pytest.raises(ls.UserError, match="look for NaN in its weights"):
+        r.inverse(torch.randn(3, 8))
+
+
 def test_a_norm_layer_inside_g_is_no_norm():
     g = nn.Linear(4, 4)
     g.norm = nn.LayerNorm(4)
