@@ -37,6 +37,7 @@ _CONTENTS = {
     "attend": "lipscope.attention.primitive",
     "audit": "lipscope.study.bound_probe",
     "bounds": "lipscope.theorems.registry",
+    "compare_attacks": "lipscope.study.attack_comparison",
     "conditional_distance": "lipscope.mean_field.masked",
     "convert": "lipscope.models.conversion",
     "explicit_inputs": "lipscope.attack.constructions",
@@ -124,6 +125,7 @@ if TYPE_CHECKING:
     from lipscope.nn.regularize import jasmin as jasmin
     from lipscope.nn.regularize import measured_sigma as measured_sigma
     from lipscope.report.page import render as render
+    from lipscope.study.attack_comparison import compare_attacks as compare_attacks
     from lipscope.study.attack_run import attack_model as attack_model
     from lipscope.study.bound_probe import audit as audit
     from lipscope.study.run import measure as measure
