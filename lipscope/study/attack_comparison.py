@@ -99,9 +99,8 @@ def compare_attacks(
     for i, victim in enumerate(victims):
         if progress is not None:
             progress(i, len(victims))
-        others = torch.arange(len(victims)) != i
         with threads_for(len(victim.ids)):
-            trials += _duel(model, victim, i, _neighbour(sentences, others), contest)
+            trials += _duel(model, victim, i, nearest_other(sentences, i), contest)
     return trials
 
 
@@ -133,9 +132,10 @@ def _victims(model: Model, texts: Sequence[str], contest: Contest) -> list[Victi
     return found
 
 
-def _neighbour(sentences: Tensor, others: Tensor) -> Callable[[Tensor], Tensor]:
-    """Which of the other texts is nearest to sentence embeddings [B, d]."""
-    return lambda s: (s @ sentences.T).masked_fill(~others, -torch.inf).argmax(dim=1)
+def nearest_other(sentences: Tensor, own: int) -> Callable[[Tensor], Tensor]:
+    """Sentence embeddings [B, d] -> which text is nearest to each by cosine, text `own` left out."""
+    left_out = torch.arange(len(sentences)) == own
+    return lambda s: (s @ sentences.T).masked_fill(left_out, -torch.inf).argmax(dim=1)
 
 
 def _duel(model: Model, v: Victim, text: int, nearest: Callable[[Tensor], Tensor], contest: Contest) -> list[Trial]:

@@ -17,6 +17,7 @@ from lipscope.study.attack_comparison import (
     Contest,
     Trial,
     compare_attacks,
+    nearest_other,
     texts_in,
 )
 from lipscope.study.sentence import TextReader, sentence_embedding
@@ -84,6 +85,14 @@ def test_the_reader_gives_what_the_model_gives_with_special_tokens(model, texts)
 def test_success_is_another_nearest_text(trials):
     assert not any(t.success for t in trials if t.budget in SMALL)
     assert any(t.success for t in trials if t.attack == RANDOM and t.budget == LARGE)
+
+
+def test_the_neighbour_is_the_nearest_other_text():
+    s = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1).double()
+    for i in range(6):
+        others = [j for j in range(6) if j != i]
+        truth = max(others, key=lambda j: float(s[i] @ s[j]))
+        assert nearest_other(s, i)(s[i : i + 1]).tolist() == [truth]
 
 
 def test_the_command_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, tmp_path, capsys):
