@@ -25,7 +25,7 @@ import lipscope as ls
 from lipscope.dynamics.particles import velocity_of
 from lipscope.dynamics.presets import PRESETS, layer_of, tokens_of
 
-ROUNDS = 5
+ROUNDS = 3
 STAGES = 6
 """Velocities a step of Dormand-Prince 5(4) evaluates."""
 

@@ -19,7 +19,7 @@ from lipscope.linalg.differentiate import check_input
 from lipscope.mean_field.attention_on_measures import lifted
 from lipscope.mean_field.measures import Measure
 
-SCORES = 1 << 17
+SCORES = 1 << 18
 """Scores computed at once on a CPU: they stay in its cache, where exponentials are cheapest."""
 
 UNRESOLVED = 1e-3
@@ -147,25 +147,41 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v, scale = _operands(f, x)
     n = x.shape[0]
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
+    read = _softmax_rows if _plain(f, mask) and not x.is_cuda else _attend_rows
     out = x.new_empty(n, f.heads * v.shape[-1])
     for start in range(0, n, height):
-        stop = min(n, start + height)
-        seen = stop if f.causal else n
-        rows = None if mask is None else mask[:, :seen] if mask.shape[0] == 1 else mask[start:stop, :seen]
-        # Causal order and window align the last query with the last key, which the cut at `seen` keeps true.
-        o = attend(
-            q[:, start:stop],
-            k[:, :seen],
-            v[:, :seen],
-            scale=scale,
-            causal=f.causal,
-            window=f.window,
-            mask=rows,
-            softcap=f.kernel.softcap,
-            sinks=f.kernel.sinks,
-        )
-        out[start:stop] = o.transpose(0, 1).flatten(1)
+        rows = slice(start, min(n, start + height))
+        seen = rows.stop if f.causal else n
+        part = None if mask is None else mask[:, :seen] if mask.shape[0] == 1 else mask[rows, :seen]
+        o = read(f, q[:, rows] * scale, k[:, :seen], v[:, :seen], part)
+        out[rows] = o.transpose(0, 1).flatten(1)
     return out if f.O is None else out @ f.O.T
+
+
+def _plain(f: SelfAttention, mask: Tensor | None) -> bool:
+    """Whether the scores are bare, but for one row of weights that all queries share."""
+    shared = mask is None or (mask.shape[0] == 1 and mask.dtype != torch.bool)
+    return shared and f.window is None and f.kernel.softcap is None and f.kernel.sinks is None
+
+
+def _attend_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal order and window align the last query with the last key, which holds for a block and the keys it sees."""
+    rules = f.kernel
+    return attend(
+        q, k, v, scale=1.0, causal=f.causal, window=f.window, mask=mask, softcap=rules.softcap, sinks=rules.sinks
+    )
+
+
+def _softmax_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The same by torch's softmax. A flow wants values alone: what `attend` keeps for derivatives costs as much again
+    where tokens are small and exponentials are all there is to do."""
+    S = q.unflatten(0, (k.shape[0], -1)) @ k[:, None].mT
+    if mask is not None:
+        S += mask
+    if f.causal:
+        h = q.shape[1]
+        S[..., -h:].masked_fill_(torch.ones(h, h, dtype=torch.bool).triu(1), -torch.inf)
+    return (torch.softmax(S, dim=-1) @ v[:, None]).flatten(0, 1)
 
 
 def _operands(f: SelfAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:

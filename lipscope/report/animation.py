@@ -9,7 +9,7 @@ import numpy as np
 
 from lipscope.dynamics.integration import Progress
 from lipscope.dynamics.simulation import Moments, Simulation
-from lipscope.report.flow_figures import Move, colours, label_axes, moving_cloud
+from lipscope.report.flow_figures import Move, colours, frame_axes, label_axes, moving_cloud
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,8 @@ def animate(simulation: Simulation, path: Path, progress: Progress | None = None
         move = moving_cloud(ax, simulation, simulation.found)
     else:
         move = _moving_tokens(ax, simulation)
-    _frame_axes(ax, simulation)
+    frame_axes(ax, simulation.shown)
+    figure.subplots_adjust(bottom=0.22)
     writer = PillowWriter(fps=FPS)
     with writer.saving(figure, str(path), dpi=72):
         for frame in range(len(times)):
@@ -50,14 +51,3 @@ def _moving_tokens(ax: Axes, simulation: Simulation) -> Move:
         label_axes(ax, simulation)
     dots = ax.scatter(z[0, :, 0], z[0, :, 1], s=8, c=colours(simulation), alpha=0.7)
     return lambda frame: dots.set_offsets(z[frame, :, :2])
-
-
-def _frame_axes(ax: Axes, simulation: Simulation) -> None:
-    """Limits that hold every frame."""
-    z = simulation.shown
-    low, high = z.amin(dim=(0, 1)), z.amax(dim=(0, 1))
-    pad = 0.05 * (high - low).clamp_min(1e-9)
-    ax.set_adjustable("box")
-    ax.set_xlim((low - pad)[0].item(), (high + pad)[0].item())
-    if simulation.dim > 1:
-        ax.set_ylim((low - pad)[1].item(), (high + pad)[1].item())

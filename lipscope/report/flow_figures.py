@@ -22,6 +22,13 @@ PATHS = 400
 
 Move = Callable[[int], None]
 NOTHING = np.empty(0)
+BELOW: dict[str, Any] = {
+    "fontsize": "small",
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, -0.14),
+    "ncols": 2,
+    "frameon": False,
+}
 BLUE, ORANGE, GREY = "#1f5fa8", "#d1690e", "0.45"
 
 
@@ -59,6 +66,17 @@ def label_axes(ax: Axes, simulation: Simulation) -> None:
     ax.set_xlabel(f"{letter}, coordinate 1{first}")
     ax.set_ylabel("coordinate 2")
     ax.set_aspect("equal", adjustable="datalim")
+
+
+def frame_axes(ax: Axes, z: Tensor) -> None:
+    """Limits that hold every token of z [..., d], with a margin."""
+    ax.set_adjustable("box")  # limits are kept, and the shape of the axes gives way to equal scales
+    flat = z.reshape(-1, z.shape[-1])
+    low, high = flat.amin(dim=0), flat.amax(dim=0)
+    pad = 0.05 * (high - low).clamp_min(1e-9)
+    ax.set_xlim((low - pad)[0].item(), (high + pad)[0].item())
+    if z.shape[-1] > 1:
+        ax.set_ylim((low - pad)[1].item(), (high + pad)[1].item())
 
 
 def colours(simulation: Simulation) -> Any:
@@ -111,7 +129,7 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
     if simulation.preset.causal and simulation.dim > 1:
         first = simulation.shown[0, 0]
         ax.scatter(first[0], first[1], marker="x", s=90, c="crimson", zorder=4, label="first token, at rest")
-    ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
+    ax.legend(**BELOW)
 
 
 def _counts(ax: Axes, simulation: Simulation, found: Clusters) -> None:
@@ -129,7 +147,10 @@ def _counts(ax: Axes, simulation: Simulation, found: Clusters) -> None:
 def _cloud(ax: Axes, simulation: Simulation, found: Moments) -> None:
     """Particles at the end, their own ellipse and that of the closed equation."""
     if simulation.dim > 1:
-        moving_cloud(ax, simulation, found)(len(simulation.flow.times) - 1)
+        last = len(simulation.flow.times) - 1
+        moving_cloud(ax, simulation, found)(last)
+        frame_axes(ax, simulation.shown[last])
+        ax.set_title(f"t = {simulation.flow.times[last].item():.3g}", fontsize="medium")
         return
     ax.hist(simulation.shown[-1, :, 0].numpy(), bins=40, density=True, color=BLUE, alpha=0.5)
     ax.set_xlabel("x")
@@ -143,7 +164,7 @@ def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
     (own,) = ax.plot([], [], color=BLUE, linewidth=1, label="their mean and covariance, 2 sd")
     (exact,) = ax.plot([], [], color=ORANGE, linestyle="--", label="closed equation, 2 sd")
     label_axes(ax, simulation)
-    ax.legend(fontsize="small", loc="upper left")
+    ax.legend(**BELOW)
 
     def move(frame: int) -> None:
         dots.set_offsets(x[frame, :, :2].numpy())

@@ -42,8 +42,7 @@ def test_growth_is_bounded_by_the_product():
     assert 1 < found.found.sigma[-1] <= found.found.product[-1] * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize(("name", "dim"), [(name, 1) for name in PRESETS] + [("clusters", 3), ("gaussian", 3)])
 def test_other_dimensions(name, dim):
     found = ls.simulate(name, n=4, dim=dim, time=0.25)
     assert found.flow.positions.shape[1:] == (4, dim) and found.flow.ok
