@@ -127,5 +127,9 @@ def test_the_page_shows_the_table_that_the_example_wrote():
 
 @pytest.mark.slow
 def test_the_table_of_maps_is_what_the_search_finds():
-    found = example.table(splitting_table(2), splitting_table(3))
-    assert found == (DOCS / "gallery" / "splitting_table.md").read_text()
+    """To 5 %: rounding that differs between machines can send a random search elsewhere."""
+    found = example.table(splitting_table(2), splitting_table(3)).splitlines()
+    for line_, row in zip(found[2:], table("mass_splitting", "| map |")[2:], strict=True):
+        name, *gains = [cell.strip() for cell in line_.strip("|").split("|")]
+        assert name == row[0] and ("L2" not in name or set(gains) == {"1.0000"})
+        assert [float(gain) for gain in gains] == pytest.approx([float(cell) for cell in row[1:]], rel=0.05)
