@@ -29,7 +29,7 @@ class Averaging:
 
 
 def averaging(n: int, p: float = 2) -> Averaging:
-    """The largest ||H x||_p / ||x||_p by power iteration, the maximum for nonnegative matrices (Boyd, 1974)."""
+    """The largest ||H x||_p / ||x||_p by power iteration, the maximum for nonnegative matrices [boyd1974]."""
     if not (isinstance(n, int) and n >= 1):
         raise UserError(f"n must be a number of tokens, at least 1, got {n!r}")
     if not p >= 1:
