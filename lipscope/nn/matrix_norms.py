@@ -16,9 +16,15 @@ def spectral_upper(W: Tensor) -> Tensor:
     W = widened(W)
     with torch.autocast(W.device.type, enabled=False):
         G = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
-        largest = by_squaring(G) if G.is_cuda else torch.linalg.eigvalsh(G)[..., -1]
+        largest = by_squaring(G) if G.is_cuda else by_eigenvalues(G)
         rounding = 4 * sum(W.shape[-2:]) * torch.finfo(W.dtype).eps
         return largest.clamp_min(torch.finfo(W.dtype).tiny).sqrt() * (1 + rounding)
+
+
+def by_eigenvalues(G: Tensor) -> Tensor:
+    """The largest eigenvalues of symmetric G; NaN where G is not finite, as in any other layer that has diverged."""
+    finite = G.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    return torch.linalg.eigvalsh(G.where(finite, 0.0))[..., -1].where(finite[..., 0, 0], torch.nan)
 
 
 def by_squaring(G: Tensor) -> Tensor:

@@ -126,6 +126,15 @@ def test_the_norm_is_an_upper_bound_and_close(shape, dtype):
         assert (squared >= exact.square()).all() and (squared <= exact.square() * shape[-2] ** (1 / 512) * 1.01).all()
 
 
+def test_weights_that_diverged_have_no_norm():
+    """A loss that went to NaN stays NaN, as in any other layer; nothing is raised from inside the linear algebra."""
+    for bad in (math.nan, math.inf):
+        W = torch.randn(2, 3, 4)
+        W[1, 0, 0] = bad
+        assert spectral_upper(W).isnan().tolist() == [False, True]
+        assert by_squaring(W.double() @ W.double().mT).isfinite().tolist() == [True, False]
+
+
 def test_repeated_singular_values_are_no_trouble():
     """All singular values equal: Frobenius norms of powers are farthest from the norm, gradients must stay finite."""
     W = torch.linalg.qr(torch.randn(64, 64).double())[0].requires_grad_(True)
