@@ -124,7 +124,7 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     G = ((quotients[:, None] * c + tilts[:, None]) * (R - c)).clamp(-700, 700)
     p = 1 / (1 + crowd * torch.exp(-G)[..., None])
     gains = ((p * (1 + (1 - p) * G[..., None])).square() * times).sum(-1).sqrt()
-    lengths = torch.tensor([_value_length(h, u) for u in units]).double()
+    lengths = torch.tensor([_value_length(h, u) for u in units], dtype=torch.float64)
     gains = gains * lengths[:, None] * (G >= 0)
     best = int(gains.argmax())
     u, where = units[best // grid], c[best % grid]

@@ -64,6 +64,14 @@ def test_the_tuned_gap_wins_by_a_logarithm(causal: bool):
     assert gains[1] - gains[0] > 0.15 * math.log(4) and gains[2] - gains[1] > 0.15 * math.log(4)
 
 
+def test_the_tuned_gap_is_not_rounded_up():
+    """Saturated attention in one dimension: the constant at the witness is |v| sqrt(n - 1) to the last digit."""
+    for v in torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist():
+        one = torch.ones(1, 1, dtype=torch.float64)
+        f, exact = ls.SelfAttention(-3e4 * one, one, v * one), v * math.sqrt(6)
+        assert exact * (1 - 1e-8) <= tuned_lower(f, Ball(1.0, 7)) <= exact
+
+
 def test_the_tuned_gap_puts_the_special_token_where_it_is_seen_most():
     f, R, n = repelling(1.0), 3.0, 12
     seen = torch.ones(n, n, dtype=torch.bool)
