@@ -23,37 +23,35 @@ def architecture(attention: str, invertible: bool) -> Architecture:
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind[0] + (" invertible" if kind[1] else ""))
-def trained(request, tmp_path_factory) -> tuple[CharacterTransformer, Path]:
-    """Twenty steps of training, saved."""
+def trained(request, tmp_path_factory) -> tuple[CharacterTransformer, Path, ls.Model]:
+    """Twenty steps of training, saved and loaded; the trained model in float64 like the loaded one."""
     training = Training(TEXT, architecture(*request.param), Recipe(20, 4, 1e-2, 2), torch.device("cpu"))
     for _ in range(20):
         training.advance()
     folder = tmp_path_factory.mktemp("trained")
     save_character_model(folder, training.model, TEXT.alphabet)
-    return training.model, folder
+    return training.model.double(), folder, ls.load(str(folder))
 
 
 def test_the_loaded_model_says_what_the_trained_one_says(trained):
-    model, folder = trained
-    loaded = ls.load(str(folder), dtype="float32")
+    model, _, loaded = trained
     with torch.no_grad():
         expected = model.norm(model.trunk(model.embed(IDS[None])))
         found = loaded.trunk(IDS[None]).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected)
     assert loaded.card.architecture == "CharacterModel"
     assert (loaded.layers, loaded.heads, loaded.max_positions) == (2, 2, 12)
 
 
 def test_it_runs_on_lipscope_attention_and_agrees_with_eager(trained):
-    check = ls.load(str(trained[1])).preflight
+    check = trained[2].preflight
     assert check.routed and check.calls == 2 and check.difference < 1e-12
 
 
 def test_sigma_is_that_of_dense_autograd_through_the_trained_layer(trained):
-    model, folder = trained
-    model = model.double()
+    model, _, loaded = trained
     X = model.embed(IDS)
-    sites = {site.layer: site for site in ls.load(str(folder)).sites(IDS, scopes=("attention",))}
+    sites = {site.layer: site for site in loaded.sites(IDS, scopes=("attention",))}
     for i, block in enumerate(model.blocks):
         layer = model.attention_layers()[i]
         tokens = (X if model.architecture.invertible else block.attention_norm(X)).detach()
@@ -65,9 +63,9 @@ def test_sigma_is_that_of_dense_autograd_through_the_trained_layer(trained):
 
 
 def test_distances_are_measured_in_closed_form(trained):
-    model, folder = trained
+    model, _, loaded = trained
     closed = model.architecture.attention != "cosine"
-    for site in ls.load(str(folder)).sites(IDS, scopes=("heads", "attention")):
+    for site in loaded.sites(IDS, scopes=("heads", "attention")):
         f = getattr(site.f, "layer", site.f)
         assert isinstance(f, ls.SelfAttention) == closed
         if closed and model.architecture.attention != "dot":
@@ -75,9 +73,9 @@ def test_distances_are_measured_in_closed_form(trained):
 
 
 def test_heads_are_those_of_dense_autograd(trained):
-    model, folder = trained
-    layer = model.double().attention_layers()[0]
-    site = ls.load(str(folder)).sites(IDS, scopes=("heads",), layers=[0], heads=[1])[0]
+    model, _, loaded = trained
+    layer = model.attention_layers()[0]
+    site = loaded.sites(IDS, scopes=("heads",), layers=[0], heads=[1])[0]
 
     def head(x):
         """Head 1 by the weights it has, before the output projection; the contraction's factor is the values'."""
@@ -93,13 +91,13 @@ def test_heads_are_those_of_dense_autograd(trained):
 
 @pytest.mark.parametrize("trained", [kind for kind in KINDS if kind[0] == "contractive"], indirect=True)
 def test_the_constant_of_a_contraction_holds_for_the_loaded_map(trained):
-    model, folder = trained
-    for site in ls.load(str(folder)).sites(IDS, scopes=("attention",)):
+    model, _, loaded = trained
+    for site in loaded.sites(IDS, scopes=("attention",)):
         assert ls.local_lipschitz(site.f, 5 * torch.randn_like(site.X)).value.item() <= model.architecture.constant
 
 
 def test_the_folder_is_plain_data(trained):
-    _, folder = trained
+    _, folder, _ = trained
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "model.safetensors",
@@ -111,7 +109,7 @@ def test_the_folder_is_plain_data(trained):
 
 
 def test_the_tokenizer_is_the_alphabet(trained):
-    model = ls.load(str(trained[1]))
+    model = trained[2]
     text = "sea\nshe all."
     ids = model.encode(text)
     assert model.tokens(ids) == list(text)

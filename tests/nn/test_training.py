@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
 
 
-def begin(steps: int = 8, attention: str = "l2", seed: int = 0, lr: float = 1e-2) -> Training:
+def begin(steps: int = 8, attention: str = "l2", seed: int = 0, lr: float = 1e-2, every: int = 2) -> Training:
     text = CharacterText.of(PROSE, 8)
     architecture = Architecture(len(text.alphabet), attention, 2, 8, 2, 8)
-    return Training(text, architecture, Recipe(steps, 4, lr, 2, seed=seed, every=2), torch.device("cpu"))
+    return Training(text, architecture, Recipe(steps, 4, lr, 2, seed=seed, every=every), torch.device("cpu"))
 
 
 def kept(directory: Path) -> tuple[dict[str, torch.Tensor], dict]:
@@ -46,7 +46,7 @@ def calm(directory: Path, steps: int = 8) -> Path:
 
 
 def test_a_training_learns(tmp_path):
-    training = begin(60)
+    training = begin(60, every=30)
     train(training, tmp_path)
     assert training.curve[-1].step == 60
     assert training.curve[-1].test < training.text.unigram_loss - 0.5 < training.curve[0].test
