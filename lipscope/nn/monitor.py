@@ -123,12 +123,10 @@ class SmoothnessMonitor:
                     if sight is not None:
                         readings.append(self._reading(step, name, *sight))
                     else:
-                        self._complain(
-                            f"layer {name} is not measured: it did not run in this step (compiled? see docs/monitor.md)"
-                        )
-                except UserError as error:
-                    why = " ".join(str(error).split())
-                    self._complain(f"layer {name} is not measured: {why}")
+                        self._complain(name, "it did not run in this step (compiled? see docs/monitor.md)")
+                except Exception as error:  # out of memory, a map that is random...: the training goes on
+                    why = " ".join(str(error).split()) or type(error).__name__
+                    self._complain(name, why)
                     readings.append(Reading(step, name, math.nan, math.nan, 0, 0, why))
         self._tell(step, readings)
         return readings
@@ -156,7 +154,7 @@ class SmoothnessMonitor:
             try:
                 self.table.write(readings)
             except OSError as error:
-                self._complain(f"{self.table.path} could not be written: {error}")
+                self._complain(str(self.table.path), f"it cannot be written ({error})")
         if self.log is not None and readings:
             self.log(logged(readings), step)
         for reading in readings:
@@ -164,11 +162,11 @@ class SmoothnessMonitor:
                 self.stopped = self.stopped or self.stop
                 self.alarm(reading)
 
-    def _complain(self, complaint: str) -> None:
-        """Once each: a training of days is not to end for a number that cannot be had."""
-        if complaint not in self._complained:
-            self._complained.add(complaint)
-            warnings.warn(complaint, SmoothnessWarning, stacklevel=4)
+    def _complain(self, name: str, why: str) -> None:
+        """Once of each: a training of days is not to end for a number that cannot be had."""
+        if name not in self._complained:
+            self._complained.add(name)
+            warnings.warn(f"step {self._next - 1}: no readings of {name}: {why}", SmoothnessWarning, stacklevel=4)
 
 
 def logged(readings: Sequence[Reading]) -> dict[str, float]:

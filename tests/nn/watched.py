@@ -1,0 +1,39 @@
+"""A small model with everything a monitor could disturb, its batches, and dense truth."""
+
+import torch
+from torch import nn
+
+from lipscope.nn.cosine_attention import CosineSelfAttention
+from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.l2_attention import L2SelfAttention
+
+DIM, HEADS, TOKENS = 8, 2, 6
+
+
+class Small(nn.Module):
+    """Attention of several kinds, dropout, batch statistics: everything a monitor could disturb."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dot = DotSelfAttention(DIM, HEADS, causal=True)
+        self.l2 = L2SelfAttention(DIM, HEADS)
+        self.cosine = CosineSelfAttention(DIM, HEADS)
+        self.drop = nn.Dropout(0.3)
+        self.encoder = nn.TransformerEncoderLayer(DIM, HEADS, 16, dropout=0.2, batch_first=True)
+        self.norm = nn.BatchNorm1d(TOKENS)
+
+    def forward(self, X, padding=None):
+        X = X + self.drop(self.dot(X))
+        X = self.norm(X + self.l2(X) + self.cosine(X))
+        return self.encoder(X, src_key_padding_mask=padding)
+
+
+def batches(count, size=3, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(size, TOKENS, DIM, generator=generator).to(dtype) for _ in range(count)]
+
+
+def dense_norm(f, X):
+    """The norm of the dense Jacobian of f at X [n, d], in float64."""
+    J = torch.autograd.functional.jacobian(f, X.double(), vectorize=False)
+    return torch.linalg.matrix_norm(J.reshape(-1, X.numel()), 2).item()
