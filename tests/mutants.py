@@ -156,6 +156,20 @@ MUTANTS = (
         BOUNDS,
     ),
     Mutant(
+        "a length through float32 in a lower bound",
+        "lipscope/theorems/castin2024.py",
+        "lengths = torch.tensor([_value_length(h, u) for u in units], dtype=torch.float64)",
+        "lengths = torch.tensor([_value_length(h, u) for u in units]).double()",
+        f"{BOUNDS}/test_castin2024.py",
+    ),
+    Mutant(
+        "norm rounded down",
+        "lipscope/theorems/rounding.py",
+        "return torch.ldexp(square.sqrt() * (1 + 4 * U), size[..., 0, 0])",
+        "return torch.ldexp(largest.sqrt() * (1 - 1e-11), size[..., 0, 0])",
+        f"{BOUNDS}/test_certified.py",
+    ),
+    Mutant(
         "second derivative forgotten in the certified ball",
         "lipscope/theorems/certified.py",
         "return up(math.fsum(_finite(second_derivative, x, rho) for rho in radii) * r / STEPS)",

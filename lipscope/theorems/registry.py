@@ -35,6 +35,12 @@ class BoundRow:
     where: str
     confidence: float = 1.0
 
+    def tightness(self, sigma: float) -> float:
+        """value / sigma, once sigma is measured in the same norm: 1 is exact, more is what an upper bound gives away."""
+        if not sigma >= 0:
+            raise UserError(f"tightness is relative to a measured sigma >= 0, got {sigma}")
+        return self.value / sigma if sigma > 0 else math.inf
+
 
 @dataclass(frozen=True)
 class NotOffered:
@@ -107,7 +113,8 @@ def enclosing(domain: Domain, kind: type[Domain], side: str) -> Domain | None:
 def _check(f: SelfAttention, domain: Domain, norm: str) -> None:
     if not isinstance(f, SelfAttention):
         raise UserError(
-            f"bounds are theorems about a SelfAttention layer, got {type(f).__name__}; for chains see network_bound"
+            f"bounds are theorems about a SelfAttention layer, got {type(f).__name__}; "
+            "for chains of layers see network_bound in lipscope.theorems.composition"
         )
     if not isinstance(domain, Point | Ball | Around | Everywhere):
         raise UserError(

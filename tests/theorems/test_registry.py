@@ -13,6 +13,7 @@ import torch
 from lipscope._types import Around, Ball, Everywhere, Point, UserError
 from lipscope.theorems.registry import NORMS, REGISTRY, bounds
 from tests.cases import KINDS, problem
+from tests.naive import dense_jacobian
 from tests.theorems.soundness import Effort, Tally, audit
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -45,6 +46,17 @@ def test_rows_are_in_one_norm_and_name_their_source():
             for row in bounds(f, domain, norm):
                 assert row.norm == norm and row.kind in ("upper", "lower") and row.value >= 0
                 assert row.cite and row.where and 0 < row.confidence <= 1
+
+
+def test_tightness_is_relative_to_a_measured_sigma():
+    f, X = problem("gaussian", 0)
+    sigma = torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
+    rows = {row.name: row for row in bounds(f, Point(X))}
+    assert rows["input-dependent"].tightness(sigma) == pytest.approx(rows["input-dependent"].value / sigma)
+    assert all(row.tightness(sigma) >= 1 - 1e-12 for row in rows.values() if row.kind == "upper")
+    assert rows["compact"].tightness(0.0) == math.inf
+    with pytest.raises(UserError, match="measured sigma"):
+        rows["compact"].tightness(math.nan)
 
 
 def test_every_theorem_has_a_citation_and_a_number_or_a_section_that_exists():
