@@ -36,7 +36,7 @@ class BoundRow:
     confidence: float = 1.0
 
     def tightness(self, sigma: float) -> float:
-        """value / sigma, once sigma is measured in the same norm: 1 is exact, more is what an upper bound gives away."""
+        """value / sigma, once sigma is measured in the same norm: 1 is exact, more is what an upper bound loses."""
         if not sigma >= 0:
             raise UserError(f"tightness is relative to a measured sigma >= 0, got {sigma}")
         return self.value / sigma if sigma > 0 else math.inf
