@@ -18,7 +18,7 @@ from lipscope.models.maps import Rerun
 from lipscope.models.plug import configs
 from lipscope.models.running import on_one_line
 from lipscope.models.sites import Survey
-from lipscope.models.watching import one_sample
+from lipscope.models.watching import INPUTS, one_sample
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.conversion import SUPPORTED, Conversion, Slot, Target, convert_module, exchange, measure_map
 from lipscope.nn.replacement import Replacement, constant_part, make_layer
@@ -47,8 +47,7 @@ def convert(
     target = Target(to, constant, fresh)
     if not isinstance(model, PreTrainedModel) or any(isinstance(m, AttentionLayer) for m in model.modules()):
         return convert_module(model, target, inputs, layers)
-    given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": torch.as_tensor(inputs)}
-    sample = one_sample({name: value[:1] if value.ndim > 1 else value[None] for name, value in given.items()})
+    sample = _first_sample(inputs, model.device)
     loaded = load(model)
     loaded.check_scopes(["attention"])
     survey = loaded.survey(**sample)
@@ -58,6 +57,14 @@ def convert(
             raise UserError(f"layer {i!r} does not exist: the model has layers 0 to {loaded.layers - 1}")
     slots = [_slot(survey, i, target) for i in chosen]
     return _without_cache(model, slots, sample)
+
+
+def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
+    """What the model reads of the inputs, one sample without padding, where the model is."""
+    given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    names = [name for name in (*INPUTS, "attention_mask") if given.get(name) is not None]
+    tensors = {name: torch.as_tensor(given[name], device=device) for name in names}
+    return one_sample({name: x[:1] if x.ndim > 1 else x[None] for name, x in tensors.items()})
 
 
 class TransformersReplacement(Replacement):
@@ -76,6 +83,9 @@ class TransformersReplacement(Replacement):
             raise UserError("converted attention keeps no cache; call the model with use_cache=False")
         if encoder_hidden_states is not None:
             raise UserError("this attention was converted: it is self-attention, and reads no other hidden states")
+        for name, value in unused.items():
+            if "mask" in name and value is not None:
+                raise UserError(f"converted attention is given {name}, and knows attention_mask alone")
         real = None if attention_mask is None else _real_tokens(attention_mask, self.layer.causal)
         return self.attended(hidden_states, real), None
 

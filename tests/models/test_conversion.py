@@ -95,6 +95,11 @@ def test_masks_that_hide_more_are_refused():
     packed[:, :, 3:, :3] = False
     with pytest.raises(ls.UserError, match="attention_mask hides more than padding"):
         model(input_ids=ids, attention_mask=packed)
+    attention = model.encoder.layer[0].attention.self
+    with pytest.raises(ls.UserError, match="is given head_mask"):
+        attention(torch.zeros(1, 5, 8), head_mask=torch.ones(2))
+    with pytest.raises(ls.UserError, match="reads no other hidden states"):
+        attention(torch.zeros(1, 5, 8), encoder_hidden_states=torch.zeros(1, 5, 8))
 
 
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"])
