@@ -147,13 +147,14 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v, scale = _operands(f, x)
     n = x.shape[0]
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
-    read = _softmax_rows if _plain(f, mask) and not x.is_cuda else _attend_rows
-    out = x.new_empty(n, f.heads * v.shape[-1])
+    plain = _plain(f, mask) and not x.is_cuda
+    out, room = x.new_empty(n, f.heads * v.shape[-1]), x.new_empty(2, f.heads * height * n if plain else 0)
     for start in range(0, n, height):
         rows = slice(start, min(n, start + height))
         seen = rows.stop if f.causal else n
         part = None if mask is None else mask[:, :seen] if mask.shape[0] == 1 else mask[rows, :seen]
-        o = read(f, q[:, rows] * scale, k[:, :seen], v[:, :seen], part)
+        block = q[:, rows] * scale, k[:, :seen], v[:, :seen], part
+        o = _softmax_rows(*block, f.causal, room) if plain else _attend_rows(f, *block)
         out[rows] = o.transpose(0, 1).flatten(1)
     return out if f.O is None else out @ f.O.T
 
@@ -172,16 +173,20 @@ def _attend_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     )
 
 
-def _softmax_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The same by torch's softmax. A flow wants values alone: what `attend` keeps for derivatives costs as much again
-    where tokens are small and exponentials are all there is to do."""
-    S = q.unflatten(0, (k.shape[0], -1)) @ k[:, None].mT
+def _softmax_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, room: Tensor) -> Tensor:
+    """The same by torch's softmax: what `attend` keeps for derivatives costs as much again where tokens are small.
+
+    Scores and weights are written into `room`: memory asked for anew at every block is paid for in page faults.
+    """
+    (heads, h, _), (groups, seen, _) = q.shape, k.shape
+    S, P = (space[: heads * h * seen].view(groups, -1, seen) for space in room)
+    torch.bmm(q.reshape(groups, -1, q.shape[-1]), k.mT, out=S)
     if mask is not None:
         S += mask
-    if f.causal:
-        h = q.shape[1]
-        S[..., -h:].masked_fill_(torch.ones(h, h, dtype=torch.bool).triu(1), -torch.inf)
-    return (torch.softmax(S, dim=-1) @ v[:, None]).flatten(0, 1)
+    if causal:
+        later = torch.ones(h, h, dtype=torch.bool).triu(1)
+        S.view(heads, h, seen)[..., -h:].masked_fill_(later, -torch.inf)
+    return (torch.softmax(S, dim=-1, out=P) @ v).view(heads, h, -1)
 
 
 def _operands(f: SelfAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
