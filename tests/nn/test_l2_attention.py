@@ -161,11 +161,12 @@ def one_among_two(layer: ls.L2SelfAttention, n: int) -> Tensor:
     return X + 0.02 * t * torch.randn(n, layer.dim).double()
 
 
-def _violations(n: int, seed: int, steps: int) -> list[str]:
+def ratios(n: int, seed: int, steps: int) -> dict[tuple[str, str], float]:
+    """The largest constant on two climbs over the bound, for either norm, full and causal; weights of many sizes."""
     torch.manual_seed(seed)
     heads = 1 + seed % 2
-    dim, found = heads * (1 + seed // 2 % 3), []
-    dim = heads if n > 64 else dim  # rows of the Jacobian take n^2 numbers each
+    # Rows of the Jacobian take n^2 numbers each.
+    dim, found = heads * (1 + seed // 2 % 3 if n <= 64 else 1), {}
     for causal in (False, True):
         layer = ls.L2SelfAttention(dim, heads, causal).double()
         size = 10 ** float(torch.rand(()) * 2 - 0.5)
@@ -174,23 +175,38 @@ def _violations(n: int, seed: int, steps: int) -> list[str]:
         f = layer.as_map(n)
         starts = [one_among_two(layer, n), 0.5 * torch.randn(n, dim).double() / size]
         for norm, name in NORMS:
-            bound = layer.lipschitz_bound(n, norm)
             best = max(climbed(f, X, name, steps) for X in starts)
-            if not best <= bound:
-                found.append(f"n={n} dim={dim} heads={heads} causal={causal} norm={name}: {best} > {bound}")
+            found[name, "causal" if causal else "full"] = best / layer.lipschitz_bound(n, norm)
     return found
 
 
 @pytest.mark.parametrize("n", [2, 5, 17])
 def test_no_climb_exceeds_the_bound(n):
-    assert not _violations(n, seed=n % 3, steps=8)
+    assert all(0.05 < ratio <= 1 for ratio in ratios(n, seed=n % 3, steps=8).values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 8, 32, 64, 128, 256])
 def test_no_long_climb_exceeds_the_bound(n):
-    """pytest -m slow tests/nn/test_l2_attention.py"""
-    assert not [v for seed in range(6 if n <= 32 else 2) for v in _violations(n, seed, steps=60 if n <= 32 else 12)]
+    """pytest -s -m slow tests/nn/test_l2_attention.py prints the largest ratios"""
+    runs = [ratios(n, seed, steps=60 if n <= 32 else 10) for seed in range({2: 6, 3: 6, 8: 6, 32: 3}.get(n, 1))]
+    worst = {case: max(run[case] for run in runs) for case in runs[0]}
+    print(n, {" ".join(case): round(ratio, 3) for case, ratio in worst.items()})
+    assert max(worst.values()) <= 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_sequences_with_several_heads_stay_below_the_bound(causal):
+    """N = 256: the whole norm 2, and in norm inf the rows of the last token, which sees all."""
+    torch.manual_seed(0)
+    layer = ls.L2SelfAttention(6, 2, causal).double()
+    f, last = layer.as_map(256), torch.zeros(6, 256, 6).double()
+    last[torch.arange(6), -1, torch.arange(6)] = 1
+    X = torch.stack([one_among_two(layer, 256), *(s * torch.randn(256, 6).double() for s in (0.5, 3.0, 30.0))])
+    found = ls.local_lipschitz(f, X, 1e-2).value.max().item()
+    assert 0.02 < found / layer.lipschitz_bound(256) <= 1
+    rows = [f.linearize(x).rmv(u).abs().sum().item() for x in X for u in last]
+    assert 0.02 < max(rows) / layer.lipschitz_bound(256, math.inf) <= 1
 
 
 @pytest.mark.parametrize("causal", [False, True])

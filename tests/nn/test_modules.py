@@ -189,7 +189,7 @@ def test_the_layers_compile_to_machine_code(name):
 
 def test_nn_needs_torch_alone():
     code = "import sys, lipscope.nn; print(*{name.split('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     loaded = set(done.stdout.split())
     assert "torch" in loaded
     assert not loaded & {"scipy", "ot", "transformers", "pydantic", "rich", "typer", "pandas", "matplotlib", "plotly"}
