@@ -129,6 +129,9 @@ def composed(operators: Sequence[LinearOperator]) -> LinearOperator:
         operators[0],
         mv=forward,
         rmv=backward,
+        take=None,
+        compressed=None,
+        rough=None,
         condition=len(operators) + torch.stack([torch.as_tensor(J.condition) for J in operators]).max(),
         worst=len(operators) + torch.stack([torch.as_tensor(w) for w in worst]).max(),
     )

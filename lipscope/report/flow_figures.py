@@ -164,7 +164,7 @@ def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
     (own,) = ax.plot([], [], color=BLUE, linewidth=1, label="their mean and covariance, 2 sd")
     (exact,) = ax.plot([], [], color=ORANGE, linestyle="--", label="closed equation, 2 sd")
     label_axes(ax, simulation)
-    ax.legend(**BELOW)
+    ax.legend(**(BELOW | {"bbox_to_anchor": (0.5, -0.24)}))
 
     def move(frame: int) -> None:
         dots.set_offsets(x[frame, :, :2].numpy())

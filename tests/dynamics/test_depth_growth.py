@@ -8,6 +8,7 @@ import torch
 import lipscope as ls
 from lipscope.dynamics.depth_growth import composed
 from lipscope.linalg.operator import dense_operator
+from tests.checks import assert_adjoint
 from tests.dynamics.problems import draw, identity, random_head, two_heads
 from tests.naive import naive_layer
 
@@ -40,6 +41,14 @@ def test_against_the_dense_jacobian_of_the_network(f):
     flat = [norm(lambda x: naive_layer(f, x), x) for x in states]
     assert found.local.tolist() == pytest.approx(flat, rel=1e-8)
     assert found.gronwall[-1].item() == pytest.approx(math.exp(0.8 / 6 * sum(flat[:-1])), rel=1e-8)
+
+
+def test_the_product_of_layers_and_its_adjoint():
+    """Layers that do not commute, as one operator."""
+    matrices = [draw(4, 4, seed=seed) for seed in range(3)]
+    whole = composed([dense_operator(M) for M in matrices])
+    assert torch.allclose(whole.to_dense(), matrices[2] @ matrices[1] @ matrices[0])
+    assert_adjoint(whole)
 
 
 @pytest.mark.parametrize("seed", range(3))
