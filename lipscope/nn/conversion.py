@@ -21,7 +21,7 @@ from lipscope.nn.watching import ModuleWatch, evaluating
 
 SUPPORTED = (
     "nn.MultiheadAttention used as self-attention, lipscope's attention layers, and transformers models "
-    "whose attention is plain (BERT, RoBERTa, GPT-2, Llama and their like)"
+    "whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, GPT-NeoX, Llama and their like)"
 )
 
 Run = Callable[[], Any]

@@ -14,12 +14,12 @@ from lipscope.nn.monitor import SmoothnessMonitor
 from lipscope.nn.variants import ATTENTIONS
 from tests.models import zoo
 
-PATHS = {
-    "bert": "encoder.layer.{}.attention.self",
-    "roberta": "encoder.layer.{}.attention.self",
-    "gpt2": "h.{}.attn",
-    "llama": "layers.{}.self_attn",
-}
+ROTARY, CAUSAL = {"llama", "gpt_neox"}, {"llama", "gpt_neox", "gpt2", "opt"}
+
+
+def core(model, name, layer):
+    """The attention module of a layer, or what stands in its place."""
+    return model.get_submodule(zoo.FAMILIES[name].parts["core"].format(layer))
 
 
 def dense_norm(f, X):
@@ -33,9 +33,11 @@ def dense_norm(f, X):
         ("bert", "l2"),
         ("roberta", "dot"),
         ("gpt2", "contractive"),
-        ("gpt2", "dot"),
         ("llama", "cosine"),
         ("llama", "l2"),
+        ("distilbert", "contractive"),
+        ("opt", "l2"),
+        ("gpt_neox", "dot"),
     ],
 )
 def test_families_are_converted_and_measured(name, to):
@@ -44,16 +46,16 @@ def test_families_are_converted_and_measured(name, to):
     report = convert(model, to, inputs)
     seen = {}
     for i in range(2):
-        layer = model.get_submodule(PATHS[name].format(i) + ".layer")
-        assert type(layer) is type(ATTENTIONS[to](8, 2, False)) and layer.causal == (name in ("gpt2", "llama"))
+        layer = core(model, name, i).layer
+        assert type(layer) is type(ATTENTIONS[to](8, 2, False)) and layer.causal == (name in CAUSAL)
         layer.register_forward_pre_hook(lambda m, args, i=i: seen.update({i: args[0][0].detach()}))
     y = model(**inputs).last_hidden_state
-    assert y.shape == (2, 5, 8) and y.isfinite().all()
+    assert y.shape[:2] == (2, 5) and y.isfinite().all()
     for i, (row, site) in enumerate(zip(report.layers, sites, strict=True)):
         assert row.before.value == pytest.approx(ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-9)
-        exact = copy.deepcopy(model.get_submodule(PATHS[name].format(i) + ".layer")).double()
+        exact = copy.deepcopy(core(model, name, i).layer).double()
         assert row.after.value == pytest.approx(dense_norm(exact, seen[i]), rel=1e-5)
-        assert ("rotary positions" in row.left) == (name == "llama")
+        assert ("rotary positions" in row.left) == (name in ROTARY)
     assert not model.training
 
 
@@ -62,8 +64,8 @@ def test_to_dot_without_query_bias_is_the_same_model(name):
     model, inputs = zoo.make(name), zoo.sample(name)
     with torch.no_grad():
         for i in range(2):
-            core = model.get_submodule(PATHS[name].format(i))
-            (core.query.bias if name == "bert" else core.c_attn.bias)[:8] = 0
+            old = core(model, name, i)
+            (old.query.bias if name == "bert" else old.c_attn.bias)[:8] = 0
     expected = model(**inputs).last_hidden_state
     convert(model, "dot", inputs["input_ids"])
     assert torch.allclose(model(**inputs).last_hidden_state, expected, atol=1e-5)
@@ -86,6 +88,16 @@ def test_padding_is_respected(name, side, implementation):
     alone = model(input_ids=ids[1:2, real]).last_hidden_state
     assert torch.allclose(y[1, real], alone[0], atol=1e-5)
     assert torch.allclose(y[0], model(input_ids=ids[:1]).last_hidden_state[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "distilbert", "opt", "gpt_neox"])
+def test_padding_on_the_right_is_respected_in_every_family(name):
+    model, ids = zoo.make(name), zoo.sample(name, n=6)["input_ids"]
+    convert(model, "l2", ids)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    y = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert torch.allclose(y[1, :4], model(input_ids=ids[1:, :4]).last_hidden_state[0], atol=1e-5)
 
 
 def test_masks_that_hide_more_are_refused():
