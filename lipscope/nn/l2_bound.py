@@ -22,6 +22,8 @@ from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.matrix_norms import row_sum, spectral_upper, widened
 
+TINY = torch.finfo(torch.float32).tiny
+
 
 def value_factors(Q: Tensor, V: Tensor) -> Tensor:
     """M [heads, k, k] with which the values are M_h times the queries: M_h = W_V' W_Q / sqrt(k)."""
@@ -48,13 +50,13 @@ def weight_factor(Q: Tensor, V: Tensor, O: Tensor, norm: float) -> Tensor:
         return ((measure(left) + rounding * O.norm() * (size / m).norm()) * measure(right)).clamp_min(TINY)
 
 
-TINY = torch.finfo(torch.float32).tiny
-
-
-@torch.compiler.assume_constant_result
 def reaction(n: int, size: int, causal: bool, norm: float) -> float:
     """c(n): what the theorems say of identity weights and heads of this size."""
     return _reaction(n, size, causal, norm)
+
+
+# What torch.compiler.assume_constant_result sets; calling it here would load the whole compiler, and Triton, on import.
+reaction._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=4096)

@@ -192,4 +192,15 @@ def test_nn_needs_torch_alone():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     loaded = set(done.stdout.split())
     assert "torch" in loaded
-    assert not loaded & {"scipy", "ot", "transformers", "pydantic", "rich", "typer", "pandas", "matplotlib", "plotly"}
+    assert not loaded & {
+        "scipy",
+        "ot",
+        "transformers",
+        "pydantic",
+        "rich",
+        "typer",
+        "pandas",
+        "matplotlib",
+        "plotly",
+        "triton",
+    }
