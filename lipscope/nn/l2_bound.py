@@ -61,8 +61,9 @@ reaction._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=4096)
 def _reaction(n: int, size: int, causal: bool, norm: float) -> float:
-    one = torch.eye(size, dtype=torch.float64)
-    return least_bound(SelfAttention(one, one, one, causal=causal, kernel=L2()), n, norm)
+    with torch.device("cpu"):  # whatever the default device is
+        one = torch.eye(size, dtype=torch.float64)
+        return least_bound(SelfAttention(one, one, one, causal=causal, kernel=L2()), n, norm)
 
 
 def least_bound(f: SelfAttention, n: int, norm: float) -> float:

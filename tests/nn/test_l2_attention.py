@@ -138,6 +138,11 @@ def test_identity_weights_give_the_constant_of_the_paper():
         assert unit_layer().lipschitz_bound(N, math.inf) == pytest.approx(4 * phi + 1, rel=1e-10)
 
 
+def test_the_constant_does_not_ask_where_tensors_are_made():
+    with torch.device("meta"):
+        assert reaction(23, 3, True, 2) > 1
+
+
 def test_one_dimension_almost_attains_the_bound():
     """x_1 = 0 and the rest at +-t, t^2 = 1 + phi: 4 phi + (1 - phi) / (1 + phi), which tends to the bound."""
     for N in (3, 11, 101):
