@@ -166,30 +166,22 @@ def _duel(model: Model, v: Victim, text: int, nearest: Callable[[Tensor], Tensor
 
 
 def comparison_table(trials: Sequence[Trial]) -> Table:
-    """Median and range of the change over texts, and the share of texts whose neighbour changed, norm by norm."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("norm of", "norm", "attack", "relative change of the output", "neighbour changed"):
+    """Median and range of the change over texts, and how many texts have another neighbour, norm by norm."""
+    about = "norm: median over texts; success: texts whose nearest neighbour, by sentence embedding, changed"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=about, caption_justify="left")
+    for name in ("norm of", "norm", "attack", "change of the output", "success"):
         table.add_column(name)
     attacks = list(dict.fromkeys(one.attack for one in trials))
     for budget in sorted({one.budget for one in trials}):
         rows = {attack: [t for t in trials if (t.attack, t.budget) == (attack, budget)] for attack in attacks}
-        label = f"{budget:g} swap" + ("s" if budget > 1 else "")
+        size = median(t.norm for here in rows.values() for t in here)
+        label = (f"{budget:g} swap" + ("s" if budget > 1 else ""), f"{size:.3g}")
         for attack in sorted((a for a in attacks if rows[a]), key=lambda a: -median(t.change for t in rows[a])):
-            here = rows[attack]
-            table.add_row(
-                label, _spread([t.norm for t in here]), attack, _spread([t.change for t in here]), _share(here)
-            )
-            label = ""
+            changes = [t.change for t in rows[attack]]
+            spread = f"{median(changes):.3g} [{min(changes):.3g}, {max(changes):.3g}]"
+            table.add_row(*label, attack, spread, f"{sum(t.success for t in rows[attack])} of {len(changes)}")
+            label = ("", "")
     return table
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.3g} [{min(values):.3g}, {max(values):.3g}]"
-
-
-def _share(trials: Sequence[Trial]) -> str:
-    hits = sum(t.success for t in trials)
-    return f"{hits} of {len(trials)} ({100 * hits / len(trials):.0f} %)"
 
 
 def write_trials(trials: Sequence[Trial], path: Path) -> None:
