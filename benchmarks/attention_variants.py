@@ -1,35 +1,43 @@
 """Attention variants side by side: constants measured on random and ascended inputs, bounds, and cost; untied L2 too.
 
 python benchmarks/attention_variants.py
+python benchmarks/attention_variants.py --text shakespeare.txt    # instead, the test loss of each in a small model
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import lipscope as ls
+from lipscope.nn.characters import CharacterText, read_characters
+from lipscope.nn.language_model import Architecture
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
+from lipscope.nn.training import Recipe, Training
 
 DIM, HEADS, TOKENS = 32, 4, 32
 COST_DIM, COST_TOKENS, COST_BATCH = 128, 128, 16
+SEEDS, RECIPE = 3, Recipe(steps=600)
 CLIMB = ls.Climb(steps=25, restarts=2)
 
-VARIANTS: dict[str, Callable[[int], nn.Module]] = {
-    "dot product": lambda dim: ls.DotSelfAttention(dim, HEADS),
-    "temperature 4": lambda dim: ls.DotSelfAttention(dim, HEADS, temperature=4.0),
-    "QK-norm": lambda dim: ls.DotSelfAttention(dim, HEADS, qk_norm=True),
-    "spectral normalisation": lambda dim: spectrally_normalise(ls.DotSelfAttention(dim, HEADS)),
-    "sigma-reparam": lambda dim: sigma_reparametrise(ls.DotSelfAttention(dim, HEADS)),
-    "scaled cosine": lambda dim: ls.CosineSelfAttention(dim, HEADS),
-    "L2": lambda dim: ls.L2SelfAttention(dim, HEADS),
-    "contractive L2, 0.9, norm 2": lambda dim: ls.ContractiveL2Attention(dim, HEADS, 0.9),
-    "contractive L2, 0.9, norm inf": lambda dim: ls.ContractiveL2Attention(dim, HEADS, 0.9, math.inf),
+VARIANTS: dict[str, Callable[[int, bool], nn.Module]] = {
+    "dot product": lambda dim, causal: ls.DotSelfAttention(dim, HEADS, causal),
+    "temperature 4": lambda dim, causal: ls.DotSelfAttention(dim, HEADS, causal, temperature=4.0),
+    "QK-norm": lambda dim, causal: ls.DotSelfAttention(dim, HEADS, causal, qk_norm=True),
+    "spectral normalisation": lambda dim, causal: spectrally_normalise(ls.DotSelfAttention(dim, HEADS, causal)),
+    "sigma-reparam": lambda dim, causal: sigma_reparametrise(ls.DotSelfAttention(dim, HEADS, causal)),
+    "scaled cosine": lambda dim, causal: ls.CosineSelfAttention(dim, HEADS, causal),
+    "L2": lambda dim, causal: ls.L2SelfAttention(dim, HEADS, causal),
+    "contractive L2, 0.9, norm 2": lambda dim, causal: ls.ContractiveL2Attention(dim, HEADS, 0.9, causal=causal),
+    "contractive L2, 0.9, norm inf": lambda dim, causal: ls.ContractiveL2Attention(dim, HEADS, 0.9, math.inf, causal),
 }
 
 
@@ -52,7 +60,7 @@ def small_among_large(module: nn.Module, R: float) -> torch.Tensor:
 def constants(name: str) -> list[float]:
     """sigma at random tokens of standard deviation 1 (median of 8), and ascended in balls of radius 6, 60 and 600."""
     torch.manual_seed(0)
-    module = VARIANTS[name](DIM).double()
+    module = VARIANTS[name](DIM, False).double()
     for weight in module.parameters():
         weight.requires_grad_(False)
     f, X = measurable(module), torch.randn(8, TOKENS, DIM, dtype=torch.float64)
@@ -70,7 +78,7 @@ def costs() -> dict[str, float]:
     """Forward and backward pass in float32, as a multiple of dot product; the median of runs taken in turn."""
     torch.manual_seed(0)
     X = torch.randn(COST_BATCH, COST_TOKENS, COST_DIM)
-    modules = {name: make(COST_DIM) for name, make in VARIANTS.items()}
+    modules = {name: make(COST_DIM, False) for name, make in VARIANTS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in modules}
     for _ in range(12):
         for name, module in modules.items():
@@ -98,11 +106,41 @@ def untied_rows() -> list[tuple[float, float, float, float]]:
     return found
 
 
+def test_losses(name: str, text: CharacterText) -> list[float]:
+    """Nats a character on held-out text for each seed: 2 blocks of width 64 that read 64 characters, all else equal."""
+    found = []
+    for seed in range(SEEDS):
+        small = Architecture(len(text.alphabet), "dot", depth=2, width=64, heads=HEADS, context=64)
+        recipe = replace(RECIPE, seed=seed)
+        training = Training(text, small, recipe, torch.device("cpu"), lambda a: VARIANTS[name](a.width, True))
+        for _ in range(recipe.steps):
+            training.advance()
+        found.append(training.read().test)
+    return found
+
+
 def shown(value: float) -> str:
     return "none" if value == math.inf else f"{value:.3g}"
 
 
+def print_losses(path: Path) -> None:
+    text = read_characters(path, context=64)
+    print(f"{RECIPE}, {SEEDS} seeds; frequencies alone cost {text.unigram_loss:.3f}, pairs {text.bigram_loss:.3f}\n")
+    print("| layer | test loss, mean | standard deviation |")
+    print("|---|---|---|")
+    for name in VARIANTS:
+        losses = test_losses(name, text)
+        print(f"| {name} | {statistics.mean(losses):.3f} | {statistics.stdev(losses):.3f} |", flush=True)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path)
+    text = parser.parse_args().text
+    print_losses(text) if text else print_constants()
+
+
+def print_constants() -> None:
     cost = costs()
     print(f"n = {TOKENS}, dim = {DIM}, {HEADS} heads, float64, as initialised; cost: forward + backward, float32,")
     print(f"n = {COST_TOKENS}, dim = {COST_DIM}, batch {COST_BATCH}, a multiple of dot product\n")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lipscope._types import UserError
 from lipscope.attention import backend
@@ -124,24 +123,21 @@ class _Jvp(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g):
-        q, k, v, dq, dk, dv, o, lse, mask, padding, sinks = ctx.saved_tensors
-        pattern = make_pattern(mask, padding, sinks, ctx.rules)
+        q, k, v, dq, dk, dv, *state = ctx.saved_tensors
         onto: list[Tensor | None] = [None] * 6
         if _wanted(ctx, slice(0, 3)):
-            onto[:3] = backend.second_vjp(q, k, v, lse, (dq, dk, dv), g, pattern)
+            onto[:3] = _SecondVjp.apply(q, k, v, dq, dk, dv, g, *state[1:], ctx.rules)
         if _wanted(ctx, slice(3, 6)):
-            onto[3:] = backend.vjp(q, k, v, o, lse, g, pattern)
+            onto[3:] = _Vjp.apply(q, k, v, g, *state, ctx.rules)
         return *onto, None, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, eq, ek, ev, ddq, ddk, ddv, *_):
-        q, k, v, dq, dk, dv, o, lse, mask, padding, sinks = ctx.saved_tensors
-        pattern = make_pattern(mask, padding, sinks, ctx.rules)
+        q, k, v, dq, dk, dv, *state = ctx.saved_tensors
         other, moved = _or_zeros((eq, ek, ev), (q, k, v)), _or_zeros((ddq, ddk, ddv), (q, k, v))
-        bent = backend.second_jvp(q, k, v, lse, (dq, dk, dv), other, pattern)
-        return bent + backend.jvp(q, k, v, o, lse, moved, pattern)
+        bent = _SecondJvp.apply(q, k, v, dq, dk, dv, *other, *state[1:], ctx.rules)
+        return bent + _Jvp.apply(q, k, v, *moved, *state, ctx.rules)
 
 
 class _Vjp(torch.autograd.Function):
@@ -160,25 +156,61 @@ class _Vjp(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, hq, hk, hv):
-        q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
-        pattern = make_pattern(mask, padding, sinks, ctx.rules)
+        q, k, v, g, *state = ctx.saved_tensors
         onto: list[Tensor | None] = [None] * 4
         if _wanted(ctx, slice(0, 3)):
-            onto[:3] = backend.second_vjp(q, k, v, lse, (hq, hk, hv), g, pattern)
+            onto[:3] = _SecondVjp.apply(q, k, v, hq, hk, hv, g, *state[1:], ctx.rules)
         if _wanted(ctx, slice(3, 4)):
-            onto[3] = backend.jvp(q, k, v, o, lse, (hq, hk, hv), pattern)
+            onto[3] = _Jvp.apply(q, k, v, hq, hk, hv, *state, ctx.rules)
         return *onto, None, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx, eq, ek, ev, dg, *_):
-        q, k, v, g, o, lse, mask, padding, sinks = ctx.saved_tensors
-        pattern = make_pattern(mask, padding, sinks, ctx.rules)
-        bent = backend.second_vjp(q, k, v, lse, _or_zeros((eq, ek, ev), (q, k, v)), g, pattern)
-        dg = torch.zeros_like(g) if dg is None else dg
-        moved = backend.vjp(q, k, v, o, lse, dg, pattern)
+        q, k, v, g, *state = ctx.saved_tensors
+        bent = _SecondVjp.apply(q, k, v, *_or_zeros((eq, ek, ev), (q, k, v)), g, *state[1:], ctx.rules)
+        moved = _Vjp.apply(q, k, v, torch.zeros_like(g) if dg is None else dg, *state, ctx.rules)
         return tuple(x + y for x, y in zip(bent, moved, strict=True))
+
+
+class _Last(torch.autograd.Function):
+    """The end of the chain: a third derivative is refused, not made up."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise UserError(THIRD)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise UserError(THIRD)
+
+
+THIRD = (
+    "attend can be differentiated twice, and a third derivative was asked for; spell it out with torch.softmax there"
+)
+
+
+class _SecondVjp(_Last):
+    """(q, k, v; dq, dk, dv; g) -> the gradient of <g, J d> in q, k, v."""
+
+    @staticmethod
+    def forward(q, k, v, dq, dk, dv, g, lse, mask, padding, sinks, rules):
+        return backend.second_vjp(q, k, v, lse, (dq, dk, dv), g, make_pattern(mask, padding, sinks, rules))
+
+
+class _SecondJvp(_Last):
+    """(q, k, v; dq, dk, dv; eq, ek, ev) -> D^2 o [d, e]."""
+
+    @staticmethod
+    def forward(q, k, v, dq, dk, dv, eq, ek, ev, lse, mask, padding, sinks, rules):
+        pattern = make_pattern(mask, padding, sinks, rules)
+        return backend.second_jvp(q, k, v, lse, (dq, dk, dv), (eq, ek, ev), pattern)
 
 
 def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from lipscope._types import UserError
 from lipscope.nn.characters import CharacterText
 from lipscope.nn.checkpoint import FILE, optimizer_tensors, read_checkpoint, restore_optimizer, write_tensors
-from lipscope.nn.language_model import Architecture, CharacterTransformer
+from lipscope.nn.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention
 from lipscope.nn.layer_constants import layer_constants
 
 TEST_WINDOWS = 64
@@ -69,14 +69,21 @@ class CurvePoint:
 class Training:
     """A model with its optimiser, its source of randomness and its curve, between two steps."""
 
-    def __init__(self, text: CharacterText, architecture: Architecture, recipe: Recipe, device: torch.device) -> None:
+    def __init__(
+        self,
+        text: CharacterText,
+        architecture: Architecture,
+        recipe: Recipe,
+        device: torch.device,
+        attention: MakeAttention = make_attention,
+    ) -> None:
         if len(text.alphabet) != architecture.vocabulary:
             raise UserError(f"the text has {len(text.alphabet)} characters and the model {architecture.vocabulary}")
         self.text, self.architecture, self.recipe, self.device = text, architecture, recipe, device
         self.generator = torch.Generator().manual_seed(recipe.seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            self.model = CharacterTransformer(architecture).to(device)
+            self.model = CharacterTransformer(architecture, attention).to(device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
         )

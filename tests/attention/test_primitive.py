@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import lipscope as ls
 from lipscope.attention import backend, tiled
@@ -123,8 +123,30 @@ def test_third_derivatives_are_refused_not_wrong():
     q, k, v = (t.requires_grad_() for t in tensors(2))
     (g1,) = torch.autograd.grad(ls.attend(q, k, v).square().sum(), q, create_graph=True)
     (g2,) = torch.autograd.grad(g1.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(ls.UserError, match="third derivative"):
         g2.sum().backward()
+
+
+@pytest.mark.parametrize("outer", [jacfwd, jacrev])
+@pytest.mark.parametrize("middle", [jacfwd, jacrev])
+@pytest.mark.parametrize("inner", [jacfwd, jacrev])
+def test_third_derivatives_are_refused_in_every_nesting(outer, middle, inner):
+    q, k, v = draw(1, 2, 2), draw(1, 3, 2), draw(1, 3, 1)
+    with pytest.raises(ls.UserError, match="third derivative"):
+        outer(middle(inner(lambda x: ls.attend(x, k, v))))(q)
+
+
+def test_a_product_J_v_by_two_backward_passes_is_itself_differentiable():
+    q, k, v = (t.requires_grad_() for t in tensors(2))
+    found = []
+    for attend in (ls.attend, naive_attend):
+        o = attend(q, k, v)
+        g, u, d = torch.zeros_like(o, requires_grad=True), torch.ones_like(o), torch.ones_like(q)
+        (back,) = torch.autograd.grad(o, q, g, create_graph=True)
+        (Jd,) = torch.autograd.grad(back, g, d, create_graph=True)
+        found.append(torch.autograd.grad((u * Jd).sum(), (q, k, v)))
+    for mine, naive in zip(*found, strict=True):
+        assert torch.allclose(mine, naive, rtol=1e-12, atol=1e-12)
 
 
 def test_a_mask_with_gradient_is_refused():
