@@ -21,6 +21,9 @@ from lipscope._types import UserError
 from lipscope.dynamics.particles import Flow
 from lipscope.linalg.differentiate import check_tensor
 
+NOISE = 0.01
+"""Margins below this part of the width, 1e-4 of the input by default, are not told from none."""
+
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
@@ -62,8 +65,8 @@ class Clusters:
 
     @property
     def extreme(self) -> Tensor:
-        """Which centres are vertices of the convex hull of all, by more than `width`."""
-        return self.margins > self.width
+        """Which centres are vertices of the convex hull of all, by more than the error of a flow."""
+        return self.margins > NOISE * self.width
 
     @property
     def status(self) -> str:
