@@ -58,6 +58,9 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
         (["--steps", "0"], "steps must be a whole number"),
         (["--lr", "nan"], "lr must be a positive number"),
         (["--device", "nonsense"], "cannot be used here"),
+        (["--device", "meta"], "cannot be used here"),
+        (["--width", "100000000"], "try a smaller width (100000000)"),
+        (["--batch", "1000000000000"], "batch (1000000000000)"),
         (["--text", "nowhere"], "cannot be read"),
     ],
 )

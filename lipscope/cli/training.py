@@ -33,10 +33,11 @@ def train(
 ) -> None:
     """Train a character language model; its folder resumes after a kill, and `lipscope measure` reads it."""
     with progress("training") as report:
+        from lipscope.linalg.device import usable_device
         from lipscope.nn.characters import read_characters
         from lipscope.nn.checkpoint import claimed
         from lipscope.nn.language_model import Architecture
-        from lipscope.nn.training import Recipe, Training, usable_device
+        from lipscope.nn.training import Recipe, Training
         from lipscope.nn.training import train as run
 
         recipe = Recipe(steps, batch, lr, seed=seed, every=every)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lipscope._types import UserError
@@ -16,6 +15,7 @@ from lipscope.dynamics.gaussian import GaussianFlow, gaussian_flow
 from lipscope.dynamics.integration import Progress
 from lipscope.dynamics.particles import Flow, check_time, flow
 from lipscope.dynamics.presets import PRESETS, Preset, gaussian_law, layer_of, tokens_of
+from lipscope.linalg.device import usable_device
 
 HORIZON = 100.0
 """How many times the time asked for the moments of a Gaussian are followed, to find their blow-up."""
@@ -86,7 +86,7 @@ def simulate(
         raise UserError(f"seed must not be negative, got {seed}")
     time = chosen.time if time is None else time
     check_time(time)
-    place = _device(device)
+    place = usable_device(device)
     f, X = layer_of(chosen, dim).to(place), tokens_of(chosen, n, dim, seed).to(place)
     path, found = LOOKS[chosen.look](chosen, f, X, time, progress)
     return Simulation(preset, chosen, n, dim, time, seed, str(place), path, found)
@@ -125,13 +125,3 @@ LOOKS: dict[str, Look] = {
     "moments": _look_at_moments,
     "growth": _look_at_growth,
 }
-
-
-def _device(given: str) -> torch.device:
-    try:
-        device = torch.device(given)
-        torch.zeros(1, device=device, dtype=torch.float64)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise UserError(f"device {given!r} cannot be used here ({reason}); try cpu") from error
-    return device

@@ -71,13 +71,11 @@ class CharacterText:
 
 
 def read_characters(path: Path, context: int) -> CharacterText:
-    """A file of UTF-8 text."""
+    """A file of UTF-8 text; line ends are read as one character, as `lipscope measure` reads them."""
     try:
-        raw = path.read_bytes()
+        return CharacterText.of(path.read_text(encoding="utf-8"), context)
     except OSError as error:
         raise UserError(f"the text {path} cannot be read: {error.strerror}") from error
-    try:
-        return CharacterText.of(raw.decode("utf-8"), context)
     except UnicodeDecodeError as error:
         raise UserError(f"the text {path} is not UTF-8 (byte {error.start}); convert it first") from error
 

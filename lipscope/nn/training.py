@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lipscope._types import UserError
+from lipscope.linalg.device import memory_of
 from lipscope.nn.characters import CharacterText
 from lipscope.nn.checkpoint import FILE, optimizer_tensors, read_checkpoint, restore_optimizer, write_tensors
 from lipscope.nn.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention
@@ -79,6 +80,7 @@ class Training:
     ) -> None:
         if len(text.alphabet) != architecture.vocabulary:
             raise UserError(f"the text has {len(text.alphabet)} characters and the model {architecture.vocabulary}")
+        _check_memory(architecture, recipe, device)
         self.text, self.architecture, self.recipe, self.device = text, architecture, recipe, device
         self.generator = torch.Generator().manual_seed(recipe.seed)
         with torch.random.fork_rng(devices=[]):
@@ -108,16 +110,16 @@ class Training:
         """Losses and constants now; they leave no trace in the training."""
         learned = float(torch.stack(self._losses).mean()) if self._losses else math.nan
         self._losses = []
-        if self.step and not math.isfinite(learned):
-            raise UserError(
-                f"the loss is no longer finite after {self.step} steps: training has diverged. "
-                f"Try a learning rate below {self.recipe.lr:g}, or a longer warm-up"
-            )
         inputs, targets = (t.to(self.device) for t in self.text.test_windows(TEST_WINDOWS, self.architecture.context))
         with torch.no_grad():
             test = sum(
                 float(_loss(self.model, x, y)) * len(x)
                 for x, y in zip(inputs.split(16), targets.split(16), strict=True)
+            )
+        if not math.isfinite(test) or (self.step and not math.isfinite(learned)):
+            raise UserError(
+                f"the loss is no longer finite after {self.step} steps: training has diverged. "
+                f"Try a learning rate below {self.recipe.lr:g}, or a longer warm-up"
             )
         constants = layer_constants(self.model, inputs[0])
         self.curve.append(CurvePoint(self.step, learned, test / len(inputs), tuple(constants)))
@@ -160,11 +162,12 @@ def train(
     kept: Callable[[Training], None] = lambda training: None,
 ) -> None:
     """Runs a training to its end, or what is left of it; every `every` steps it is read, saved, and `kept` is told."""
-    total = training.recipe.steps
+    total, saved = training.recipe.steps, 0
     try:
         if not training.restore(directory):
             training.read()
             training.save(directory)
+        saved = training.step
         kept(training)
         progress(training.step, total)
         while training.step < total:
@@ -173,11 +176,23 @@ def train(
             if training.step % training.recipe.every == 0 or training.step == total:
                 training.read()
                 training.save(directory)
+                saved = training.step
                 kept(training)
     except KeyboardInterrupt as stop:
-        saved = training.curve[-1].step if training.curve else 0
         stop.add_note(f"Stopped; step {saved} of {total} is kept in {directory}. The same command goes on from there.")
         raise
+
+
+def _check_memory(a: Architecture, recipe: Recipe, device: torch.device) -> None:
+    """Refuse what cannot fit before it is made: weights, gradients and Adam's two moments, and one block's tokens."""
+    weights = a.depth * 12 * a.width**2 + (2 * a.vocabulary + a.context) * a.width
+    tokens = recipe.batch * a.context * (a.vocabulary + 6 * a.width * a.depth)
+    needed, total = 4 * (4 * weights + tokens), memory_of(device)
+    if needed > total:
+        raise UserError(
+            f"this training needs more than {needed / 2**30:.3g} GiB and {device} has {total / 2**30:.3g}; "
+            f"try a smaller width ({a.width}), depth ({a.depth}), context ({a.context}) or batch ({recipe.batch})"
+        )
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -198,14 +213,3 @@ def _check_same(there: dict[str, Any], asked: dict[str, Any], directory: Path) -
                 + ("" if name == "text" else f", not {value}")
                 + "; give the same options to go on with it, or another --out"
             )
-
-
-def usable_device(name: str) -> torch.device:
-    """The device of this name, tried out."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"device {name!r} cannot be used here ({reason}); try cpu") from error
-    return device

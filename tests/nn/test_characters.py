@@ -67,3 +67,8 @@ def test_bad_texts_are_refused_in_words(tmp_path, content, complaint):
 def test_a_file_that_cannot_be_read_is_named(place):
     with pytest.raises(UserError, match="cannot be read"):
         read_characters(place, 16)
+
+
+def test_line_ends_of_other_systems_are_one_character(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n" * 20)
+    assert "\r" not in read_characters(tmp_path / "a.txt", 4).alphabet

@@ -13,7 +13,7 @@ from lipscope._types import UserError
 from lipscope.nn.characters import CharacterText
 from lipscope.nn.checkpoint import FILE, claimed, read_checkpoint, write_tensors
 from lipscope.nn.language_model import Architecture
-from lipscope.nn.training import Recipe, Training, train, usable_device
+from lipscope.nn.training import Recipe, Training, train
 
 ROOT = Path(__file__).resolve().parents[2]
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
@@ -215,6 +215,7 @@ def test_the_schedule_rises_and_falls():
     assert rates[-1] == pytest.approx(0.1, abs=1e-2) and rates[20:] == sorted(rates[20:], reverse=True)
 
 
-def test_a_device_that_is_not_there_is_named():
-    with pytest.raises(UserError, match="device 'nonsense' cannot be used here"):
-        usable_device("nonsense")
+def test_a_last_step_that_diverges_is_no_success(tmp_path):
+    training = begin(lr=1e30, steps=1, every=1)
+    with pytest.raises(UserError, match="training has diverged"):
+        train(training, tmp_path)
