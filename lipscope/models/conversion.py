@@ -20,7 +20,16 @@ from lipscope.models.running import on_one_line
 from lipscope.models.sites import Survey
 from lipscope.models.watching import INPUTS, one_sample
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.conversion import SUPPORTED, Conversion, Slot, Target, convert_module, exchange, measure_map
+from lipscope.nn.conversion import (
+    SUPPORTED,
+    Conversion,
+    Slot,
+    Target,
+    check_length,
+    convert_module,
+    exchange,
+    measure_map,
+)
 from lipscope.nn.replacement import Replacement, constant_part, make_layer
 
 
@@ -119,6 +128,7 @@ def _slot(survey: Survey, i: int, target: Target) -> Slot:
     try:
         site = survey.site("attention", i)
         f = site.f
+        check_length(site.X.shape[-2])
         if not isinstance(f, SelfAttention):
             raise UserError("it is not plain self-attention")
         assert core is not None and projection is not None and f.O is not None

@@ -139,6 +139,12 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
+def check_length(n: int) -> None:
+    """One token by itself looks the same to causal attention and to any other: the new layer could be either."""
+    if n < 2:
+        raise UserError(f"the first sample has {n} token{'s' * (n != 1)}, padding apart; give two or more")
+
+
 def measure_map(f: Any, X: Tensor) -> Estimate:
     """The constant in float64, with both bounds."""
     return local_lipschitz(f, X, precision="exact")
@@ -155,6 +161,7 @@ def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:
         g, X = sight
         f = g if isinstance(g, SelfAttention) else _weights_alone(module)
         f, X = _plain(f, X)
+        check_length(X.shape[0])
         before = measure_map(f if isinstance(g, SelfAttention) else g, X)
         layer = make_layer(f.to(_dtype(module)), target.to, target.constant, target.fresh)
     except UserError as error:

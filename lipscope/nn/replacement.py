@@ -90,7 +90,8 @@ class TorchReplacement(Replacement):
 def check_mask(layer: AttentionLayer, mask: Tensor | None, n: int) -> None:
     """Refuse a mask, in torch's sense, that is not the layer's own."""
     wanted = "a causal attn_mask" if layer.causal else "no attn_mask"
-    if (is_causal_mask(mask, n) if mask is not None else False) != layer.causal:
+    causal = is_causal_mask(mask, n) if mask is not None else False
+    if n > 1 and causal != layer.causal:  # a token by itself has no later ones
         raise UserError(f"this attention was converted with {wanted} and takes no other; convert with the mask you use")
 
 

@@ -18,6 +18,7 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.seen_call import Call, first_sample
 
 Sight = tuple[Map, Tensor]
 """A map and the tokens [n, d] to measure it at."""
@@ -71,14 +72,6 @@ class ModuleWatch:
             tap.open, tap.call = False, None
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a layer, detached, one sample of each."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class _Tap:
     """A hook that, while open, keeps the last call of its module.
 
@@ -88,14 +81,14 @@ class _Tap:
 
     def __init__(self) -> None:
         self.open = False
-        self.call: _Call | UserError | None = None
+        self.call: Call | UserError | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.open:
             return
         try:
             with torch.no_grad():
-                self.call = _first_sample(module, args, kwargs)
+                self.call = first_sample(module, args, kwargs)
         except Exception as error:  # told when the layer is measured: a forward pass must not fail for being watched
             self.call = UserError(str(error))
 
@@ -108,7 +101,7 @@ class Frozen:
     """x [n, d] -> the layer's output, weights detached, in evaluation mode, buffers out of reach."""
 
     module: nn.Module
-    call: _Call
+    call: Call
     dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -183,7 +176,7 @@ def _is_attention(module: nn.Module) -> bool:
     return isinstance(module, AttentionLayer | nn.MultiheadAttention)
 
 
-def _read(module: nn.Module, call: _Call) -> Sight:
+def _read(module: nn.Module, call: Call) -> Sight:
     """The closed form where the layer has one, else the layer itself, for autograd."""
     X = call.args[0][0]
     dtype = wide(next((p.dtype for p in module.parameters()), X.dtype))
@@ -210,56 +203,6 @@ def _real_tokens(padding: Tensor) -> Tensor:
     if not ((padding == 0) | (padding == -torch.inf)).all():
         raise UserError("key_padding_mask holds numbers other than 0 and -inf; it must say which tokens are padding")
     return padding == 0
-
-
-def _first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    """The call for the first sample of the batch."""
-    if isinstance(module, nn.MultiheadAttention):
-        return _first_of_torch(module, args, kwargs)
-    if not args or not isinstance(args[0], Tensor) or args[0].ndim not in (2, 3):
-        raise UserError(f"{type(module).__name__} is not called with tokens [B, n, d] or [n, d] as its first argument")
-    X, *others = args
-    X = X if X.ndim == 3 else X[None]
-    B, n = X.shape[:2]
-
-    def sample(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if n == B > 1 and value.shape[:1] == (B,):
-            raise UserError(
-                f"{type(module).__name__} reads a tensor of shape {tuple(value.shape)} beside its {B} samples of {n} "
-                "tokens: it could be one row a sample or one a token; use a batch of another size"
-            )
-        return _kept(value[:1] if B > 1 and value.shape[:1] == (B,) else value)
-
-    rest = tuple(sample(value) for value in others)
-    return _Call((_kept(X[:1]), *rest), {key: sample(value) for key, value in kwargs.items()})
-
-
-def _first_of_torch(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    """The same for nn.MultiheadAttention, whose arguments are known by name."""
-    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query = given["query"]
-    if query.is_nested:
-        raise UserError("nn.MultiheadAttention is given nested tensors, which are not measured")
-    if given["key"] is not query or given["value"] is not query:
-        raise UserError("nn.MultiheadAttention is called with another key or value than its query: no self-attention")
-    batched = query.ndim == 3
-    if batched and not module.batch_first:
-        query = query.transpose(0, 1)
-    padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
-    if mask is not None and mask.ndim == 3:
-        if not (mask[: module.num_heads] == mask[0]).all():
-            raise UserError("attn_mask differs from head to head; a layer with one mask for all heads can be measured")
-        mask = mask[0]
-    padding = None if padding is None else _kept(padding[:1] if batched else padding[None])
-    mask = None if mask is None else _kept(mask)
-    return _Call((_kept(query[:1] if batched else query[None]),), {"key_padding_mask": padding, "attn_mask": mask})
-
-
-def _kept(x: Tensor) -> Tensor:
-    return x.detach().clone()
 
 
 def _lend(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -198,3 +198,18 @@ def test_layers_by_number():
     assert type(model.h[0].attn).__name__ == "GPT2Attention"
     with pytest.raises(ls.UserError, match="layer 2 does not exist"):
         convert(zoo.make("gpt2"), "l2", inputs, layers=[2])
+
+
+@pytest.mark.parametrize("inputs", [torch.tensor([[3]]), {"input_ids": [[3, 4]], "attention_mask": [[0, 1]]}])
+def test_a_sample_of_one_token_is_refused_as_it_does_not_show_the_causal_mask(inputs):
+    model = zoo.make("gpt2")
+    with pytest.raises(ls.UserError, match=r"layer 0 \(GPT2Attention\) .*the first sample has 1 token"):
+        convert(model, "l2", inputs)
+    assert type(model.h[0].attn).__name__ == "GPT2Attention"
+    convert(model, "l2", torch.tensor([[3, 4]]))
+    ids = zoo.sample("gpt2", n=6)["input_ids"]
+    changed = ids.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 7
+    y, z = (model(input_ids=x).last_hidden_state for x in (ids, changed))
+    assert torch.allclose(y[:, :-1], z[:, :-1], atol=1e-5) and not torch.allclose(y, z, atol=0.1)
+    assert torch.allclose(model(input_ids=ids[:, :1]).last_hidden_state, y[:, :1], atol=1e-5)

@@ -1,0 +1,68 @@
+"""The call of a layer as a hook sees it, one sample of the batch kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a layer, detached, one sample of each."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call for the first sample of the batch."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _first_of_torch(module, args, kwargs)
+    if not args or not isinstance(args[0], Tensor) or args[0].ndim not in (2, 3):
+        raise UserError(f"{type(module).__name__} is not called with tokens [B, n, d] or [n, d] as its first argument")
+    X, *others = args
+    X = X if X.ndim == 3 else X[None]
+    B, n = X.shape[:2]
+
+    def sample(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if n == B > 1 and value.shape[:1] == (B,):
+            raise UserError(
+                f"{type(module).__name__} reads a tensor of shape {tuple(value.shape)} beside its {B} samples of {n} "
+                "tokens: it could be one row a sample or one a token; use a batch of another size"
+            )
+        return _kept(value[:1] if B > 1 and value.shape[:1] == (B,) else value)
+
+    rest = tuple(sample(value) for value in others)
+    return Call((_kept(X[:1]), *rest), {key: sample(value) for key, value in kwargs.items()})
+
+
+def _first_of_torch(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The same for nn.MultiheadAttention, whose arguments are known by name."""
+    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query = given["query"]
+    if query.is_nested:
+        raise UserError("nn.MultiheadAttention is given nested tensors, which are not measured")
+    if given["key"] is not query or given["value"] is not query:
+        raise UserError("nn.MultiheadAttention is called with another key or value than its query: no self-attention")
+    batched = query.ndim == 3
+    if batched and not module.batch_first:
+        query = query.transpose(0, 1)
+    padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
+    if mask is not None and mask.ndim == 3:
+        if not (mask[: module.num_heads] == mask[0]).all():
+            raise UserError("attn_mask differs from head to head; a layer with one mask for all heads can be measured")
+        mask = mask[0]
+    padding = None if padding is None else _kept(padding[:1] if batched else padding[None])
+    mask = None if mask is None else _kept(mask)
+    return Call((_kept(query[:1] if batched else query[None]),), {"key_padding_mask": padding, "attn_mask": mask})
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x.detach().clone()
