@@ -14,7 +14,7 @@ from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Survey
-from lipscope.nn.watching import Sight, wide
+from lipscope.nn.watching import Sight, evaluating, wide
 
 WATCHED = ("attention", "normed", "residual", "block")
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
@@ -70,7 +70,8 @@ class ModelWatch:
                 self._handle.remove()  # the pass below is ours
                 self._handle = None
             self._survey = self.model.survey(**one_sample(inputs))
-        site = self._survey.site(self.scope, self._layers[name])
+        with evaluating(self.model.trunk):  # weights that torch's spectral_norm makes stay as they are
+            site = self._survey.site(self.scope, self._layers[name])
         return site.f, site.X[0]
 
     def release(self) -> None:

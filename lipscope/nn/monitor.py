@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ class SmoothnessMonitor:
             monitor.step()
 
     A solve starts from the last right singular vector, so its number is a lower bound with a residual: the upper bound
-    of `local_lipschitz` needs a random start, which only every eighth solve has. No random numbers of torch are used,
-    no gradients, modes or buffers of the model change: the training is bit by bit the one without it.
+    of `local_lipschitz` needs a random start, which only every eighth solve has. torch's random state, gradients, modes
+    and buffers of the model stay as they are: the training is bit by bit the one without it.
 
     model:     a module, or a Watch of one (`lipscope.watch` makes one of a transformers model)
     layers:    modules, names or patterns of names; by default every lipscope attention and nn.MultiheadAttention.
@@ -176,14 +176,25 @@ def logged(readings: Sequence[Reading]) -> dict[str, float]:
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """No gradients and no reduced precision, whatever the training has around it."""
+    """No gradients and no reduced precision, whatever the training has around it; its random numbers are put back."""
     accelerator = torch.accelerator.current_accelerator()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(_random_state_kept(accelerator))
         for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def _random_state_kept(accelerator: torch.device | None) -> AbstractContextManager[None]:
+    """The generators of the CPU and of every device in use. An accelerator that nobody has woken is left asleep."""
+    if accelerator is None:
+        return torch.random.fork_rng(devices=[])
+    backend = torch.get_device_module(accelerator)
+    awake = hasattr(backend, "is_initialized") and backend.is_initialized()
+    devices = range(torch.accelerator.device_count()) if awake else ()
+    return torch.random.fork_rng(devices=devices, device_type=accelerator.type)
 
 
 def _warn(reading: Reading) -> None:

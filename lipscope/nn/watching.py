@@ -34,7 +34,10 @@ class Watch(Protocol):
     def arm(self) -> None: ...
 
     def sight(self, name: str) -> Sight | None:
-        """The layer as a map at the present weights, and the tokens it read; None if it has not run since `arm`."""
+        """The layer as a map at the present weights, and the tokens it read; None if it has not run since `arm`.
+
+        From the first sight on nothing more is kept: what runs then is the measurement.
+        """
         ...
 
     def release(self) -> None: ...
@@ -56,20 +59,30 @@ class ModuleWatch:
             self._handles.append(module.register_forward_pre_hook(self._taps[name], with_kwargs=True))
 
     def sight(self, name: str) -> Sight | None:
+        self._shut()  # a layer that is run for its measurement may hold others
         call = self._taps[name].call
         if isinstance(call, UserError):
             raise call
-        return None if call is None else _read(self._modules[name], call)
+        if call is None:
+            return None
+        module = self._modules[name]
+        with evaluating(module):  # in training, torch's spectral_norm changes with every look at the weight
+            return _read(module, call)
 
     def module(self, name: str) -> nn.Module:
         return self._modules[name]
 
     def release(self) -> None:
+        self._shut()
+        for tap in self._taps.values():
+            tap.call = None
+
+    def _shut(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for tap in self._taps.values():
-            tap.open, tap.call = False, None
+            tap.open = False
 
 
 class _Tap:

@@ -1,0 +1,36 @@
+"""A transformers model under watch: looking at it changes nothing in it."""
+
+import pytest
+import torch
+from torch.nn.utils.parametrizations import spectral_norm
+
+from lipscope.models.character import CharacterConfig, CharacterModel
+from lipscope.models.watching import watch
+from lipscope.nn.language_model import Architecture
+from lipscope.nn.monitor import SmoothnessMonitor
+from tests.models import zoo
+
+
+def character():
+    model = CharacterModel(CharacterConfig.of(Architecture(50, "dot", 2, 8, 2, 12, False)))
+    return model, model.network.attention_layers()[0].query
+
+
+def gpt2():
+    model = zoo.make("gpt2")
+    return model, model.h[0].attn.c_attn
+
+
+@pytest.mark.parametrize("make", [character, gpt2])
+@pytest.mark.parametrize("scope", ["attention", "block"])
+def test_weights_that_torch_normalizes_stay_as_they_are(make, scope):
+    torch.manual_seed(0)
+    model, layer = make()
+    spectral_norm(layer)
+    model.train()
+    monitor = SmoothnessMonitor(watch(model, scope=scope), every=1)
+    model(zoo.sample("gpt2")["input_ids"])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert all(reading.sigma > 0 for reading in monitor.step())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(module.training for module in model.modules())
