@@ -153,7 +153,7 @@ class SmoothnessMonitor:
         if self.table is not None:
             try:
                 self.table.write(readings)
-            except OSError as error:
+            except (OSError, UserError) as error:  # a full disk, a file that somebody else has changed
                 self._complain(str(self.table.path), f"it cannot be written ({error})")
         if self.log is not None and readings:
             self.log(logged(readings), step)

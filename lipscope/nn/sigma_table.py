@@ -62,13 +62,17 @@ class SigmaTable:
 
     def _rows(self) -> list[list[str]]:
         """The whole lines of the file; one torn by a kill does not count."""
-        text = self.path.read_text(encoding="utf-8")
-        if not text:
-            return []
-        lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
+        foreign = f"{self.path} is no table of a SmoothnessMonitor; choose another file, or move it away"
+        try:
+            text = self.path.read_text(encoding="utf-8")
+            if not text:
+                return []
+            lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{foreign} ({error})") from error
         header, rows = (lines or [[]])[0], lines[1:]
         if header != HEADER or any(len(row) != len(HEADER) or not row[0].isdecimal() for row in rows):
-            raise UserError(f"{self.path} is no table of a SmoothnessMonitor; choose another file, or move it away")
+            raise UserError(foreign)
         return rows
 
     def _ends_well(self) -> bool:
