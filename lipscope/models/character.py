@@ -101,18 +101,7 @@ class RoutedCosine(CosineSelfAttention, Routed):
 
 
 class RoutedContractive(ContractiveL2Attention, Routed):
-    """Contractive L2 attention on the attention function in force; the factor stands at the values, not after O."""
-
-    def forward(self, X: Tensor) -> Tensor:
-        return Routed.forward(self, X)
-
-    def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(X)
-        return q, k, v * self.factor(X.shape[-2])
-
-    def closed_heads(self, n: int) -> SelfAttention:
-        f = L2SelfAttention.as_map(self, n)
-        return replace(f, V=f.V * self.factor(n).detach(), O=None)
+    """Contractive L2 attention on the attention function in force; its scale is in the values."""
 
 
 ROUTED: dict[str, Callable[[Architecture], Routed]] = {

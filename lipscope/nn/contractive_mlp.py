@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, linear
 
 from lipscope._types import UserError
-from lipscope.nn.matrix_norms import spectral_upper
+from lipscope.nn.matrix_norms import of_norm
 
 STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)
 """The largest slope of GELU, Phi(x) + x phi(x), attained at x = sqrt(2): about 1.129."""
@@ -29,9 +29,8 @@ class ContractiveMLP(nn.Module):
         self.offset = nn.Parameter(self.up.weight.new_zeros(dim))
 
     def forward(self, X: Tensor) -> Tensor:
-        norms = spectral_upper(self.up.weight), spectral_upper(self.down.weight)
-        hidden = gelu(X @ (self.up.weight / norms[0]).mT + self.up.bias)
-        return self.down(hidden) * (self.constant / (STEEPEST * norms[1])) + self.offset
+        hidden = gelu(linear(X, of_norm(1.0, self.up.weight), self.up.bias))
+        return linear(hidden, of_norm(self.constant / STEEPEST, self.down.weight), self.offset)
 
     def extra_repr(self) -> str:
         return f"constant={self.constant:g}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,9 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
-from lipscope.nn.l2_bound import reaction, weight_factor
+from lipscope.nn.l2_bound import balanced_factors, reaction, weight_factor
 from lipscope.nn.l2_bound import value_factors as value_factors
+from lipscope.nn.matrix_norms import widened
 
 
 class L2SelfAttention(AttentionLayer):
@@ -35,8 +35,16 @@ class L2SelfAttention(AttentionLayer):
     def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = self.split(self.query(X))
         q, k = augment(L2(), y, y)
+        M = self.value_map(X.shape[-2])
+        if y.dtype != torch.float16:
+            return q, k, y @ M.mT.to(y.dtype)
+        with torch.autocast(y.device.type, enabled=False):  # M may be below what float16 resolves, where y makes up
+            return q, k, (y.float() @ M.mT.float()).to(y.dtype)
+
+    def value_map(self, n: int) -> Tensor:
+        """M [heads, k, k]: the values of n tokens are M_h times the queries."""
         Q, V, _ = self._weights()
-        return q, k, y @ value_factors(Q, V).mT.to(y.dtype)
+        return value_factors(widened(Q), widened(V))
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of query and value head by head, [heads, k, dim], and of out."""
@@ -60,9 +68,12 @@ class L2SelfAttention(AttentionLayer):
     @torch.no_grad()
     def as_map(self, n: int) -> SelfAttention:
         check_length(n)
-        Q, V, O = self._weights()
-        V, Q = (value_factors(Q, V) @ Q).flatten(0, 1), Q.flatten(0, 1).clone()
-        return SelfAttention(Q, Q, V, O.clone(), heads=self.heads, causal=self.causal, kernel=L2())
+        Q, _, O = self._weights()
+        # In float32 at least: whoever measures a layer wants its constant, not that of its roundings.
+        dtype = torch.promote_types(O.dtype, torch.float32)
+        V = (widened(self.value_map(n)) @ widened(Q)).flatten(0, 1).to(dtype)
+        Q, O = (W.to(dtype, copy=True) for W in (Q.flatten(0, 1), O))
+        return SelfAttention(Q, Q, V, O, heads=self.heads, causal=self.causal, kernel=L2())
 
 
 class ContractiveL2Attention(L2SelfAttention):
@@ -78,24 +89,19 @@ class ContractiveL2Attention(L2SelfAttention):
         check_norm(norm)
         self.constant, self.norm = float(constant), norm
 
-    def forward(self, X: Tensor) -> Tensor:
-        Y = super().forward(X)
-        return Y * self.factor(X.shape[-2]).to(Y.dtype)
-
-    def factor(self, n: int) -> Tensor:
-        """constant / bound(n), differentiable in the weights."""
-        return self.constant / self.bound_tensor(n, self.norm)
+    def value_map(self, n: int) -> Tensor:
+        """M times constant / bound(n), differentiable in the weights; a little less, for what float32 rounds away."""
+        size = self.constant / reaction(operator.index(n), self.head_size, self.causal, self.norm)
+        slack = 4 * math.sqrt(self.dim) * torch.finfo(torch.promote_types(self.out.weight.dtype, torch.float32)).eps
+        return size * (1 - slack) * balanced_factors(*self._weights(), self.norm)
 
     @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
         own = super().lipschitz_bound(n, norm)
-        return self.constant if norm == self.norm else own * self.factor(n).item() * (1 + 1e-12)
-
-    @torch.no_grad()
-    def as_map(self, n: int) -> SelfAttention:
-        f = super().as_map(n)
-        assert f.O is not None
-        return replace(f, O=f.O * self.factor(n).to(f.O.dtype))
+        if norm == self.norm:
+            return self.constant
+        ratio = own / super().lipschitz_bound(n, self.norm)
+        return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm:g}"

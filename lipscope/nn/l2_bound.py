@@ -20,7 +20,7 @@ from torch import Tensor
 from lipscope._types import Everywhere
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
-from lipscope.nn.matrix_norms import row_sum, spectral_upper, widened
+from lipscope.nn.matrix_norms import FLOOR, row_sum, spectral_upper, unit, widened
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -36,18 +36,46 @@ def _gain(Q: Tensor) -> float:
 
 def weight_factor(Q: Tensor, V: Tensor, O: Tensor, norm: float) -> Tensor:
     """What the weights contribute to the bound: Q, V [heads, k, dim], O [dim, heads k]; rounded up, never zero."""
-    measure = row_sum if norm == math.inf else spectral_upper
     with torch.autocast(O.device.type, enabled=False):
-        Q, V, O = widened(Q), widened(V), widened(O)
-        # ||E||_F sqrt(dim) bounds a matrix of rounding errors in both norms; what a product rounds, the sizes bound.
-        rounding = 4 * O.shape[0] ** 1.5 * torch.finfo(O.dtype).eps
-        size = _gain(Q) * V.norm(dim=(1, 2)) * Q.norm(dim=(1, 2))
-        M = value_factors(Q, V)
-        # Weights that are zero make a zero map, not 0 / 0.
-        m = (measure(M) + rounding * size).clamp_min(TINY)
-        left = (O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None])).transpose(0, 1).flatten(1)
-        right = (m[:, None, None] * Q).flatten(0, 1)
-        return ((measure(left) + rounding * O.norm() * (size / m).norm()) * measure(right)).clamp_min(TINY)
+        (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
+        left, right = _factors(Q, V, O, norm, Q.new_full((), TINY))
+        return (left * right * q * (q * v) * o).clamp_min(TINY)
+
+
+def balanced_factors(Q: Tensor, V: Tensor, O: Tensor, norm: float) -> Tensor:
+    """M over what the weights contribute to the bound: with O and Q as they are, the constant is at most c(n).
+
+    In float64, and whatever the sizes of the weights are: those of V and O cancel before anything is multiplied. Below
+    FLOOR they do not: zero weights make the zero map, and it has a slope there.
+    """
+    with torch.autocast(O.device.type, enabled=False):
+        (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
+        long_q = Q.norm(dim=(1, 2)).clamp_min(FLOOR / q)
+        least = _gain(Q) * FLOOR / v * long_q
+        left, right = _factors(Q, V, O, norm, least)
+        right = right.clamp_min((least * long_q).amin())
+        return value_factors(Q, V) / right / torch.maximum(left, FLOOR / o) / q / o
+
+
+def _unit(W: Tensor) -> tuple[Tensor, Tensor]:
+    W, size = unit(widened(W), tuple(range(W.ndim)))
+    return W, size.flatten()[0]
+
+
+def _factors(Q: Tensor, V: Tensor, O: Tensor, norm: float, least: Tensor) -> tuple[Tensor, Tensor]:
+    """||O diag(M_h / m_h)|| and ||diag(m_h) Q||, rounded up, with m_h = ||M_h|| or `least` where that is smaller."""
+    measure = row_sum if norm == math.inf else spectral_upper
+    # ||E||_F sqrt(dim) bounds a matrix of rounding errors in both norms; what a product rounds, the sizes bound.
+    rounding = 4 * O.shape[0] ** 1.5 * torch.finfo(O.dtype).eps
+    size = _gain(Q) * V.norm(dim=(1, 2)) * Q.norm(dim=(1, 2))
+    M = value_factors(Q, V)
+    own = measure(M) + rounding * size
+    m = torch.maximum(own, least)
+    left = (O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None])).transpose(0, 1).flatten(1)
+    right = (m[:, None, None] * Q).flatten(0, 1)
+    # Where m_h is not ||M_h||, the left factor is no smaller for it.
+    short = (1 - own / m).amax()
+    return measure(left) + O.norm() * (rounding * (size / m).norm() + short), measure(right)
 
 
 def reaction(n: int, size: int, causal: bool, norm: float) -> float:

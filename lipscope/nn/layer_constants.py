@@ -41,6 +41,7 @@ def _constant(layer: AttentionLayer, X: Tensor) -> float:
     f: Callable[[Tensor], Tensor]
     try:
         f = layer.as_map(X.shape[0])
+        X = X.to(f.Q.dtype)
     except UserError:  # no map of the papers: the module itself, by autograd
         f = layer
     return float(local_lipschitz(f, X, tol=TOL, solver=Solver(seed=0)).value)

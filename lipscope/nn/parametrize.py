@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
 from lipscope._types import UserError
-from lipscope.nn.matrix_norms import spectral_upper
+from lipscope.nn.matrix_norms import of_norm
 
 
 class SpectralNormalised(nn.Module):
@@ -27,7 +27,7 @@ class SpectralNormalised(nn.Module):
         self.constant = float(constant)
 
     def forward(self, W: Tensor) -> Tensor:
-        return W * (self.constant / spectral_upper(W)).to(W.dtype)
+        return of_norm(self.constant, W)
 
     def extra_repr(self) -> str:
         return f"constant={self.constant:g}"
@@ -41,7 +41,7 @@ class SigmaReparam(nn.Module):
         self.gamma = nn.Parameter(torch.ones(()))
 
     def forward(self, W: Tensor) -> Tensor:
-        return W * (self.gamma / spectral_upper(W)).to(W.dtype)
+        return of_norm(self.gamma, W)
 
 
 def spectrally_normalise(module: nn.Module, constant: float = 1.0) -> nn.Module:
