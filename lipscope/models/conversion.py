@@ -18,7 +18,7 @@ from lipscope.models.maps import Rerun
 from lipscope.models.plug import configs
 from lipscope.models.running import on_one_line
 from lipscope.models.sites import Survey
-from lipscope.models.watching import INPUTS, one_sample
+from lipscope.models.watching import INPUTS, numbered, one_sample
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.conversion import (
     SUPPORTED,
@@ -59,11 +59,8 @@ def convert(
     sample = _first_sample(inputs, model.device)
     loaded = load(model)
     loaded.check_scopes(["attention"])
+    chosen = numbered(layers, loaded.layers)
     survey = loaded.survey(**sample)
-    chosen = range(loaded.layers) if layers is None else layers
-    for i in chosen:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < loaded.layers:
-            raise UserError(f"layer {i!r} does not exist: the model has layers 0 to {loaded.layers - 1}")
     slots = [_slot(survey, i, target) for i in chosen]
     return _without_cache(model, slots, sample)
 

@@ -14,7 +14,7 @@ from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Survey
-from lipscope.nn.watching import Sight, evaluating, wide
+from lipscope.nn.watching import Sight, evaluating, listed, wide
 
 WATCHED = ("attention", "normed", "residual", "block")
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
@@ -34,11 +34,19 @@ def watch(model: nn.Module, layers: Sequence[int] | None = None, scope: str = "a
         raise UserError(f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}")
     loaded = load(model, dtype=wide(model.dtype))
     loaded.check_scopes([scope])
-    chosen = tuple(range(loaded.layers)) if layers is None else tuple(layers)
-    for i in chosen:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < loaded.layers:
-            raise UserError(f"layer {i!r} does not exist: the model has layers 0 to {loaded.layers - 1}")
+    chosen = numbered(layers, loaded.layers)
     return ModelWatch(loaded, chosen, scope)
+
+
+def numbered(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """The layers asked for, of a model of `count` layers."""
+    chosen = tuple(range(count) if layers is None else listed(layers))
+    for i in chosen:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count:
+            raise UserError(f"layer {i!r} does not exist: the model has layers 0 to {count - 1}")
+        if chosen.count(i) > 1:
+            raise UserError(f"layer {i} is asked for {chosen.count(i)} times; once is enough")
+    return chosen
 
 
 class ModelWatch:

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,8 @@ class SmoothnessMonitor:
         tol: float = 1e-2,
     ):
         _check(every, max_sigma, tol)
+        if not isinstance(model, nn.Module | Watch):
+            raise UserError(f"SmoothnessMonitor takes a torch module or a watch of one, got {type(model).__name__}")
         if not isinstance(model, nn.Module) and layers is not None:
             raise UserError("a watch has its layers already; give them where it is made, not to SmoothnessMonitor")
         self.watch: Watch = ModuleWatch(model, layers) if isinstance(model, nn.Module) else model
@@ -90,6 +93,7 @@ class SmoothnessMonitor:
 
         Hooks then sit on the layers from here to `step`; without it, from the end of the step before.
         """
+        _check_step(number)
         self._announced = True
         self._look(number)
 
@@ -99,6 +103,7 @@ class SmoothnessMonitor:
         number: which step it was, counted by one; needed where training resumes, or counts from elsewhere than 0
         """
         number = self._next if number is None else number
+        _check_step(number)
         self._next = number + 1
         readings = self._measure(number) if number % self.every == 0 else []
         self.watch.release()
@@ -205,7 +210,16 @@ def _warn(reading: Reading) -> None:
 def _check(every: int, max_sigma: float, tol: float) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise UserError(f"every must be a whole number of steps, at least 1, got {every!r}")
-    if not max_sigma > 0:
+    if not _is_number(max_sigma) or not max_sigma > 0:
         raise UserError(f"max_sigma must be a positive number, got {max_sigma!r}")
-    if not (math.isfinite(tol) and 0 < tol < 1):
+    if not _is_number(tol) or not 0 < tol < 1:
         raise UserError(f"tol must lie between 0 and 1 (the relative residual to reach), got {tol!r}")
+
+
+def _check_step(number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
+        raise UserError(f"a step has a whole number, counted by one from 0, got {number!r}")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)

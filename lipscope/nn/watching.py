@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -171,7 +171,12 @@ def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[
         return {name or type(model).__name__: m for name, m in found.items()}
     known = dict(model.named_modules())
     chosen: dict[str, nn.Module] = {}
-    for layer in layers:
+    for layer in listed(layers):
+        if not isinstance(layer, str | nn.Module):
+            raise UserError(
+                f"layers of {type(model).__name__} go by name or are given themselves, got {layer!r}; numbers are for "
+                "transformers models, by lipscope.watch and lipscope.convert"
+            )
         if isinstance(layer, str):
             found = {name: m for name, m in known.items() if name == layer or fnmatchcase(name, layer)}
         else:
@@ -182,6 +187,17 @@ def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[
             asked = repr(layer) if isinstance(layer, str) else f"this {type(layer).__name__}"
             raise UserError(f"{type(model).__name__} has no layer {asked}{hint}")
         chosen |= {name or type(model).__name__: m for name, m in found.items()}
+    return chosen
+
+
+def listed(layers: Iterable[Any]) -> list[Any]:
+    """The layers that somebody asks for, one at least."""
+    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+        given = f"[{layers!r}]" if isinstance(layers, str | int) else "[...]"
+        raise UserError(f"layers must be a list of layers, as in layers={given}, got {type(layers).__name__}")
+    chosen = list(layers)
+    if not chosen:
+        raise UserError("layers is empty: name one at least, or leave it out for all attention")
     return chosen
 
 

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch.nn.utils.parametrizations import spectral_norm
 
+import lipscope as ls
 from lipscope.models.character import CharacterConfig, CharacterModel
 from lipscope.models.watching import watch
 from lipscope.nn.language_model import Architecture
 from lipscope.nn.monitor import SmoothnessMonitor
 from tests.models import zoo
+from tests.nn.watched import unchecked
 
 
 def character():
@@ -34,3 +36,18 @@ def test_weights_that_torch_normalizes_stay_as_they_are(make, scope):
     assert all(reading.sigma > 0 for reading in monitor.step())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.training for module in model.modules())
+
+
+def test_layers_that_cannot_be_meant_are_refused():
+    model = zoo.make("gpt2")
+    for layers, message in [
+        ([], "layers is empty"),
+        ("01", r"as in layers=\['01'\], got str"),
+        (1, r"as in layers=\[1\], got int"),
+        ([1, 1], "layer 1 is asked for 2 times"),
+        ([2], "layer 2 does not exist: the model has layers 0 to 1"),
+        ([True], "layer True does not exist"),
+    ]:
+        with unchecked(), pytest.raises(ls.UserError, match=message):
+            watch(model, layers)
+    assert watch(model, range(1, 2)).names == ("attention.1",)

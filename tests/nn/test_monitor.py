@@ -13,7 +13,7 @@ from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.nn.monitor import ANEW, SmoothnessMonitor, SmoothnessWarning
 from lipscope.nn.sigma_table import HEADER
 from lipscope.nn.watching import ModuleWatch
-from tests.nn.watched import DIM, HEADS, TOKENS, Small, batches
+from tests.nn.watched import DIM, HEADS, TOKENS, Small, batches, unchecked
 
 
 def train(steps=5, watch=None, autocast=False, accumulate=1, dtype=torch.float32):
@@ -254,17 +254,33 @@ def test_what_is_wrong_is_said(tmp_path):
         ({"every": 0}, "every must be"),
         ({"max_sigma": -1.0}, "max_sigma must be"),
         ({"max_sigma": math.nan}, "max_sigma must be"),
+        ({"max_sigma": "a"}, "max_sigma must be"),
+        ({"max_sigma": True}, "max_sigma must be"),
         ({"tol": 0.0}, "tol must lie"),
+        ({"tol": "1"}, "tol must lie"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": "0"}, r"must be a list of layers, as in layers=\['0'\], got str"),
+        ({"layers": model[0]}, r"must be a list of layers, as in layers=\[...\], got DotSelf"),
+        ({"layers": [0]}, "go by name or are given themselves, got 0"),
         ({"layers": ["0.quary"]}, "did you mean '0.query'"),
         ({"layers": [nn.Linear(2, 2)]}, "has no layer this Linear"),
         ({"csv": tmp_path / "no" / "file.csv"}, "does not exist"),
         ({"csv": tmp_path}, "is a folder"),
         ({"csv": strange}, "no table of a SmoothnessMonitor"),
     ]:
-        with pytest.raises(ls.UserError, match=message):
+        with unchecked(), pytest.raises(ls.UserError, match=message):
             SmoothnessMonitor(model, **arguments)
     assert strange.read_text() == "a,b\n1,2\n"
     with pytest.raises(ls.UserError, match="no attention that is known"):
         SmoothnessMonitor(nn.Linear(2, 2))
     with pytest.raises(ls.UserError, match="has its layers already"):
         SmoothnessMonitor(ModuleWatch(model), ["0"])
+    with unchecked(), pytest.raises(ls.UserError, match="takes a torch module or a watch of one, got NoneType"):
+        SmoothnessMonitor(None)
+    monitor = SmoothnessMonitor(model, every=1)
+    for number in (1.5, -1, True, "1"):
+        for told in (monitor.step, monitor.before):
+            with unchecked(), pytest.raises(ls.UserError, match="a step has a whole number"):
+                told(number)
+    model(batches(1)[0])
+    assert [reading.step for reading in monitor.step()] == [0]
