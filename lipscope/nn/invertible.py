@@ -62,6 +62,16 @@ class InvertibleResidual(nn.Module):
         error_bound is ||y - x - g(x)|| / (1 - constant) with the residual taken in float64, so rounding is inside it.
         """
         check_input(y)
+        with torch.autocast(y.device.type, enabled=False):  # which would round g to less than y has
+            return self._fixed_point(self._as_fine_as_g(y))
+
+    def _as_fine_as_g(self, x: Tensor) -> Tensor:
+        """Tokens that autocast made coarser than the weights are."""
+        for weight in self.g.parameters():
+            return x.to(torch.promote_types(x.dtype, weight.dtype)) if x.element_size() == 2 else x
+        return x
+
+    def _fixed_point(self, y: Tensor) -> Inverse:
         c = self.constant
         x = y - self.g(y)
         if not bool(x.isfinite().all()):
@@ -105,7 +115,8 @@ class InvertibleResidual(nn.Module):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a positive integer, got {value!r}")
         keep = torch.is_grad_enabled()
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+            x = self._as_fine_as_g(x.clone() if x.is_inference() else x)
             signs = torch.randint(0, 2, (probes, *x.shape), device=x.device).to(x.dtype) * 2 - 1
             weights = _series_weights(terms, probes, self.constant if unbiased else 0.0).to(x)
             found = _power_series(self.g, x, signs, weights, keep)
@@ -139,7 +150,9 @@ def _power_series(g: nn.Module, x: Tensor, signs: Tensor, weights: Tensor, keep:
     v = w = signs.reshape(many.shape)
     total = torch.zeros(signs.shape[:-2], dtype=x.dtype, device=x.device)
     for weight in weights:
-        (w,) = torch.autograd.grad(y, many, w, create_graph=keep, retain_graph=True)
+        if not y.requires_grad:  # g does not read x
+            break
+        (w,) = torch.autograd.grad(y, many, w, create_graph=keep, retain_graph=True, materialize_grads=True)
         inner = (w * v).sum(dim=(-2, -1)).reshape(total.shape)
         total = total + weight.reshape(-1, *[1] * (total.ndim - 1)) * inner
     return total
@@ -161,9 +174,12 @@ def _series_weights(terms: int, probes: int, going_on: float) -> Tensor:
 
 
 def _length(x: Tensor, norm: float) -> Tensor:
-    """The norm of each sequence."""
-    flat = x.flatten(-2)
-    return flat.abs().amax(dim=-1) if norm == math.inf else torch.linalg.vector_norm(flat, dim=-1)
+    """The norm of each sequence, in float64; squares of scaled entries neither overflow nor vanish."""
+    flat = x.flatten(-2).double()
+    largest = flat.abs().amax(dim=-1)
+    if norm == math.inf:
+        return largest
+    return torch.linalg.vector_norm(flat / largest.where(largest != 0, 1.0)[..., None], dim=-1) * largest
 
 
 def _contraction(g: nn.Module, constant: float | None) -> float:
@@ -179,6 +195,8 @@ def _contraction(g: nn.Module, constant: float | None) -> float:
         raise UserError(f"constant must lie strictly between 0 and 1, got {chosen!r}: x + g(x) need not invert")
     if own is not None and chosen < own:
         raise UserError(f"constant={chosen:g} is below the constant {own:g} that {name} states for itself")
-    if own is None and isinstance(g, AttentionLayer) and g.lipschitz_bound(2) == math.inf:
-        raise UserError(f"{name} has no Lipschitz constant, so none below 1; take ContractiveL2Attention")
+    if own is None and isinstance(g, AttentionLayer):
+        bound = g.lipschitz_bound(2)
+        said = "has no Lipschitz constant" if bound == math.inf else f"promises none: {bound:.3g} bounds it at 2 tokens"
+        raise UserError(f"{name} {said}, more with other weights; take ContractiveL2Attention({g.dim}, {g.heads}, 0.9)")
     return float(chosen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -90,10 +91,9 @@ class ContractiveL2Attention(L2SelfAttention):
         self.constant, self.norm = float(constant), norm
 
     def value_map(self, n: int) -> Tensor:
-        """M times constant / bound(n), differentiable in the weights; a little less, for what float32 rounds away."""
+        """M times constant / bound(n), differentiable in the weights."""
         size = self.constant / reaction(operator.index(n), self.head_size, self.causal, self.norm)
-        slack = 4 * math.sqrt(self.dim) * torch.finfo(torch.promote_types(self.out.weight.dtype, torch.float32)).eps
-        return size * (1 - slack) * balanced_factors(*self._weights(), self.norm)
+        return size * balanced_factors(*self._weights(), self.norm)
 
     @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
@@ -102,6 +102,12 @@ class ContractiveL2Attention(L2SelfAttention):
             return self.constant
         ratio = own / super().lipschitz_bound(n, self.norm)
         return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
+
+    @torch.no_grad()
+    def as_map(self, n: int) -> SelfAttention:
+        f = super().as_map(n)
+        # V was rounded to the nearest; the constant is to hold for what it was rounded to.
+        return replace(f, V=f.V * (1 - 4 * math.sqrt(self.dim) * torch.finfo(f.V.dtype).eps))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm:g}"

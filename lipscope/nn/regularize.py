@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._types import UserError
-from lipscope.linalg.differentiate import check_input, jacobian
+from lipscope.linalg.differentiate import check_input, check_map, jacobian
 from lipscope.linalg.spectral import Solver, spectral_norm
 
 
@@ -41,23 +41,38 @@ def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) 
     """||D_X f|| at X [n, d], or at each member of X [B, n, d], differentiable in the weights of f and in X.
 
     The singular vectors are found by the solver and held fixed, u' J v: where the largest singular value is simple its
-    derivative is that of u' J v. A module in bfloat16 or float16 is measured in float32.
+    derivative is that of u' J v. A module in bfloat16 or float16 is measured in float32. Modules are measured in the
+    mode they are in, and their buffers stay as they are.
     """
     check_input(X)
+    check_map(f)
     with torch.autocast(X.device.type, enabled=False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        f, X = _in_float32(f, X)
+        f, X = _lent(f, X)
         top = spectral_norm(jacobian(f, X.detach()), tol, solver=Solver(seed=0))
         x = X if X.requires_grad else X.detach().requires_grad_(True)
         y = f(x)
-        (pulled,) = torch.autograd.grad(y, x, top.left.to(y).reshape(y.shape), create_graph=True)
+        if not bool(y.isfinite().all()):
+            raise UserError("f gives values that are not finite at X; look for NaN in its weights")
+        pulled = torch.zeros_like(x)
+        if y.requires_grad:
+            u = top.left.to(y).reshape(y.shape)
+            (pulled,) = torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)
+        if not pulled.requires_grad:  # a derivative that nothing moves has the gradient 0, not none
+            pulled = pulled + 0 * x
     return (pulled * top.right.to(x)).sum(dim=(-2, -1))
 
 
-def _in_float32(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The same map in float32 where it runs in less; gradients reach its own weights."""
-    if X.dtype in (torch.float32, torch.float64):
-        return f, X
+def _lent(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The same map on copies of its buffers, in float32 where it runs in less; gradients reach its own weights."""
+    half = X.dtype not in (torch.float32, torch.float64)
     if not isinstance(f, nn.Module):
-        raise UserError(f"X is {X.dtype}; only a torch.nn.Module can be measured in float32 instead: convert f and X")
-    state = {name: t.float() for name, t in (*f.named_parameters(), *f.named_buffers()) if t.is_floating_point()}
+        if half:
+            raise UserError(
+                f"X is {X.dtype}; only a torch.nn.Module can be measured in float32 instead: convert f and X"
+            )
+        return f, X
+    buffers = {name: b.clone() for name, b in f.named_buffers()}
+    if not half:
+        return (lambda x: torch.func.functional_call(f, buffers, (x,))) if buffers else f, X
+    state = {name: t.float() if t.is_floating_point() else t for name, t in (*f.named_parameters(), *buffers.items())}
     return lambda x: torch.func.functional_call(f, state, (x,)), X.float()
