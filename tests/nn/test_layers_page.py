@@ -1,0 +1,17 @@
+"""The Python on the page about Lipschitz layers runs as it stands, and gives what its comments say."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "lipschitz_layers.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+def test_the_page_runs():
+    assert len(BLOCKS) == 1
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[0], PAGE.name, "exec"), names)
+    found, X = names["found"], names["X"]
+    assert (found.value - X).norm() <= found.error_bound + 1e-5
+    assert found.steps >= 1
