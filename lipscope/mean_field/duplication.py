@@ -8,6 +8,7 @@ is the constant over all ways to split atoms and move the pieces infinitesimally
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, liftable, push, query_derivative
 from lipscope.mean_field.masked import conditional_distance
-from lipscope.mean_field.measures import Measure, as_measure
+from lipscope.mean_field.measures import Measure, as_measure, check_measure
 from lipscope.mean_field.transport import wasserstein
 
 
@@ -148,12 +149,15 @@ def jump_ratio(f: SelfAttention, mu: Measure, token: int, to: Tensor, mass: floa
     As the mass tends to 0, so does W2(nu, mu), yet the ratio can stay above L_split(mu): that constant is about short
     moves of any mass, not about long moves of a small mass.
     """
+    check_measure(mu)
     n, d = mu.points.shape
-    if not 0 <= token < n:
+    if not isinstance(token, int) or not 0 <= token < n:
         raise UserError(f"token must be an atom of the measure, 0 to {n - 1}, got {token!r}")
+    if not isinstance(to, Tensor):
+        raise UserError(f"to must be a point, a tensor of size {d}, got {type(to).__name__}")
     if to.numel() != d or torch.equal(to.flatten().to(mu.points), mu.points[token]):
         raise UserError(f"to must be a point of size {d}, not the atom itself, got shape {tuple(to.shape)}")
-    if not 0 < mass < mu.weights[token].item():
+    if not isinstance(mass, Real) or not 0 < mass < mu.weights[token].item():
         raise UserError(
             f"mass must be between 0 and the weight {mu.weights[token].item():g} of token {token}, got {mass!r}"
         )

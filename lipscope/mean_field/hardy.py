@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.mean_field.exponents import check_exponent
 
 STEPS = 1000
 """A guard: the iteration stops by itself, and any field gives a lower bound of the constant."""
@@ -32,8 +33,7 @@ def averaging(n: int, p: float = 2) -> Averaging:
     """The largest ||H x||_p / ||x||_p by power iteration, the maximum for nonnegative matrices [boyd1974]."""
     if not (isinstance(n, int) and n >= 1):
         raise UserError(f"n must be a number of tokens, at least 1, got {n!r}")
-    if not p >= 1:
-        raise UserError(f"p must be at least 1 (math.inf for the longest move), got {p!r}")
+    check_exponent(p)
     count = torch.arange(1, n + 1, dtype=torch.float64)
     x = torch.ones(n, dtype=torch.float64)
     if p == 1:
@@ -41,11 +41,12 @@ def averaging(n: int, p: float = 2) -> Averaging:
     elif not math.isinf(p):
         constant, x = 0.0, count ** (-1 / p)
         for _ in range(STEPS):
-            x = x / x.norm(p)
             before, y = constant, x.cumsum(0) / count
-            constant = y.norm(p).item()
+            constant = (y.norm(p) / x.norm(p)).item()
             if constant <= before * (1 + 1e-15):
                 break
-            # The transpose of H, then the inverse of the duality map of l^p.
-            x = ((y ** (p - 1) / count).flip(0).cumsum(0).flip(0)) ** (1 / (p - 1))
+            # The transpose of H, then the inverse of the duality map of l^p. The first entry is the largest, of x and
+            # of y, and is kept at 1: no power of it overflows, and what vanishes beside it counts for nothing.
+            x = (y ** (p - 1) / count).flip(0).cumsum(0).flip(0)
+            x = (x / x[0]) ** (1 / (p - 1))
     return Averaging(((x.cumsum(0) / count).norm(p) / x.norm(p)).item(), x[:, None])

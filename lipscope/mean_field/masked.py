@@ -22,6 +22,12 @@ def conditional_distance(mu: Measure, nu: Measure, p: float = 2) -> float:
     if mu.positions is None or nu.positions is None:
         raise UserError("conditional_distance needs measures with positions; without them use wasserstein")
     here, there = _fibres(mu), _fibres(nu)
+    if mu.positions.dtype != nu.positions.dtype and here.keys() != there.keys():
+        raise UserError(
+            f"d_p compares measures with the same law of positions, number by number; the first has positions in "
+            f"{mu.positions.dtype} and the second in {nu.positions.dtype}, which round them differently; compute both "
+            f"in one dtype (Measure.uniform(X, causal=True) uses torch.float64)"
+        )
     _check_marginals(here, there)
     moves = []
     for s, (x, a) in here.items():
@@ -45,7 +51,7 @@ def _check_marginals(here: dict, there: dict) -> None:
     for s in sorted(here.keys() ^ there.keys()):
         owner = "first" if s in here else "second"
         raise UserError(
-            f"d_p compares measures with the same law of positions; only the {owner} has mass at position {s:.6g}"
+            f"d_p compares measures with the same law of positions; only the {owner} has mass at position {s!r}"
         )
     for s, (_, a) in here.items():
         first, second = a.sum().item(), there[s][1].sum().item()

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.mean_field.exponents import check_exponent
 from lipscope.mean_field.measures import Measure, check_measure
 
 NEGLIGIBLE = 1e-13
 """The share of an atom that rounding alone can misplace: it does not move. W_inf would count it in full."""
+
+SMALL_P = 8
+"""Up to this exponent light atoms count little; the plans for larger ones are found by way of its plan."""
+
+LARGE_P = 1e12
+"""The plan of this exponent serves larger ones: its longest move is the shortest up to min(n, m)^{1/LARGE_P}."""
 
 
 def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
@@ -29,8 +36,7 @@ def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
 def check_pair(mu: Measure, nu: Measure, p: float) -> None:
     for given in (mu, nu):
         check_measure(given)
-    if not p >= 1:
-        raise UserError(f"p must be at least 1 (math.inf for the longest move), got {p!r}")
+    check_exponent(p)
 
 
 def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:
@@ -38,15 +44,24 @@ def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> floa
     if x.shape[1] != y.shape[1]:
         raise UserError(f"the measures live in different dimensions, {x.shape[1]} and {y.shape[1]}")
     x, a, y, b = (t.detach().double().cpu() for t in (x, a, y, b))
+    # A power of two, so that nothing is rounded: squares of coordinates would overflow or vanish.
+    exponent = math.frexp(max(x.abs().max().item(), y.abs().max().item()))[1]
+    unit = 2.0 ** max(-1000, min(exponent, 1000))
+    x, y = x / unit, y / unit
     if len(x) == 1 or len(y) == 1:
         mass, length = (a[:, None] * b[None]).flatten(), distances(x, y).flatten()
     elif x.shape[1] == 1:
         mass, length = _match_sorted(x[:, 0], a, y[:, 0], b)
     else:
         D = distances(x, y)
+        if p > SMALL_P:
+            _check_lightest(min(a.min(), b.min()).item(), p)
         plan = _bottleneck_plan(a, b, D) if math.isinf(p) else _cheapest_plan(a, b, D, p)
         mass, length = plan.flatten(), D.flatten()
-    return power_mean(mass, length, p)
+    distance = power_mean(mass, length, p) * unit
+    if math.isinf(distance):
+        raise UserError("the distance is beyond the largest float64, 1.8e308; divide the points of both measures by 4")
+    return distance
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
@@ -56,10 +71,11 @@ def distances(x: Tensor, y: Tensor) -> Tensor:
 
 def power_mean(mass: Tensor, length: Tensor, p: float) -> float:
     """(sum of mass length^p)^{1/p}, or the longest length that carries mass."""
-    if math.isinf(p):
-        return length[mass > 0].max().item()
-    longest = length.max().clamp_min(torch.finfo(length.dtype).tiny)
-    return ((mass * (length / longest) ** p).sum() ** (1 / p) * longest).item()
+    longest = length[mass > 0].max()
+    if math.isinf(p) or longest == 0:
+        return longest.item()
+    # Lengths without mass may be longer, and their powers overflow.
+    return ((mass * (length.clamp_max(longest) / longest) ** p).sum() ** (1 / p) * longest).item()
 
 
 def _match_sorted(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,26 +100,38 @@ def _match_sorted(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, T
 def _cheapest_plan(a: Tensor, b: Tensor, D: Tensor, p: float) -> Tensor:
     """The optimal coupling for the cost D^p.
 
-    Next to a long distance, rounding hides short ones: 1e-8 of it, squared, is nothing. So where no mass moves far,
-    distances are cut off at a `reach` and the program is solved again. A cut edge is never worth its cost: in a cycle
-    that takes it, at most min(n, m) edges of the present plan are saved, which together cost less.
+    Next to a long distance rounding hides short ones: 1e-8 of it, squared, is nothing, and so is 1/2 of it for p = 60.
+    So distances are cut off at a `reach` that no mass exceeds, and the program is solved again until that is about the
+    longest move. A cut edge is never worth its cost: in a cycle that takes it, at most min(n, m) edges of the present
+    plan are saved, which together cost less. A large p starts from the plan of a smaller one, whose moves are short
+    already: from the whole diameter, rounding would let reach fall by 1e-16^{1/p} at a time.
     """
-    tiny, reach = torch.finfo(D.dtype).tiny, D.max()
-    plan = _linear_program(a, b, (D / reach.clamp_min(tiny)) ** p)
-    while 0 < (shorter := D[plan > 0].max() * (2 * min(D.shape)) ** (1 / p)) < reach / 10:
-        reach = shorter
-        plan = _linear_program(a, b, (D.clamp_max(reach) / reach.clamp_min(tiny)) ** p)
-    return plan
+    q, reach = min(p, SMALL_P), D.max().item()
+    while True:
+        plan = _plan_within(a, b, D, q, reach)
+        while (shorter := D[plan > 0].max().item() * (2 * min(D.shape)) ** (1 / q)) and (shorter / reach) ** q < 0.1:
+            reach = shorter
+            plan = _plan_within(a, b, D, q, reach)
+        if q >= min(p, LARGE_P):
+            return plan
+        q = min(4 * q, p, LARGE_P)
+        reach = min(reach, D[plan > 0].max().item() * (2 * min(D.shape)) ** (1 / q))
+
+
+def _plan_within(a: Tensor, b: Tensor, D: Tensor, p: float, reach: float) -> Tensor:
+    return _linear_program(a, b, (D.clamp_max(reach) / reach) ** p if reach else D)
+
+
+def _check_lightest(lightest: float, p: float) -> None:
+    if lightest < 1000 * NEGLIGIBLE:
+        raise UserError(
+            f"W_{p:g} counts atoms almost in full, and the lightest has mass {lightest:.1g}: beyond one dimension "
+            f"rounding hides where atoms below {1000 * NEGLIGIBLE:g} go; take p <= {SMALL_P}, or leave them out"
+        )
 
 
 def _bottleneck_plan(a: Tensor, b: Tensor, D: Tensor) -> Tensor:
     """A coupling whose longest move is shortest: the smallest distance r such that all mass can move at most r."""
-    lightest = min(a.min(), b.min()).item()
-    if lightest < 1000 * NEGLIGIBLE:
-        raise UserError(
-            f"W_inf counts every atom in full, and the lightest has mass {lightest:.1g}: beyond one dimension rounding "
-            f"hides where atoms below {1000 * NEGLIGIBLE:g} go; take p < inf, or leave them out"
-        )
     lengths = torch.unique(D)
     low, high = 0, len(lengths) - 1
     plan = _linear_program(a, b, (lengths[high] < D).double())

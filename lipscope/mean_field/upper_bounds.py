@@ -13,6 +13,7 @@ from lipscope._types import Ball, Domain, UserError
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
 from lipscope.mean_field.attention_on_measures import liftable
+from lipscope.mean_field.exponents import check_exponent
 from lipscope.theorems import geshkovski2023
 from lipscope.theorems.heads import Head, over_heads, reach
 from lipscope.theorems.rounding import exp_up, up
@@ -40,8 +41,7 @@ def w_inf_bound(f: SelfAttention, R: float) -> float:
 def w_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
     """W_p without mask, 1 <= p <= inf: ||V|| (a + (1 + c a_b) e^{2 a_b / p}), c = max(1, 2^{2/p - 1})."""
     _check_order(f, causal=False)
-    if not p >= 1:
-        raise UserError(f"p must be at least 1 (math.inf for the longest move), got {p!r}")
+    check_exponent(p)
     return w_inf_bound(f, R) if math.isinf(p) else _evaluate(_least(p, {1.0: 0.0}), f, R)
 
 
@@ -51,7 +51,8 @@ def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
     c = max(1, 2^{2q/p - 1}). At q = p this is ||V|| (a + p/(p-1) (1 + 2 a_b) e^{2 a_b}); at p = inf, w_inf_bound.
     """
     _check_order(f, causal=True)
-    if not p > 1:
+    check_exponent(p)
+    if p == 1:
         raise UserError(f"p must be above 1, got {p!r}: averaging over the past has no constant in d_1")
     if math.isinf(p):
         return w_inf_bound(f, R)

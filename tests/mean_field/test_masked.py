@@ -54,8 +54,21 @@ def test_different_laws_of_positions_are_refused():
         conditional_distance(mu, line([0.0, 1.0, 2.0], positions=[0.0, 0.5, 1.0]))
     with pytest.raises(ls.UserError, match=r"position 0 has mass 0\.5 in the first and 0\.25"):
         conditional_distance(mu, line([0.0, 1.0], [0.25, 0.75], [0.0, 1.0]))
+    close = line([0.0, 1.0], positions=[0.0, 1.0 - 2**-53])
+    with pytest.raises(ls.UserError, match=r"only the first has mass at position 0\.9999999999999999"):
+        conditional_distance(close, mu)
     with pytest.raises(ls.UserError, match="use wasserstein"):
         conditional_distance(line([0.0]), mu)
+
+
+def test_positions_that_differ_by_their_dtype_are_refused_by_its_name():
+    X = torch.zeros(3, 1)
+    fine = Measure.uniform(X, causal=True)
+    coarse = replace(fine, positions=torch.arange(1, 4) / 3)
+    with pytest.raises(ls.UserError, match=r"in torch\.float64 and the second in torch\.float32"):
+        conditional_distance(fine, coarse)
+    halves, same = (Measure.uniform(X[:2], causal=True) for _ in range(2))
+    assert conditional_distance(halves, replace(same, positions=torch.tensor([0.5, 1.0]))) == 0.0
 
 
 @pytest.mark.parametrize("p", [1, 2])

@@ -7,12 +7,14 @@ SCRIPT = """
 import torch
 import lipscope as ls
 from lipscope.mean_field.attention_on_measures import derivative
+from lipscope.mean_field.duplication import jump_ratio
 from lipscope.mean_field.hardy import averaging
 from lipscope.mean_field.splitting_maps import largest_gain, splitting_map
-from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound
+from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w_p_bound
 
 one, other = torch.ones(1, 1), torch.nn.Linear(1, 1)
 f, mu = ls.SelfAttention(one, one, one), ls.Measure.uniform(one)
+causal = ls.Measure.uniform(one, causal=True)
 for case in (
     lambda: ls.push(f, one),
     lambda: derivative(f, one),
@@ -33,6 +35,17 @@ for case in (
     lambda: splitting_map(other, one[0]),
     lambda: largest_gain(other, 2, 1.0),
     lambda: averaging(1.5),
+    lambda: averaging(3, "2"),
+    lambda: ls.wasserstein(mu, mu, "2"),
+    lambda: ls.wasserstein(mu, mu, None),
+    lambda: ls.wasserstein(mu, mu, True),
+    lambda: ls.conditional_distance(causal, causal, "2"),
+    lambda: w_p_bound(f, 1.0, "2"),
+    lambda: d_p_bound(ls.SelfAttention(one, one, one, causal=True), 1.0, "2"),
+    lambda: jump_ratio(f, mu, 0, [0.0], 0.5),
+    lambda: jump_ratio(f, mu, 0.0, 2 * one, 0.5),
+    lambda: jump_ratio(f, mu, 0, 2 * one, "0.5"),
+    lambda: jump_ratio(f, one, 0, 2 * one, 0.5),
 ):
     try:
         print("accepted", case())
@@ -45,6 +58,7 @@ def test_every_wrong_type_gets_a_letter():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     letters = done.stdout.splitlines()
-    assert len(letters) == 19 and all(line.startswith("letter ") for line in letters), done.stdout
-    assert sum("a Measure is expected, got Tensor; Measure.uniform(X) makes one" in line for line in letters) == 4
+    assert len(letters) == 30 and all(line.startswith("letter ") for line in letters), done.stdout
+    assert sum("a Measure is expected, got Tensor; Measure.uniform(X) makes one" in line for line in letters) == 5
     assert sum("must be a SelfAttention" in line and "got Linear" in line for line in letters) == 9
+    assert sum("p must be a number, at least 1" in line for line in letters) == 7
