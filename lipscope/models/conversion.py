@@ -31,6 +31,7 @@ from lipscope.nn.conversion import (
     measure_map,
 )
 from lipscope.nn.replacement import Replacement, constant_part, make_layer
+from lipscope.nn.watching import listed
 
 
 def convert(
@@ -53,23 +54,42 @@ def convert(
 
     print(convert(...)) shows the table. What is carried over and what is not: docs/monitor.md.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"convert takes a torch module, got {type(model).__name__}; lipscope.load(...).trunk is one")
     target = Target(to, constant, fresh)
-    if not isinstance(model, PreTrainedModel) or any(isinstance(m, AttentionLayer) for m in model.modules()):
+    layers = None if layers is None else listed(layers)
+    own = [name for name, m in model.named_modules() if isinstance(m, AttentionLayer)]
+    if not isinstance(model, PreTrainedModel) or own:
+        if isinstance(model, PreTrainedModel) and any(isinstance(layer, int) for layer in layers or ()):
+            raise UserError(
+                f"{type(model).__name__} has lipscope's attention in it: that goes by name, as in layers=[{own[0]!r}]; "
+                "to convert more of its old attention, begin with the model as it was"
+            )
         return convert_module(model, target, inputs, layers)
     sample = _first_sample(inputs, model.device)
     loaded = load(model)
     loaded.check_scopes(["attention"])
     chosen = numbered(layers, loaded.layers)
     survey = loaded.survey(**sample)
+    if "pixel_values" not in sample:
+        check_length(next(iter(sample.values())).shape[1])
     slots = [_slot(survey, i, target) for i in chosen]
     return _without_cache(model, slots, sample)
 
 
 def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
     """What the model reads of the inputs, one sample without padding, where the model is."""
+    if isinstance(inputs, tuple) and len(inputs) == 1:
+        inputs = inputs[0]
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     names = [name for name in (*INPUTS, "attention_mask") if given.get(name) is not None]
-    tensors = {name: torch.as_tensor(given[name], device=device) for name in names}
+    try:
+        tensors = {name: torch.as_tensor(given[name], device=device) for name in names}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            "inputs must be token ids [samples, tokens] or a dictionary of the model's arguments "
+            f"({on_one_line(error)}); a text is encoded first: tokenizer(text, return_tensors='pt')"
+        ) from error
     return one_sample({name: x[:1] if x.ndim > 1 else x[None] for name, x in tensors.items()})
 
 
@@ -125,7 +145,6 @@ def _slot(survey: Survey, i: int, target: Target) -> Slot:
     try:
         site = survey.site("attention", i)
         f = site.f
-        check_length(site.X.shape[-2])
         if not isinstance(f, SelfAttention):
             raise UserError("it is not plain self-attention")
         assert core is not None and projection is not None and f.O is not None

@@ -37,7 +37,7 @@ class Target:
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        if self.to not in ATTENTIONS:
+        if not isinstance(self.to, str) or self.to not in ATTENTIONS:
             raise UserError(f"there is no attention {self.to!r} to convert to; choose one of {', '.join(ATTENTIONS)}")
         if self.constant is not None and self.to != "contractive":
             raise UserError(f"constant={self.constant!r} is for to='contractive'; {self.to} attention takes none")
@@ -98,11 +98,26 @@ def convert_module(
     if layers is None and not any(isinstance(m, AttentionLayer | nn.MultiheadAttention) for m in model.modules()):
         raise UserError(f"{type(model).__name__} has no attention that can be converted; supported are {SUPPORTED}")
 
+    if not isinstance(inputs, Tensor | tuple | Mapping):
+        raise UserError(
+            f"inputs must be a tensor, a tuple of the model's arguments or a dictionary of them, got "
+            f"{type(inputs).__name__}; a model that takes one is given (inputs,)"
+        )
+
     def run() -> Any:
         return call(model, inputs)
 
+    def first_run() -> None:
+        try:
+            run()
+        except UserError:
+            raise
+        except Exception as error:
+            why = " ".join(str(error).split())
+            raise UserError(f"{type(model).__name__} does not run on the inputs ({why})") from error
+
     watch = ModuleWatch(model, layers)
-    with _watching(watch, model, run):
+    with _watching(watch, model, first_run):
         slots = [_slot(watch, name, target) for name in watch.names]
     return exchange(model, slots, run)
 
@@ -114,6 +129,10 @@ def exchange(model: nn.Module, slots: Sequence[Slot], run: Run) -> Conversion:
     before = [(parent, name, parent._modules[name]) for parent, name, _ in places]
     nesting = _nesting(model)
     try:
+        for slot in slots:
+            trained = any(p.requires_grad for old, _ in slot.changes for p in old.parameters())
+            for _, new in slot.changes:
+                new.requires_grad_(trained)
         for parent, name, new in places:
             new.train(parent.training)
             parent._modules[name] = new

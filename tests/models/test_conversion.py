@@ -203,7 +203,7 @@ def test_layers_by_number():
 @pytest.mark.parametrize("inputs", [torch.tensor([[3]]), {"input_ids": [[3, 4]], "attention_mask": [[0, 1]]}])
 def test_a_sample_of_one_token_is_refused_as_it_does_not_show_the_causal_mask(inputs):
     model = zoo.make("gpt2")
-    with pytest.raises(ls.UserError, match=r"layer 0 \(GPT2Attention\) .*the first sample has 1 token"):
+    with pytest.raises(ls.UserError, match="the first sample has 1 token"):
         convert(model, "l2", inputs)
     assert type(model.h[0].attn).__name__ == "GPT2Attention"
     convert(model, "l2", torch.tensor([[3, 4]]))
