@@ -18,11 +18,12 @@ from scipy.spatial import cKDTree
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.dynamics.integration import Ending
 from lipscope.dynamics.particles import Flow
 from lipscope.linalg.differentiate import check_tensor
 
 NOISE = 0.01
-"""Margins below this part of the width, 1e-4 of the input by default, are not told from none."""
+"""A centre counts as a vertex from a margin of this part of the width on: a threshold chosen, not an error measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class Clusters:
                     where they do not at the end.
     counts [T]:     how many clusters there are at each time of the flow.
     width:          the tolerance as a length.
+    ending:         how the flow ended at `reached`, which bears on what its end shows.
     """
 
     centres: Tensor
@@ -44,6 +46,8 @@ class Clusters:
     formed: Tensor
     counts: Tensor
     width: float
+    ending: Ending
+    reached: float
 
     def __len__(self) -> int:
         return len(self.masses)
@@ -55,8 +59,9 @@ class Clusters:
 
     @property
     def clear(self) -> bool:
-        """Whether every cluster is narrow, and there are fewer of them than tokens."""
-        return math.isfinite(self.time) and (len(self) < len(self.labels) or len(self.labels) == 1)
+        """Whether tokens moved, every cluster is narrow, and there are fewer of them than tokens."""
+        gathered = len(self) < len(self.labels) or len(self.labels) == 1
+        return len(self.counts) > 1 and math.isfinite(self.time) and gathered
 
     @cached_property
     def margins(self) -> Tensor:
@@ -65,18 +70,39 @@ class Clusters:
 
     @property
     def extreme(self) -> Tensor:
-        """Which centres are vertices of the convex hull of all, by more than the error of a flow."""
+        """Which centres are vertices of the convex hull of all, by a margin above NOISE times the width."""
         return self.margins > NOISE * self.width
 
     @property
     def status(self) -> str:
-        if not self.clear:
-            return f"no clear clusters: {len(self)} groups of {len(self.labels)} tokens, not all narrow at the end"
-        vertices = int(self.extreme.sum())
+        early = "" if self.ending is Ending.FINISHED else f"; the flow ended early, at t = {self.reached:.4g}"
+        return (self._gathered if self.clear else f"no clear clusters: {self._scattered}") + early
+
+    @property
+    def title(self) -> str:
+        """The status in a few words."""
+        return _counted(len(self), "cluster") if self.clear else f"no clear clusters: {_counted(len(self), 'group')}"
+
+    @property
+    def _gathered(self) -> str:
+        vertices, least = int(self.extreme.sum()), self.margins.min().item()
+        found = f"{_counted(len(self), 'cluster')} of {_counted(len(self.labels), 'token')}"
+        formed = f"{found}, formed by t = {self.time:.4g}"
+        if len(self) == 1:
+            return formed
         return (
-            f"{len(self)} clusters of {len(self.labels)} tokens, formed by t = {self.time:.4g}; "
-            f"{vertices} of {len(self)} are vertices of their convex hull"
+            f"{formed}; {vertices} of {len(self)} are vertices of their convex hull "
+            f"(smallest margin {least:.2g}, threshold {NOISE * self.width:.2g})"
         )
+
+    @property
+    def _scattered(self) -> str:
+        groups, tokens = len(self), len(self.labels)
+        if len(self.counts) == 1:
+            return f"the flow has not moved from its {_counted(tokens, 'token')}"
+        if groups == tokens:
+            return f"each of {tokens} tokens is a group of its own"
+        return f"{_counted(groups, 'group')} of {tokens} tokens, not all narrow at the end"
 
 
 def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) -> Clusters:
@@ -85,20 +111,37 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
     Tokens belong together when a chain of tokens joins them whose links are shorter than tol times the largest distance
     of a token from the mean at the start.
     """
-    if not (math.isfinite(tol) and 0 < tol < 1):
+    if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 < tol < 1:
         raise UserError(f"tol, relative to the size of the input, must lie between 0 and 1, got {tol!r}")
-    z = (found.renormalised if renormalised else found.positions).double().cpu()
-    check_tensor("the flow", z)
-    n = z.shape[1]
-    weights = torch.full((n,), 1 / n).double() if found.weights is None else found.weights.double().cpu()
-    width = tol * (z[0] - weights @ z[0]).norm(dim=1).max().item()
+    x = (found.renormalised if renormalised else found.positions).detach().double().cpu()
+    check_tensor("the flow", x)
+    n = x.shape[1]
+    weights = torch.full((n,), 1 / n, dtype=torch.float64)
+    if found.weights is not None:
+        weights = found.weights.detach().double().cpu()
+    # In units of the spread at the start: squares of lengths neither overflow nor vanish.
+    middle = weights @ x[0]
+    unit = max((x[0] - middle).abs().max().item(), torch.finfo(torch.float64).tiny)
+    z = (x - middle) / unit
+    check_tensor("the flow, relative to its spread at the start,", z)
+    width = tol * z[0].norm(dim=1).max().item()
     labels = components(z[-1], width)
     counts = torch.tensor([int(components(frame, width).max()) + 1 for frame in z])
     masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
     order = masses.argsort(descending=True, stable=True)
     labels, masses = order.argsort()[labels], masses[order]
     radii, centres = _radii(z, labels, weights)
-    return Clusters(centres[-1], masses, labels, radii[-1], _formed(radii, found.times, width), counts, width)
+    return Clusters(
+        middle + unit * centres[-1],
+        masses,
+        labels,
+        unit * radii[-1],
+        _formed(radii, found.times, width),
+        counts,
+        unit * width,
+        found.ending,
+        found.times[-1].item(),
+    )
 
 
 def components(points: Tensor, width: float) -> Tensor:
@@ -135,6 +178,10 @@ def hull_margins(points: Tensor) -> Tensor:
         assert solved.status == 0, solved.message
         found.append(-solved.fun * size)
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _radii(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ As h -> 0 the middle term becomes exp of the integral of the largest eigenvalue 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from lipscope._types import Status
 from lipscope.attention.layer import SelfAttention
-from lipscope.dynamics.integration import Progress
+from lipscope.dynamics.integration import Progress, check_count, check_tolerance
 from lipscope.dynamics.particles import Flow, layered
+from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
@@ -31,6 +33,8 @@ class DepthGrowth:
     product:  the product of the constants of its layers X -> X + h f(X), each at its own input.
     gronwall: exp of the integral of || D f ||, what the triangle inequality leaves of that product.
     local:    || D f || at the tokens of this depth.
+    overflow: the first depth at which the derivative of a layer, or of the network, is not finite in this dtype; the
+              numbers end before it. None where all are.
     For a measure all are norms in L2(mu).
     """
 
@@ -41,20 +45,24 @@ class DepthGrowth:
     gronwall: Tensor
     local: Tensor
     statuses: tuple[Status, ...]
+    overflow: float | None = None
 
     @property
     def status(self) -> str:
         bad = [s for s in self.statuses if not s.ok]
+        said = [
+            f"at depth {self.times[-1].item():.4g} a change can grow {self.sigma[-1].item():.4g} times; "
+            f"the layers one by one allow {self.product[-1].item():.4g}"
+        ]
+        if bad:
+            said = [bad[0].value]
+        if self.overflow is not None:
+            said.append(f"from depth {self.overflow:.4g} on derivatives overflow this dtype; ask for a shorter time")
+        if self.flow.unresolved is not None:
+            said.append(f"from depth {self.flow.unresolved:.4g} on rounding decides between keys of nearly equal score")
         if not self.flow.ok:
-            return self.flow.status
-        return (
-            bad[0].value
-            if bad
-            else (
-                f"at depth {self.times[-1].item():.4g} a change can grow {self.sigma[-1].item():.4g} times; "
-                f"the layers one by one allow {self.product[-1].item():.4g}"
-            )
-        )
+            said.append(f"the network ends at depth {self.flow.times[-1].item():.4g}: {self.flow.ending.value}")
+        return "; ".join(said)
 
 
 def growth_along_depth(
@@ -68,26 +76,28 @@ def growth_along_depth(
     progress: Progress | None = None,
 ) -> DepthGrowth:
     """The growth of perturbations through `layers` residual layers of step time/layers, at about `points` depths."""
+    check_count("points", points)
+    check_tolerance(tol)
     path = layered(f, X, time, layers)
     step, count = time / layers, path.steps
-    local, alone, operators = [], [], []
-    for k, x in enumerate(path.positions):
-        J = f.linearize(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
-        operators.append(_residual(J, step))
-        local.append(spectral_norm(J, tol, solver=Solver(seed=0)))
-        alone.append(spectral_norm(operators[-1], tol, solver=Solver(seed=0)))
-        if progress:
-            progress(k, 2 * count + 1)
-    depths = sorted({round(i * count / points) for i in range(points + 1)})
+    local, alone, operators = _layer_by_layer(f, X, path, step, tol, progress)
+    lost = None if len(local) > count else len(local)
+    depths = sorted({round(i * max(0, len(local) - 1) / points) for i in range(points + 1)})
     whole = []
     for depth in depths[1:]:
-        whole.append(spectral_norm(composed(operators[:depth]), tol, solver=Solver(seed=0)))
+        found = spectral_norm(composed(operators[:depth]), tol, solver=Solver(seed=0))
+        if not math.isfinite(float(found.value)):
+            lost = depth
+            break
+        whole.append(found)
         if progress:
             progress(count + depth, 2 * count + 1)
-    at = torch.tensor(depths)
-    steps = torch.tensor([e.value for e in local], dtype=torch.float64)
-    product = torch.tensor([1.0, *(e.value for e in alone[:-1])], dtype=torch.float64).cumprod(0)
-    integral = torch.cat([torch.zeros(1, dtype=torch.float64), step * steps[:-1].cumsum(0)])
+    if progress:
+        progress(2 * count + 1, 2 * count + 1)
+    at = torch.tensor(depths[: len(whole) + 1])
+    steps = torch.tensor([e.value for e in local] or [math.nan], dtype=torch.float64)
+    product = torch.tensor([1.0, *(e.value for e in alone)], dtype=torch.float64).cumprod(0)
+    integral = torch.cat([torch.zeros(1, dtype=torch.float64), step * steps.cumsum(0)])
     return DepthGrowth(
         path,
         path.times[at],
@@ -96,7 +106,27 @@ def growth_along_depth(
         integral[at].exp(),
         steps[at],
         tuple(e.status for e in (*local, *alone, *whole)),
+        None if lost is None else path.times[lost].item(),
     )
+
+
+def _layer_by_layer(
+    f: SelfAttention, X: Tensor | Measure, path: Flow, step: float, tol: float, progress: Progress | None
+) -> tuple[list[Estimate], list[Estimate], list[LinearOperator]]:
+    """|| J_k ||, || I + step J_k || and that operator for every state of the path, up to the first that overflows."""
+    local, alone, operators = [], [], []
+    for k, x in enumerate(path.positions):
+        J = f.linearize(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
+        both = _residual(J, step)
+        found = [spectral_norm(j, tol, solver=Solver(seed=0)) for j in (J, both)]
+        if not all(math.isfinite(float(e.value)) for e in found):
+            break
+        local.append(found[0])
+        alone.append(found[1])
+        operators.append(both)
+        if progress:
+            progress(k, 2 * path.steps + 1)
+    return local, alone, operators
 
 
 def _residual(J: LinearOperator, step: float) -> LinearOperator:

@@ -18,8 +18,8 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2, default_scale
 from lipscope.attention.layer import SelfAttention
-from lipscope.dynamics.integration import Ending, Progress, integrate
-from lipscope.dynamics.particles import check_time, value_matrix
+from lipscope.dynamics.integration import Ending, Progress, check_tolerance, instants, integrate
+from lipscope.dynamics.particles import value_matrix
 from lipscope.linalg.differentiate import check_tensor
 from lipscope.mean_field.attention_on_measures import liftable
 
@@ -65,6 +65,7 @@ def gaussian_flow(
     *,
     frames: int = 65,
     tol: float = 1e-9,
+    max_steps: int = 10_000,
     progress: Progress | None = None,
 ) -> GaussianFlow:
     """The flow of N(mean [d], covariance [d, d]) under f to `time`, or to its blow-up: any heads, biases, Dot or L2.
@@ -72,9 +73,10 @@ def gaussian_flow(
     A causal f is taken on tokens whose law does not depend on their position: then every token sees, in the limit of
     many, the law that all have, and the mask makes no difference. Other masked inputs have no closed equation.
     """
-    _check(f, mean, covariance, frames)
-    check_time(time)
-    d = len(mean)
+    _check(f, mean, covariance)
+    times = instants(time, frames)
+    check_tolerance(tol)
+    mean, covariance, d = mean.detach(), covariance.detach(), len(mean)
     start = torch.cat([mean[:, None], torch.eye(d, dtype=mean.dtype, device=mean.device)], dim=1)
 
     velocity = affine_velocity(f)
@@ -89,10 +91,11 @@ def gaussian_flow(
     path = integrate(
         field,
         start,
-        torch.linspace(0, time, frames, dtype=torch.float64),
+        times,
         rtol=tol,
         atol=tol * max(1.0, mean.abs().max().item()),
         watch=approach,
+        max_steps=max_steps,
         progress=progress,
     )
     F = path.states[..., 1:]
@@ -148,7 +151,7 @@ class _Approach:
         return Ending.BLOW_UP
 
 
-def _check(f: SelfAttention, mean: Tensor, covariance: Tensor, frames: int) -> None:
+def _check(f: SelfAttention, mean: Tensor, covariance: Tensor) -> None:
     liftable(f)
     if f.kernel.softcap is not None:
         raise UserError("f has a softcap: its scores are not linear, and a Gaussian does not stay one; leave it out")
@@ -168,5 +171,3 @@ def _check(f: SelfAttention, mean: Tensor, covariance: Tensor, frames: int) -> N
     lowest = torch.linalg.eigvalsh(covariance.double()).min().item()
     if lowest < -1e-6 * size:
         raise UserError(f"the covariance must have no negative eigenvalue, its smallest is {lowest:.3g}")
-    if frames < 2:
-        raise UserError(f"frames must be at least 2, the start and the end, got {frames!r}")

@@ -90,10 +90,8 @@ def integrate(
 
     times [T] in float64 rise from the start; `watch` sees every accepted state and may end the path there.
     """
-    if not (math.isfinite(rtol) and 0 < rtol < 1):
-        raise UserError(f"the tolerance must lie between 0 and 1, got {rtol!r}")
-    if max_steps < 1:
-        raise UserError(f"max_steps must be at least 1, got {max_steps!r}")
+    check_tolerance(rtol)
+    check_count("max_steps", max_steps)
     times = times.to(y.device)
     watched = _Watched(field, times[-1].item(), watch, max_steps, progress)
     try:
@@ -110,6 +108,27 @@ def integrate(
     if progress:
         progress(watched.end, watched.end)
     return Path(times.cpu(), states, ending, watched.steps, watched.evaluations)
+
+
+def instants(time: float, frames: int) -> Tensor:
+    """Equal times [frames] from 0 to `time` in float64, all different."""
+    if isinstance(time, bool) or not isinstance(time, int | float) or not (math.isfinite(time) and time > 0):
+        raise UserError(f"time, the depth to flow to, must be a positive number, got {time!r}")
+    check_count("frames", frames, 2, "the start and the end")
+    times = torch.linspace(0, time, frames, dtype=torch.float64)
+    if not bool((times.diff() > 0).all()):
+        raise UserError(f"time must be long enough to hold {frames} different times, got {time!r}")
+    return times
+
+
+def check_count(name: str, value: int, least: int = 1, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{name} must be a whole number, at least {least}{why and ', ' + why}, got {value!r}")
+
+
+def check_tolerance(tol: float) -> None:
+    if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 < tol < 1:
+        raise UserError(f"the tolerance must be a number between 0 and 1, got {tol!r}")
 
 
 def _solve(field: _Watched, y: Tensor, times: Tensor, end: Tensor, rtol: float, atol: float) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import L2, augment, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
-from lipscope.dynamics.integration import Ending, Progress, integrate
+from lipscope.dynamics.integration import Ending, Progress, check_count, check_tolerance, instants, integrate
 from lipscope.linalg.differentiate import check_input
 from lipscope.mean_field.attention_on_measures import lifted
 from lipscope.mean_field.measures import Measure
@@ -60,7 +59,15 @@ class Flow:
     def renormalised(self) -> Tensor:
         """z = e^{-tV} x [T, n, d], V the value matrix of the layer."""
         shrink = torch.linalg.matrix_exp(-self.times.to(self.positions)[:, None, None] * value_matrix(self.f))
-        return self.positions @ shrink.mT
+        z = self.positions @ shrink.mT
+        lost = torch.nonzero(~z.flatten(1).isfinite().all(dim=1).cpu())
+        if len(lost):
+            t = self.times[lost[0, 0]].item()
+            raise UserError(
+                f"z = e^(-tV) x overflows {str(z.dtype).removeprefix('torch.')} at t = {t:.6g}: "
+                "read `positions` (in find_clusters, renormalised=False), or flow to a shorter time"
+            )
+        return z
 
 
 def flow(
@@ -80,14 +87,13 @@ def flow(
     renormalise: integrate z = e^{-tV} x instead of x. It pays where V drives the tokens outwards: z comes to rest.
     """
     velocity, points, weights = velocity_of(f, X)
-    check_time(time)
-    if frames < 2:
-        raise UserError(f"frames must be at least 2, the start and the end, got {frames!r}")
+    times = instants(time, frames)
+    check_tolerance(tol)
     resolution = _Resolution(f, value_matrix(f) if renormalise else None)
     path = integrate(
         _renormalised_field(velocity, value_matrix(f)) if renormalise else lambda _, x: velocity(x),
         points,
-        torch.linspace(0, time, frames, dtype=torch.float64),
+        times,
         rtol=tol,
         atol=tol * max(points.abs().max().item(), torch.finfo(points.dtype).tiny),
         watch=resolution,
@@ -104,25 +110,27 @@ def flow(
 def layered(f: SelfAttention, X: Tensor | Measure, time: float, layers: int) -> Flow:
     """The residual network X <- X + (time/layers) f(X), layer by layer: the flow with Euler steps."""
     velocity, points, weights = velocity_of(f, X)
-    check_time(time)
-    if layers < 1:
-        raise UserError(f"a network needs at least 1 layer, got {layers!r}")
+    check_count("layers", layers)
+    instants(time, layers + 1)  # refuses a time that cannot be divided
+    times, resolution = torch.arange(layers + 1, dtype=torch.float64) * (time / layers), _Resolution(f, None)
     states, ending = [points], Ending.FINISHED
     with torch.no_grad():
-        for _ in range(layers):
+        resolution(0.0, points)
+        for t in times[1:].tolist():
             x = states[-1] + (time / layers) * velocity(states[-1])
             if not bool(x.isfinite().all()):
                 ending = Ending.OVERFLOW
                 break
             states.append(x)
-    times = torch.arange(len(states), dtype=torch.float64) * (time / layers)
-    return Flow(f, times, torch.stack(states), weights, ending, len(states) - 1, len(states) - 1)
+            resolution(t, x)
+    done = len(states) - 1
+    return Flow(f, times[: done + 1], torch.stack(states), weights, ending, done, done, resolution.lost)
 
 
 def value_matrix(f: SelfAttention) -> Tensor:
     """V for one head, sum_h O_h V_h for several: what moves tokens that all agree, dx/dt = V x (less the biases)."""
     values = f.V.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten(0, 1)
-    return values if f.O is None else f.O @ values
+    return (values if f.O is None else f.O @ values).detach()
 
 
 def velocity_of(f: SelfAttention, X: Tensor | Measure) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]:
@@ -131,38 +139,49 @@ def velocity_of(f: SelfAttention, X: Tensor | Measure) -> tuple[Callable[[Tensor
         raise UserError(f"f must be a SelfAttention, got {type(f).__name__}")
     points = X.points if isinstance(X, Measure) else X
     _check_tokens(f, points)
+    points = points.detach()
     if not isinstance(X, Measure):
         return lambda x: _by_rows(f, x, f.mask), points, None
+    weights = None if bool((X.weights == X.weights[0]).all()) else X.weights.detach()
+    if X.positions is None or bool((X.positions.diff() >= 0).all()):
+        return _on_measure(f, X), points, weights
+    # In order and without ties the causal order needs no mask: compute in that order, and put the tokens back.
+    order = X.positions.argsort(stable=True)
+    back = order.argsort()
+    ordered = _on_measure(f, Measure(X.points[order], X.weights[order], X.positions[order]))
+    return lambda x: ordered(x[order])[back], points, weights
+
+
+def _on_measure(f: SelfAttention, X: Measure) -> Callable[[Tensor], Tensor]:
     lift = lifted(f, X)
     mask = lift.mask
     # All rows of log w are one row, which broadcasts; a mask of positions with ties has rows of its own.
-    row = mask if mask is None or mask.dtype == torch.bool or mask.stride(0) else mask[:1]
-    return lambda x: _by_rows(lift, x, row), points, None if mask is None else X.weights
+    shared = mask is not None and lift.causal == f.causal
+    return lambda x: _by_rows(lift, x, mask[:1] if mask is not None and shared else mask, shared)
 
 
-def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None) -> Tensor:
-    """f(x) in O(n) memory, a block of queries at a time; mask [n, n] or [1, n]."""
+def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = False) -> Tensor:
+    """f(x) in O(n) memory, a block of queries at a time; mask [n, n], or [1, n] where all rows share it."""
     if f.padding is not None or (f.window is not None and not f.causal):
         return f(x)
     q, k, v, scale = _operands(f, x)
     n = x.shape[0]
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
-    plain = _plain(f, mask) and not x.is_cuda
+    plain = (mask is None or shared) and _plain(f) and not x.is_cuda
     out, room = x.new_empty(n, f.heads * v.shape[-1]), x.new_empty(2, f.heads * height * n if plain else 0)
     for start in range(0, n, height):
         rows = slice(start, min(n, start + height))
         seen = rows.stop if f.causal else n
-        part = None if mask is None else mask[:, :seen] if mask.shape[0] == 1 else mask[rows, :seen]
+        part = None if mask is None else mask[:, :seen] if shared else mask[rows, :seen]
         block = q[:, rows] * scale, k[:, :seen], v[:, :seen], part
         o = _softmax_rows(*block, f.causal, room) if plain else _attend_rows(f, *block)
         out[rows] = o.transpose(0, 1).flatten(1)
     return out if f.O is None else out @ f.O.T
 
 
-def _plain(f: SelfAttention, mask: Tensor | None) -> bool:
-    """Whether the scores are bare, but for one row of weights that all queries share."""
-    shared = mask is None or (mask.shape[0] == 1 and mask.dtype != torch.bool)
-    return shared and f.window is None and f.kernel.softcap is None and f.kernel.sinks is None
+def _plain(f: SelfAttention) -> bool:
+    """Whether the scores are bare, but for the causal order and a mask."""
+    return f.window is None and f.kernel.softcap is None and f.kernel.sinks is None
 
 
 def _attend_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -221,11 +240,6 @@ class _Resolution:
         largest = abs(scale) * q.norm(dim=-1).max().item() * k.norm(dim=-1).max().item()
         if self.f.kernel.softcap is None and torch.finfo(x.dtype).eps * largest > UNRESOLVED:
             self.lost = t
-
-
-def check_time(time: float) -> None:
-    if isinstance(time, bool) or not isinstance(time, int | float) or not (math.isfinite(time) and time > 0):
-        raise UserError(f"time, the depth to flow to, must be a positive number, got {time!r}")
 
 
 def _check_tokens(f: SelfAttention, points: Tensor) -> None:

@@ -74,6 +74,7 @@ PRESETS = {
         n=24,
         dim=2,
         time=2.0,
+        renormalise=False,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,8 +13,8 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.clusters import Clusters, find_clusters
 from lipscope.dynamics.depth_growth import DepthGrowth, growth_along_depth
 from lipscope.dynamics.gaussian import GaussianFlow, gaussian_flow
-from lipscope.dynamics.integration import Progress
-from lipscope.dynamics.particles import Flow, check_time, flow
+from lipscope.dynamics.integration import Progress, check_count, instants
+from lipscope.dynamics.particles import Flow, flow
 from lipscope.dynamics.presets import PRESETS, Preset, gaussian_law, layer_of, tokens_of
 from lipscope.linalg.device import usable_device
 
@@ -30,12 +31,14 @@ TOLERANCE = 1e-5
 class Moments:
     """A Gaussian along depth by its closed equation, to the time asked for, and as far as its blow-up.
 
-    blow_up: its time, looked for up to HORIZON times the time asked for; `beyond` goes there, or nowhere else.
+    blow_up:  its time, looked for up to HORIZON times the time asked for; `beyond` goes there, or nowhere else.
+    searched: the time up to which it was looked for.
     """
 
     closed: GaussianFlow
     beyond: GaussianFlow
     blow_up: float | None
+    searched: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +82,12 @@ def simulate(
         raise UserError(f"there is no preset {preset!r}; the presets are {', '.join(PRESETS)}")
     chosen = PRESETS[preset]
     n, dim = (chosen.n if n is None else n), (chosen.dim if dim is None else dim)
-    for name, value in (("n, the number of tokens,", n), ("dim, the size of a token,", dim)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
-    if seed < 0:
-        raise UserError(f"seed must not be negative, got {seed}")
+    check_count("n, the number of tokens,", n)
+    check_count("dim, the size of a token,", dim)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UserError(f"seed must be a whole number, not negative and below 2^63, got {seed!r}")
     time = chosen.time if time is None else time
-    check_time(time)
+    instants(time, 2)  # refuses a time before anything is drawn
     place = usable_device(device)
     f, X = layer_of(chosen, dim).to(place), tokens_of(chosen, n, dim, seed).to(place)
     path, found = LOOKS[chosen.look](chosen, f, X, time, progress)
@@ -107,9 +109,10 @@ def _look_at_moments(
     preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
 ) -> tuple[Flow, Moments]:
     law = [x.to(X) for x in gaussian_law(X.shape[1], preset.size)]
-    closed, far = (gaussian_flow(f, law[0], law[1], end) for end in (time, HORIZON * time))
+    horizon = min(HORIZON * time, sys.float_info.max)
+    closed, far = (gaussian_flow(f, law[0], law[1], end) for end in (time, horizon))
     beyond = closed if far.blow_up is None else gaussian_flow(f, law[0], law[1], BEFORE * far.blow_up)
-    return _flow(preset, f, X, time, progress), Moments(closed, beyond, far.blow_up)
+    return _flow(preset, f, X, time, progress), Moments(closed, beyond, far.blow_up, far.times[-1].item())
 
 
 def _look_at_growth(

@@ -22,19 +22,20 @@ def animate(simulation: Simulation, path: Path, progress: Progress | None = None
     from matplotlib.animation import PillowWriter
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5, 4.6))
+    figure = Figure(figsize=(5.4, 4.6))
     ax, times = figure.subplots(), simulation.flow.times
     if isinstance(simulation.found, Moments) and simulation.dim > 1:
         move = moving_cloud(ax, simulation, simulation.found)
     else:
         move = _moving_tokens(ax, simulation)
     frame_axes(ax, simulation.shown)
-    figure.subplots_adjust(bottom=0.22)
+    ax.ticklabel_format(useOffset=False)
+    figure.subplots_adjust(left=0.17, bottom=0.22)
     writer = PillowWriter(fps=FPS)
     with writer.saving(figure, str(path), dpi=72):
         for frame in range(len(times)):
             move(frame)
-            ax.set_title(f"{simulation.name}, t = {times[frame].item():.2f}", fontsize="medium")
+            ax.set_title(f"{simulation.name}, t = {times[frame].item():.3g}", fontsize="medium")
             writer.grab_frame()
             if progress:
                 progress(frame + 1, len(times))

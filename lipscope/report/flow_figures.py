@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lipscope.dynamics.clusters import Clusters
 from lipscope.dynamics.depth_growth import DepthGrowth
@@ -15,10 +17,12 @@ from lipscope.dynamics.simulation import Moments, Simulation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from torch import Tensor
 
 PATHS = 400
 """Beyond so many tokens, only so many paths are drawn."""
+
+LARGEST = 1e200
+"""Beyond this, ticks and margins of an axis overflow."""
 
 Move = Callable[[int], None]
 NOTHING = np.empty(0)
@@ -73,7 +77,7 @@ def frame_axes(ax: Axes, z: Tensor) -> None:
     ax.set_adjustable("box")  # limits are kept, and the shape of the axes gives way to equal scales
     flat = z.reshape(-1, z.shape[-1])
     low, high = flat.amin(dim=0), flat.amax(dim=0)
-    pad = 0.05 * (high - low).clamp_min(1e-9)
+    pad = 0.05 * (high - low).clamp_min(1e-9 * max(1.0, flat.abs().max().item()))
     ax.set_xlim((low - pad)[0].item(), (high + pad)[0].item())
     if z.shape[-1] > 1:
         ax.set_ylim((low - pad)[1].item(), (high + pad)[1].item())
@@ -112,7 +116,8 @@ def _paths(ax: Axes, simulation: Simulation) -> None:
 
 
 def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
-    """Limit points, filled where they are vertices of their hull."""
+    """Limit points, or the centres of what has not gathered, filled where they are vertices of their hull."""
+    what = "limit points" if found.clear else "centres of groups"
     centres, extreme = found.centres.numpy(), found.extreme.numpy()
     end = simulation.flow.times[-1].item()
     for which, face, name in ((extreme, ORANGE, "vertices"), (~extreme, "white", "not vertices")):
@@ -120,7 +125,7 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
             continue
         points = centres[which]
         x, y = (np.full(len(points), end), points[:, 0]) if simulation.dim == 1 else (points[:, 0], points[:, 1])
-        ax.scatter(x, y, s=60, c=face, edgecolors=ORANGE, zorder=3, label=f"limit points: {which.sum()} {name}")
+        ax.scatter(x, y, s=60, c=face, edgecolors=ORANGE, zorder=3, label=f"{what}: {which.sum()} {name}")
     if simulation.dim == 2 and extreme.sum() > 2:
         corners = centres[extreme]
         around = np.argsort(np.arctan2(*(corners - corners.mean(axis=0)).T[::-1]))
@@ -141,7 +146,7 @@ def _counts(ax: Axes, simulation: Simulation, found: Clusters) -> None:
         ax.legend(fontsize="small")
     ax.set_xlabel("depth t")
     ax.set_ylabel(f"groups of tokens closer than {found.width:.2g}")
-    ax.set_title(f"{len(found)} clusters at the end", fontsize="medium")
+    ax.set_title(found.title, fontsize="medium")
 
 
 def _cloud(ax: Axes, simulation: Simulation, found: Moments) -> None:
@@ -180,18 +185,29 @@ def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
 def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
     """Standard deviations along depth, by particles and by the closed equation."""
     closed, x = found.beyond, simulation.flow.positions.cpu()
-    ours, theirs = closed.covariances.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().cpu(), x.std(dim=1)
-    top = 3 * theirs.max().item()
+    ours = closed.covariances.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().cpu()
+    # One token has no spread to compare with.
+    theirs = x.std(dim=1) if simulation.n > 1 else torch.full_like(x[:, 0], torch.nan)
+    largest = theirs[theirs < LARGEST]
+    top = 3 * (largest if len(largest) else ours[0]).max().item()
     for i in range(min(simulation.dim, 2)):
         colour = (BLUE, ORANGE)[i]
-        ax.plot(closed.times, ours[:, i], color=colour, label=f"coordinate {i + 1}, closed equation")
-        ax.plot(simulation.flow.times[::4], theirs[::4, i], "o", markersize=3, color=colour, label="particles")
+        _curve(ax, closed.times, ours[:, i], color=colour, label=f"coordinate {i + 1}, closed equation")
+        if simulation.n > 1:
+            times, values = simulation.flow.times[::4], theirs[::4, i]
+            _curve(ax, times, values, marker="o", linestyle="", markersize=3, color=colour, label="particles")
     if found.blow_up is not None:
         ax.axvline(found.blow_up, color=GREY, linestyle=":", label=f"blow-up at t = {found.blow_up:.4g}")
     ax.set_ylim(0, top)
     ax.set_xlabel("depth t")
     ax.set_ylabel("standard deviation of the tokens")
     ax.legend(fontsize="small", loc="upper left")
+
+
+def _curve(ax: Axes, times: Tensor, values: Tensor, **style: Any) -> None:
+    """A curve as far as its values can be drawn."""
+    drawn = values.abs() < LARGEST
+    ax.plot(times[drawn], values[drawn], **style)
 
 
 def _growth(ax: Axes, found: DepthGrowth) -> None:
@@ -201,7 +217,7 @@ def _growth(ax: Axes, found: DepthGrowth) -> None:
         (found.sigma, "σ, the whole network", "-", BLUE),
     )
     for values, name, style, colour in curves:
-        ax.plot(found.times, values, style, color=colour, label=name)
+        _curve(ax, found.times, values, linestyle=style, color=colour, label=name)
     ax.set_yscale("log")
     ax.set_xlabel("depth t")
     ax.set_ylabel("largest growth of a small change")

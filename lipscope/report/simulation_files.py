@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,31 @@ ANIMATION, FIGURE, NUMBERS, SERIES = "animation.gif", "figure.png", "simulation.
 def write_simulation(simulation: Simulation, out: Path, progress: Progress | None = None) -> list[Path]:
     """The animation, the figure, the numbers as JSON and those along depth as CSV, in the folder `out`."""
     check_folder(out)
+    numbers = numbers_of(simulation)
     paths = [out / name for name in (ANIMATION, FIGURE, NUMBERS, SERIES)]
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            if path.name != NUMBERS:  # pictures of an earlier run must not stand beside the numbers of this one
+                path.unlink(missing_ok=True)
         # First, because it marks the folder as ours: a run cut short can be repeated into it.
-        paths[2].write_text(json.dumps(numbers_of(simulation), indent=1, allow_nan=False) + "\n")
-        with paths[3].open("w", newline="") as file:
-            csv.writer(file).writerows(_series(simulation))
-        draw(simulation).savefig(paths[1], dpi=110)
-        animate(simulation, paths[0], progress)
+        _whole(paths[2], lambda path: path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n"))
+        _whole(paths[3], lambda path: _write_series(simulation, path))
+        _whole(paths[1], lambda path: draw(simulation).savefig(path, dpi=110))
+        _whole(paths[0], lambda path: animate(simulation, path, progress))
     except OSError as error:
         raise UserError(f"cannot write to {out} ({error.strerror or error}); give another --out.") from error
     return paths
+
+
+def _whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write under another name first: a run cut short leaves a file whole or not at all."""
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def check_folder(out: Path) -> None:
@@ -74,7 +88,7 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
         if found.closed.ok and flow.ok and simulation.n > 1:
             ours, theirs = found.closed.covariances[end].trace().item(), flow.positions[end].var(dim=0).sum().item()
             lines += [("variance", f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles")]
-        blow_up = "none found" if found.blow_up is None else f"t = {found.blow_up:.9g}"
+        blow_up = f"none before t = {found.searched:.4g}" if found.blow_up is None else f"t = {found.blow_up:.9g}"
         lines += [("blow-up", blow_up)]
     else:
         lines += [("growth", found.status)]
@@ -106,14 +120,15 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
         x = flow.positions[-1]
         numbers["gaussian"] = {
             "blow_up": found.blow_up,
+            "searched": found.searched,
             "reached": found.closed.times[-1].item(),
             "mean": _plain(found.closed.means[-1]),
             "covariance": _plain(found.closed.covariances[-1]),
             "particle_mean": _plain(x.mean(0)),
-            "particle_covariance": _plain(x.T.cov().reshape(x.shape[1], x.shape[1])),
+            "particle_covariance": _plain(x.T.cov().reshape(x.shape[1], -1)) if len(x) > 1 else None,
         }
     else:
-        numbers["growth"] = _named(found, GROWTH)
+        numbers["growth"] = {"overflow": found.overflow} | _named(found, GROWTH)
     return numbers
 
 
@@ -128,6 +143,11 @@ def _plain(x: torch.Tensor) -> Any:
         return value if isinstance(value, bool | int) or math.isfinite(value) else None
 
     return finite(x.tolist())
+
+
+def _write_series(simulation: Simulation, path: Path) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(_series(simulation))
 
 
 def _series(simulation: Simulation) -> list[list[Any]]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lipscope.cli import main
+from lipscope.dynamics.presets import PRESETS
 
 FILES = ["animation.gif", "figure.png", "series.csv", "simulation.json"]
 
@@ -25,6 +26,24 @@ def test_without_out_the_folder_is_named_after_the_preset(tmp_path, monkeypatch)
     assert sorted(path.name for path in (tmp_path / "simulation-masked").iterdir()) == FILES
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(f"--preset {name} --n 1" for name in PRESETS),
+        "--preset growth --n 4 --time 1e5",
+        "--preset growth --n 6 --time 500",
+        "--preset growth --n 2 --time 1e300",
+        "--preset gaussian --n 2 --time 1e307",
+        "--preset gaussian --n 3 --dim 1 --time 1e4",
+    ],
+)
+def test_the_smallest_and_the_longest_are_drawn(options, tmp_path, monkeypatch, recwarn):
+    monkeypatch.setattr("lipscope.report.simulation_files.animate", lambda simulation, path, progress: path.touch())
+    assert main(["simulate", *options.split(), "--out", str(tmp_path / "out")]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
+    assert not [w for w in recwarn if "tight" not in str(w.message)]
+
+
 def test_help_lists_every_preset(capsys):
     assert main(["simulate", "--help"]) == 0
     said = capsys.readouterr().out
@@ -35,12 +54,14 @@ def test_help_lists_every_preset(capsys):
     ("options", "told"),
     [
         ("--preset nonsense", "there is no preset 'nonsense'; the presets are clusters, gaussian, masked, growth"),
-        ("--n 0", "n, the number of tokens, must be at least 1, got 0"),
+        ("--n 0", "n, the number of tokens, must be a whole number, at least 1, got 0"),
         ("--n many", "--n"),
-        ("--dim -2", "dim, the size of a token, must be at least 1, got -2"),
+        ("--dim -2", "dim, the size of a token, must be a whole number, at least 1, got -2"),
         ("--time -1", "must be a positive number, got -1.0"),
         ("--time inf", "must be a positive number, got inf"),
-        ("--seed -4", "seed must not be negative"),
+        ("--time 5e-324", "time must be long enough to hold 65 different times, got 5e-324"),
+        ("--seed -4", "seed must be a whole number, not negative and below 2^63, got -4"),
+        ("--seed 99999999999999999999999", "seed must be a whole number, not negative and below 2^63"),
         ("--device abacus", "device 'abacus' cannot be used here"),
         ("--device cuda:77", "device 'cuda:77' cannot be used here"),
     ],

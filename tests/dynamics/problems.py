@@ -1,5 +1,9 @@
 """Flows the tests share, and an independent truth: a dense right-hand side in numpy, integrated by scipy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jaxtyping
 import numpy as np
 import torch
 from scipy.integrate import solve_ivp
@@ -9,6 +13,16 @@ import lipscope as ls
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@contextmanager
+def types_unchecked() -> Iterator[None]:
+    """As a user calls the library: what has the wrong type is ours to refuse."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def identity(d: int = 2, causal: bool = False, scale: float = 1.0) -> ls.SelfAttention:

@@ -37,6 +37,39 @@ def test_planted_clusters_are_found_with_their_time():
     assert found.counts[0] == 12 and found.counts[-1] == 4
 
 
+def test_equal_weights_are_equal_to_the_last_digit():
+    found = ls.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
+    assert found.masses.item() == pytest.approx(1, abs=1e-15)
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_clusters_do_not_depend_on_the_unit_of_length(size):
+    flow = planted(SQUARE[torch.arange(12) % 4])
+    one, other = ls.find_clusters(flow), ls.find_clusters(replace(flow, positions=size * flow.positions))
+    assert torch.equal(one.labels, other.labels) and torch.equal(one.counts, other.counts) and other.clear
+    assert torch.allclose(other.centres / size, one.centres) and other.width / size == pytest.approx(one.width)
+
+
+def test_a_flow_that_did_not_move_shows_no_clusters():
+    found = ls.find_clusters(ls.flow(identity(), 1e200 * draw(6, 2), 3.0))
+    assert not found.clear and len(found) == 6 and math.isfinite(found.width)
+    assert "has not moved" in found.status and "ended early, at t = 0" in found.status
+
+
+def test_groups_are_counted_in_words_that_are_true():
+    apart = ls.find_clusters(planted(2 * SQUARE[:2]))
+    assert apart.status == "no clear clusters: each of 2 tokens is a group of its own"
+    assert apart.title == "no clear clusters: 2 groups"
+    one = ls.find_clusters(planted(SQUARE[:1]))
+    assert one.status == "1 cluster of 1 token, formed by t = 0" and one.title == "1 cluster"
+
+
+def test_learned_weights_may_require_gradients():
+    flow = planted(SQUARE[torch.arange(12) % 4])
+    learned = replace(flow, f=replace(flow.f, V=flow.f.V.clone().requires_grad_()))
+    assert torch.equal(ls.find_clusters(learned).centres, ls.find_clusters(flow).centres)
+
+
 def test_weights_are_masses():
     weights = torch.arange(1, 13, dtype=torch.float64) / 78
     found = ls.find_clusters(planted(SQUARE[torch.arange(12) % 4], weights))

@@ -1,6 +1,7 @@
 """Growth along depth: against the dense Jacobian of the whole network, and in the order its bounds must have."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import lipscope as ls
 from lipscope.dynamics.depth_growth import composed
 from lipscope.linalg.operator import dense_operator
 from tests.checks import assert_adjoint
-from tests.dynamics.problems import draw, identity, random_head, two_heads
+from tests.dynamics.problems import draw, identity, random_head, two_heads, types_unchecked
 from tests.naive import naive_layer
 
 
@@ -94,7 +95,49 @@ def test_a_network_deeper_than_the_call_stack():
     assert torch.allclose(whole, torch.tensor([[1.0, 3.0], [0.0, 1.0]], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("time", "layers", "told"), [(-1.0, 3, "time"), (1.0, 0, "layer")])
-def test_refusals(time, layers, told):
-    with pytest.raises(ls.UserError, match=told):
-        ls.growth_along_depth(identity(), draw(3, 2), time, layers)
+@pytest.mark.parametrize(("n", "time"), [(4, 1e5), (6, 500.0), (2, 1e300)])
+def test_numbers_end_before_the_first_that_overflows(n, time):
+    found = ls.growth_along_depth(identity(), draw(n, 2), time)
+    for numbers in (found.sigma, found.local):
+        assert numbers.isfinite().all() and len(numbers) == len(found.times)
+    assert not found.product.isnan().any() and not found.gronwall.isnan().any()
+    assert found.times[-1] < found.overflow <= found.flow.times[-1]
+    assert f"from depth {found.overflow:.4g} on derivatives overflow" in found.status
+
+
+def test_the_depth_of_an_overflow():
+    """Tokens +x and -x, x = 1e100: scores +-1e200 make attention hard, J = V; x^2 overflows one layer later."""
+    f, X = (
+        replace(identity(1), V=1e60 * torch.eye(1, dtype=torch.float64)),
+        1e100 * torch.tensor([[1.0], [-1.0]]).double(),
+    )
+    found = ls.growth_along_depth(f, X, 3.0, layers=3)
+    assert found.times.tolist() == [0] and found.overflow == 1 and found.sigma.tolist() == [1]
+
+
+def test_a_start_without_a_derivative_is_told():
+    found = ls.growth_along_depth(identity(), 1e200 * draw(3, 2), 1.0)
+    assert found.times.tolist() == [0] and found.sigma.tolist() == [1] and found.local.isnan().all()
+    assert "overflow" in found.status
+
+
+def test_unresolved_scores_are_told():
+    found = ls.growth_along_depth(identity(), draw(3, 2), 20.0, layers=80, points=2)
+    assert found.flow.unresolved is not None and "rounding decides" in found.status
+    assert "rounding" not in ls.growth_along_depth(identity(), draw(3, 2), 1.0, layers=4).status
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"time": -1.0}, "time"),
+        ({"layers": 0}, "layers"),
+        ({"layers": 2.5}, "layers"),
+        ({"points": 0}, "points"),
+        ({"points": -1}, "points"),
+        ({"tol": "fine"}, "tolerance"),
+    ],
+)
+def test_refusals(options, told):
+    with types_unchecked(), pytest.raises(ls.UserError, match=told):
+        ls.growth_along_depth(identity(), draw(3, 2), **({"time": 1.0, "layers": 3} | options))

@@ -11,7 +11,7 @@ import lipscope as ls
 from lipscope.dynamics.gaussian import affine_velocity
 from lipscope.dynamics.integration import Ending
 from lipscope.mean_field.attention_on_measures import velocity
-from tests.dynamics.problems import draw, identity, random_head, two_heads
+from tests.dynamics.problems import draw, identity, random_head, two_heads, types_unchecked
 
 A = torch.tensor([[0.5, 0.3], [-0.2, 0.4]], dtype=torch.float64)
 V = torch.tensor([[0.6, -0.1], [0.2, 0.5]], dtype=torch.float64)
@@ -61,6 +61,28 @@ def test_scalar_values_in_closed_form_with_their_blow_up():
     expected = 1 / (v * torch.linalg.eigvals(SIGMA @ (A + A.T)).real.max().item())
     assert found.ending is Ending.BLOW_UP and found.blow_up == pytest.approx(expected, rel=1e-7)
     assert f"{found.blow_up:.9g}" in found.status and found.covariances.isfinite().all()
+
+
+def test_negative_values_blow_up_where_scores_repel():
+    """t* = 1 / lambda_max(v Sigma_0 (A + A')), which is not 1 / (v lambda_max(Sigma_0 (A + A'))) for v < 0."""
+    v, B = -0.7, torch.tensor([[0.5, 0.3], [-0.2, -0.9]], dtype=torch.float64)
+    I = torch.eye(2, dtype=torch.float64)
+    found = ls.gaussian_flow(ls.SelfAttention(B, I, v * I, kernel=HEAD.kernel), ALPHA, SIGMA, 100.0)
+    expected = 1 / torch.linalg.eigvals(v * SIGMA @ (B + B.T)).real.max().item()
+    assert found.ending is Ending.BLOW_UP and found.blow_up == pytest.approx(expected, rel=1e-7)
+
+
+def test_steps_may_be_raised_as_the_status_advises():
+    short = ls.gaussian_flow(HEAD, ALPHA, SIGMA, 0.5, max_steps=3)
+    assert short.ending is Ending.MAX_STEPS and "raise max_steps" in short.status
+    assert ls.gaussian_flow(HEAD, ALPHA, SIGMA, 0.5, max_steps=3000).ok
+
+
+def test_learned_moments_and_weights_may_require_gradients():
+    f = ls.SelfAttention(A, torch.eye(2, dtype=torch.float64), V.clone().requires_grad_(), kernel=HEAD.kernel)
+    found = ls.gaussian_flow(f, ALPHA, SIGMA.clone().requires_grad_(), 0.5)
+    assert not found.covariances.requires_grad
+    assert torch.equal(found.covariances, ls.gaussian_flow(HEAD, ALPHA, SIGMA, 0.5).covariances)
 
 
 @pytest.mark.parametrize("a", [0.5, -0.5])
@@ -142,6 +164,8 @@ ZERO = torch.zeros(2, dtype=torch.float64)
 WRONG = {
     "time": (lambda: ls.gaussian_flow(HEAD, ZERO, SPD, -1.0), "time"),
     "frames": (lambda: ls.gaussian_flow(HEAD, ZERO, SPD, 1.0, frames=1), "frames"),
+    "half a frame": (lambda: ls.gaussian_flow(HEAD, ZERO, SPD, 1.0, frames=2.5), "frames"),
+    "tolerance": (lambda: ls.gaussian_flow(HEAD, ZERO, SPD, 1.0, tol="fine"), "tolerance"),
     "mean": (lambda: ls.gaussian_flow(HEAD, ZERO[:1], SPD, 1.0), r"mean must be a tensor of shape \(2,\)"),
     "covariance": (lambda: ls.gaussian_flow(HEAD, ZERO, SPD[:1], 1.0), "covariance must be a tensor"),
     "asymmetric": (lambda: ls.gaussian_flow(HEAD, ZERO, SPD + SPD.flip(0).tril(), 1.0), "symmetric"),
@@ -157,5 +181,5 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_refusals(name):
     call, told = WRONG[name]
-    with pytest.raises(ls.UserError, match=told):
+    with types_unchecked(), pytest.raises(ls.UserError, match=told):
         call()

@@ -10,7 +10,7 @@ import torch
 import lipscope as ls
 from lipscope.dynamics import particles
 from lipscope.dynamics.integration import Ending
-from tests.dynamics.problems import draw, identity, random_head, truth, two_heads
+from tests.dynamics.problems import draw, identity, random_head, truth, two_heads, types_unchecked
 
 TIMES = np.linspace(0, 1, 9)
 MAPS = {
@@ -139,6 +139,54 @@ def test_unresolved_scores_are_told():
     assert ls.flow(identity(1), torch.ones(2, 1).double(), 1.0).unresolved is None
 
 
+def test_unresolved_layers_are_told():
+    found = ls.layered(identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, 400)
+    assert found.ok and "rounding decides" in found.status
+    # eps (1 + h)^{2k} 4 = 1e-3, h = 1/16
+    crossed = math.ceil(math.log(1e-3 / 4 / 2.22e-16) / 2 / math.log(17 / 16)) / 16
+    assert found.unresolved == pytest.approx(crossed, abs=0.13)
+    assert ls.layered(identity(1), torch.ones(2, 1).double(), 1.0, 4).unresolved is None
+
+
+def test_an_overflow_of_the_renormalised_is_told_with_its_time():
+    f = replace(identity(), V=torch.diag(torch.tensor([-1.0, 0.0], dtype=torch.float64)))
+    found = ls.flow(f, X, 800.0, frames=81)
+    assert found.ok
+    with pytest.raises(ls.UserError, match="overflows float64 at t = 710"):  # log of the largest is 709.8
+        found.renormalised  # noqa: B018
+    assert ls.find_clusters(found, renormalised=False).width > 0
+
+
+def test_one_token_that_sees_nothing_rests():
+    """A mask [1, 1] is not a row of weights that all queries share."""
+    f = replace(identity(), mask=torch.full((1, 1), -math.inf, dtype=torch.float64))
+    assert torch.equal(ls.flow(f, X[:1], 1.0).positions[-1], X[:1])
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_positions_in_any_order_are_positions_in_order(equal, monkeypatch):
+    """No mask is built for them, and tokens come back in the order they came in."""
+    f, points, s = random_head(causal=True), draw(6, 3), torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2]).double()
+    w = torch.full((6,), 1 / 6, dtype=torch.float64) if equal else torch.arange(1, 7, dtype=torch.float64) / 21
+    masks, rows = [], particles._by_rows
+    monkeypatch.setattr(
+        particles, "_by_rows", lambda f, x, mask, *shared: masks.append(mask) or rows(f, x, mask, *shared)
+    )
+    found = ls.flow(f, ls.Measure(points, w, s), 0.5, frames=2, tol=1e-9)
+    order = s.argsort()
+    exact = truth(f, points[order], np.array([0, 0.5]), w[order].numpy())[-1]
+    assert np.abs(found.positions[-1, order].numpy() - exact).max() < 1e-7
+    assert all(mask is None if equal else mask.shape == (1, 6) for mask in masks)
+
+
+def test_learned_weights_and_tokens_may_require_gradients():
+    f, learned = random_head(2), replace(random_head(2), V=random_head(2).V.requires_grad_())
+    found = ls.flow(learned, X.clone().requires_grad_(), 1.0, renormalise=True)
+    assert not found.positions.requires_grad
+    assert torch.equal(found.positions, ls.flow(f, X, 1.0, renormalise=True).positions)
+    assert not ls.layered(learned, X.clone().requires_grad_(), 1.0, 3).positions.requires_grad
+
+
 def test_layered_overflow_is_told():
     f = replace(identity(1), V=1e200 * torch.eye(1, dtype=torch.float64))
     found = ls.layered(f, torch.ones(2, 1).double(), 4.0, 4)
@@ -172,6 +220,11 @@ WRONG = {
     "V not square": (lambda: ls.flow(replace(identity(), V=draw(3, 2)), X, 1.0), "square V"),
     "mask": (lambda: ls.flow(replace(identity(), mask=draw(3, 3)), X, 1.0), r"shape \(4, 4\)"),
     "positions": (lambda: ls.flow(identity(causal=True), ls.Measure.uniform(X), 1.0), "positions"),
+    "no time to divide": (lambda: ls.flow(identity(), X, 5e-324), "65 different times"),
+    "half a frame": (lambda: ls.flow(identity(), X, 1.0, frames=2.5), "frames"),
+    "half a step": (lambda: ls.flow(identity(), X, 1.0, max_steps=1.5), "max_steps"),
+    "a word": (lambda: ls.flow(identity(), X, 1.0, tol="fine"), "tolerance"),
+    "half a layer": (lambda: ls.layered(identity(), X, 1.0, 2.5), "layers"),
     "no layers": (lambda: ls.layered(identity(), X, 1.0, 0), "layer"),
     "layers to nowhere": (lambda: ls.layered(identity(), X, -1.0, 4), "time"),
 }
@@ -180,5 +233,5 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_refusals(name):
     call, told = WRONG[name]
-    with pytest.raises(ls.UserError, match=told):
+    with types_unchecked(), pytest.raises(ls.UserError, match=told):
         call()

@@ -6,6 +6,7 @@ import torch
 import lipscope as ls
 from lipscope.dynamics.presets import LAWS, PRESETS, gaussian_law, tokens_of
 from lipscope.dynamics.simulation import LOOKS
+from tests.dynamics.problems import types_unchecked
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -37,6 +38,11 @@ def test_the_gaussian_blows_up_where_it_must():
     assert "infinite at t = 1.1547" in beyond.status and beyond.flow.ok
 
 
+def test_a_blow_up_is_looked_for_as_far_as_it_is_told():
+    short = ls.simulate("gaussian", n=2, time=1e-3).found
+    assert short.blow_up is None and short.searched == pytest.approx(0.1)
+
+
 def test_growth_is_bounded_by_the_product():
     found = ls.simulate("growth", n=5, time=0.5)
     assert 1 < found.found.sigma[-1] <= found.found.product[-1] * (1 + 1e-6)
@@ -46,6 +52,12 @@ def test_growth_is_bounded_by_the_product():
 def test_other_dimensions(name, dim):
     found = ls.simulate(name, n=4, dim=dim, time=0.25)
     assert found.flow.positions.shape[1:] == (4, dim) and found.flow.ok
+
+
+def test_the_network_of_growth_is_shown_as_it_is():
+    """Its Euler steps grow like (1 + h)^k, which e^{-tV} does not take out."""
+    found = ls.simulate("growth", n=3, time=0.5)
+    assert torch.equal(found.shown, found.flow.positions)
 
 
 def test_one_token_is_enough():
@@ -69,17 +81,20 @@ def test_tokens_have_the_law_they_say():
     ("options", "told"),
     [
         ({"preset": "nonsense"}, "there is no preset 'nonsense'; the presets are clusters, gaussian"),
-        ({"n": 0}, "n, the number of tokens, must be at least 1"),
+        ({"n": 0}, "n, the number of tokens, must be a whole number, at least 1"),
+        ({"n": 3.5}, "n, the number of tokens, must be a whole number"),
         ({"dim": 0}, "dim, the size of a token"),
         ({"time": -1.0}, "time"),
         ({"time": float("nan")}, "time"),
         ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 0.5}, "seed"),
         ({"device": "abacus"}, "device 'abacus' cannot be used here"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
     ],
 )
 def test_refusals(options, told):
-    with pytest.raises(ls.UserError, match=told):
+    with types_unchecked(), pytest.raises(ls.UserError, match=told):
         ls.simulate(**options)
 
 

@@ -42,6 +42,31 @@ def test_figures_of_other_dimensions(name, dim):
         assert ax.get_xlabel() and ax.get_ylabel()
 
 
+def test_what_has_not_gathered_is_not_called_a_limit():
+    figure = draw(ls.simulate("clusters", n=6, time=0.25))
+    said = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert any("centres of groups" in text for text in said) and not any("limit" in text for text in said)
+    assert figure.axes[1].get_title() == "no clear clusters: 6 groups"
+
+
+def test_a_search_that_found_no_blow_up_says_how_far_it_went():
+    assert dict(summary(ls.simulate("gaussian", n=2, time=1e-3)))["blow-up"] == "none before t = 0.1"
+
+
+def test_a_run_cut_short_leaves_no_broken_or_older_picture(tmp_path, monkeypatch):
+    def cut(simulation, path, progress):
+        path.write_bytes(b"GIF89a")
+        raise KeyboardInterrupt
+
+    (tmp_path / "simulation.json").touch()
+    (tmp_path / "animation.gif").write_bytes(b"older")
+    monkeypatch.setattr(simulation_files, "animate", cut)
+    with pytest.raises(KeyboardInterrupt):
+        write_simulation(ls.simulate("clusters", n=2, time=0.25), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figure.png", "series.csv", "simulation.json"]
+    check_folder(tmp_path)
+
+
 def test_a_blow_up_is_drawn_and_told():
     found = ls.simulate("gaussian", n=20, time=2.0)
     numbers = json.loads(json.dumps(numbers_of(found), allow_nan=False))["gaussian"]
