@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import Status, UserError
+from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.spectral import Solver, spectral_norm
@@ -137,11 +138,12 @@ class SmoothnessMonitor:
         return readings
 
     def _reading(self, step: int, name: str, f: Map, X: Tensor) -> Reading:
+        tokens = _real_tokens(f, X)
         if not X.isfinite().all():
-            return Reading(step, name, math.nan, math.nan, X.shape[0], 0, Status.NON_FINITE.name.lower())
+            return Reading(step, name, math.nan, math.nan, tokens, 0, Status.NON_FINITE.name.lower())
         estimate = self._solve(name, f, X)
         status = estimate.status.name.lower()
-        return Reading(step, name, estimate.value, estimate.residual, X.shape[0], estimate.steps, status)
+        return Reading(step, name, estimate.value, estimate.residual, tokens, estimate.steps, status)
 
     def _solve(self, name: str, f: Map, X: Tensor) -> Estimate:
         done, start = self._remembered.get(name, (0, None))
@@ -177,6 +179,12 @@ class SmoothnessMonitor:
 def logged(readings: Sequence[Reading]) -> dict[str, float]:
     """The readings of a step under the names a log gets them by."""
     return {f"sigma/{reading.layer}": reading.sigma for reading in readings}
+
+
+def _real_tokens(f: Map, X: Tensor) -> int:
+    """How many tokens take part: padded ones neither see nor are seen."""
+    padding = f.padding if isinstance(f, SelfAttention) else None
+    return X.shape[0] if padding is None else int(padding.sum())
 
 
 @contextmanager

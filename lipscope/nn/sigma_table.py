@@ -18,7 +18,7 @@ class Reading:
 
     sigma:    ||J v|| / ||v|| of the vector found: a lower bound of ||D_X f||_2 (up to rounding); NaN if there is none
     residual: ||J' u - sigma v|| / sigma: how far that vector is from a singular one
-    tokens:   how many tokens the layer was measured at
+    tokens:   how many tokens the layer was measured at, those that nn.MultiheadAttention was told are padding apart
     products: how often J and J' were applied, in pairs
     status:   how the solve ended, or why there is no number
     """

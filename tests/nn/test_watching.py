@@ -74,6 +74,7 @@ def test_torch_attention_with_masks_and_padding(batch_first, mask, padded):
         return exact(x[None], x[None], x[None], attn_mask=None if mask is None else hidden[:n, :n])[0][0]
 
     assert reading.sigma == pytest.approx(dense_norm(f, X[0, :n]), rel=2e-6)
+    assert reading.tokens == n
 
 
 def test_a_layer_with_more_arguments_is_measured_with_its_own_sample_of_them():
@@ -87,7 +88,7 @@ def test_a_layer_with_more_arguments_is_measured_with_its_own_sample_of_them():
     (reading,) = monitor.step()
     exact = copy.deepcopy(model).double().eval()
     truth = dense_norm(lambda x: exact(x[None], src_key_padding_mask=padding[:1])[0], X[0])
-    assert reading.sigma == pytest.approx(truth, rel=2e-6)
+    assert reading.sigma == pytest.approx(truth, rel=2e-6) and reading.tokens == TOKENS
 
 
 def test_it_works_under_no_grad_inference_mode_and_autocast():
