@@ -81,7 +81,11 @@ class Clusters:
     @property
     def title(self) -> str:
         """The status in a few words."""
-        return _counted(len(self), "cluster") if self.clear else f"no clear clusters: {_counted(len(self), 'group')}"
+        return (
+            f"{_counted(len(self), 'cluster')} at the end"
+            if self.clear
+            else f"no clear clusters: {_counted(len(self), 'group')}"
+        )
 
     @property
     def _gathered(self) -> str:

@@ -61,7 +61,7 @@ def test_groups_are_counted_in_words_that_are_true():
     assert apart.status == "no clear clusters: each of 2 tokens is a group of its own"
     assert apart.title == "no clear clusters: 2 groups"
     one = ls.find_clusters(planted(SQUARE[:1]))
-    assert one.status == "1 cluster of 1 token, formed by t = 0" and one.title == "1 cluster"
+    assert one.status == "1 cluster of 1 token, formed by t = 0" and one.title == "1 cluster at the end"
 
 
 def test_learned_weights_may_require_gradients():
