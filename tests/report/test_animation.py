@@ -1,0 +1,29 @@
+"""The moving picture: a title that tells short times apart, plain numbers on the axes, and no label cut off."""
+
+from dataclasses import replace
+
+import pytest
+from matplotlib.axes import Axes
+from PIL import Image
+
+import lipscope as ls
+from lipscope.report.animation import animate
+
+
+@pytest.mark.parametrize("at", [1.0, 1e5])
+def test_titles_numbers_and_labels(at, tmp_path, monkeypatch):
+    """Tokens around `at`, which an axis would like to write as an offset."""
+    simulation = ls.simulate("clusters", n=3, time=1e-3)
+    flow = simulation.flow
+    few = replace(flow, times=flow.times[[0, -1]], positions=at + flow.positions[[0, -1]] * 1e-4)
+    drawn, set_title = [], Axes.set_title
+    monkeypatch.setattr(
+        Axes, "set_title", lambda ax, text, **how: drawn.append((ax, text)) or set_title(ax, text, **how)
+    )
+    animate(replace(simulation, flow=few), tmp_path / "two.gif")
+    with Image.open(tmp_path / "two.gif") as image:
+        assert image.n_frames == 2
+    assert [text for _, text in drawn] == ["clusters, t = 0", "clusters, t = 0.001"]
+    ax = drawn[-1][0]
+    assert not ax.xaxis.get_offset_text().get_text() and not ax.yaxis.get_offset_text().get_text()
+    assert ax.yaxis.label.get_window_extent().x0 >= 0
