@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import backend, reference, tiled
-from lipscope.attention.kernels import L2, Dot, Rope, augment, default_scale
+from lipscope.attention.kernels import L2, Dot, Rope, augment, common_centre, default_scale
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple, Weights
 from lipscope.linalg.operator import Compression, LinearOperator, Product
@@ -173,7 +173,7 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
     q, k, v = (x.contiguous() for x in f.project(X))
     distance = None
     if isinstance(f.kernel, L2):
-        centre = k.mean(dim=(-3, -2), keepdim=True)
+        centre = common_centre(k)
         distance = (q - centre, k - centre, default_scale(f.kernel, q.shape[-1]))
         q, k = augment(f.kernel, q, k)
     else:
