@@ -31,6 +31,9 @@ def animate(simulation: Simulation, path: Path, progress: Progress | None = None
     frame_axes(ax, simulation.shown)
     ax.ticklabel_format(useOffset=False)
     figure.subplots_adjust(left=0.17, bottom=0.22)
+    figure.draw_without_rendering()
+    hidden = -ax.yaxis.label.get_window_extent().x0 / figure.bbox.width
+    figure.subplots_adjust(left=0.17 + max(0.0, hidden + 0.02))  # long numbers push the label out
     writer = PillowWriter(fps=FPS)
     with writer.saving(figure, str(path), dpi=72):
         for frame in range(len(times)):

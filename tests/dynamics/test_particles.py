@@ -160,7 +160,8 @@ def test_an_overflow_of_the_renormalised_is_told_with_its_time():
 def test_one_token_that_sees_nothing_rests():
     """A mask [1, 1] is not a row of weights that all queries share."""
     f = replace(identity(), mask=torch.full((1, 1), -math.inf, dtype=torch.float64))
-    assert torch.equal(ls.flow(f, X[:1], 1.0).positions[-1], X[:1])
+    found = ls.flow(f, X[:1], 1.0)
+    assert found.ok and torch.equal(found.positions[-1], X[:1])
 
 
 @pytest.mark.parametrize("equal", [True, False])
