@@ -75,7 +75,8 @@ def _wanted(ctx, inputs: slice) -> bool:
 
 
 def _or_zeros(tangents: tuple[Tensor | None, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True))  # type: ignore[return-value]
+    dq, dk, dv = (torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True))
+    return dq, dk, dv
 
 
 class _Attend(torch.autograd.Function):

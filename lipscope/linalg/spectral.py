@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from lipscope._types import Status, UserError
 from lipscope.linalg.basis import HALF_UNIT, STORAGES
 from lipscope.linalg.certificate import polynomial_bound, smallest_overlap
+from lipscope.linalg.device import memory_of
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.golub_kahan import GolubKahan, norms
 from lipscope.linalg.operator import LinearOperator
@@ -251,8 +251,8 @@ def _worth_checking(step: int, basis: GolubKahan) -> bool:
 def _budget(solver: Solver, device: torch.device) -> int:
     if solver.memory is not None:
         return solver.memory
-    if solver.basis == "host" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    if solver.basis == "host":
+        return memory_of(torch.device("cpu")) // 2
     return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
 
 

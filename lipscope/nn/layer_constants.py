@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import torch
 from torch import Tensor, nn
 
-from lipscope._types import UserError
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
-from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.watching import ModuleWatch
 
 TOL = 1e-3
 """Relative residual of the solve: plenty for a curve, and a handful of products. The seed is fixed, so that a training
@@ -18,30 +17,16 @@ that was interrupted has the same curve."""
 
 
 def layer_constants(model: nn.Module, ids: Tensor) -> list[float]:
-    """sigma of each AttentionLayer, in the order in which `model(ids)` calls them; ids is one sequence [n]."""
-    seen: list[tuple[AttentionLayer, Tensor]] = []
-
-    def note(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        assert isinstance(layer, AttentionLayer)
-        seen.append((layer, arguments[0].detach()[0].clone()))
-
-    handles = [m.register_forward_pre_hook(note) for m in model.modules() if isinstance(m, AttentionLayer)]
+    """sigma of each attention layer of the model, first to last, where it reads `model(ids)`; ids is one sequence."""
+    watch = ModuleWatch(model)
+    watch.arm()
     try:
         with torch.no_grad():
             model(ids[None])
+        seen = [sight for name in watch.names if (sight := watch.sight(name)) is not None]
     finally:
-        for handle in handles:
-            handle.remove()
-    return [_constant(layer, X) for layer, X in seen]
-
-
-def _constant(layer: AttentionLayer, X: Tensor) -> float:
-    if not X.isfinite().all():
-        return float("nan")
-    f: Callable[[Tensor], Tensor]
-    try:
-        f = layer.as_map(X.shape[0])
-        X = X.to(f.Q.dtype)
-    except UserError:  # no map of the papers: the module itself, by autograd
-        f = layer
-    return float(local_lipschitz(f, X, tol=TOL, solver=Solver(seed=0)).value)
+        watch.release()
+    return [
+        float(local_lipschitz(f, X, tol=TOL, solver=Solver(seed=0)).value) if X.isfinite().all() else math.nan
+        for f, X in seen
+    ]
