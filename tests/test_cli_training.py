@@ -22,7 +22,9 @@ def text(tmp_path) -> str:
     return str(tmp_path / "text")
 
 
-@pytest.mark.parametrize("extra", [["--attention", "cosine"], ["--attention", "contractive", "--invertible"]])
+@pytest.mark.parametrize(
+    "extra", [["--attention", "cosine"], ["--attention", "contractive", "--invertible"], ["--norm", "post"]]
+)
 def test_a_trained_model_is_measured(tmp_path, text, extra, capsys):
     out = str(tmp_path / "model")
     assert main(["train", "--text", text, *SMALL, *extra, "--out", out]) == 0
@@ -53,6 +55,8 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
         (["--attention", "contractive", "--constant", "0"], "constant must be a positive number, got 0.0"),
         (["--attention", "contractive", "--constant", "-1"], "constant must be a positive number"),
         (["--attention", "contractive", "--invertible", "--constant", "1"], "below 1"),
+        (["--norm", "batch"], "choose one of pre, post, none"),
+        (["--attention", "contractive", "--invertible", "--norm", "post"], "choose norm pre"),
         (["--width", "9"], "multiple of the number of heads"),
         (["--context", "1000"], "give more text, or a smaller context"),
         (["--steps", "0"], "steps must be a whole number"),

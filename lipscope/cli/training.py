@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ def train(
     context: Annotated[int, typer.Option(help="Characters the model sees at once.")] = 64,
     invertible: Annotated[bool, typer.Option("--invertible", help="Invertible blocks, no norms.")] = False,
     constant: Annotated[float, typer.Option(help="Lipschitz constant of contractive branches.")] = 0.9,
+    norm: Annotated[str, typer.Option(help="LayerNorm before branches or after sums: pre, post or none.")] = "pre",
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 2000,
     batch: Annotated[int, typer.Option(help="Windows a step.")] = 16,
     lr: Annotated[float, typer.Option(help="Largest learning rate.")] = 3e-3,
@@ -41,15 +43,13 @@ def train(
         from lipscope.nn.training import train as run
 
         recipe = Recipe(steps, batch, lr, seed=seed, every=every)
-        Architecture(2, attention, depth, width, heads, context, invertible, constant)
+        shape = Architecture(2, attention, depth, width, heads, context, invertible, constant, norm)
         learned = read_characters(text, context)
-        architecture = Architecture(
-            len(learned.alphabet), attention, depth, width, heads, context, invertible, constant
-        )
+        architecture = replace(shape, vocabulary=len(learned.alphabet))
         training = Training(learned, architecture, recipe, usable_device(device))
         directory = out or Path(f"trained-{attention}")
         with claimed(directory):
-            from lipscope.models.character import save_character_model
+            from lipscope.models.character_folder import save_character_model
 
             run(
                 training,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,19 +14,18 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipscope.attention.layer import SelfAttention
+from lipscope.models.character_folder import MODEL_TYPE
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.characters import UNKNOWN
-from lipscope.nn.checkpoint import write_bytes, write_tensors
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
-from lipscope.nn.language_model import Architecture, CharacterTransformer
+from lipscope.nn.language_model import Architecture, CharacterTransformer, norm_in_words
 
 
 class CharacterConfig(PretrainedConfig):
     """An Architecture, its sizes by transformers' names."""
 
-    model_type = "lipscope_character"
+    model_type = MODEL_TYPE
 
     def __init__(
         self,
@@ -40,13 +37,14 @@ class CharacterConfig(PretrainedConfig):
         attention: str = "l2",
         invertible: bool = False,
         constant: float = 0.9,
-        norm: bool = True,
+        norm: str | bool = "pre",
         **shared: Any,  # what every configuration of transformers may hold
     ) -> None:
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.max_position_embeddings = max_position_embeddings
-        self.attention, self.invertible, self.constant, self.norm = attention, invertible, constant, norm
+        self.attention, self.invertible, self.constant = attention, invertible, constant
+        self.norm = norm_in_words(norm)
         super().__init__(**shared)
 
     @property
@@ -153,48 +151,6 @@ def eager(
     scores = scaling * query @ key.transpose(-2, -1)
     weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
     return (weights @ value).transpose(1, 2), weights
-
-
-def save_character_model(directory: Path, model: CharacterTransformer, alphabet: str) -> None:
-    """A folder that `lipscope measure` and AutoModel read: configuration, tokenizer, and last the weights."""
-    config = {"model_type": CharacterConfig.model_type, "architectures": [CharacterModel.__name__]}
-    a = asdict(model.architecture)
-    names = {"vocabulary": "vocab_size", "width": "hidden_size", "depth": "num_hidden_layers"}
-    names |= {"heads": "num_attention_heads", "context": "max_position_embeddings"}
-    config |= {names.get(name, name): value for name, value in a.items()}
-    write_json(directory / "config.json", config)
-    write_json(directory / "tokenizer.json", character_tokenizer(alphabet))
-    write_json(
-        directory / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.architecture.context},
-    )
-    state = {f"network.{name}": value for name, value in model.state_dict().items()}
-    write_tensors(directory / "model.safetensors", state)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_bytes(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
-
-
-def character_tokenizer(alphabet: str) -> dict[str, Any]:
-    """A tokenizer.json: every character is a token, and one that is not in the alphabet is unknown."""
-    vocabulary = {character: i for i, character in enumerate(alphabet)}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": "[\\s\\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": UNKNOWN},
-    }
 
 
 AutoConfig.register(CharacterConfig.model_type, CharacterConfig)

@@ -1,7 +1,8 @@
 """A character language model whose attention can be chosen, and whose blocks can be made invertible.
 
-An ordinary block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)). LayerNorm has no useful Lipschitz constant
-(1/sqrt(eps), attained at constant tokens), so an invertible block has no norm: both its branches g are contractions,
+An ordinary block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); or post-norm: norm(x + attention(x)), then
+norm(x + mlp(x)); or it has no norm. LayerNorm has no useful Lipschitz constant (1/sqrt(eps), attained at constant
+tokens), so an invertible block has none: both its branches g are contractions,
 |g(x) - g(y)| <= c |x - y| with c < 1, whatever the weights are. Then (1 - c) |x - y| <= |x + g(x) - y - g(y)| <=
 (1 + c) |x - y|, and a stack of `depth` such blocks is invertible with Lipschitz constant at most (1 + c)^(2 depth).
 """
@@ -29,12 +30,16 @@ EXPANSION = 4
 """Hidden units of a feed-forward layer for each of its inputs."""
 
 
+NORMS = ("pre", "post", "none")
+"""Where a block has its LayerNorms: before its branches, after its sums, nowhere."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The shape of a model, in numbers and words alone: what a configuration file holds.
 
     constant: the Lipschitz constant of contractive branches: attention, and with `invertible` the feed-forward layers
-    norm:     LayerNorm before attention, before feed-forward, and before the readout; an invertible model has the last
+    norm:     one of NORMS; pre has one more before the readout, which is all that an invertible model has of it
     """
 
     vocabulary: int
@@ -45,11 +50,13 @@ class Architecture:
     context: int = 128
     invertible: bool = False
     constant: float = CONSTANT
-    norm: bool = True
+    norm: str = "pre"
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             raise UserError(f"there is no attention {self.attention!r}; choose one of {', '.join(ATTENTIONS)}")
+        if self.norm not in NORMS:
+            raise UserError(f"there is no norm {self.norm!r}; choose one of {', '.join(NORMS)}")
         for name in ("vocabulary", "depth", "width", "heads", "context"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -65,6 +72,16 @@ class Architecture:
             )
         if self.invertible and self.constant >= 1:
             raise UserError(f"invertible blocks need a constant below 1, got {self.constant:g}")
+        if self.invertible and self.norm == "post":
+            raise UserError(
+                "a norm after the sum cannot be undone, so invertible blocks have none; "
+                "choose norm pre (one before the readout alone) or none"
+            )
+
+
+def norm_in_words(norm: str | bool) -> str:
+    """The norm as a file has it: those written before there were three say whether a model is pre-norm."""
+    return {True: "pre", False: "none"}[norm] if isinstance(norm, bool) else norm
 
 
 MakeAttention = Callable[[Architecture], AttentionLayer]
@@ -86,9 +103,9 @@ class CharacterTransformer(nn.Module):
         a = self.architecture = architecture
         self.embedding = nn.Embedding(a.vocabulary, a.width)
         self.position = nn.Embedding(a.context, a.width)
-        block = InvertibleBlock if a.invertible else Block
+        block = InvertibleBlock if a.invertible else PostNormBlock if a.norm == "post" else Block
         self.blocks = nn.ModuleList(block(a, attention(a)) for _ in range(a.depth))
-        self.norm = nn.LayerNorm(a.width) if a.norm else nn.Identity()
+        self.norm = nn.LayerNorm(a.width) if a.norm == "pre" else nn.Identity()
         self.readout = nn.Linear(a.width, a.vocabulary)
         for table in (self.embedding, self.position):
             nn.init.normal_(table.weight, std=INITIAL)
@@ -129,11 +146,12 @@ class CharacterTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or the same without norms."""
 
     def __init__(self, a: Architecture, attention: AttentionLayer) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = (nn.LayerNorm(a.width) if a.norm else nn.Identity() for _ in range(2))
+        norm = nn.Identity if a.norm == "none" else nn.LayerNorm
+        self.attention_norm, self.mlp_norm = norm(a.width), norm(a.width)
         self.attention = attention
         self.mlp = nn.Sequential(
             nn.Linear(a.width, EXPANSION * a.width), nn.GELU(), nn.Linear(EXPANSION * a.width, a.width)
@@ -142,6 +160,14 @@ class Block(nn.Module):
     def forward(self, X: Tensor) -> Tensor:
         X = X + self.attention(self.attention_norm(X))
         return X + self.mlp(self.mlp_norm(X))
+
+
+class PostNormBlock(Block):
+    """norm(x + attention(x)), then norm(x + mlp(x)): tokens come out normed, and go to the readout as they are."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        X = self.attention_norm(X + self.attention(X))
+        return self.mlp_norm(X + self.mlp(X))
 
 
 class InvertibleBlock(nn.Module):

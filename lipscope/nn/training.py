@@ -16,7 +16,7 @@ from lipscope._types import UserError
 from lipscope.linalg.device import memory_of
 from lipscope.nn.characters import CharacterText
 from lipscope.nn.checkpoint import FILE, optimizer_tensors, read_checkpoint, restore_optimizer, write_tensors
-from lipscope.nn.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention
+from lipscope.nn.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention, norm_in_words
 from lipscope.nn.layer_constants import layer_constants
 
 TEST_WINDOWS = 64
@@ -145,7 +145,8 @@ class Training:
         if found is None:
             return False
         tensors, facts = found
-        _check_same(facts["settings"], self.settings, directory)
+        there = facts["settings"]
+        _check_same({**there, "norm": norm_in_words(there.get("norm", "unknown"))}, self.settings, directory)
         self.model.load_state_dict(_under("model.", tensors))
         names = [name for name, _ in self.model.named_parameters()]
         restore_optimizer(self.optimizer, names, _under("optimizer.", tensors))

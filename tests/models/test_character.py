@@ -1,6 +1,7 @@
 """What `lipscope train` leaves behind is a model that transformers loads and lipscope measures."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,21 +9,28 @@ import torch
 from transformers import AutoModel
 
 import lipscope as ls
-from lipscope.models.character import CharacterConfig, CharacterModel, save_character_model
+from lipscope.models.character import CharacterConfig, CharacterModel
+from lipscope.models.character_folder import MODEL_CLASS, save_character_model
 from lipscope.nn.characters import CharacterText
 from lipscope.nn.language_model import Architecture, CharacterTransformer
 from lipscope.nn.training import Recipe, Training
 
 TEXT = CharacterText.of("she sells sea shells by the sea shore. \n" * 12, 12)
-KINDS = [("dot", False), ("l2", False), ("contractive", False), ("contractive", True), ("cosine", False)]
+KINDS = [
+    ("dot", False, "post"),
+    ("l2", False, "pre"),
+    ("contractive", False, "none"),
+    ("contractive", True, "pre"),
+    ("cosine", False, "pre"),
+]
 IDS = TEXT.held_out[:9]
 
 
-def architecture(attention: str, invertible: bool) -> Architecture:
-    return Architecture(len(TEXT.alphabet), attention, 2, 8, 2, 12, invertible)
+def architecture(attention: str, invertible: bool, norm: str = "pre") -> Architecture:
+    return Architecture(len(TEXT.alphabet), attention, 2, 8, 2, 12, invertible, norm=norm)
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind[0] + (" invertible" if kind[1] else ""))
+@pytest.fixture(scope="module", params=KINDS, ids=str)
 def trained(request, tmp_path_factory) -> tuple[CharacterTransformer, Path, ls.Model]:
     """Twenty steps of training, saved and loaded; the trained model in float64 like the loaded one."""
     training = Training(TEXT, architecture(*request.param), Recipe(20, 4, 1e-2, 2), torch.device("cpu"))
@@ -54,7 +62,8 @@ def test_sigma_is_that_of_dense_autograd_through_the_trained_layer(trained):
     sites = {site.layer: site for site in loaded.sites(IDS, scopes=("attention",))}
     for i, block in enumerate(model.blocks):
         layer = model.attention_layers()[i]
-        tokens = (X if model.architecture.invertible else block.attention_norm(X)).detach()
+        before = model.architecture.norm == "pre" and not model.architecture.invertible
+        tokens = (block.attention_norm(X) if before else X).detach()
         J = torch.autograd.functional.jacobian(layer, tokens).reshape(72, 72)
         found = ls.local_lipschitz(sites[i].f, sites[i].X)
         assert found.value.item() == pytest.approx(torch.linalg.matrix_norm(J, 2).item(), rel=1e-9)
@@ -88,6 +97,44 @@ def test_heads_are_those_of_dense_autograd(trained):
     )
 
 
+def sublayer(block, norm, X):
+    """Attention with its residual and its norm, spelled out."""
+    match norm:
+        case "pre":
+            return X + block.attention(block.attention_norm(X))
+        case "post":
+            return block.attention_norm(X + block.attention(X))
+        case _:
+            return X + block.attention(X)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post", "none"])
+def test_every_scope_of_every_norm_is_that_of_dense_autograd(norm, tmp_path):
+    torch.manual_seed(1)
+    model = CharacterTransformer(architecture("dot", False, norm))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight += 0.3 * torch.randn_like(weight)
+    save_character_model(tmp_path, model, TEXT.alphabet)
+    model, loaded = model.double(), ls.load(str(tmp_path))
+    X = model.embed(IDS).detach()
+    reached = model.blocks[0](X).detach()
+    maps = {
+        "residual": (1, lambda x: sublayer(model.blocks[1], norm, x), reached),
+        "block": (1, model.blocks[1], reached),
+        "model": (None, lambda x: model.norm(model.trunk(x)), X),
+    }
+    if norm == "pre":
+        maps["normed"] = (1, lambda x: model.blocks[1].attention(model.blocks[1].attention_norm(x)), reached)
+    for scope, (layer, f, tokens) in maps.items():
+        site = next(s for s in loaded.sites(IDS, scopes=(scope,)) if s.layer == layer)
+        torch.testing.assert_close(site.X[0], tokens)
+        J = torch.autograd.functional.jacobian(f, tokens).reshape(72, 72)
+        sigma = ls.local_lipschitz(site.f, site.X).value.item()
+        assert sigma == pytest.approx(torch.linalg.matrix_norm(J, 2).item(), rel=1e-9), scope
+
+
 @pytest.mark.parametrize("trained", [kind for kind in KINDS if kind[0] == "contractive"], indirect=True)
 def test_the_constant_of_a_contraction_holds_for_the_loaded_map(trained):
     model, _, loaded = trained
@@ -105,6 +152,7 @@ def test_the_folder_is_plain_data(trained):
     }
     assert "auto_map" not in json.loads((folder / "config.json").read_text())
     assert isinstance(AutoModel.from_pretrained(folder), CharacterModel)
+    assert CharacterModel.__name__ == MODEL_CLASS
 
 
 def test_the_tokenizer_is_the_alphabet(trained):
@@ -117,9 +165,20 @@ def test_the_tokenizer_is_the_alphabet(trained):
 
 
 def test_a_configuration_is_an_architecture():
-    a = architecture("contractive", True)
-    assert CharacterConfig.of(a).architecture == a
-    assert CharacterConfig.from_dict(CharacterConfig.of(a).to_dict()).architecture == a
+    for a in (architecture("contractive", True, "none"), architecture("dot", False, "post")):
+        assert CharacterConfig.of(a).architecture == a
+        assert CharacterConfig.from_dict(CharacterConfig.of(a).to_dict()).architecture == a
+
+
+@pytest.mark.parametrize(("trained", "written"), [(KINDS[1], True), (KINDS[2], False)], indirect=["trained"])
+def test_folders_that_say_whether_there_are_norms_still_load(trained, written, tmp_path):
+    model, folder, loaded = trained
+    shutil.copytree(folder, tmp_path / "old")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["norm"] == model.architecture.norm
+    (tmp_path / "old" / "config.json").write_text(json.dumps({**config, "norm": written}))
+    found = ls.load(str(tmp_path / "old")).trunk(IDS[None]).last_hidden_state
+    assert torch.equal(found, loaded.trunk(IDS[None]).last_hidden_state)
 
 
 def test_random_weights_are_the_model_s_own():

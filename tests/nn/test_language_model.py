@@ -11,14 +11,14 @@ from lipscope.nn.language_model import Architecture, CharacterTransformer
 from lipscope.nn.layer_constants import layer_constants
 
 
-def small(attention: str, invertible: bool = False, norm: bool = True) -> CharacterTransformer:
+def small(attention: str, invertible: bool = False, norm: str = "pre") -> CharacterTransformer:
     torch.manual_seed(0)
     return CharacterTransformer(Architecture(11, attention, 3, 8, 2, 12, invertible, norm=norm)).double()
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("norm", [True, False])
-def test_no_character_sees_what_follows_it(attention, norm):
+@pytest.mark.parametrize(("norm", "count"), [("pre", 7), ("post", 6), ("none", 0)])
+def test_no_character_sees_what_follows_it(attention, norm, count):
     model = small(attention, norm=norm)
     ids = torch.arange(10) % 11
     changed = ids.clone()
@@ -26,7 +26,7 @@ def test_no_character_sees_what_follows_it(attention, norm):
     before, after = model(ids[None])[0], model(changed[None])[0]
     torch.testing.assert_close(before[:6], after[:6])
     assert (before[6:] - after[6:]).abs().amax(dim=1).min() > 1e-6
-    assert sum("Norm" in type(m).__name__ for m in model.modules()) == (7 if norm else 0)
+    assert sum(isinstance(m, torch.nn.LayerNorm) for m in model.modules()) == count
 
 
 def test_every_attention_of_the_table_is_in_the_model():
@@ -47,6 +47,22 @@ def test_an_invertible_trunk_is_inverted_and_keeps_its_bound():
     assert model.trunk_bound() == pytest.approx(1.9**6)
     assert sigma[0] <= model.trunk_bound() and sigma[-1] >= 0.1**6
     assert small("l2").trunk_bound() == math.inf
+
+
+@pytest.mark.parametrize(("norm", "count"), [("pre", 1), ("none", 0)])
+def test_an_invertible_model_has_no_norm_in_its_blocks(norm, count):
+    model = small("contractive", invertible=True, norm=norm)
+    assert sum(isinstance(m, torch.nn.LayerNorm) for m in model.modules()) == count
+    assert isinstance(model.norm, torch.nn.LayerNorm) == bool(count)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post", "none"])
+def test_blocks_are_what_they_are_called(norm):
+    block, X = small("dot", norm=norm).blocks[0], torch.randn(5, 8, dtype=torch.float64)
+    normal = lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()  # noqa: E731
+    inner, outer = {"pre": (normal, lambda x: x), "post": (lambda x: x, normal), "none": (lambda x: x,) * 2}[norm]
+    half = outer(X + block.attention(inner(X)))
+    torch.testing.assert_close(block(X), outer(half + block.mlp(inner(half))))
 
 
 def test_only_invertible_trunks_are_inverted():
@@ -78,6 +94,8 @@ def test_layer_constants_are_those_of_dense_autograd(attention):
         ({"constant": math.nan}, "constant must be a positive number"),
         ({"invertible": True}, "choose attention contractive"),
         ({"invertible": True, "attention": "contractive", "constant": 1.0}, "below 1"),
+        ({"invertible": True, "attention": "contractive", "norm": "post"}, "choose norm pre .* or none"),
+        ({"norm": "batch"}, "no norm 'batch'; choose one of pre, post, none"),
     ],
 )
 def test_architectures_that_cannot_be_are_refused(options, complaint):

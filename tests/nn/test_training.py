@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,17 @@ def test_an_interrupted_training_goes_on_to_the_same_end(tmp_path, last):
     assert kept(tmp_path / "torn")[1]["step"] == (last - 1) // 2 * 2
     train(begin(), tmp_path / "torn")
     assert_equal(tmp_path / "torn", calm(tmp_path / "calm"))
+
+
+def test_a_checkpoint_that_says_whether_there_are_norms_is_gone_on_with(tmp_path):
+    calm(tmp_path / "old")
+    tensors, facts = kept(tmp_path / "old")
+    assert facts["settings"]["norm"] == "pre"
+    for written, complaint in ((True, None), (False, "holds a training with norm none, not pre")):
+        facts["settings"]["norm"] = written
+        write_tensors(tmp_path / "old" / FILE, tensors, facts)
+        with nullcontext() if complaint is None else pytest.raises(UserError, match=complaint):
+            assert begin().restore(tmp_path / "old")
 
 
 def test_reading_the_curve_leaves_no_trace():
