@@ -51,6 +51,20 @@ MUTANTS = (
         f"{ATTENTION}/test_linearization.py",
     ),
     Mutant(
+        "far queries left out of a column of L2 attention",
+        "lipscope/theorems/distance_columns.py",
+        "size * cut + others * divided * math.exp(-cut - 1)",
+        "size * cut",
+        f"{BOUNDS}/test_distance_columns.py",
+    ),
+    Mutant(
+        "column sums below what climbing finds",
+        "lipscope/theorems/distance_columns.py",
+        "math.sqrt(seen.regard * (others + 1))",
+        "0.6 * math.sqrt(others + 1)",
+        f"{BOUNDS}/test_distance_columns.py",
+    ),
+    Mutant(
         "softcap's second derivative dropped",
         "lipscope/attention/reference.py",
         "        on_T = on_T + W.bend * dT * on_dS\n",

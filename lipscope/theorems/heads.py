@@ -64,6 +64,16 @@ class Sight:
         return self.n if self.order is not None else int(self.seen.sum(dim=0).max())
 
     @cached_property
+    def regard(self) -> float:
+        """1 where any two queries that see a common key see each other, 2 where one sees the other, else infinity."""
+        if self.order is not None:
+            return 1 if self.order == "full" else 2
+        common = self.seen.double() @ self.seen.double().T > 0
+        if bool(self.seen[common].all()):
+            return 1
+        return 2 if bool((self.seen | self.seen.T)[common].all()) else math.inf
+
+    @cached_property
     def spread(self) -> Tensor:
         """The largest difference of additive mask entries within each row, [n]."""
         mask = self.f.mask

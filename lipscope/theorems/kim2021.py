@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
+from lipscope.theorems.distance_columns import column_sum, key_reaction
 from lipscope.theorems.heads import Head, heads_of, hypotenuse, sight
 from lipscope.theorems.rounding import U, down, gamma, norm_down, norm_up, row_sum_up, up
 from lipscope.theorems.statement import (
@@ -75,11 +76,10 @@ def distance_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
-    """(sqrt(1 + N/2) + 2 phi + 2 sqrt(omega N phi)) ||M|| ||Q||, N others see a key, omega = phi^-1(1)."""
+    """(sqrt(kappa) + 2 phi + 2 sqrt(tau)) ||M|| ||Q||: column sums of P are at most kappa, of keys' reactions tau."""
     seen = sight(f, domain.n)
     phi = mean_distance(int(seen.counts.max()))
-    others = len(seen.most_seen()[1])
-    return _over_heads(f, up(math.sqrt(1 + others / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * others * phi)))
+    return _over_heads(f, up(math.sqrt(column_sum(seen)) + 2 * phi + 2 * math.sqrt(key_reaction(seen))))
 
 
 def _over_heads(f: SelfAttention, reaction: float) -> float:

@@ -10,7 +10,8 @@ from scipy.special import lambertw
 
 import lipscope as ls
 from lipscope._types import Ball, Everywhere
-from lipscope.theorems.heads import heads_of
+from lipscope.theorems.distance_columns import column_sum, key_reaction
+from lipscope.theorems.heads import heads_of, sight
 from lipscope.theorems.kim2021 import (
     distance_upper,
     largest_coordinate_upper,
@@ -37,7 +38,9 @@ def test_phi_inverts_and_the_formulas_are_these():
     assert phi(N) * math.exp(phi(N) + 1) == pytest.approx(N - 1)
     f = layer(size)
     assert distance_upper(f, Everywhere(N)) == pytest.approx(size**2 * math.sqrt(N) * (4 * phi(N) + 1), rel=1e-9)
-    tighter = math.sqrt((N + 1) / 2) + 2 * phi(N) + 2 * math.sqrt(phi(2) * (N - 1) * phi(N))
+    seen = sight(f, N)
+    tighter = math.sqrt(column_sum(seen)) + 2 * phi(N) + 2 * math.sqrt(key_reaction(seen))
+    assert column_sum(seen) == pytest.approx(math.sqrt(N))
     assert tighter_distance_upper(f, Everywhere(N)) == pytest.approx(size**2 * tighter, rel=1e-9)
     assert largest_coordinate_upper(f, Everywhere(N)) == pytest.approx(size**2 * (4 * phi(N) + 1), rel=1e-9)
 

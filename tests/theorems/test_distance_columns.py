@@ -1,0 +1,154 @@
+"""Columns of L2 attention: nothing that is climbed to exceeds the bounds, and their order cannot be improved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import lipscope as ls
+from lipscope._types import Everywhere
+from lipscope.theorems.distance_columns import column_sum, key_reaction, largest_share
+from lipscope.theorems.heads import sight
+from lipscope.theorems.kim2021 import distance_upper, mean_distance, tighter_distance_upper
+
+
+def layer(causal: bool = False, window: int | None = None, mask: Tensor | None = None, k: int = 1) -> ls.SelfAttention:
+    one = torch.eye(k, dtype=torch.float64)
+    return ls.SelfAttention(one, one, one, kernel=ls.L2(scale=1.0), causal=causal, window=window, mask=mask)
+
+
+def columns(Y: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest column sums of P_ij and of D_i P_ij d_ij."""
+    d = (Y[:, None] - Y).square().sum(-1)
+    P = torch.where(seen, -d, -math.inf).softmax(dim=1)
+    D = (P * d).sum(dim=1)
+    return P.sum(dim=0).amax(), (D[:, None] * P * d).sum(dim=0).amax()
+
+
+def climbed(value: Callable[[Tensor], Tensor], Y: Tensor, steps: int = 120) -> float:
+    Y = Y.clone().requires_grad_()
+    adam = torch.optim.Adam([Y], lr=0.05)
+    best = 0.0
+    for _ in range(steps):
+        found = value(Y)
+        best = max(best, found.item())
+        adam.zero_grad()
+        (-found).backward()
+        adam.step()
+    return best
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("others", [1, 2, 7, 127, 10**6])
+def test_the_largest_share_is_a_maximum(others: int, power: float):
+    a = torch.logspace(-8, math.log10(others), 200_001, dtype=torch.float64)
+    on_grid = (a * (others / a).log() / (1 + a) ** power).max().item()
+    assert on_grid <= largest_share(others, power) <= on_grid * (1 + 1e-6)
+    if power == 1:
+        assert largest_share(others, 1) == pytest.approx(mean_distance(others + 1), rel=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [2, 3, 8, 24])
+def test_climbing_finds_nothing_above(n: int, causal: bool):
+    seen = torch.ones(n, n, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    limits = (column_sum(sight(layer(causal), n)), key_reaction(sight(layer(causal), n)))
+    found = [0.0, 0.0]
+    for k in (1, n):
+        g = torch.Generator().manual_seed(n + k)
+        Y = torch.randn(n, k, generator=g, dtype=torch.float64) * math.sqrt(math.log(n + 1) / 2 / k)
+        for part in (0, 1):
+            found[part] = max(found[part], climbed(lambda Y, part=part: columns(Y, seen)[part], Y))
+    assert all(x <= limit for x, limit in zip(found, limits, strict=True))
+    # and the bounds are not idle: climbing comes within a factor.
+    assert found[0] > 0.45 * limits[0] and found[1] > 0.45 * limits[1]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_reaction_of_keys_is_the_least_over_cuts(causal: bool):
+    n = 500
+    a = torch.logspace(-6, 2.6, 100_001, dtype=torch.float64)
+    D = a * ((n - 1) / a).log() / (1 + a)
+    phi, rooted, divided = D.max(), (D / (1 + a).sqrt()).max(), (D / (1 + a)).max()
+    cut = torch.linspace(0, 10, 10_001, dtype=torch.float64)
+    size = (2 * phi * divided).sqrt() if causal else rooted
+    least = (math.sqrt(n - 1) * size * cut + (n - 1) * divided * (-cut - 1).exp()).min().item()
+    assert key_reaction(sight(layer(causal), n)) == pytest.approx(least, rel=1e-6)
+
+
+def test_who_sees_whom_is_read_from_any_mask():
+    n = 6
+    low = torch.ones(n, n).tril().bool()
+    blocks = torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)).bool()
+    star = torch.eye(n).bool()
+    star[:, 0] = True
+    cases = [(layer(), 1), (layer(True), 2), (layer(True, window=3), 2), (layer(mask=blocks), 1), (layer(mask=low), 2)]
+    for f, regard in [*cases, (layer(mask=star), math.inf)]:
+        assert sight(f, n).regard == regard
+    # A key that does not see itself is one that others see all the same.
+    deaf = torch.ones(n, n).bool()
+    deaf[0] = False
+    assert column_sum(sight(layer(mask=deaf), n)) >= math.sqrt(n)
+
+
+def test_a_star_of_strangers_reaches_what_the_general_bound_allows():
+    """Queries that see one key and themselves only: column sums of order n/2, so `regard` is needed."""
+    n = 64
+    seen = torch.eye(n).bool()
+    seen[:, 0] = True
+    found = columns(torch.zeros(n, 1, dtype=torch.float64), seen)[0].item()
+    assert math.sqrt(2 * n) < found <= column_sum(sight(layer(mask=seen), n))
+
+
+def star(centres: int) -> Tensor:
+    """m tokens at 0 and m^2 at sqrt(ln m) e_j, each by itself; the last coordinate is free."""
+    m, t = centres, math.sqrt(math.log(centres))
+    Y = torch.zeros(m + m * m, m * m + 1, dtype=torch.float64)
+    Y[m:, :-1] = t * torch.eye(m * m, dtype=torch.float64)
+    return Y
+
+
+def test_the_fourth_root_is_needed():
+    """m tokens at one point and m^2 around it: ||P|| >= sqrt(m) / 3 - O(1/m), n = m + m^2."""
+    for m in (4, 16, 64):
+        # The classes are alike: on vectors constant on each, P is the 2 x 2 matrix below in an orthonormal basis.
+        x = 1 / m
+        here, there = m + m * m * x, 1 + m * x + (m * m - 1) * x * x
+        sizes = torch.tensor([m, m * m], dtype=torch.float64).sqrt()
+        weights = torch.tensor([[1 / here, x / here], [x / there, (1 + (m * m - 1) * x * x) / there / (m * m)]])
+        norm = torch.linalg.matrix_norm(sizes[:, None] * weights.double() * sizes, 2).item()
+        n = m + m * m
+        assert math.sqrt(m) / 3 * 0.95 < norm <= math.sqrt(column_sum(sight(layer(), n)))
+        if m == 4:
+            sigma = ls.local_lipschitz(layer(k=m * m + 1), star(m)).value
+            assert norm * (1 - 1e-9) <= sigma <= tighter_distance_upper(layer(), Everywhere(n))
+
+
+def test_long_sequences_gain_most():
+    """Against sqrt(1 + N/2) + 2 phi + 2 sqrt(omega N phi), what P_ij <= 1/2 alone gives."""
+    for n, factor in ((128, 1.4), (1024, 1.9), (131_072, 5.0)):
+        phi = mean_distance(n)
+        plain = math.sqrt(1 + (n - 1) / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * (n - 1) * phi)
+        for causal in (False, True):
+            assert plain / tighter_distance_upper(layer(causal), Everywhere(n)) > factor
+
+
+def test_the_table_of_the_page_is_this():
+    """docs/theory/bounds.md: n, Kim et al., plain, no mask, causal, with identity weights."""
+    page = Path(__file__).parents[2].joinpath("docs/theory/bounds.md").read_text()
+    section = page.split("### Columns of a Gaussian kernel")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3].strip("| ").isdigit()]
+    assert len(rows) == 5
+    for n, *shown in rows:
+        N = int(n.replace(",", ""))
+        phi = mean_distance(N)
+        plain = math.sqrt(1 + (N - 1) / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * (N - 1) * phi)
+        ours = [tighter_distance_upper(layer(causal), Everywhere(N)) for causal in (False, True)]
+        kim = distance_upper(layer(), Everywhere(N)) if N < 10_000 else math.sqrt(N) * (4 * phi + 1)
+        assert shown == [f"{x:.4g}" for x in (kim, plain, *ours)], N
