@@ -152,11 +152,11 @@ import copy, torch
 torch.set_num_threads(1)
 from tests.nn.test_modules import assert_same, layer, loss_and_gradients
 for name in {names}:
-    m = layer(name)
+    m = layer(name).to({device!r})
     twin = copy.deepcopy(m)
     compiled = torch.compile(twin, fullgraph=True, backend={backend!r})
     for n in (6, 9, 17):
-        X = torch.randn(2, n, 8)
+        X = torch.randn(2, n, 8, device={device!r})
         assert_same(loss_and_gradients(compiled, X), loss_and_gradients(m, X), 1e-5)
     optimisers = [torch.optim.Adam(x.parameters(), 1e-2) for x in (m, twin)]
     for _ in range(5):
@@ -168,9 +168,9 @@ print("compiled")
 """
 
 
-def compiled(backend: str, names: list[str]) -> None:
+def compiled(backend: str, names: list[str], device: str = "cpu") -> None:
     """In a fresh interpreter, without the shape checks that only tests have."""
-    code = COMPILE.format(backend=backend, names=names)
+    code = COMPILE.format(backend=backend, names=names, device=device)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=3000)
     assert done.stdout.strip() == "compiled", done.stderr
 
