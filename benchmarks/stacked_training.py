@@ -16,7 +16,7 @@ from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
 from lipscope.nn.characters import CharacterText
-from lipscope.nn.language_model import Architecture, CharacterTransformer
+from lipscope.nn.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention
 
 BETAS, EPS = (0.9, 0.98), 1e-8
 ALIGNED = 64
@@ -36,11 +36,27 @@ class Schedule:
     clip: float | None
 
 
+@dataclass(frozen=True, eq=False)
+class History:
+    """What every step saw before it moved the weights, [steps, members]: loss, norm of its gradient, of the weights."""
+
+    losses: Tensor
+    gradients: Tensor
+    weights: Tensor
+
+
 class Stack:
     """One flat row of weights a member; `seeds` decide weights and batches, so equal seeds see equal batches."""
 
-    def __init__(self, architecture: Architecture, seeds: list[int], rates: list[float], device: str) -> None:
-        self.architecture, self.seeds = architecture, seeds
+    def __init__(
+        self,
+        architecture: Architecture,
+        seeds: list[int],
+        rates: list[float],
+        device: str,
+        attention: MakeAttention = make_attention,
+    ) -> None:
+        self.architecture, self.seeds, self._attention = architecture, seeds, attention
         self.rates = torch.tensor(rates, device=device)[:, None]
         with torch.random.fork_rng(devices=[]):
             models = [self._fresh(seed) for seed in seeds]
@@ -53,7 +69,7 @@ class Stack:
 
     def _fresh(self, seed: int) -> CharacterTransformer:
         torch.manual_seed(seed)
-        return CharacterTransformer(self.architecture)
+        return CharacterTransformer(self.architecture, self._attention)
 
     def _flatten(self, weights: dict[str, Tensor]) -> Tensor:
         row = torch.zeros(sum(self._sizes))
@@ -93,18 +109,21 @@ class Stack:
         pieces = [self.losses(self.theta, x, y) * len(x) for x, y in zip(*(t.split(32) for t in windows), strict=True)]
         return torch.stack(pieces).sum(0) / len(windows[0])
 
-    def train(self, text: CharacterText, schedule: Schedule, every: int, note: Callable[[int, Tensor], None]) -> None:
+    def train(
+        self, text: CharacterText, schedule: Schedule, every: int, note: Callable[[int, Tensor], None]
+    ) -> History:
         """Runs the schedule; `note` gets the step and the members' mean training losses since the last note."""
         step = _Step(self, text, schedule)
         starts, factors = self._plan(text, schedule)
-        losses = torch.zeros(schedule.steps, len(self.seeds), device=self.theta.device)
+        seen = torch.zeros(3, schedule.steps, len(self.seeds), device=self.theta.device)
         for i in range(schedule.steps):
             step.starts.copy_(starts[i])
             step.factor.copy_(factors[i])
             step.run()
-            losses[i].copy_(step.losses)
+            seen[:, i].copy_(step.seen)
             if (i + 1) % every == 0 or i + 1 == schedule.steps:
-                note(i + 1, losses[i + 1 - every : i + 1].mean(0) if i + 1 >= every else losses[: i + 1].mean(0))
+                note(i + 1, seen[0, max(0, i + 1 - every) : i + 1].mean(0))
+        return History(*seen.cpu())
 
     def _plan(self, text: CharacterText, schedule: Schedule) -> tuple[Tensor, Tensor]:
         """Where the windows of each step start, [steps, M, B], and the factor of its learning rate."""
@@ -126,7 +145,7 @@ class _Step:
         self.window = torch.arange(stack.architecture.context, device=theta.device)
         self.starts = torch.zeros(len(stack.seeds), schedule.batch, dtype=torch.long, device=theta.device)
         self.factor, self.count = torch.zeros((), device=theta.device), torch.zeros((), device=theta.device)
-        self.losses = torch.zeros(len(stack.seeds), device=theta.device)
+        self.seen = torch.zeros(3, len(stack.seeds), device=theta.device)
         self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
         self.run: Callable[[], None] = self._advance
         if theta.is_cuda:
@@ -137,9 +156,10 @@ class _Step:
         losses = self.stack.losses(theta, self.text[rows], self.text[rows + 1])
         (gradient,) = torch.autograd.grad(losses.sum(), theta)
         with torch.no_grad():
+            length = gradient.norm(dim=1)
+            self.seen.copy_(torch.stack([losses, length, theta.norm(dim=1)]))
             if self.schedule.clip is not None:
-                length = gradient.norm(dim=1, keepdim=True)
-                gradient = gradient * (self.schedule.clip / (length + 1e-6)).clamp(max=1.0)
+                gradient = gradient * (self.schedule.clip / (length + 1e-6)).clamp(max=1.0)[:, None]
             self.count += 1
             b1, b2 = BETAS
             self.first.lerp_(gradient, 1 - b1)
@@ -147,7 +167,6 @@ class _Step:
             mean = self.first / (1 - torch.pow(b1, self.count))
             spread = (self.second / (1 - torch.pow(b2, self.count))).sqrt() + EPS
             theta -= self.stack.rates * self.factor * mean / spread
-            self.losses.copy_(losses)
 
     def _capture(self) -> None:
         """Warm up on a side stream, put everything back, and record one step."""

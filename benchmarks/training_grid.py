@@ -1,10 +1,11 @@
 """Test loss of character models by attention and depth, and where training breaks; every cell kept once it is done.
 
     python -m benchmarks.training_grid TEXT --file benchmarks/results/training_h200.json    # goes on where it stopped
-    python -m benchmarks.training_grid TEXT --file small.json --size small --match norm      # for a CPU
+    python -m benchmarks.training_grid TEXT --file small.json --size small --match "pre norm" # for a CPU
 
 A cell is one architecture; its seeds and learning rates are trained together. Training "breaks" when the test loss at
-the end is not finite, or above what the frequencies of characters alone cost, or more than 0.5 nats above its own best.
+the end is not finite, or above what the frequencies of characters alone cost, or more than 0.5 nats above its own best;
+it is "stuck" when it did not break and ends less than 0.1 below those frequencies.
 """
 
 from __future__ import annotations
@@ -15,96 +16,37 @@ import math
 import os
 import re
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.stacked_training import Schedule, Stack
+from benchmarks.stacked_training import History, Schedule, Stack
+from benchmarks.training_plans import GRID, PLANS, SIZES, VARIANTS, Plan
 from lipscope._types import UserError
 from lipscope.nn.characters import CharacterText, read_characters
-from lipscope.nn.language_model import Architecture, CharacterTransformer
+from lipscope.nn.language_model import CharacterTransformer
 from lipscope.nn.layer_constants import layer_constants
 
-VARIANTS = {
-    "dot": {"attention": "dot"},
-    "l2": {"attention": "l2"},
-    "contractive": {"attention": "contractive"},
-    "invertible": {"attention": "contractive", "invertible": True},
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The sizes of an experiment: every cell gets the same steps, windows and width."""
-
-    depths: tuple[int, ...]
-    rates: tuple[float, ...]
-    variants: tuple[str, ...]
-    norm: bool = True
-    width: int = 128
-    heads: int = 4
-    context: int = 128
-    batch: int = 64
-    steps: int = 800
-    seeds: int = 3
-    warmup: int = 100
-    decay: bool = True
-    clip: float | None = 1.0
-    every: int = 50
-    tested: int = 1_000_000
-
-    def rate(self, step: int) -> float:
-        rising = min(1.0, (step + 1) / (self.warmup + 1))
-        return rising * (0.55 + 0.45 * math.cos(math.pi * step / self.steps) if self.decay else 1.0)
-
-
-GRID = Plan(depths=(2, 6, 12), rates=(1e-3, 3e-3), variants=tuple(VARIANTS))
-HARD = Plan(
-    depths=(12, 24),
-    rates=(1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1),
-    variants=tuple(VARIANTS),
-    norm=False,
-    batch=16,
-    steps=200,
-    warmup=0,
-    decay=False,
-    clip=None,
-    every=25,
-)
-PLANS = {"grid": GRID, "no norm": HARD, "norm": replace(HARD, variants=("dot", "l2"), norm=True)}
-"""Equal budgets with what one usually takes for granted; then no warm-up, no decay, no clipping, and no norm."""
-
-SIZES: dict[str, dict[str, int]] = {
-    "full": {},
-    "small": {"width": 32, "heads": 2, "context": 32, "batch": 8, "seeds": 2, "tested": 256},
-    "tiny": {"width": 16, "heads": 2, "context": 16, "batch": 4, "seeds": 2, "tested": 8, "steps": 6, "every": 3},
-}
-"""The experiment, the same in minutes on a CPU, and in seconds to see that it runs."""
+OPENING = 10
+"""The losses of so many first steps are kept one by one."""
 
 
 def run_cell(plan: Plan, variant: str, depth: int, text: CharacterText, device: str) -> dict[str, Any]:
     """Train every seed at every learning rate together; losses by rate, then seed."""
-    architecture = Architecture(
-        len(text.alphabet),
-        depth=depth,
-        width=plan.width,
-        heads=plan.heads,
-        context=plan.context,
-        norm=plan.norm,
-        **VARIANTS[variant],  # type: ignore[arg-type]
-    )
+    kind = VARIANTS[variant]
+    architecture = plan.architecture(len(text.alphabet), kind, depth)
     members = [(rate, seed) for rate in plan.rates for seed in range(plan.seeds)]
     start = time.perf_counter()
-    stack = Stack(architecture, [seed for _, seed in members], [rate for rate, _ in members], device)
+    stack = Stack(architecture, [seed for _, seed in members], [rate for rate, _ in members], device, kind.make)
     curve: list[dict[str, Any]] = []
 
     def note(step: int, learned: torch.Tensor) -> None:
         curve.append({"step": step, "training": learned.tolist(), "test": stack.test_losses(text, 64).tolist()})
 
-    stack.train(text, Schedule(plan.steps, plan.batch, plan.rate, plan.clip), plan.every, note)
+    history = stack.train(text, Schedule(plan.steps, plan.batch, plan.rate, plan.clip), plan.every, note)
     trained = time.perf_counter() - start
     final = stack.test_losses(text, plan.tested).tolist()
     tested = time.perf_counter() - start
@@ -112,19 +54,42 @@ def run_cell(plan: Plan, variant: str, depth: int, text: CharacterText, device: 
     measured = [m for m, (_, seed) in enumerate(members) if seed == 0 and math.isfinite(final[m])]
     models = {m: stack.model(m) for m in measured}
     sigma = {m: layer_constants(model, ids) for m, model in models.items()}
-    inverted = measured if architecture.invertible and plan.norm else []
+    inverted = measured if architecture.invertible and plan.norm != "none" else []
     inverse = {m: inverse_error(models[m], ids) for m in inverted}
     return {
         "members": members,
         "parameters": sum(torch.Size(s).numel() for s in stack._shapes.values()),
         "final": final,
         "curve": curve,
+        **described(history),
         "sigma": sigma,
         "inverse_error": inverse,
         "seconds_training": trained,
         "seconds_testing": tested - trained,
         "seconds_sigma": time.perf_counter() - start - tested,
         "gibibytes": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+    }
+
+
+def described(history: History) -> dict[str, Any]:
+    """How each member set out, and where its loss first rose 0.5 above its best, if it did.
+
+    opening:  the losses of the first steps
+    rise:     how many steps had been done when the training loss first was 0.5 above its best so far, or not finite
+    gradient: the norm at the start, and its largest before that rise; weights: the same
+    """
+    losses = history.losses.double().nan_to_num(math.inf)
+    rose = ~(losses <= losses.cummin(0).values + 0.5) | losses.isinf()
+    rise = [int(column.nonzero()[0]) if column.any() else None for column in rose.T]
+    before = torch.arange(len(losses))[:, None] < torch.tensor([len(losses) if r is None else r for r in rise])
+    sizes = {"gradient": history.gradients, "weights": history.weights}
+    return {
+        "opening": history.losses[:OPENING].tolist(),
+        "rise": rise,
+        **{
+            name: {"start": x[0].tolist(), "largest": x.where(before, 0.0).amax(0).tolist()}
+            for name, x in sizes.items()
+        },
     }
 
 
@@ -138,12 +103,6 @@ def inverse_error(model: CharacterTransformer, ids: torch.Tensor) -> float:
         print(error, flush=True)
         return math.nan
     return float((found - X).norm() / X.norm())
-
-
-def broke(final: float | None, curve: list[float | None], unigram: float) -> bool:
-    """What was called breaking before anything was run; None is what was not finite."""
-    best = min((x for x in curve if x is not None), default=math.inf)
-    return final is None or final > unigram or final > best + 0.5
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Tables and figure of docs/training.md, from the results of `benchmarks.training_grid`.
+"""Tables and figures of docs/training.md, from the results of `benchmarks.training_grid`.
 
-python -m benchmarks.training_page              # rewrites the tables between their marks, and the figure
+python -m benchmarks.training_page              # rewrites the tables between their marks, and the figures
 """
 
 from __future__ import annotations
@@ -8,45 +8,29 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
-from benchmarks.training_grid import broke
+from benchmarks.training_figures import draw_breaking, draw_grid
+from benchmarks.training_outcomes import NAMES, best_rate, breaking_plans, by_rate, cells_of, outcomes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "training_h200.json"
-PAGE, FIGURE = ROOT / "docs" / "training.md", ROOT / "docs" / "gallery" / "training.png"
-NAMES = {
-    "dot": "dot product",
-    "l2": "L2",
-    "contractive": "contractive L2, 0.9",
-    "invertible": "contractive L2, 0.9, invertible blocks",
-}
-
-
-def by_rate(cell: dict[str, Any]) -> dict[float, list[int]]:
-    """The members of a cell, by learning rate."""
-    rates: dict[float, list[int]] = {}
-    for member, (rate, _) in enumerate(cell["members"]):
-        rates.setdefault(rate, []).append(member)
-    return rates
-
-
-def best_rate(cell: dict[str, Any]) -> tuple[float, list[int]]:
-    """The learning rate with the lowest mean test loss, and its members."""
-    return min(by_rate(cell).items(), key=lambda item: mean(cell["final"][m] or 1e9 for m in item[1]))
+PAGE, GALLERY = ROOT / "docs" / "training.md", ROOT / "docs" / "gallery"
+SHORT = {**NAMES, "dot": "dot", "contractive": "contractive", "invertible": "invertible"}
+NOT_RUN = "not run"
 
 
 def grid_table(results: dict[str, Any]) -> str:
-    plan = results["settings"]["plans"]["grid"]
+    plan, cells = results["settings"]["plans"]["grid"], cells_of(results, "grid")
     lines = ["| attention | depth | parameters | test loss | at rate | other rate | sigma by layer | seconds |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for variant in plan["variants"]:
         for depth in plan["depths"]:
-            cell = results["cells"].get(f"grid/{variant}/{depth}")
+            cell = cells.get((variant, depth))
             start = f"| {NAMES[variant]} | {depth} |"
             if cell is None:
-                lines.append(f"{start} | not run | | | | |")
+                lines.append(f"{start} | {NOT_RUN} | | | | |")
                 continue
             rate, members = best_rate(cell)
             losses = [cell["final"][m] for m in members]
@@ -60,31 +44,52 @@ def grid_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def breaking_table(results: dict[str, Any]) -> str:
-    """For each learning rate: the mean test loss of the seeds that did not break, and how many did."""
-    unigram = results["settings"]["unigram_loss"]
-    plans = {name: plan for name, plan in results["settings"]["plans"].items() if name != "grid"}
-    there = [
-        (name, depth, variant)
-        for name, plan in plans.items()
-        for depth in plan["depths"]
-        for variant in plan["variants"]
-        if f"{name}/{variant}/{depth}" in results["cells"]
-    ]
-    header = [f"{NAMES[variant]}, depth {depth}, {name}" for name, depth, variant in there]
-    lines = ["| learning rate | " + " | ".join(header) + " |", "|---" * (len(there) + 1) + "|"]
-    for rate in plans["no norm"]["rates"]:
-        entries = []
-        for name, depth, variant in there:
-            cell = results["cells"][f"{name}/{variant}/{depth}"]
-            members = by_rate(cell)[rate]
-            broken = [m for m in members if broke(cell["final"][m], [p["test"][m] for p in cell["curve"]], unigram)]
-            fine = [cell["final"][m] for m in members if m not in broken]
-            words = [f"{mean(fine):.3f}"] if fine else []
-            words += [f"{len(broken)} of {len(members)} break"] if broken else []
-            entries.append(", ".join(words))
+def breaking_table(results: dict[str, Any], plan: str) -> str:
+    """For each learning rate: the mean test loss of the seeds that learned, and how many did not."""
+    settings, cells = results["settings"]["plans"][plan], cells_of(results, plan)
+    places = [(variant, depth) for variant in settings["variants"] for depth in settings["depths"]]
+    ends = {place: outcomes(cell, results["settings"]["unigram_loss"]) for place, cell in cells.items()}
+    lines = ["| learning rate | " + " | ".join(f"{SHORT[variant]}, {depth}" for variant, depth in places) + " |"]
+    lines += ["|---" * (len(places) + 1) + "|"]
+    for rate in settings["rates"]:
+        entries = [str(ends[place][rate]) if place in ends else NOT_RUN for place in places]
         lines.append(f"| {rate:g} | " + " | ".join(entries) + " |")
     return "\n".join(lines)
+
+
+def largest_rates(results: dict[str, Any]) -> str:
+    """For each plan and depth the largest rate at which every seed learned, by variant."""
+    lines = []
+    for name, plan in breaking_plans(results).items():
+        cells = cells_of(results, name)
+        for depth in plan["depths"]:
+            words = []
+            for variant in plan["variants"]:
+                if (variant, depth) in cells:
+                    ends = outcomes(cells[variant, depth], results["settings"]["unigram_loss"])
+                    fine = [rate for rate, end in ends.items() if end.fine]
+                    last = " (the largest tried)" if max(plan["rates"]) in fine else ""
+                    words.append(f"{SHORT[variant]} {f'{max(fine):g}' if fine else 'none'}{last}")
+            lines.append(f"- {name}, depth {depth}: {'; '.join(words) or NOT_RUN}")
+    return "\n".join(lines)
+
+
+def rises_table(results: dict[str, Any]) -> str:
+    """Of plan "why": the norm of the first gradient, and after how many steps each seed's loss first rose."""
+    plan = results["settings"]["plans"]["why"]
+    cells = {variant: cell for (variant, _), cell in cells_of(results, "why").items()}
+    lines = ["| | " + " | ".join(SHORT[variant] for variant in plan["variants"]) + " |"]
+    lines += ["|---" * (len(plan["variants"]) + 1) + "|"]
+    columns = [_rises(cells[variant], plan["rates"]) if variant in cells else None for variant in plan["variants"]]
+    for row, name in enumerate(["first gradient", *(f"{rate:g}" for rate in plan["rates"])]):
+        lines.append(f"| {name} | " + " | ".join(NOT_RUN if c is None else c[row] for c in columns) + " |")
+    return "\n".join(lines)
+
+
+def _rises(cell: dict[str, Any], rates: list[float]) -> list[str]:
+    first = f"{median(cell['gradient']['start']):.3g}"
+    steps = [[cell["rise"][member] for member in by_rate(cell)[rate]] for rate in rates]
+    return [first, *(", ".join("never" if step is None else str(step) for step in row) for row in steps)]
 
 
 def settings_table(results: dict[str, Any]) -> str:
@@ -104,49 +109,31 @@ def _word(value: Any) -> str:
     return {True: "yes", False: "no", None: "no"}[value] if isinstance(value, bool | None) else str(value)
 
 
-TABLES = {"settings": settings_table, "grid": grid_table, "breaking": breaking_table}
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """What stands between the marks of the page, by their names."""
+    return {
+        "settings": settings_table(results),
+        "grid": grid_table(results),
+        **{name: breaking_table(results, name) for name in breaking_plans(results)},
+        "largest rates": largest_rates(results),
+        "rises": rises_table(results),
+    }
 
 
 def filled(page: str, results: dict[str, Any]) -> str:
     """The page with its tables as the results have them."""
-    for name, table in TABLES.items():
-        pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert pattern.search(page), f"{PAGE.name} has no place for the table {name}"
-        page = pattern.sub(lambda found, table=table: found[1] + table(results) + "\n" + found[2], page)
+    for name, table in tables(results).items():
+        found = re.search(f"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", page, re.DOTALL)
+        assert found, f"{PAGE.name} has no place for the table {name}"
+        page = f"{page[: found.start()]}{table}\n{page[found.end() :]}"
     return page
-
-
-def draw(results: dict[str, Any]) -> None:
-    """Test loss over steps for every cell of the grid, and sigma by layer in the deepest one of each."""
-    from matplotlib.figure import Figure
-
-    plan = results["settings"]["plans"]["grid"]
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    loss, sigma = figure.subplots(1, 2)
-    for colour, variant in enumerate(plan["variants"]):
-        cells = {d: results["cells"].get(f"grid/{variant}/{d}") for d in plan["depths"]}
-        for style, (depth, cell) in zip(("dotted", "dashed", "solid"), cells.items(), strict=True):
-            if cell is None:
-                continue
-            _, members = best_rate(cell)
-            curve = [mean(point["test"][m] for m in members) for point in cell["curve"]]
-            steps = [point["step"] for point in cell["curve"]]
-            loss.plot(steps, curve, color=f"C{colour}", linestyle=style, label=f"{NAMES[variant]}, depth {depth}")
-            values = cell["sigma"][str(members[0])]
-            sigma.plot(range(len(values)), values, color=f"C{colour}", linestyle=style, marker=".")
-    for level, words in ((results["settings"]["unigram_loss"], "frequencies"), (results["bigram_loss"], "pairs")):
-        loss.axhline(level, color="gray", linewidth=0.8)
-        loss.annotate(words, (plan["steps"], level), color="gray", ha="right", va="bottom", fontsize="small")
-    loss.set(xlabel="step", ylabel="test loss (nats a character)", ylim=(1.5, 3.5))
-    sigma.set(xlabel="layer", ylabel="local Lipschitz constant of attention", yscale="log")
-    figure.legend(*loss.get_legend_handles_labels(), loc="outside right center", fontsize="small")
-    figure.savefig(FIGURE, dpi=110)
 
 
 def main() -> None:
     results = json.loads(RESULTS.read_text())
     PAGE.write_text(filled(PAGE.read_text(), results))
-    draw(results)
+    draw_grid(results).savefig(GALLERY / "training.png", dpi=110)
+    draw_breaking(results).savefig(GALLERY / "breaking.png", dpi=110)
 
 
 if __name__ == "__main__":

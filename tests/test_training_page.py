@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.training_grid import broke
-from benchmarks.training_page import PAGE, RESULTS, filled
+from benchmarks.training_outcomes import broke, outcomes
+from benchmarks.training_page import PAGE, RESULTS, filled, largest_rates
 
 
 def test_the_tables_are_those_of_the_results():
@@ -25,3 +25,28 @@ def test_the_tables_are_those_of_the_results():
 )
 def test_breaking(final, curve, expected):
     assert broke(final, curve, unigram=3.3) is expected
+
+
+CELL = {
+    "members": [[0.001, 0], [0.001, 1], [0.01, 0], [0.01, 1], [0.1, 0], [0.1, 1]],
+    "final": [2.0, 2.2, 2.1, None, 3.25, 3.29],
+    "curve": [{"test": [2.1, 2.3, 2.5, 2.5, 3.28, 3.3]}, {"test": [2.0, 2.2, 2.1, None, 3.25, 3.29]}],
+}
+
+
+def test_outcomes_are_told_by_rate():
+    assert [str(end) for end in outcomes(CELL, unigram=3.3).values()] == ["2.100", "2.100, 1 broke", "stuck"]
+    assert [str(end) for end in outcomes(CELL, unigram=3.27).values()][2] == "1 broke, 1 stuck"
+
+
+def test_the_largest_rate_is_one_at_which_every_seed_learned():
+    plans = {"grid": {}, "hard": {"variants": ["dot", "l2"], "depths": [6, 9], "rates": [0.001, 0.01, 0.1]}}
+    calm = {**CELL, "final": [2.0] * 6, "curve": [{"test": [2.0] * 6}]}
+    results = {
+        "settings": {"plans": plans, "unigram_loss": 3.3},
+        "cells": {"hard/dot/6": CELL, "hard/l2/6": calm, "hard/dot/9": {**CELL, "final": [None] * 6}},
+    }
+    assert largest_rates(results).splitlines() == [
+        "- hard, depth 6: dot 0.001; L2 0.1 (the largest tried)",
+        "- hard, depth 9: dot none",
+    ]

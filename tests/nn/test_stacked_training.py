@@ -1,5 +1,7 @@
 """Models trained together learn what each learns alone, and do not touch each other."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -34,16 +36,34 @@ def alone(a: Architecture, seed: int, rate: float) -> CharacterTransformer:
 
 
 @pytest.mark.parametrize(
-    ("attention", "invertible"), [("dot", False), ("l2", False), ("cosine", False), ("contractive", True)]
+    ("attention", "invertible", "norm"),
+    [("dot", False, "post"), ("l2", False, "none"), ("cosine", False, "pre"), ("contractive", True, "pre")],
 )
-def test_a_stack_trains_each_member_as_if_it_were_alone(attention, invertible):
-    a = architecture(attention, invertible)
+def test_a_stack_trains_each_member_as_if_it_were_alone(attention, invertible, norm):
+    a = replace(architecture(attention, invertible), norm=norm)
     stack = Stack(a, [3, 4], [1e-2, 1e-3], "cpu")
     stack.train(TEXT, Schedule(STEPS, BATCH, lambda _: 1.0, 0.5), STEPS, lambda *_: None)
     for member, (seed, rate) in enumerate(((3, 1e-2), (4, 1e-3))):
         expected = alone(a, seed, rate).state_dict()
         for name, weight in stack.model(member).state_dict().items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_the_history_is_what_each_step_saw():
+    a = architecture("dot")
+    stack = Stack(a, [3, 4], [1e-2, 1e-3], "cpu")
+    before = stack.theta.detach().clone()
+    history = stack.train(TEXT, Schedule(STEPS, BATCH, lambda _: 1.0, None), STEPS, lambda *_: None)
+    assert history.losses.shape == history.gradients.shape == history.weights.shape == (STEPS, 2)
+    torch.testing.assert_close(history.weights[0], before.norm(dim=1))
+    starts = torch.randint(len(TEXT.learned) - 8, (STEPS, BATCH), generator=torch.Generator().manual_seed(4))[0]
+    places = starts[:, None] + torch.arange(8)
+    model = Stack(a, [4], [1e-3], "cpu").model(0)
+    loss = cross_entropy(model(TEXT.learned[places]).flatten(0, 1), TEXT.learned[places + 1].flatten())
+    loss.backward()
+    length = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    torch.testing.assert_close(history.losses[0, 1], loss.detach())
+    torch.testing.assert_close(history.gradients[0, 1], length)
 
 
 def test_a_member_that_diverges_leaves_the_others_alone():

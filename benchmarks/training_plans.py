@@ -1,0 +1,97 @@
+"""The experiments on training: what is varied, what is held, and the sizes of a quick look."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
+from lipscope.nn.language_model import Architecture, MakeAttention, make_attention
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What attention a model has, and what its blocks are; a maker of its own where `nn` has no such layer."""
+
+    attention: str
+    invertible: bool = False
+    make: MakeAttention = make_attention
+
+
+VARIANTS = {
+    "dot": Variant("dot"),
+    "l2": Variant("l2"),
+    "contractive": Variant("contractive"),
+    "invertible": Variant("contractive", invertible=True),
+    "dot, l2 values": Variant("dot", make=lambda a: DotScoresL2Values(a.width, a.heads)),
+    "l2, dot values": Variant("l2", make=lambda a: L2ScoresDotValues(a.width, a.heads)),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of an experiment: every cell gets the same steps, windows and width."""
+
+    depths: tuple[int, ...]
+    rates: tuple[float, ...]
+    variants: tuple[str, ...]
+    norm: str = "pre"
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    batch: int = 64
+    steps: int = 800
+    seeds: int = 3
+    warmup: int = 100
+    decay: bool = True
+    clip: float | None = 1.0
+    every: int = 50
+    tested: int = 1_000_000
+
+    def rate(self, step: int) -> float:
+        rising = min(1.0, (step + 1) / (self.warmup + 1))
+        return rising * (0.55 + 0.45 * math.cos(math.pi * step / self.steps) if self.decay else 1.0)
+
+    def architecture(self, vocabulary: int, variant: Variant, depth: int) -> Architecture:
+        return Architecture(
+            vocabulary,
+            variant.attention,
+            depth,
+            self.width,
+            self.heads,
+            self.context,
+            variant.invertible,
+            norm=self.norm,
+        )
+
+
+GRID = Plan(depths=(2, 6, 12), rates=(1e-3, 3e-3), variants=("dot", "l2", "contractive", "invertible"))
+HARD = Plan(
+    depths=(12, 24),
+    rates=(1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1),
+    variants=GRID.variants,
+    norm="none",
+    batch=16,
+    steps=200,
+    warmup=0,
+    decay=False,
+    clip=None,
+    every=25,
+)
+GENTLE = (3e-4, 5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3)
+FINE = (1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2)
+PLANS = {
+    "grid": GRID,
+    "post norm": replace(HARD, depths=(6, 12, 18), rates=GENTLE, variants=("dot", "l2"), norm="post", steps=250),
+    "pre norm": replace(HARD, rates=HARD.rates[1:], variants=("dot", "l2"), norm="pre"),
+    "no norm": HARD,
+    "why": replace(HARD, depths=(12,), rates=FINE, variants=("dot", "dot, l2 values", "l2, dot values", "l2")),
+}
+"""Equal budgets with what one usually takes for granted; then none of it, by where the norms are."""
+
+SIZES: dict[str, dict[str, int]] = {
+    "full": {},
+    "small": {"width": 32, "heads": 2, "context": 32, "batch": 8, "seeds": 2, "tested": 256},
+    "tiny": {"width": 16, "heads": 2, "context": 16, "batch": 4, "seeds": 2, "tested": 8, "steps": 6, "every": 3},
+}
+"""The experiment, the same in minutes on a CPU, and in seconds to see that it runs."""
