@@ -7,15 +7,17 @@ size e in every step of the recurrence, changes the equation to
 
     (1 + e) / q_k(lambda) + e lambda sum_m [(lambda - T_k)^{-1}]_{1m} = c,
 
-whose left side decreases on (theta_k, infinity). See docs/theory/solver.md for the proof.
+whose left side decreases on (theta_k, infinity). More steps make the first term small, but the second, the noise, only
+larger: where the noise alone is c, there is a floor that no further step gets below. See docs/theory/solver.md.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 UNIT = 2.0**-53
@@ -35,6 +37,11 @@ def smallest_overlap(size: int, failure: float) -> float:
     return failure * math.sqrt(math.pi / (2 * (size - 1)))
 
 
+def perturbation(noise: Float[Tensor, "B"], drift: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """e from the noise of one product, as seen, and the drift of the recurrence, both relative to theta."""
+    return 4 * torch.clamp(noise, min=2 * UNIT) + drift
+
+
 def polynomial_bound(
     a: Float[Tensor, "B k"], b: Float[Tensor, "B k"], overlap: float, rounding: Float[Tensor, "B"]
 ) -> Float[Tensor, "B"]:
@@ -42,20 +49,57 @@ def polynomial_bound(
 
     `rounding` is the relative size of the perturbation of one product. Members without a bound get infinity.
     """
+    return _root(_recurrence(a, b, rounding), overlap, decaying=True)
+
+
+def noise_floor(
+    a: Float[Tensor, "B k"], b: Float[Tensor, "B k"], overlap: float, rounding: Float[Tensor, "B"]
+) -> Float[Tensor, "B"]:
+    """What no polynomial bound gets below, whatever further steps bring: infinity where there will never be a bound."""
+    return _root(_recurrence(a, b, rounding), overlap, decaying=False)
+
+
+def bounded_by(
+    candidate: Float[Tensor, "B"],
+    a: Float[Tensor, "B k"],
+    b: Float[Tensor, "B k"],
+    overlap: float,
+    rounding: Float[Tensor, "B"],
+) -> tuple[Bool[Tensor, "B"], Bool[Tensor, "B"]]:
+    """Whether the candidate is an upper bound on sigma, and whether it is above the noise floor; without a search."""
+    decay, noise = _terms(candidate.square()[:, None], _recurrence(a, b, rounding))
+    return (decay + noise)[:, 0] <= overlap, noise[:, 0] < overlap
+
+
+class _Recurrence(NamedTuple):
+    """T_k of each member, which of its columns there are, and how far one step may be off, relative to lambda."""
+
+    alpha: Tensor
+    beta: Tensor
+    taken: Tensor
+    source: Tensor
+
+
+def _recurrence(a: Tensor, b: Tensor, rounding: Tensor) -> _Recurrence:
     taken = ~a.isnan()
     a, b = a.nan_to_num(), b.nan_to_num()
     previous = torch.cat([torch.zeros_like(b[:, :1]), b[:, :-1]], dim=1)
     alpha = (a.square() + previous.square()) * taken
-    beta = a * b
-    theta = _largest_eigenvalue(alpha, beta, taken)
     # Three perturbed products make one step of the recurrence of J'J: a e + b e + sigma e.
     source = 3 * rounding
+    return _Recurrence(alpha, a * b, taken, source[:, None])
+
+
+def _root(T: _Recurrence, overlap: float, decaying: bool) -> Tensor:
+    """sqrt(lambda) where the left side, or its noise alone, comes down to the overlap; rounded up."""
+    theta = _largest_eigenvalue(T)
     best = torch.full_like(theta, torch.inf)
     low, high = -16.0 * torch.ones_like(theta), 16.0 * torch.ones_like(theta)
     for _ in range(ROUNDS):
         exponent = low[:, None] + (high - low)[:, None] * torch.linspace(0, 1, GRID, dtype=torch.float64)
         lam = theta[:, None] * (1 + 10**exponent)
-        enough = _left_side(lam, alpha, beta, taken, source) <= overlap
+        decay, noise = _terms(lam, T)
+        enough = (decay + noise if decaying else noise) <= overlap
         first = enough.int().argmax(dim=1, keepdim=True)
         found = enough.any(dim=1)
         best = torch.where(found, lam.gather(1, first)[:, 0], best)
@@ -64,40 +108,48 @@ def polynomial_bound(
     return best.sqrt() * (1 + 16 * UNIT)
 
 
-def _left_side(lam: Tensor, alpha: Tensor, beta: Tensor, taken: Tensor, source: Tensor) -> Tensor:
-    """The decreasing function of lambda above, [B, GRID], rounded up; infinity where lambda <= theta_k."""
-    k = alpha.shape[1]
-    log_q, margin, above = (
-        torch.zeros_like(lam),
-        torch.zeros_like(lam),
-        torch.ones_like(lam, dtype=torch.bool),
-    )
+def _terms(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
+    """Both terms of the left side at every lambda [B, G], rounded up; infinity where lambda <= theta_k."""
+    log_q, above_q = _log_polynomial(lam, T)
+    row_sum, above_sum = _first_row_sum(lam, T)
+    decay, noise = (1 + T.source) * torch.exp(-log_q), T.source * lam * row_sum
+    above = above_q & above_sum
+    return torch.where(above & ~decay.isnan(), decay, torch.inf), torch.where(above & ~noise.isnan(), noise, torch.inf)
+
+
+def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
+    """log q_k(lambda), rounded down, and whether lambda > theta_k."""
+    k = T.alpha.shape[1]
+    log_q, margin, above = torch.zeros_like(lam), torch.zeros_like(lam), torch.ones_like(lam, dtype=torch.bool)
     # s_1 = lambda - alpha_1, s_i = lambda - alpha_i - beta_{i-1}^2 / s_{i-1};  q_k = prod s_i / beta_i
     s = torch.ones_like(lam)
     for i in range(k):
-        here = taken[:, i, None]
-        couple = beta[:, i - 1, None].square() / s if i else 0.0
-        s = torch.where(here, lam - alpha[:, i, None] - couple, s)
+        here = T.taken[:, i, None]
+        couple = T.beta[:, i - 1, None].square() / s if i else 0.0
+        s = torch.where(here, lam - T.alpha[:, i, None] - couple, s)
         above &= (s > 0) | ~here
-        log_s, log_beta = s.clamp_min(1e-320).log(), beta[:, i, None].log()
+        log_s, log_beta = s.clamp_min(1e-320).log(), T.beta[:, i, None].log()
         log_q += torch.where(here, log_s - log_beta, 0.0)
         margin += torch.where(here, log_s.abs() + log_beta.abs().nan_to_num(posinf=0.0), 0.0)
-    log_q -= (k + 4) * UNIT * margin + 4 * k * UNIT
-    # First component of (lambda - T_k)^{-1} 1, eliminating upwards: all quantities positive.
-    t, r = torch.ones_like(lam), torch.zeros_like(lam)
+    return log_q - ((k + 4) * UNIT * margin + 4 * k * UNIT), above
+
+
+def _first_row_sum(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
+    """sum_m [(lambda - T_k)^{-1}]_{1m}, eliminating upwards: all quantities positive; and whether lambda > theta_k."""
+    k = T.alpha.shape[1]
+    t, r, above = torch.ones_like(lam), torch.zeros_like(lam), torch.ones_like(lam, dtype=torch.bool)
     for i in reversed(range(k)):
-        here = taken[:, i, None]
-        inner = taken[:, i + 1, None] if i + 1 < k else torch.zeros_like(here)
-        t_next = lam - alpha[:, i, None] - torch.where(inner, beta[:, i, None].square() / t, 0.0)
-        r_next = 1 + torch.where(inner, beta[:, i, None] * r / t, 0.0)
+        here = T.taken[:, i, None]
+        inner = T.taken[:, i + 1, None] if i + 1 < k else torch.zeros_like(here)
+        t_next = lam - T.alpha[:, i, None] - torch.where(inner, T.beta[:, i, None].square() / t, 0.0)
+        r_next = 1 + torch.where(inner, T.beta[:, i, None] * r / t, 0.0)
         t, r = torch.where(here, t_next, t), torch.where(here, r_next, r)
         above &= (t > 0) | ~here
-    value = (1 + source[:, None]) * torch.exp(-log_q) + source[:, None] * lam * r / t
-    return torch.where(above & ~value.isnan(), value, torch.inf)
+    return r / t, above
 
 
-def _largest_eigenvalue(alpha: Tensor, beta: Tensor, taken: Tensor) -> Tensor:
+def _largest_eigenvalue(T: _Recurrence) -> Tensor:
     """theta_k, the largest eigenvalue of T_k."""
-    inner = beta[:, :-1] * taken[:, 1:]
-    T = torch.diag_embed(alpha) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
-    return torch.linalg.eigvalsh(T)[:, -1]
+    inner = T.beta[:, :-1] * T.taken[:, 1:]
+    matrix = torch.diag_embed(T.alpha) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
+    return torch.linalg.eigvalsh(matrix)[:, -1]

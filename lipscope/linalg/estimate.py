@@ -20,9 +20,11 @@ class Estimate:
     upper:      an upper bound that holds with probability `confidence` over the random start (jointly for a batch);
                 infinity with confidence 0 where no such bound is available: `note` says why.
     residual:   ||J' left - value right|| / value, as the recurrence has it, plus the rounding seen in J right.
+    missed:     why a gap asked for was not reached; empty where it was, or none was asked for. `note` of a single
+                operator ends with it.
     left, right: unit singular vectors in the operator's own shapes.
 
-    A single operator gives floats and one Status; a batch gives float64 vectors of length B and a tuple of Status.
+    A single operator gives floats, one Status and one `missed`; a batch gives float64 vectors of length B and tuples.
     """
 
     value: Numbers
@@ -35,6 +37,7 @@ class Estimate:
     right: Tensor
     confidence: float
     note: str
+    missed: Any = ""  # str, or a tuple of them
 
     def __len__(self) -> int:
         return len(self.status) if isinstance(self.status, tuple) else 1
@@ -45,6 +48,7 @@ class Estimate:
             raise TypeError("this Estimate is of a single operator; there is nothing to index")
         numbers = (self.value, self.lower, self.upper, self.residual, self.steps)
         value, lower, upper, residual, steps = (x[i].item() for x in numbers)
+        missed = self.missed[i] if self.missed else ""
         return Estimate(
             value,
             lower,
@@ -55,7 +59,8 @@ class Estimate:
             self.left[i],
             self.right[i],
             self.confidence,
-            self.note,
+            f"{self.note}; {missed}" if missed else self.note,
+            missed,
         )
 
     def _repr_html_(self) -> str:

@@ -82,6 +82,12 @@ class GolubKahan:
         nan = torch.where(finite, 0.0, torch.nan)
         return theta[:, 0] + nan, p[:, :, 0] + nan[:, None], qh[:, 0] + nan[:, None]
 
+    def noise(self, theta: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        """J V' q against U' H q = theta U' p, relative to theta: the rounding of a product, seen."""
+        right, left = self.V.combine(q[:, None])[0], self.U.combine(p[:, None])[0]
+        w = self._product(self.J.mv, right, self.J.in_shape)
+        return norms(w - theta.to(w)[:, None] * left) / theta
+
     def keep(self, members: Tensor) -> None:
         """Go on with these members only."""
         assert self.J.take is not None

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lipscope._types import Status, UserError
 from lipscope.linalg.basis import HALF_UNIT, STORAGES
-from lipscope.linalg.certificate import polynomial_bound, smallest_overlap
+from lipscope.linalg.certificate import perturbation, polynomial_bound, smallest_overlap
 from lipscope.linalg.device import memory_of
 from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.gap import NO_VALUE, UNCERTIFIED, Gap, why_missed, widening
 from lipscope.linalg.golub_kahan import GolubKahan, norms
 from lipscope.linalg.operator import LinearOperator
 
@@ -21,6 +22,7 @@ NOT_FLOAT64 = "no upper bound: it needs float64 products; use precision='exact' 
 NOT_RANDOM = "no upper bound: the start vector was given, not drawn at random"
 ROUNDED_BASIS = "no upper bound: it needs Krylov vectors with all their digits; use basis='native' or 'host'"
 NO_BOUND = "no upper bound: too few steps for the failure probability asked for; set gap to go on"
+NO_BOUND_AT_ALL = "no upper bound"
 CERTIFIED = (
     "the upper bound holds unless the random start was unlucky, "
     "provided the input was not chosen with knowledge of the seed"
@@ -63,7 +65,7 @@ def spectral_norm(
     """||J||_2 of an operator, or of each member of a batch, by Golub-Kahan bidiagonalisation.
 
     tol:   stop when ||J' left - value right|| <= tol value; the error of a well separated sigma is its square.
-    gap:   go on until upper / lower <= gap (float64 only).
+    gap:   go on until upper / lower <= gap (float64 only), or as near as rounding allows; `missed` then says why.
     start: a first guess of the right singular vector, in J's own input shape; it costs the upper bound its certificate.
     """
     solver = solver or Solver()
@@ -103,6 +105,8 @@ class _Run:
         self.random, self.certify = random, random and J.dtype == torch.float64 and not self.rounded
         B = J.batch or 1
         self.resolution, self.rounding = J.resolution.reshape(B), J.rounding.reshape(B)
+        self.overlap = smallest_overlap(J.in_size, solver.failure / B)
+        self.aim = Gap(gap, self.overlap, self.rounding) if gap is not None and self.certify else None
         self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), max=COARSEST).clamp_min(tol)
         self.right = torch.zeros(B, J.in_size, dtype=J.dtype, device=J.device)
         self.left = torch.zeros(B, J.out_size, dtype=J.dtype, device=J.device)
@@ -130,8 +134,9 @@ class _Run:
             residual = basis.b * p[:, -1].abs() / theta
             broken = (basis.b == 0) | theta.isnan() | (theta == 0)
             done = broken | (residual <= self._goal(index, q))
-            if self.gap is not None and self.certify and not basis.restarted:
-                done &= broken | self._gap_reached(basis, theta, index)
+            asked = done & open_ & ~broken
+            if self.aim is not None and not basis.restarted and asked.any():
+                done &= broken | self.aim.closed(basis, (theta, p, q), index, asked)
             if last:
                 done = torch.ones_like(done)
             for i in torch.nonzero(done & open_)[:, 0].tolist():
@@ -177,17 +182,6 @@ class _Run:
         for j, (a, b) in enumerate(basis.coefficients):
             self.a[member, j], self.b[member, j] = a[i], b[i]
 
-    def _gap_reached(self, basis: GolubKahan, theta: Tensor, index: Tensor) -> Tensor:
-        assert self.gap is not None
-        a, b = (torch.stack(x, dim=1) for x in zip(*basis.coefficients, strict=True))
-        # The noise of a product is measured at the end; 8 eps covers what was seen on every operator so far.
-        source = 32 * torch.finfo(torch.float64).eps + basis.drift / theta
-        upper = polynomial_bound(a, b, self._overlap(), source) * (1 + self.rounding[index])
-        return upper <= self.gap * theta * (1 - self.rounding[index])
-
-    def _overlap(self) -> float:
-        return smallest_overlap(self.J.in_size, self.solver.failure / len(self.status))
-
     def evaluate(self, note: str) -> Estimate:
         """The Ritz triplets put to the test with one more product."""
         J, B = self.J, len(self.status)
@@ -215,30 +209,42 @@ class _Run:
         # Zero is exact only where rounding could not have made it.
         zero = finite & (sigma == 0) & (rounding < 0.5) & self.certify
         upper = torch.where(zero, 0.0, torch.where(finite & (rounding < 0.5), upper, torch.inf))
+        lower, upper = torch.clamp(lower, min=0.0), torch.maximum(upper, value.nan_to_num(nan=torch.inf))
         certified = self.certify and bool(upper.isfinite().any())
+        if self.certify and not certified:
+            note = NO_BOUND if self.gap is None else NO_BOUND_AT_ALL
         return Estimate(
             value=value,
-            lower=torch.clamp(lower, min=0.0),
-            upper=torch.maximum(upper, value.nan_to_num(nan=torch.inf)),
+            lower=lower,
+            upper=upper,
             residual=residual,
             steps=self.steps,
             status=tuple(self.status),
             left=left.reshape((B, *J.out_shape)),
             right=self.right.reshape((B, *J.in_shape)),
             confidence=1 - self.solver.failure if certified else 0.0,
-            note=note if certified or not self.certify else NO_BOUND,
+            note=note,
+            missed=tuple(self._missed(i, lower[i], upper[i], rounding[i]) for i in range(B)),
         )
+
+    def _missed(self, i: int, lower: Tensor, upper: Tensor, rounding: Tensor) -> str:
+        """Why the gap asked for is not reached by member i; nothing where it is, or none was asked for."""
+        if self.gap is None or upper <= self.gap * lower:
+            return ""
+        if not self.certify or self.theta[i].isnan():
+            return UNCERTIFIED if not self.certify else NO_VALUE
+        kept = int((~self.a[i].isnan()).sum())
+        return why_missed(self.gap / float(widening(rounding)), kept, int(self.steps[i]), self.solver.max_steps)
 
     def _upper(self, noise: Tensor, sigma: Tensor, rounding: Tensor) -> Tensor:
         """The polynomial bound with the noise seen in recurrence and evaluation, then the rounding of J itself."""
-        eps = torch.finfo(torch.float64).eps
-        source = 4 * torch.clamp(noise, min=eps) + self.drift / self.theta
+        source = perturbation(noise, self.drift / self.theta)
         usable = source.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
         width = int((~self.a.isnan()).sum(dim=1).max())
         upper = torch.full_like(sigma, torch.inf)
         if width and usable.any():
             upper[usable] = polynomial_bound(
-                self.a[usable, :width], self.b[usable, :width], self._overlap(), source[usable]
+                self.a[usable, :width], self.b[usable, :width], self.overlap, source[usable]
             )
         return upper * (1 + rounding)
 
@@ -266,8 +272,8 @@ def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
 def _check_options(J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver) -> None:
     if not (math.isfinite(tol) and tol > 0):
         raise UserError(f"tol must be a positive number (the relative residual to reach), got {tol!r}")
-    if gap is not None and not gap > 1:
-        raise UserError(f"gap must be above 1 (upper / lower to reach, e.g. 1.01), got {gap!r}")
+    if gap is not None and not 1 < gap < math.inf:
+        raise UserError(f"gap must be above 1 and finite (upper / lower to reach, e.g. 1.01), got {gap!r}")
     if gap is not None and J.dtype != torch.float64:
         raise UserError(
             f"gap needs an upper bound, and that needs float64; the operator is {J.dtype}: use precision='exact'"
