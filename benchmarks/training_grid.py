@@ -33,6 +33,9 @@ from lipscope.nn.layer_constants import layer_constants
 OPENING = 10
 """The losses of so many first steps are kept one by one."""
 
+HOPELESS = 10.0
+"""A test loss above which nobody wants to know sigma."""
+
 
 def run_cell(plan: Plan, variant: str, depth: int, text: CharacterText, device: str) -> dict[str, Any]:
     """Train every seed at every learning rate together; losses by rate, then seed."""
@@ -51,7 +54,7 @@ def run_cell(plan: Plan, variant: str, depth: int, text: CharacterText, device: 
     final = stack.test_losses(text, plan.tested).tolist()
     tested = time.perf_counter() - start
     ids = text.test_windows(1, plan.context)[0][0].to(stack.theta.device)
-    measured = [m for m, (_, seed) in enumerate(members) if seed == 0 and math.isfinite(final[m])]
+    measured = [m for m, (_, seed) in enumerate(members) if seed == 0 and final[m] < HOPELESS]
     models = {m: stack.model(m) for m in measured}
     sigma = {m: layer_constants(model, ids) for m, model in models.items()}
     inverted = measured if architecture.invertible and plan.norm != "none" else []

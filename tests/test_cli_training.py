@@ -35,6 +35,18 @@ def test_a_trained_model_is_measured(tmp_path, text, extra, capsys):
     assert "attention" in capsys.readouterr().out
 
 
+def test_training_needs_neither_transformers_nor_pydantic(tmp_path, text):
+    code = (
+        "import sys; from pathlib import Path; from lipscope.cli.training import train\n"
+        "train(Path(sys.argv[1]), depth=1, width=8, heads=1, context=8, steps=2, every=1, out=Path(sys.argv[2]))\n"
+        "print({'transformers', 'pydantic', 'plotly'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, text, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
 def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys):
     command = ["train", "--text", text, *SMALL, "--out", str(tmp_path / "model")]
     assert main(command) == 0
