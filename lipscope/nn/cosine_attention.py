@@ -35,7 +35,7 @@ class CosineSelfAttention(AttentionLayer):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.log_tau = nn.Parameter(torch.full((heads,), math.log(tau)))
 
-    def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (self._normalise(self.split(part(X))) for part in (self.query, self.key, self.value))
         return q * self.log_tau.exp()[:, None, None].to(q.dtype), k, v
 

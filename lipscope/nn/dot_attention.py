@@ -35,7 +35,7 @@ class DotSelfAttention(AttentionLayer):
     def scale(self) -> float:
         return 1 / (math.sqrt(self.head_size) * self.temperature)
 
-    def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (self.split(part(X)) for part in (self.query, self.key, self.value))
         return self.query_norm(q) * self.scale, self.key_norm(k), v
 

@@ -33,17 +33,17 @@ class L2SelfAttention(AttentionLayer):
         super().__init__(dim, heads, causal)
         self.query, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(3))
 
-    def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         y = self.split(self.query(X))
         q, k = augment(L2(), y, y)
-        M = self.value_map(X.shape[-2])
+        M = self.value_map(X.shape[-2], padding)
         if y.dtype != torch.float16:
             return q, k, y @ M.mT.to(y.dtype)
         with torch.autocast(y.device.type, enabled=False):  # M may be below what float16 resolves, where y makes up
             return q, k, (y.float() @ M.mT.float()).to(y.dtype)
 
-    def value_map(self, n: int) -> Tensor:
-        """M [heads, k, k]: the values of n tokens are M_h times the queries."""
+    def value_map(self, n: int, padding: Tensor | None = None) -> Tensor:
+        """M [heads, k, k]: the values of n tokens are M_h times the queries; [..., heads, k, k] if padding matters."""
         Q, V, _ = self._weights()
         return value_factors(widened(Q), widened(V))
 
@@ -90,10 +90,17 @@ class ContractiveL2Attention(L2SelfAttention):
         check_norm(norm)
         self.constant, self.norm = float(constant), norm
 
-    def value_map(self, n: int) -> Tensor:
-        """M times constant / bound(n), differentiable in the weights."""
-        size = self.constant / reaction(operator.index(n), self.head_size, self.causal, self.norm)
-        return size * balanced_factors(*self._weights(), self.norm)
+    def value_map(self, n: int, padding: Tensor | None = None) -> Tensor:
+        """M times constant / bound(n), differentiable in the weights; of padded sequences each by its real tokens.
+
+        The bound of all n would do, and a sequence would then be scaled by how far others of its batch are longer.
+        """
+        M = balanced_factors(*self._weights(), self.norm)
+        kind = self.head_size, self.causal, self.norm
+        if padding is None:
+            return self.constant / reaction(operator.index(n), *kind) * M
+        bound = _reactions(padding.sum(dim=-1), operator.index(n), *kind)
+        return (self.constant / bound)[..., None, None, None].to(M.dtype) * M
 
     @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
@@ -111,3 +118,19 @@ class ContractiveL2Attention(L2SelfAttention):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm:g}"
+
+
+def _reactions(counts: Tensor, n: int, size: int, causal: bool, norm: float) -> Tensor:
+    """The `reaction` of each count, 0 to n. Where the counts cannot be looked at, that of every one is computed."""
+    if not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(counts):
+        known = [reaction(max(m, 1), size, causal, norm) for m in counts.flatten().tolist()]
+        return torch.tensor(known, dtype=torch.float64).reshape(counts.shape).to(counts.device)
+    table = torch.tensor(_every_reaction(n, size, causal, norm), dtype=torch.float64)
+    return table.to(counts.device)[counts]
+
+
+def _every_reaction(n: int, size: int, causal: bool, norm: float) -> tuple[float, ...]:
+    return tuple(reaction(max(m, 1), size, causal, norm) for m in range(n + 1))
+
+
+_every_reaction._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention, value_factors
+from lipscope.nn.seen_call import real_tokens
 from lipscope.nn.variants import ATTENTIONS, CONSTANT
 
 SMALLEST = 1e-2
@@ -20,7 +21,7 @@ SMALLEST = 1e-2
 
 
 class Replacement(nn.Module):
-    """`layer`, plus the constant vector that biases of values and output came to; padded tokens are kept apart."""
+    """`layer`, plus the constant vector that biases of values and output came to."""
 
     bias: Tensor | None
 
@@ -30,30 +31,13 @@ class Replacement(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
     def attended(self, X: Tensor, real: Tensor | None) -> Tensor:
-        """The layer on each sample's real [B, n] tokens; every token where it is None. A padded token gives the bias.
-
-        Samples of the same padding go together: none of the layers has to know of it.
-        """
-        Y = self.layer(X) if real is None or bool(real.all()) else self._apart(X, real)
+        """The layer on each sample's real [B, n] tokens, or on all of them; a padded token gives the bias."""
+        Y = self.layer(X, real)
         return Y if self.bias is None else Y + self.bias.to(Y.dtype)
-
-    def _apart(self, X: Tensor, real: Tensor) -> Tensor:
-        patterns, which = real.unique(dim=0, return_inverse=True)
-        parts, places = [], []
-        # Who watches a layer keeps its last call: that of the first sample.
-        for i in sorted(range(len(patterns)), key=lambda i: i == int(which[0])):
-            place = (torch.nonzero(which == i)[:, 0, None], torch.nonzero(patterns[i])[None, :, 0])
-            if patterns[i].any():
-                parts.append(self.layer(X[place]))
-                places.append(place)
-        Y = parts[0].new_zeros(X.shape) if parts else torch.zeros_like(X)
-        for place, part in zip(places, parts, strict=True):
-            Y[place] = part
-        return Y
 
 
 class TorchReplacement(Replacement):
-    """In the place of an nn.MultiheadAttention, as nn.TransformerEncoderLayer calls it; no attention weights."""
+    """In the place of an nn.MultiheadAttention, with its signature; a padded token attends to nothing."""
 
     # Of these, torch's encoder asks whether a fused kernel of its own may take over: it may not.
     in_proj_bias = None
@@ -73,24 +57,24 @@ class TorchReplacement(Replacement):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         if key is not query or value is not query:
             raise UserError("this attention was converted: it is self-attention, and key or value is not the query")
         swap = query.ndim == 3 and not self.batch_first
         X = query.transpose(0, 1) if swap else query
-        check_mask(self.layer, attn_mask, X.shape[-2])
-        real = None
-        if key_padding_mask is not None:
-            hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
-            real = ~hidden if hidden.ndim == 2 else ~hidden[None]
-        Y = self.attended(X, real) if X.ndim == 3 else self.attended(X[None], real)[0]
-        return (Y.transpose(0, 1) if swap else Y), None
+        check_mask(self.layer, attn_mask, is_causal, X.shape[-2])
+        real = None if key_padding_mask is None else real_tokens(key_padding_mask)
+        Y, P = self.attended(X, real), None
+        if need_weights:
+            P = self.layer.weights(X, real)
+            P = P.mean(dim=-3) if average_attn_weights else P
+        return (Y.transpose(0, 1) if swap else Y), P
 
 
-def check_mask(layer: AttentionLayer, mask: Tensor | None, n: int) -> None:
-    """Refuse a mask, in torch's sense, that is not the layer's own."""
+def check_mask(layer: AttentionLayer, mask: Tensor | None, is_causal: bool, n: int) -> None:
+    """Refuse a mask, in torch's sense, that is not the layer's own; is_causal speaks where there is none."""
     wanted = "a causal attn_mask" if layer.causal else "no attn_mask"
-    causal = is_causal_mask(mask, n) if mask is not None else False
+    causal = is_causal if mask is None else is_causal_mask(mask, n)
     if n > 1 and causal != layer.causal:  # a token by itself has no later ones
         raise UserError(f"this attention was converted with {wanted} and takes no other; convert with the mask you use")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
+from lipscope.nn.attention_layer import AttentionLayer
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """The call for the first sample of the batch."""
     if isinstance(module, nn.MultiheadAttention):
         return _first_of_torch(module, args, kwargs)
+    if isinstance(module, AttentionLayer):
+        return _first_of_ours(**dict(zip(("X", "padding"), args, strict=False)), **kwargs)
     if not args or not isinstance(args[0], Tensor) or args[0].ndim not in (2, 3):
         raise UserError(f"{type(module).__name__} is not called with tokens [B, n, d] or [n, d] as its first argument")
     X, *others = args
@@ -40,6 +44,14 @@ def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     rest = tuple(sample(value) for value in others)
     return Call((_kept(X[:1]), *rest), {key: sample(value) for key, value in kwargs.items()})
+
+
+def _first_of_ours(X: Tensor, padding: Tensor | None = None) -> Call:
+    """The same for an attention layer of this room: its real tokens, as padded ones are no part of the map."""
+    X, padding = (X[0], None if padding is None else padding[0]) if X.ndim == 3 else (X, padding)
+    if padding is not None and not padding.any():
+        raise UserError("the first sample of the batch is padding only")
+    return Call((_kept(X if padding is None else X[padding])[None],), {})
 
 
 def _first_of_torch(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -62,6 +74,15 @@ def _first_of_torch(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs
     padding = None if padding is None else _kept(padding[:1] if batched else padding[None])
     mask = None if mask is None else _kept(mask)
     return Call((_kept(query[:1] if batched else query[None]),), {"key_padding_mask": padding, "attn_mask": mask})
+
+
+def real_tokens(padding: Tensor) -> Tensor:
+    """torch's key_padding_mask, True or -inf for padding, turned around."""
+    if padding.dtype == torch.bool:
+        return ~padding
+    if not ((padding == 0) | (padding == -torch.inf)).all():
+        raise UserError("key_padding_mask holds numbers other than 0 and -inf; it must say which tokens are padding")
+    return padding == 0
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.seen_call import Call, first_sample
+from lipscope.nn.seen_call import Call, first_sample, real_tokens
 
 Sight = tuple[Map, Tensor]
 """A map and the tokens [n, d] to measure it at."""
@@ -212,7 +212,7 @@ def _read(module: nn.Module, call: Call) -> Sight:
     X = X.to(dtype)
     if isinstance(module, nn.MultiheadAttention):
         padding, mask = (call.kwargs.get(name) for name in ("key_padding_mask", "attn_mask"))
-        return attention_map(module, mask, None if padding is None else _real_tokens(padding[0])), X
+        return attention_map(module, mask, None if padding is None else real_tokens(padding[0])), X
     f = _closed_form(module, X.shape[0])
     return (Frozen(module, call, dtype) if f is None else f.to(dtype)), X
 
@@ -223,15 +223,6 @@ def _closed_form(module: nn.Module, n: int) -> SelfAttention | None:
         return module.as_map(n) if isinstance(module, AttentionLayer) else None
     except UserError:
         return None
-
-
-def _real_tokens(padding: Tensor) -> Tensor:
-    """torch's padding mask of one sample, True or -inf for padding, turned around."""
-    if padding.dtype == torch.bool:
-        return ~padding
-    if not ((padding == 0) | (padding == -torch.inf)).all():
-        raise UserError("key_padding_mask holds numbers other than 0 and -inf; it must say which tokens are padding")
-    return padding == 0
 
 
 def _lend(tensor: Tensor, dtype: torch.dtype) -> Tensor:

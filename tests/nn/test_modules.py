@@ -30,9 +30,9 @@ def layer(name: str, dim: int = 8, heads: int = 2, causal: bool = True, seed: in
     return LAYERS[name](dim, heads, causal)
 
 
-def loss_and_gradients(module: nn.Module, X: torch.Tensor) -> list[torch.Tensor]:
+def loss_and_gradients(module: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
     module.zero_grad()
-    loss = module(X).square().sum() + module(X).sum()
+    loss = module(*inputs).square().sum() + module(*inputs).sum()
     loss.backward()
     return [loss.detach(), *(p.grad for p in module.parameters())]
 
@@ -158,6 +158,11 @@ for name in {names}:
     for n in (6, 9, 17):
         X = torch.randn(2, n, 8, device={device!r})
         assert_same(loss_and_gradients(compiled, X), loss_and_gradients(m, X), 1e-5)
+    if name != "residual":
+        real = torch.rand(3, 17) > 0.4
+        real[2] = False
+        padded = torch.randn(3, 17, 8).masked_fill(~real[..., None], torch.nan)
+        assert_same(loss_and_gradients(compiled, padded, real), loss_and_gradients(m, padded, real), 1e-5)
     optimisers = [torch.optim.Adam(x.parameters(), 1e-2) for x in (m, twin)]
     for _ in range(5):
         for optimiser, module in zip(optimisers, (m, compiled)):
