@@ -6,6 +6,7 @@ python -m benchmarks.training_page              # rewrites the tables between th
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -75,7 +76,7 @@ def largest_rates(results: dict[str, Any]) -> str:
 
 
 def rises_table(results: dict[str, Any]) -> str:
-    """Of plan "why": the norm of the first gradient, and after how many steps each seed's loss first rose."""
+    """Of plan "why": the first gradient, after how many steps each seed's loss first rose, and its worst at first."""
     plan = results["settings"]["plans"]["why"]
     cells = {variant: cell for (variant, _), cell in cells_of(results, "why").items()}
     lines = ["| | " + " | ".join(SHORT[variant] for variant in plan["variants"]) + " |"]
@@ -87,9 +88,12 @@ def rises_table(results: dict[str, Any]) -> str:
 
 
 def _rises(cell: dict[str, Any], rates: list[float]) -> list[str]:
-    first = f"{median(cell['gradient']['start']):.3g}"
-    steps = [[cell["rise"][member] for member in by_rate(cell)[rate]] for rate in rates]
-    return [first, *(", ".join("never" if step is None else str(step) for step in row) for row in steps)]
+    words = [f"{median(cell['gradient']['start']):.3g}"]
+    for members in (by_rate(cell)[rate] for rate in rates):
+        steps = [cell["rise"][member] for member in members]
+        worst = [max(math.inf if row[m] is None else row[m] for row in cell["opening"]) for m in members]
+        words.append(f"{', '.join('never' if s is None else str(s) for s in steps)} ({median(worst):.3g})")
+    return words
 
 
 def settings_table(results: dict[str, Any]) -> str:

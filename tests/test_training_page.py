@@ -1,11 +1,12 @@
 """The page on training says what the results say, and breaking means what it was said to mean."""
 
 import json
+import math
 
 import pytest
 
 from benchmarks.training_outcomes import broke, outcomes
-from benchmarks.training_page import PAGE, RESULTS, filled, largest_rates
+from benchmarks.training_page import PAGE, RESULTS, filled, largest_rates, rises_table
 
 
 def test_the_tables_are_those_of_the_results():
@@ -49,4 +50,20 @@ def test_the_largest_rate_is_one_at_which_every_seed_learned():
     assert largest_rates(results).splitlines() == [
         "- hard, depth 6: dot 0.001; L2 0.1 (the largest tried)",
         "- hard, depth 9: dot none",
+    ]
+
+
+def test_rises_are_told_by_seed_with_the_worst_of_the_first_steps():
+    plan = {"variants": ["dot", "l2"], "depths": [6], "rates": [0.001, 0.01, 0.1]}
+    seen = {
+        "rise": [None, 3, 2, 2, 1, 0],
+        "opening": [[4.0] * 6, [3.5, 3.5, 9.0, 7.0, None, math.pi]],
+        "gradient": {"start": [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]},
+    }
+    results = {"settings": {"plans": {"why": plan}}, "cells": {"why/dot/6": CELL | seen}}
+    assert rises_table(results).splitlines()[2:] == [
+        "| first gradient | 1.5 | not run |",
+        "| 0.001 | never, 3 (4) | not run |",
+        "| 0.01 | 2, 2 (8) | not run |",
+        "| 0.1 | 1, 0 (inf) | not run |",
     ]
