@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 MISSED = "gap not reached: "
 UNCERTIFIED = MISSED + "there is no upper bound"
 NO_VALUE = MISSED + "there is no value"
-SCORES = (
-    MISSED + "rounding of the map itself is wider (its scores are large); scale the input down or ask for a wider gap"
-)
+SCORES = MISSED + "rounding of the scores alone is wider; ask for a wider gap or scale the input down"
 MEMORY = (
     MISSED + "the Krylov vectors outgrew their memory; raise Solver's memory, use basis='host' or ask for a wider gap"
 )

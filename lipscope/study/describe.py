@@ -17,10 +17,10 @@ from lipscope.models.scopes import SCOPES
 from lipscope.study.plan import Request
 from lipscope.study.probe import NUMERIC_VERSION
 from lipscope.study.reading import Reading
-from lipscope.study.records import About, Identity, Job, Sample
+from lipscope.study.records import About, Identity, Job, Sample, Settings
 
 
-def identity(model: Model, reading: Reading, tol: float, seed: int, special_tokens: bool) -> Identity:
+def identity(model: Model, reading: Reading, settings: Settings, special_tokens: bool) -> Identity:
     """Everything, beside a row's own columns, that decides its number."""
     card = model.card
     return Identity(
@@ -32,9 +32,10 @@ def identity(model: Model, reading: Reading, tol: float, seed: int, special_toke
         special_tokens=special_tokens,
         dtype=card.dtype,
         mask="the model's own; nothing is padded",
-        tol=float(tol),
-        seed=seed,
+        tol=settings.tol,
+        seed=settings.seed,
         numeric_version=NUMERIC_VERSION,
+        gap=settings.gap,
     )
 
 
@@ -80,6 +81,7 @@ def _command(model: Model, reading: Reading, request: Request, who: Identity) ->
         "--layers": ",".join(map(str, request.layers)) if len(request.layers) < model.layers else None,
         "--heads": ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None,
         "--tol": who.tol,
+        "--gap": who.gap,
         "--dtype": who.dtype,
         "--seed": who.seed,
     }

@@ -10,21 +10,23 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lipscope._types import Status
+from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
 from lipscope.models.sites import Site
-from lipscope.study.records import Row, Sensitivity
+from lipscope.study.records import Row, Sensitivity, Settings
 from lipscope.study.study import SIGMA
 
 NUMERIC_VERSION = 1
 """Raised whenever the same inputs give other numbers than before: a study never mixes two of them."""
 
 
-def sigma(site: Site, n: int, samples: Sequence[int], tol: float, seed: int) -> tuple[list[Row], list[Sensitivity]]:
+def sigma(site: Site, n: int, samples: Sequence[int], settings: Settings) -> tuple[list[Row], list[Sensitivity]]:
     """One row and the token norms behind it for every member of the site, whose samples are `samples`."""
     began = time.perf_counter()
-    solver = Solver(seed=_solver_seed(seed, site, n, samples))
-    estimates = local_lipschitz(site.f, site.X, tol, solver=solver)
+    solver = Solver(seed=_solver_seed(settings.seed, site, n, samples))
+    ratio = None if settings.gap is None else 1 + settings.gap
+    estimates = local_lipschitz(site.f, site.X, settings.tol, gap=ratio, solver=solver)
     seconds = (time.perf_counter() - began) / len(site.members)
     radii, right, left = site.radius, _token_norms(estimates.right), _token_norms(estimates.left)
     rows, sensitivities = [], []
@@ -42,7 +44,7 @@ def sigma(site: Site, n: int, samples: Sequence[int], tol: float, seed: int) -> 
                 e.lower if known else 0.0,
                 e.upper if known else math.inf,
                 e.residual,
-                e.status.name.lower(),
+                _status(e),
                 float(radii[i]),
                 str(site.X.dtype).removeprefix("torch."),
                 site.X.device.type,
@@ -52,6 +54,11 @@ def sigma(site: Site, n: int, samples: Sequence[int], tol: float, seed: int) -> 
         if known:
             sensitivities.append(Sensitivity(*where, tuple(right[i].tolist()), tuple(left[i].tolist())))
     return rows, sensitivities
+
+
+def _status(e: Estimate) -> str:
+    name = e.status.name.lower()
+    return name if math.isnan(e.value) or not e.missed else f"{name}: {e.missed}"
 
 
 def _solver_seed(seed: int, site: Site, n: int, samples: Sequence[int]) -> int:

@@ -17,7 +17,8 @@ class Row(NamedTuple):
     n, sample: at which input.
     layer, head: where; no layer for the whole model, no head for all heads together.
     kind and norm: "local" and "2" for sigma; bounds have "upper" and "lower".
-    status: converged, breakdown, resolution, max_steps, overflow, non_finite, or "failed: why".
+    status: converged, breakdown, resolution, max_steps, overflow, non_finite, or "failed: why"; a gap asked for and not
+            reached is added to it: "converged: gap not reached: why".
     radius: the largest norm of a token at the map's input.
     seconds: time of the solve, shared out over its batch.
     """
@@ -44,6 +45,11 @@ class Row(NamedTuple):
     def failing(self) -> bool:
         """Whether there is no number here, by its own status."""
         return self.status.split(":")[0] in FAILING
+
+    @property
+    def missed(self) -> str:
+        """Why a gap asked for was not reached; empty where it was, or where none was asked for."""
+        return "" if self.failing else self.status.partition(": ")[2]
 
     def check(self) -> Row:
         """This row, once it says nothing that cannot be true."""
@@ -130,6 +136,14 @@ class Outcome(NamedTuple):
     failure: str | None = None
 
 
+class Settings(NamedTuple):
+    """How well numbers are to be known: relative residual, upper / lower - 1 (None: as it comes); and the seed."""
+
+    tol: float
+    gap: float | None
+    seed: int
+
+
 @dataclass(frozen=True)
 class Identity:
     """Everything, beside a row's own columns, that decides its number. One study has one."""
@@ -145,6 +159,7 @@ class Identity:
     tol: float
     seed: int
     numeric_version: int
+    gap: float | None = None  # studies from before it could be asked for have none
 
     def differences(self, other: Identity) -> list[str]:
         """Names of the fields in which two identities differ."""

@@ -16,7 +16,7 @@ from lipscope.study.describe import about, identity, sample_texts
 from lipscope.study.engine import Engine, InProcess, Workers
 from lipscope.study.plan import WHOLE_MODEL, Request
 from lipscope.study.reading import Choice, Reading, Text, read
-from lipscope.study.records import StudyInfo
+from lipscope.study.records import Settings, StudyInfo
 from lipscope.study.store import Store
 from lipscope.study.study import SIGMA, Study
 from lipscope.study.work import SigmaWork, StartSigmaWork, survey, threads_for
@@ -33,6 +33,7 @@ def measure(
     scopes: Sequence[str] = ("heads", "attention"),
     *,
     tol: float = 1e-6,
+    gap: float | None = None,
     seed: int = 0,
     workers: int = 1,
     out: str | os.PathLike[str] | None = None,
@@ -47,16 +48,20 @@ def measure(
              `lengths` are given, else measured whole, one sample per row.
     inputs:  embeddings [B, n, d] or pixel values [B, c, h, w], measured whole, in place of a text.
     lengths: numbers of tokens, by default 8 to 256 as far as text and model go; `samples` are drawn for each.
+    tol:     a solve ends at this relative residual,
+    gap:     and goes on until upper / lower <= 1 + gap (float64 alone has an upper bound); a row that cannot says why.
     out:     a directory that keeps every number once it is known; the same call goes on where it stopped.
     workers: processes that measure; 1 is this one.
     """
-    _check_numbers(samples, tol, seed, workers)
+    settings = Settings(float(tol), None if gap is None else float(gap), seed)
+    _check_numbers(samples, settings, workers)
     model = _loaded(model)
+    _check_certifiable(model, settings)
     with threads_for(tokens=1):
         reading = read(model, text, inputs, Choice(lengths, samples, seed, special_tokens))
         request = _request(model, reading, layers, heads, scopes)
-    engine = _engine(model, reading, tol, seed, workers)
-    who = identity(model, reading, tol, seed, special_tokens)
+    engine = _engine(model, reading, settings, workers)
+    who = identity(model, reading, settings, special_tokens)
     store = Store.create(None if out is None else Path(out), StudyInfo(who, about(model, reading, request, who)))
     try:
         jobs = request.jobs(store.done(SIGMA))
@@ -71,15 +76,27 @@ def measure(
     return Study.open(store.directory)
 
 
-def _check_numbers(samples: int, tol: float, seed: int, workers: int) -> None:
+def _check_numbers(samples: int, settings: Settings, workers: int) -> None:
+    tol, gap, seed = settings
     if samples < 1:
         raise UserError(f"samples must be at least 1, got {samples}.")
     if not 0 < tol < 1:
         raise UserError(f"tol, a relative residual, must lie between 0 and 1, got {tol}.")
+    if gap is not None and not 0 < gap < 1:
+        hint = f"; for upper / lower <= {gap:g} give {gap - 1:.6g}" if 1 < gap < 2 else ""
+        raise UserError(f"gap, the relative distance upper / lower - 1, must lie between 0 and 1, got {gap:g}{hint}.")
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}.")
     if workers < 1:
         raise UserError(f"workers must be at least 1, got {workers}.")
+
+
+def _check_certifiable(model: Model, settings: Settings) -> None:
+    if settings.gap is not None and model.card.dtype != "float64":
+        raise UserError(
+            f"gap asks how far the upper bound may lie above the lower one, and {model.card.dtype} gives no upper "
+            "bound: measure in float64 (--dtype float64), or leave gap out."
+        )
 
 
 def _loaded(model: Any) -> Model:
@@ -115,10 +132,10 @@ def _request(
     return Request(pairs, tuple(chosen), numbers, wanted)
 
 
-def _engine(model: Model, reading: Reading, tol: float, seed: int, workers: int) -> Engine:
+def _engine(model: Model, reading: Reading, settings: Settings, workers: int) -> Engine:
     if workers == 1:
-        return InProcess(SigmaWork(model, reading.inputs, tol, seed))
+        return InProcess(SigmaWork(model, reading.inputs, settings))
     if not model.owned:
         raise UserError("a module given as an object is measured in this process; use workers=1, or give its path.")
     threads = max(1, (os.cpu_count() or 1) // workers)
-    return Workers(StartSigmaWork(model.card, reading.inputs, tol, seed, threads), workers)
+    return Workers(StartSigmaWork(model.card, reading.inputs, settings, threads), workers)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lipscope.study.growth import MIN_LENGTHS, Growth
 from lipscope.study.printable import for_terminal
+from lipscope.study.records import Identity, Row
 from lipscope.study.study import Study, Token
 
 TOP_TOKENS = 3
@@ -93,10 +94,36 @@ def _comparison(study: Study) -> str:
 
 
 def _certificate(study: Study) -> str:
-    gap = max((row.upper / row.lower for row in study.sigma if row.lower > 0), default=math.inf)
-    if math.isinf(gap):
-        return "Every σ is an evaluated lower bound; an upper bound needs --dtype float64."
-    return f"Every σ lies between its lower and upper bound, at most a factor {gap:.3g} apart."
+    widths = [_width(row) for row in study.sigma]
+    bounded = [width for width in widths if width < math.inf]
+    text = "Every σ is an evaluated lower bound"
+    if bounded:
+        text = f"Every σ lies between its lower and upper bound, at most a factor {max(bounded):.3g} apart"
+    if bounded and len(bounded) < len(widths):
+        text += f", but {len(widths) - len(bounded)} have no upper one"
+    if len(bounded) < len(widths):
+        text += _remedy(study.info.identity)
+    return f"{text}.{_missed(study)}"
+
+
+def _width(row: Row) -> float:
+    return row.upper / row.lower if row.lower > 0 else 1.0 if row.upper == 0 else math.inf
+
+
+def _remedy(identity: Identity) -> str:
+    """What to try where there is no upper bound; a gap asked for is what to try, and its rows say why it failed."""
+    if identity.dtype != "float64":
+        return "; an upper bound needs --dtype float64"
+    return "; --gap goes on until there is one" if identity.gap is None else ""
+
+
+def _missed(study: Study) -> str:
+    """How many rows are wider than asked for, and why."""
+    rows = [row for row in study.sigma if row.missed]
+    if not rows:
+        return ""
+    asked, reason = study.info.identity.gap, for_terminal(rows[0].status, 200)
+    return f"\n{len(rows)} of {len(study.sigma)} rows miss the gap of {asked:g}; the first says: {reason}."
 
 
 def _peak(study: Study) -> Text:

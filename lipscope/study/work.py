@@ -15,7 +15,7 @@ from lipscope.models.model import Card, Model
 from lipscope.models.sites import Survey
 from lipscope.study.plan import GROUPED_TOKENS
 from lipscope.study.probe import sigma
-from lipscope.study.records import Input, Job, Outcome
+from lipscope.study.records import Input, Job, Outcome, Settings
 from lipscope.study.sampling import Rows, Windows
 
 
@@ -25,8 +25,7 @@ class SigmaWork:
 
     model: Model
     inputs: Windows | Rows
-    tol: float
-    seed: int
+    settings: Settings
     _prepared: tuple[Input, Survey] | None = field(default=None, repr=False)
 
     def __call__(self, job: Job) -> Outcome:
@@ -40,7 +39,7 @@ class SigmaWork:
         rows, sensitivities = [], []
         for scope in job.scopes:
             site = self._prepared[1].site(scope, job.layer, job.heads)
-            found = sigma(site, job.n, job.samples, self.tol, self.seed)
+            found = sigma(site, job.n, job.samples, self.settings)
             rows += found[0]
             sensitivities += found[1]
         return Outcome(job, tuple(rows), tuple(sensitivities))
@@ -73,8 +72,7 @@ class StartSigmaWork:
 
     card: Card
     inputs: Windows | Rows
-    tol: float
-    seed: int
+    settings: Settings
     threads: int
 
     def __call__(self) -> SigmaWork:
@@ -90,4 +88,4 @@ class StartSigmaWork:
         )
         if model.card.weights != card.weights:
             raise UserError(f"the weights of {card.name} changed while they were being measured; start a new study.")
-        return SigmaWork(model, self.inputs, self.tol, self.seed)
+        return SigmaWork(model, self.inputs, self.settings)

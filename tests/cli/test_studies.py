@@ -1,0 +1,48 @@
+"""`lipscope measure --gap`: the option, what is printed of it, and what is refused."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from lipscope.cli import main
+from tests.study.tiny import PROSE, save_tiny
+
+
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory) -> list[str]:
+    place = tmp_path_factory.mktemp("place")
+    (place / "prose.txt").write_text(PROSE)
+    tiny = save_tiny(place / "tiny", layers=1)
+    return ["measure", tiny, "--text", str(place / "prose.txt"), "--lengths", "8,16", "--samples", "2"]
+
+
+def test_measure_show_and_export_hold_the_closed_certificates(measure, tmp_path, capsys):
+    out = str(tmp_path / "s")
+    assert main([*measure, "--gap", "0.01", "--json", "--out", out]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["identity"]["gap"] == 0.01 and "--gap 0.01" in found["about"]["command"]
+    assert all(row["upper"] <= 1.01 * row["lower"] for row in found["rows"])
+    assert main(["show", out]) == 0 and "at most a factor 1.01 apart" in capsys.readouterr().out
+    assert main(["export", out]) == 0
+    table = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert [float(row["upper"]) for row in table] == [row["upper"] for row in found["rows"]]
+    assert main([*measure, "--out", out]) == 2
+    assert "gap = 0.01, and this run has None" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--gap", "0"], "gap, the relative distance upper / lower - 1, must lie between 0 and 1, got 0"),
+        (["--gap", "-0.5"], "must lie between 0 and 1, got -0.5"),
+        (["--gap", "1.01"], "for upper / lower <= 1.01 give 0.01"),
+        (["--gap", "small"], "--gap"),
+        (["--gap", "0.01", "--dtype", "float32"], "float32 gives no upper bound: measure in float64"),
+    ],
+)
+def test_what_is_refused(measure, tmp_path, capsys, options, told):
+    assert main([*measure, *options, "--out", str(tmp_path / "s")]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "s").exists()

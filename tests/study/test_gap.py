@@ -1,0 +1,152 @@
+"""A study with a gap: every certificate closed to it or a row that says why, and kept apart from other studies."""
+
+import io
+import json
+import math
+import sqlite3
+
+import pytest
+import torch
+from rich.console import Console
+
+from lipscope._types import UserError
+from lipscope.linalg.differentiate import jacobian
+from lipscope.linalg.gap import NOISE
+from lipscope.models.loading import load
+from lipscope.study.export import write_csv
+from lipscope.study.records import Settings
+from lipscope.study.run import measure
+from lipscope.study.sampling import Windows
+from lipscope.study.store import Store
+from lipscope.study.study import Study
+from lipscope.study.table import summary
+from lipscope.study.work import StartSigmaWork
+from tests.study.fakes import info, row, sensitivity
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return load(tiny)
+
+
+def exported(study: Study) -> list[str]:
+    """The CSV, timing aside."""
+    out = io.StringIO()
+    write_csv(study, out)
+    return [line.rsplit(",", 1)[0] for line in out.getvalue().splitlines()]
+
+
+def shown(study: Study) -> str:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(summary(study))
+    return " ".join(console.export_text().split())
+
+
+def width(study: Study) -> float:
+    return max(row.upper / row.lower for row in study.sigma) - 1
+
+
+def test_every_certificate_is_closed_around_the_truth(model, prose):
+    asked = {"lengths": (1, 16), "samples": 2}
+    free, closed = measure(model, prose, **asked), measure(model, prose, **asked, gap=0.01)
+    assert width(free) > 0.01 >= width(closed) and not any(row.missed for row in closed.rows)
+    assert "at most a factor 1.01 apart" in shown(closed) and "gap" not in shown(closed)
+    for found in closed.rows:
+        ids = torch.tensor(model.encode(" ".join(t.token for t in closed.tokens_of(found))))
+        heads = None if found.head is None else [found.head]
+        (site,) = model.sites(ids, scopes=[found.scope], layers=[found.layer], heads=heads)
+        truth = torch.linalg.matrix_norm(jacobian(site.f, site.X).to_dense()[0], 2).item()
+        assert found.lower <= truth * (1 + 1e-13) and truth <= found.upper and found.upper - truth <= 0.01 * truth
+
+
+def test_a_gap_that_rounding_hides_is_told_in_its_row_and_table(model, prose, tmp_path):
+    study = measure(model, prose, (16,), 1, scopes=("attention",), gap=1e-9, out=tmp_path / "s")
+    assert {row.status for row in study.rows} <= {f"converged: {NOISE}", f"breakdown: {NOISE}"}
+    assert len(study.sigma) == 2 and not study.failed and study.sigma[0].missed == NOISE
+    assert f"2 of 2 rows miss the gap of 1e-09; the first says: converged: {NOISE}." in shown(study)
+    assert width(study) < 1e-3  # as near as rounding allows, not as far as it was when it gave up
+    again = []
+    measure(
+        model, prose, (16,), 1, scopes=("attention",), gap=1e-9, out=tmp_path / "s",
+        progress=lambda done, total: again.append(total),
+    )  # fmt: skip
+    assert again == [0]
+
+
+def test_a_study_in_pieces_is_the_study_at_once(model, prose, tmp_path):
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, prose, (4, 8), 2, gap=0.01, out=tmp_path / "s", progress=stop)
+    study = measure(model, prose, (4, 8), 2, gap=0.01, out=tmp_path / "s")
+    assert study.info.identity.gap == 0.01 and " --gap 0.01 " in study.info.about.command
+    assert exported(study) == exported(measure(model, prose, (4, 8), 2, gap=0.01))
+
+
+@pytest.mark.parametrize(
+    ("kept", "asked", "told"),
+    [
+        (None, 0.01, "gap = None, and this run has 0.01"),
+        (0.01, None, "gap = 0.01, and this run has None"),
+        (0.01, 0.02, "gap = 0.01, and this run has 0.02"),
+    ],
+)
+def test_another_gap_is_another_study(model, prose, tmp_path, kept, asked, told):
+    before = exported(measure(model, prose, (4,), 1, gap=kept, out=tmp_path / "s"))
+    with pytest.raises(UserError, match=told):
+        measure(model, prose, (4,), 1, gap=asked, out=tmp_path / "s")
+    assert exported(Study.open(tmp_path / "s")) == before
+
+
+def test_a_study_from_before_there_were_gaps_is_read_and_resumed(model, prose, tmp_path):
+    measure(model, prose, (4,), 1, out=tmp_path / "s")
+    with sqlite3.connect(tmp_path / "s" / "study.sqlite") as db:
+        (text,) = db.execute("SELECT value FROM info WHERE key = 'identity'").fetchone()
+        identity = json.loads(text)
+        assert identity.pop("gap") is None
+        db.execute("UPDATE info SET value = ? WHERE key = 'identity'", (json.dumps(identity),))
+    assert Study.open(tmp_path / "s").info.identity.gap is None
+    grown = measure(model, prose, (4, 6), 1, out=tmp_path / "s")
+    assert {row.n for row in grown.rows} == {4, 6} and "--gap" not in grown.info.about.command
+    with pytest.raises(UserError, match="gap = None, and this run has"):
+        measure(model, prose, (4,), 1, gap=0.5, out=tmp_path / "s")
+
+
+def test_workers_are_asked_for_the_same(model):
+    settings = Settings(1e-6, 0.01, 0)
+    assert StartSigmaWork(model.card, Windows((), (), 0, 0, ""), settings, 1)().settings == settings
+
+
+@pytest.mark.parametrize("gap", [0.0, -0.1, 1.0, 1.01, math.inf, math.nan])
+def test_what_a_gap_is(model, prose, tmp_path, gap):
+    with pytest.raises(UserError, match="gap, the relative distance upper / lower - 1, must lie") as told:
+        measure(model, prose, (4,), 1, gap=gap, out=tmp_path / "s")
+    assert ("for upper / lower <= 1.01 give 0.01" in str(told.value)) is (gap == 1.01)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
+    with pytest.raises(UserError, match=r"float32 gives no upper bound: measure in float64 \(--dtype float64\)"):
+        measure(load(tiny, dtype="float32"), prose, (4,), 1, gap=0.01, out=tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("identity", "upper", "told"),
+    [
+        (
+            {"dtype": "float32"},
+            (math.inf, math.inf),
+            "Every σ is an evaluated lower bound; an upper bound needs --dtype",
+        ),
+        ({}, (2.2, math.inf), "at most a factor 1.1 apart, but 1 have no upper one; --gap goes on until there is one."),
+        ({"gap": 0.1}, (2.2, math.inf), "at most a factor 1.1 apart, but 1 have no upper one. The model on"),
+        ({}, (2.2, 2.4), "Every σ lies between its lower and upper bound, at most a factor 1.2 apart. The model on"),
+    ],
+)
+def test_the_table_says_what_is_bounded(identity, upper, told):
+    store, rows = Store.create(None, info(**identity)), [row(sample=i, upper=x) for i, x in enumerate(upper)]
+    store.write(rows, map(sensitivity, rows))
+    assert told in shown(Study(store))
