@@ -45,10 +45,23 @@ class Gap:
         """Which of those asked for need no further steps; the basis holds the members `index` of the batch."""
         if self.noise is None:
             self.noise = torch.zeros_like(self.rounding)
-            # Measured on one vector, and allowed to be twice as large on the last.
-            self.noise[index] = 2 * basis.noise(*ritz)
+            self._listen(basis, ritz, index)
         closed = torch.zeros_like(asked)
-        theta, members = ritz[0][asked], index[asked]
+        closed[asked] = self._enough(basis, ritz[0], index, asked)
+        if closed.any():
+            # The vectors that the bounds will be drawn from may be noisier than those before.
+            self._listen(basis, ritz, index)
+            closed[asked] = self._enough(basis, ritz[0], index, asked)
+        return closed
+
+    def _listen(self, basis: GolubKahan, ritz: tuple[Tensor, ...], index: Tensor) -> None:
+        """The largest noise so far, and a little more: it is measured once again at the end, in another batch."""
+        assert self.noise is not None
+        self.noise[index] = torch.maximum(self.noise[index], 1.25 * basis.noise(*ritz))
+
+    def _enough(self, basis: GolubKahan, theta: Tensor, index: Tensor, asked: Tensor) -> Tensor:
+        assert self.noise is not None
+        theta, members = theta[asked], index[asked]
         a, b = (torch.stack(x, dim=1)[asked] for x in zip(*basis.coefficients, strict=True))
         known = a, b, self.overlap, perturbation(self.noise[members], basis.drift[asked] / theta)
         reached, possible = bounded_by(self._aim(theta, members), *known)
@@ -56,8 +69,7 @@ class Gap:
             nearest = 2 * (noise_floor(*known) / theta - 1)
             self.distance[members] = torch.where(possible, self.distance[members], nearest)
             reached, _ = bounded_by(self._aim(theta, members), *known)
-        closed[asked] = reached | self.distance[members].isinf()
-        return closed
+        return reached | self.distance[members].isinf()
 
     def _aim(self, theta: Tensor, members: Tensor) -> Tensor:
         return theta * (1 + SEARCHED * self.distance[members])
