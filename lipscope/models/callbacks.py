@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lipscope.nn.monitor import SmoothnessMonitor, logged
+from lipscope.nn.watching import ModuleWatch
 
 if TYPE_CHECKING:
     from pytorch_lightning import Callback
@@ -20,11 +21,15 @@ def trainer_callback(monitor: SmoothnessMonitor, trainer: Trainer) -> TrainerCal
     """
     from transformers import TrainerCallback
 
+    from lipscope.models.watching import ModelWatch
+
     monitor.close()  # until a step begins
 
     class Measuring(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
             if state.is_world_process_zero:
+                if isinstance(monitor.watch, ModuleWatch | ModelWatch):
+                    monitor.watch.called = trainer.model_wrapped  # which may be compiled by now
                 monitor.before(state.global_step + 1)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> None:

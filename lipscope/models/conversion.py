@@ -32,6 +32,7 @@ from lipscope.nn.conversion import (
 )
 from lipscope.nn.replacement import Replacement, constant_part, make_layer
 from lipscope.nn.watching import listed
+from lipscope.nn.wrapped import check_bare
 
 
 def convert(
@@ -56,6 +57,7 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"convert takes a torch module, got {type(model).__name__}; lipscope.load(...).trunk is one")
+    check_bare(model)
     target = Target(to, constant, fresh)
     layers = None if layers is None else listed(layers)
     own = [name for name, m in model.named_modules() if isinstance(m, AttentionLayer)]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Survey
-from lipscope.nn.watching import Sight, evaluating, listed, wide
+from lipscope.nn.compiled import entries, hook, uncompiled
+from lipscope.nn.evaluating import attributes_kept, evaluating
+from lipscope.nn.watching import Sight, listed, wide
+from lipscope.nn.wrapped import check_whole, unwrapped
 
 WATCHED = ("attention", "normed", "residual", "block")
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
@@ -26,16 +29,19 @@ def watch(model: nn.Module, layers: Sequence[int] | None = None, scope: str = "a
     layers: by number, from 0; all by default
     scope:  attention (all heads and the output projection), normed, residual or block, as in docs/scopes.md
     """
+    called, model = model, unwrapped(model) if isinstance(model, nn.Module) else model
     if not isinstance(model, PreTrainedModel):
         raise UserError(
             f"watch takes a transformers model, got {type(model).__name__}; give any other module to SmoothnessMonitor"
         )
+    check_whole(model)
     if scope not in WATCHED:
         raise UserError(f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}")
-    loaded = load(model, dtype=wide(model.dtype))
-    loaded.check_scopes([scope])
+    with uncompiled(model):
+        loaded = load(model, dtype=wide(model.dtype))
+        loaded.check_scopes([scope])
     chosen = numbered(layers, loaded.layers)
-    return ModelWatch(loaded, chosen, scope)
+    return ModelWatch(loaded, called, chosen, scope)
 
 
 def numbered(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
@@ -54,38 +60,49 @@ class ModelWatch:
 
     The second pass is in evaluation mode on lipscope's attention; padding is cut off, token types and positions of the
     caller's own are left out.
+
+    called: the model as the training calls it, in its wrappers
     """
 
-    def __init__(self, model: Model, layers: tuple[int, ...], scope: str):
-        self.model, self.scope = model, scope
+    def __init__(self, model: Model, called: nn.Module, layers: tuple[int, ...], scope: str):
+        self.model, self.called, self.scope = model, called, scope
         self._layers = {f"{scope}.{i}": i for i in layers}
         self.names = tuple(self._layers)
-        self._handle: RemovableHandle | None = None
+        self._remove: Callable[[], None] | None = None
         self._tap = _InputTap()
         self._survey: Survey | None = None
+        self._kept = ExitStack()
 
     def arm(self) -> None:
         self.release()
         self._tap = _InputTap()
-        self._handle = self.model.trunk.register_forward_pre_hook(self._tap, with_kwargs=True)
+        trunk = self.model.trunk
+        around = [entry.part for entry in entries(self.called) if trunk in set(entry.part.modules())]
+        self._remove = hook(around[0] if around else trunk, self._tap)
 
     def sight(self, name: str) -> Sight | None:
+        self._shut()  # the pass below is ours
+        trunk = self.model.trunk
         if self._survey is None:
-            inputs = self._tap.inputs
-            if inputs is None:
+            if self._tap.inputs is None:
                 return None
-            if self._handle is not None:
-                self._handle.remove()  # the pass below is ours
-                self._handle = None
-            self._survey = self.model.survey(**one_sample(inputs))
-        with evaluating(self.model.trunk):  # weights that torch's spectral_norm makes stay as they are
+            check_whole(trunk)
+            self._kept.enter_context(attributes_kept(trunk))
+            with uncompiled(trunk):
+                self._survey = self.model.survey(**one_sample(self._tap.inputs))
+        with evaluating(trunk):  # weights that torch's spectral_norm makes stay as they are
             site = self._survey.site(self.scope, self._layers[name])
         return site.f, site.X[0]
 
     def release(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle, self._survey, self._tap = None, None, _InputTap()
+        self._shut()
+        self._kept.close()
+        self._survey, self._tap = None, _InputTap()
+
+    def _shut(self) -> None:
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
 
 
 class _InputTap:

@@ -15,9 +15,10 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.evaluating import evaluating
 from lipscope.nn.replacement import TorchReplacement, constant_part, is_causal_mask, left_behind, make_layer
 from lipscope.nn.variants import ATTENTIONS
-from lipscope.nn.watching import ModuleWatch, evaluating
+from lipscope.nn.watching import ModuleWatch
 
 SUPPORTED = (
     "nn.MultiheadAttention used as self-attention, lipscope's attention layers, and transformers models "

@@ -31,6 +31,11 @@ MAX_PRODUCTS = 40
 """Steps of one solve, at most: an ill-separated layer gives a lower bound rather than a pause in training."""
 
 
+NOT_RUN = (
+    "it did not run in this step; if it runs inside torch.compile, give SmoothnessMonitor what torch.compile returned"
+)
+
+
 class SmoothnessWarning(UserWarning):
     """A constant above max_sigma, or a layer that cannot be measured."""
 
@@ -129,7 +134,7 @@ class SmoothnessMonitor:
                     if sight is not None:
                         readings.append(self._reading(step, name, *sight))
                     else:
-                        self._complain(name, "it did not run in this step (compiled? see docs/monitor.md)")
+                        self._complain(name, NOT_RUN)
                 except Exception as error:  # out of memory, a map that is random...: the training goes on
                     why = " ".join(str(error).split()) or type(error).__name__
                     self._complain(name, why)

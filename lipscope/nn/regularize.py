@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input, check_map, jacobian
 from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.nn.evaluating import attributes_kept
 
 
 def jasmin(P: Tensor, k: int = 0) -> Tensor:
@@ -46,7 +48,8 @@ def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) 
     """
     check_input(X)
     check_map(f)
-    with torch.autocast(X.device.type, enabled=False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    kept = attributes_kept(f) if isinstance(f, nn.Module) else nullcontext()
+    with torch.autocast(X.device.type, enabled=False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kept:
         f, X = _lent(f, X)
         top = spectral_norm(jacobian(f, X.detach()), tol, solver=Solver(seed=0))
         x = X if X.requires_grad else X.detach().requires_grad_(True)
@@ -71,8 +74,15 @@ def _lent(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], 
                 f"X is {X.dtype}; only a torch.nn.Module can be measured in float32 instead: convert f and X"
             )
         return f, X
-    buffers = {name: b.clone() for name, b in f.named_buffers()}
-    if not half:
-        return (lambda x: torch.func.functional_call(f, buffers, (x,))) if buffers else f, X
-    state = {name: t.float() if t.is_floating_point() else t for name, t in (*f.named_parameters(), *buffers.items())}
-    return lambda x: torch.func.functional_call(f, state, (x,)), X.float()
+    module, buffers = f, dict(f.named_buffers())
+    if not half and not buffers:
+        return f, X
+
+    def lent(x: Tensor) -> Tensor:
+        # Copies anew in every call: a power iteration in them would go on, and the map would seem random.
+        state = {**dict(module.named_parameters()), **{name: b.clone() for name, b in buffers.items()}}
+        if half:
+            state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
+        return torch.func.functional_call(module, state, (x,))
+
+    return lent, X.float() if half else X

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +17,10 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.compiled import Entry, entries, uncompiled
+from lipscope.nn.evaluating import evaluating
 from lipscope.nn.seen_call import Call, first_sample, real_tokens
+from lipscope.nn.wrapped import check_whole, named_layers, unwrapped
 
 Sight = tuple[Map, Tensor]
 """A map and the tokens [n, d] to measure it at."""
@@ -44,22 +46,43 @@ class Watch(Protocol):
 
 
 class ModuleWatch:
-    """The layers of any module, by forward pre-hooks that exist while armed only; one sample of a batch is kept."""
+    """The layers of any module, by forward pre-hooks that exist while armed only; one sample of a batch is kept.
+
+    called: the model as the training calls it; layers in a compiled part of it are seen when that part runs again,
+            without the compiler
+    """
 
     def __init__(self, model: nn.Module, layers: Sequence[str | nn.Module] | None = None):
+        self.called = model
         self._modules = _chosen(model, layers)
         self.names = tuple(self._modules)
         self._taps = {name: _Tap() for name in self.names}
         self._handles: list[RemovableHandle] = []
+        self._entries: list[Entry] = []
 
     def arm(self) -> None:
         self.release()
+        wanted = set(self._modules.values())
+        self._entries = [entry for entry in entries(self.called) if wanted & set(entry.part.modules())]
+        for entry in self._entries:
+            entry.arm()
+        inside = {module for entry in self._entries for module in entry.part.modules()}
+        self._hook(wanted - inside)
+
+    def _hook(self, modules: set[nn.Module]) -> None:
         for name, module in self._modules.items():
-            self._taps[name].open = True
-            self._handles.append(module.register_forward_pre_hook(self._taps[name], with_kwargs=True))
+            if module in modules:
+                self._taps[name].open = True
+                self._handles.append(module.register_forward_pre_hook(self._taps[name], with_kwargs=True))
 
     def sight(self, name: str) -> Sight | None:
         self._shut()  # a layer that is run for its measurement may hold others
+        check_whole(self._modules[name])
+        for entry in self._entries:
+            if self._modules[name] in set(entry.part.modules()):
+                self._hook(set(entry.part.modules()))
+                entry.rerun()
+                self._shut()
         call = self._taps[name].call
         if isinstance(call, UserError):
             raise call
@@ -74,6 +97,8 @@ class ModuleWatch:
 
     def release(self) -> None:
         self._shut()
+        for entry in self._entries:
+            entry.release()
         for tap in self._taps.values():
             tap.call = None
 
@@ -97,7 +122,7 @@ class _Tap:
         self.call: Call | UserError | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.open:
+        if torch.compiler.is_compiling() or not self.open:  # a graph is not to change for being watched
             return
         try:
             with torch.no_grad():
@@ -122,7 +147,7 @@ class Frozen:
         lent = {name: _lend(t, self.dtype) for name, t in tensors}
         args = tuple(x[None] if i == 0 else self._cast(arg) for i, arg in enumerate(self.call.args))
         kwargs = {key: self._cast(value) for key, value in self.call.kwargs.items()}
-        with evaluating(self.module):
+        with evaluating(self.module), uncompiled(self.module):
             output = functional_call(self.module, lent, args, kwargs)
         y = output[0] if isinstance(output, tuple | list) else output
         return y[0]
@@ -160,8 +185,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[str, nn.Module]:
     """Layers by name, asked for by name, by pattern or by themselves; attention modules where nothing is said."""
+    known = named_layers(model)
+    model = unwrapped(model)
     if layers is None:
-        found = {name: m for name, m in model.named_modules() if _is_attention(m)}
+        found = {name: m for name, m in known.items() if _is_attention(m)}
         if not found:
             raise UserError(
                 f"{type(model).__name__} has no attention that is known by itself (lipscope's modules and "
@@ -169,7 +196,6 @@ def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[
                 "use SmoothnessMonitor(lipscope.watch(model))"
             )
         return {name or type(model).__name__: m for name, m in found.items()}
-    known = dict(model.named_modules())
     chosen: dict[str, nn.Module] = {}
     for layer in listed(layers):
         if not isinstance(layer, str | nn.Module):
@@ -180,7 +206,7 @@ def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[
         if isinstance(layer, str):
             found = {name: m for name, m in known.items() if name == layer or fnmatchcase(name, layer)}
         else:
-            found = {name: m for name, m in known.items() if m is layer}
+            found = {name: m for name, m in known.items() if m is unwrapped(layer)}
         if not found:
             close = difflib.get_close_matches(layer, known) if isinstance(layer, str) else []
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
@@ -228,16 +254,3 @@ def _closed_form(module: nn.Module, n: int) -> SelfAttention | None:
 def _lend(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach()
     return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """No dropout, no statistics; afterwards every module is in the mode it was in."""
-    modes = [(m, m.training) for m in module.modules()]
-    try:
-        for m, _ in modes:
-            m.training = False
-        yield
-    finally:
-        for m, training in modes:
-            m.training = training

@@ -83,8 +83,13 @@ def quiet():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("gpt2", {}), ("bert", {"gradient_accumulation_steps": 2}), ("llama", {"bf16": True})],
-    ids=["gpt2", "bert, accumulation", "llama, autocast"],
+    [
+        ("gpt2", {}),
+        ("bert", {"gradient_accumulation_steps": 2}),
+        ("llama", {"bf16": True}),
+        ("gpt2", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    ],
+    ids=["gpt2", "bert, accumulation", "llama, autocast", "compiled"],
 )
 def test_trainer_trains_and_logs_as_without(name, options, tmp_path, capsys):
     plain, _, losses = trained(name, tmp_path, **options)

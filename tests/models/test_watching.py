@@ -25,17 +25,40 @@ def gpt2():
 
 @pytest.mark.parametrize("make", [character, gpt2])
 @pytest.mark.parametrize("scope", ["attention", "block"])
-def test_weights_that_torch_normalizes_stay_as_they_are(make, scope):
+@pytest.mark.parametrize("normalize", [spectral_norm, torch.nn.utils.spectral_norm], ids=["parametrization", "hook"])
+def test_weights_that_torch_normalizes_stay_as_they_are(make, scope, normalize):
     torch.manual_seed(0)
     model, layer = make()
-    spectral_norm(layer)
+    normalize(layer)
     model.train()
     monitor = SmoothnessMonitor(watch(model, scope=scope), every=1)
     model(zoo.sample("gpt2")["input_ids"])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = vars(layer).get("weight")
     assert all(reading.sigma > 0 for reading in monitor.step())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert vars(layer).get("weight") is made and (made is None) == (normalize is spectral_norm)
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_watched_from_outside(in_place):
+    torch.manual_seed(0)
+    model, ids = zoo.make("gpt2").train(), zoo.sample("gpt2")["input_ids"]
+    plain = SmoothnessMonitor(watch(model), every=1)
+    model(ids)
+    expected = plain.step()
+    plain.close()
+    compiled = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    compiled(ids)
+    monitor = SmoothnessMonitor(watch(compiled), every=1)
+    compiled(ids)
+    readings = monitor.step()
+    assert [(r.layer, r.sigma) for r in readings] == [(r.layer, r.sigma) for r in expected]
+    monitor.close()
+    assert not model._forward_pre_hooks and not model._forward_hooks
 
 
 def test_layers_that_cannot_be_meant_are_refused():

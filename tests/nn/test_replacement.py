@@ -65,6 +65,7 @@ def converted(to="l2", mask=None, batch_first=True):
     return model.attention, old
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("mask", [None, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("kind", ["none", "boolean", "additive", "one sequence"])
@@ -113,6 +114,7 @@ def test_what_a_padding_mask_cannot_be_is_refused():
             layer(X, key, value)
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("training", [False, True])
 def test_an_encoder_keeps_to_the_converted_attention_on_every_path(training):
     """In evaluation torch's encoder has a fused kernel and nested tensors, and neither may step in."""

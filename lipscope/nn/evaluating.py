@@ -1,0 +1,48 @@
+"""Looking at a module without a trace: its mode, and what it or its hooks keep in attributes, are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """No dropout, no statistics, weights at their present values; afterwards every module as it was."""
+    modes = [(m, m.training) for m in module.modules()]
+    with attributes_kept(module):
+        try:
+            for m, _ in modes:
+                m.training = False
+            _make_weights(module)
+            yield
+        finally:
+            for m, training in modes:
+                m.training = training
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Tensors that modules hold as plain attributes, such as the weights made by torch's older spectral_norm."""
+    kept = [(m, {name: t for name, t in vars(m).items() if isinstance(t, Tensor)}) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for m, tensors in kept:
+            vars(m).update(tensors)
+
+
+@torch.no_grad()
+def _make_weights(module: nn.Module) -> None:
+    """Make those weights anew: the optimizer has moved what they are made of since a forward pass last did."""
+    # torch's attention reads the weight of out_proj and never calls it.
+    uncalled = {m.out_proj for m in module.modules() if isinstance(m, nn.MultiheadAttention)}
+    for m in module.modules():
+        for hook in m._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm | WeightNorm) and m not in uncalled:
+                hook(m, ())

@@ -1,0 +1,69 @@
+"""Models in wrappers: data parallelism and the compiler are looked through, sharded weights refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+
+SHARDED = (
+    "its weights are sharded among processes (FSDP, ZeRO-3), and no process has them whole; "
+    "DistributedDataParallel, or a copy on one process, can be measured"
+)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile, DistributedDataParallel and DataParallel."""
+    while True:
+        if is_compiled_copy(model):
+            model = model.get_submodule("_orig_mod")
+        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def is_compiled_copy(module: nn.Module) -> bool:
+    """Whether torch.compile made it; without loading the compiler, which then has not run."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def named_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by their names in the model that was wrapped; none of them is a wrapper of the compiler."""
+    inside = "._orig_mod"
+    named = unwrapped(model).named_modules()
+    return {f".{name}".replace(inside, "")[1:]: m for name, m in named if not is_compiled_copy(m)}
+
+
+def check_whole(module: nn.Module) -> None:
+    """Refuse weights that are elsewhere: to look at them would fail, or wait for other processes for ever."""
+    if any(_is_part(tensor) for m in module.modules() for tensor in _tensors(m)):
+        raise UserError(SHARDED)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """DTensor says where its parts are; FSDP marks a flat piece, or frees the storage; ZeRO-3 leaves nothing."""
+    if hasattr(tensor, "placements") or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id"):
+        return True
+    return tensor.device.type != "meta" and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def check_bare(model: nn.Module) -> None:
+    """Refuse to exchange the layers of a model that others hold by its old ones."""
+    check_whole(model)
+    wrapper = next((m for m in model.modules() if unwrapped(m) is not m or m._compiled_call_impl is not None), None)
+    if wrapper is not None:
+        kind = "torch.compile" if wrapper._compiled_call_impl is not None or is_compiled_copy(wrapper) else None
+        raise UserError(
+            f"the model is wrapped in {kind or type(wrapper).__name__}, which would go on with the old layers; "
+            "convert the model itself, then wrap it"
+        )
