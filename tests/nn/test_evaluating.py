@@ -42,7 +42,8 @@ class Reading(nn.Module):
         self.layer = hooked()
 
     def forward(self, X):
-        return self.layer(X) + self.layer[0].query.weight.detach().sum()
+        size = self.layer[0].query.weight.detach().sum()
+        return self.layer(X) + size
 
 
 @pytest.mark.parametrize(
