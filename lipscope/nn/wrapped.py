@@ -54,7 +54,8 @@ def _is_part(tensor: Tensor) -> bool:
     """DTensor says where its parts are; FSDP marks a flat piece, or frees the storage; ZeRO-3 leaves nothing."""
     if hasattr(tensor, "placements") or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id"):
         return True
-    return tensor.device.type != "meta" and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"  # others keep no storage
+    return plain and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def check_bare(model: nn.Module) -> None:
