@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
-from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.attention_layer import AttentionLayer, check_padding
 
 ROUNDING = 64
 """How many units in the last place of its input one evaluation of g is trusted to."""
@@ -43,6 +44,7 @@ class InvertibleResidual(nn.Module):
     """y = x + g(x), where g has Lipschitz constant at most `constant` < 1 in its norm (g.norm, else 2).
 
     Tokens are [n, d] or a batch [B, n, d] whose members g treats apart. constant is g.constant where it is omitted.
+    padding, [n] or [B, n], True for real tokens, is for a g that is attention; padded tokens come out as they went in.
     """
 
     def __init__(self, g: nn.Module, constant: float | None = None) -> None:
@@ -52,18 +54,20 @@ class InvertibleResidual(nn.Module):
         norm = getattr(g, "norm", 2)
         self.norm: float = norm if isinstance(norm, int | float) and norm in (2, math.inf) else 2
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.g(x)
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        return x + _at(self.g, padding)(x)
 
     @torch.no_grad()
-    def inverse(self, y: Tensor) -> Inverse:
+    def inverse(self, y: Tensor, padding: Tensor | None = None) -> Inverse:
         """x = y - g(x), repeated from x = y down to the resolution of the dtype, in no more steps than theory asks.
 
         error_bound is ||y - x - g(x)|| / (1 - constant) with the residual taken in float64, so rounding is inside it.
         """
-        check_input(y)
+        real = _real(y, padding)
+        check_input(real)
         with torch.autocast(y.device.type, enabled=False):  # which would round g to less than y has
-            return self._fixed_point(self._as_fine_as_g(y))
+            found = self._fixed_point(self._as_fine_as_g(real), padding)
+        return found if padding is None else replace(found, value=found.value.where(padding[..., None], y))
 
     def _as_fine_as_g(self, x: Tensor) -> Tensor:
         """Tokens that autocast made coarser than the weights are."""
@@ -71,9 +75,9 @@ class InvertibleResidual(nn.Module):
             return x.to(torch.promote_types(x.dtype, weight.dtype)) if x.element_size() == 2 else x
         return x
 
-    def _fixed_point(self, y: Tensor) -> Inverse:
-        c = self.constant
-        x = y - self.g(y)
+    def _fixed_point(self, y: Tensor, padding: Tensor | None) -> Inverse:
+        c, g = self.constant, _at(self.g, padding)
+        x = y - g(y)
         if not bool(x.isfinite().all()):
             raise UserError("g gives values that are not finite at y; look for NaN in its weights")
         step = _length(x - y, self.norm)
@@ -81,7 +85,7 @@ class InvertibleResidual(nn.Module):
         allowed, steps = theory_steps(c, step, goal), torch.ones_like(step, dtype=torch.long)
         active = (c / (1 - c) * step > goal) & (steps < allowed)
         while bool(active.any()):
-            new = y - self.g(x)
+            new = y - g(x)
             moved = _length(new - x, self.norm)
             if bool((active & ~(moved <= (1 + 1e-3) * c * step + ROUNDING * goal)).any()):
                 raise UserError(
@@ -94,15 +98,17 @@ class InvertibleResidual(nn.Module):
             lost = (moved >= step) & (step <= ROUNDING * goal)
             step = torch.where(active, moved, step)
             active = active & ~lost & (c / (1 - c) * step > goal) & (steps < allowed)
-        return Inverse(x, self._residual(x, y) / (1 - c), steps)
+        return Inverse(x, self._residual(x, y, padding) / (1 - c), steps)
 
-    def _residual(self, x: Tensor, y: Tensor) -> Tensor:
+    def _residual(self, x: Tensor, y: Tensor, padding: Tensor | None) -> Tensor:
         x, y = x.double(), y.double()
-        g = copy.deepcopy(self.g).double()
+        g = _at(copy.deepcopy(self.g).double(), padding)
         rounding = ROUNDING * torch.finfo(torch.float64).eps * (_length(x, self.norm) + _length(y, self.norm))
         return _length(y - x - g(x), self.norm) + rounding
 
-    def log_det(self, x: Tensor, terms: int = 8, probes: int = 1, unbiased: bool = False) -> LogDet:
+    def log_det(
+        self, x: Tensor, terms: int = 8, probes: int = 1, unbiased: bool = False, padding: Tensor | None = None
+    ) -> LogDet:
         """log det(I + J) = tr J - tr J^2 / 2 + tr J^3 / 3 - ..., J = D_x g, traces by v'Jv over random signs v.
 
         terms:    how many terms are summed; the remainder is bounded by theory.
@@ -110,6 +116,7 @@ class InvertibleResidual(nn.Module):
                   (Chen et al. 2019, Russian roulette): no remainder, more variance.
         Differentiable in x and in the weights of g.
         """
+        x = _real(x, padding)
         check_input(x)
         for name, value in (("terms", terms), ("probes", probes)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -119,13 +126,34 @@ class InvertibleResidual(nn.Module):
             x = self._as_fine_as_g(x.clone() if x.is_inference() else x)
             signs = torch.randint(0, 2, (probes, *x.shape), device=x.device).to(x.dtype) * 2 - 1
             weights = _series_weights(terms, probes, self.constant if unbiased else 0.0).to(x)
-            found = _power_series(self.g, x, signs, weights, keep)
+            if padding is not None:
+                padding = padding.expand(probes, *padding.shape).reshape(-1, padding.shape[-1])
+            found = _power_series(_at(self.g, padding), x, signs, weights, keep)
         spread = found.detach().std(dim=0) / math.sqrt(probes) if probes > 1 else torch.full_like(found[0], math.nan)
         lost = 0.0 if unbiased else remainder(self.constant, terms, x.shape[-2] * x.shape[-1])
         return LogDet(found.mean(dim=0), spread.detach(), lost)
 
     def extra_repr(self) -> str:
         return f"constant={self.constant:g}, norm={self.norm:g}"
+
+
+def _at(g: nn.Module, padding: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """g for tokens of which some are padding."""
+    if padding is None:
+        return g
+    if not isinstance(g, AttentionLayer):
+        raise UserError(
+            f"padding is for attention, and g is a {type(g).__name__}; a map of each token by itself needs none"
+        )
+    return lambda x: g(x, padding)
+
+
+def _real(x: Tensor, padding: Tensor | None) -> Tensor:
+    """x with zeros in place of the padded tokens, whatever they hold."""
+    if padding is None:
+        return x
+    check_padding(padding, x)
+    return x.masked_fill(~padding[..., None], 0)
 
 
 def theory_steps(constant: float, first: Tensor, goal: Tensor) -> Tensor:
@@ -139,7 +167,7 @@ def remainder(constant: float, terms: int, size: int) -> float:
     return size * constant ** (terms + 1) / ((terms + 1) * (1 - constant))
 
 
-def _power_series(g: nn.Module, x: Tensor, signs: Tensor, weights: Tensor, keep: bool) -> Tensor:
+def _power_series(g: Callable[[Tensor], Tensor], x: Tensor, signs: Tensor, weights: Tensor, keep: bool) -> Tensor:
     """sum over k of weights[k] v'J^k v, J = D_x g, for every v of signs [probes, ...]: [probes] or [probes, B].
 
     Every probe has its own copy of x in one batch, so that a term costs one backward pass for all of them.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lipscope as ls
+from lipscope.nn.contractive_mlp import ContractiveMLP
 from lipscope.nn.invertible import _power_series, _series_weights, remainder, theory_steps
 
 
@@ -208,3 +209,45 @@ def test_a_residual_trains_and_saves():
     X = torch.randn(2, 5, 8)
     assert torch.equal(r(X), again(X))
     assert "constant=0.7" in repr(r)
+
+
+def padded_tokens():
+    x = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(2)).double()
+    real = torch.ones(3, 6, dtype=torch.bool)
+    real[0, 4:] = real[2, :3] = False
+    return x.masked_fill(~real[..., None], math.nan), real
+
+
+@pytest.mark.parametrize("norm", [2, math.inf])
+def test_padded_sequences_invert_as_they_do_alone(norm):
+    torch.manual_seed(0)
+    r = ls.InvertibleResidual(ls.ContractiveL2Attention(4, 2, 0.9, norm)).double()
+    x, real = padded_tokens()
+    y = r(x, real)
+    found = r.inverse(y, real)
+    assert torch.equal(y.isnan(), x.isnan()) and torch.equal(found.value.isnan(), x.isnan())
+    assert (found.value - x)[real].abs().max() < 1e-13 and found.error_bound.max() < 1e-10
+    for i, own in enumerate(real):
+        torch.testing.assert_close(y[i, own], r(x[i, own]), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(found.value[i, own], r.inverse(y[i, own]).value, rtol=1e-12, atol=1e-13)
+
+
+def test_padded_tokens_have_no_part_in_the_determinant():
+    torch.manual_seed(0)
+    r = ls.InvertibleResidual(ls.ContractiveL2Attention(4, 1, 0.9)).double()
+    with torch.no_grad():
+        r.g.query.weight.mul_(3)
+    x, real = padded_tokens()
+    x.requires_grad_(True)
+    found = r.log_det(x, terms=20, probes=64, padding=real)
+    for i, own in enumerate(real):
+        alone = x[i, own].detach()
+        J = torch.autograd.functional.jacobian(r, alone).reshape(alone.numel(), -1)
+        truth = torch.linalg.slogdet(J).logabsdet
+        assert (found.value[i] - truth).abs() < 5 * found.standard_error[i] + 1e-6
+    (gradient,) = torch.autograd.grad(found.value.sum(), x)
+    assert gradient.isfinite().all() and (gradient[~real] == 0).all() and gradient[real].abs().min() > 0
+    with pytest.raises(ls.UserError, match="padding is for attention, and g is a ContractiveMLP"):
+        ls.InvertibleResidual(ContractiveMLP(4, 8, 0.5)).double()(x, real)
+    with pytest.raises(ls.UserError, match="padding must be a boolean tensor"):
+        r.inverse(x.detach(), real[:2])
