@@ -28,6 +28,7 @@ _CONTENTS = {
     "Rope": "lipscope.attention.kernels",
     "SelfAttention": "lipscope.attention.layer",
     "SmoothnessMonitor": "lipscope.nn.monitor",
+    "SmoothnessWarning": "lipscope.nn.monitor",
     "Solver": "lipscope.linalg.spectral",
     "Status": "lipscope._types",
     "Study": "lipscope.study.study",
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from lipscope.nn.l2_attention import ContractiveL2Attention as ContractiveL2Attention
     from lipscope.nn.l2_attention import L2SelfAttention as L2SelfAttention
     from lipscope.nn.monitor import SmoothnessMonitor as SmoothnessMonitor
+    from lipscope.nn.monitor import SmoothnessWarning as SmoothnessWarning
     from lipscope.nn.regularize import jasmin as jasmin
     from lipscope.nn.regularize import measured_sigma as measured_sigma
     from lipscope.report.page import render as render
