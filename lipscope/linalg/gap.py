@@ -26,53 +26,46 @@ NOISE = MISSED + "rounding in the products allows no bound so tight; ask for a w
 SEARCHED = 1 - 1e-4
 """The part of the distance that is aimed at: the bound is searched on a grid, whose last step is finer than this."""
 
+ALLOWED = 1.1
+"""How much noisier a product may be at the end: the same one, in another batch."""
+
 
 class Gap:
     """Upper / lower <= ratio, asked of every member of a batch; rounding: what widens both bounds at the end.
 
-    Rounding in the products sets a floor that no further step gets the upper bound below (see certificate.py). A member
-    that is asked for less is asked for twice the distance of the floor instead: more steps would be taken for nothing.
+    Rounding in the products sets a floor that no further step gets the upper bound below (see certificate.py). Where
+    the ratio lies under it, twice the distance of the floor is good enough: more steps would be taken for nothing.
     """
 
     def __init__(self, ratio: float, overlap: float, rounding: Float[Tensor, "B"]):
-        self.overlap, self.rounding = overlap, rounding
-        self.noise: Tensor | None = None
+        self.overlap = overlap
         self.distance = ratio / widening(rounding) - 1
+        self.noise = torch.zeros_like(rounding)
 
     def closed(
         self, basis: GolubKahan, ritz: tuple[Tensor, ...], index: Int[Tensor, "b"], asked: Bool[Tensor, "b"]
     ) -> Bool[Tensor, "b"]:
         """Which of those asked for need no further steps; the basis holds the members `index` of the batch."""
-        if self.noise is None:
-            self.noise = torch.zeros_like(self.rounding)
-            self._listen(basis, ritz, index)
-        closed = torch.zeros_like(asked)
-        closed[asked] = self._enough(basis, ritz[0], index, asked)
-        if closed.any():
-            # The vectors that the bounds will be drawn from may be noisier than those before.
-            self._listen(basis, ritz, index)
-            closed[asked] = self._enough(basis, ritz[0], index, asked)
-        return closed
-
-    def _listen(self, basis: GolubKahan, ritz: tuple[Tensor, ...], index: Tensor) -> None:
-        """The largest noise so far, and a little more: it is measured once again at the end, in another batch."""
-        assert self.noise is not None
-        self.noise[index] = torch.maximum(self.noise[index], 1.25 * basis.noise(*ritz))
-
-    def _enough(self, basis: GolubKahan, theta: Tensor, index: Tensor, asked: Tensor) -> Tensor:
-        assert self.noise is not None
-        theta, members = theta[asked], index[asked]
+        closed, theta, members = torch.zeros_like(asked), ritz[0][asked], index[asked]
         a, b = (torch.stack(x, dim=1)[asked] for x in zip(*basis.coefficients, strict=True))
-        known = a, b, self.overlap, perturbation(self.noise[members], basis.drift[asked] / theta)
-        reached, possible = bounded_by(self._aim(theta, members), *known)
-        if not possible.all():
-            nearest = 2 * (noise_floor(*known) / theta - 1)
-            self.distance[members] = torch.where(possible, self.distance[members], nearest)
-            reached, _ = bounded_by(self._aim(theta, members), *known)
-        return reached | self.distance[members].isinf()
+        drift = basis.drift[asked] / theta
 
-    def _aim(self, theta: Tensor, members: Tensor) -> Tensor:
-        return theta * (1 + SEARCHED * self.distance[members])
+        def reaches(distance: Tensor) -> tuple[Tensor, Tensor]:
+            noise = perturbation(self.noise[members], drift)
+            return bounded_by(theta * (1 + SEARCHED * distance), a, b, self.overlap, noise)
+
+        reached, possible = reaches(self.distance[members])
+        if possible.all() and not reached.any():
+            return closed
+        # Before anything is settled: the noise of the very vectors that the bounds would be drawn from.
+        self.noise[index] = ALLOWED * basis.noise(*ritz)
+        reached, possible = reaches(self.distance[members])
+        if not possible.all():
+            floor = noise_floor(a, b, self.overlap, perturbation(self.noise[members], drift))
+            near, _ = reaches(2 * (floor / theta - 1))
+            reached |= ~possible & (near | floor.isinf())
+        closed[asked] = reached
+        return closed
 
 
 def widening(rounding: Tensor) -> Tensor:
