@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 STYLES = ("solid", "dashed", "dotted")
 COLOURS = {name: f"C{i}" for i, name in enumerate(NAMES)}
 ACROSS = ("axes fraction", "data")
+LOSS = "test loss (nats a character)"
+TITLES = {"why": "no norm: scores or values?"}
 ROOF, ROW = 3.45, 0.07
 """Broken trainings are marked above this loss, a row for each curve, its depth beside it."""
 
@@ -33,7 +35,7 @@ def draw_grid(results: dict[str, Any]) -> Figure:
         values = cell["sigma"][str(members[0])]
         sigma.plot(range(len(values)), values, marker=".", **look)
     _levels(loss, results)
-    loss.set(xlabel="step", ylabel="test loss (nats a character)", ylim=(1.5, 3.5))
+    loss.set(xlabel="step", ylabel=LOSS, ylim=(1.5, 3.5))
     sigma.set(xlabel="layer", ylabel="local Lipschitz constant of attention", yscale="log")
     figure.legend(*loss.get_legend_handles_labels(), loc="outside right center", fontsize="small")
     return figure
@@ -65,7 +67,10 @@ def _draw_plan(panel: Axes, results: dict[str, Any], name: str) -> None:
         panel.scatter(list(lost), [height] * len(lost), [18 * count for count in lost.values()], colour, marker="x")
         panel.annotate(f"{depth}", (1.01, height), xycoords=ACROSS, color=colour, va="center", size="x-small")
     _levels(panel, results)
-    panel.set(title=name, xscale="log", xlabel="learning rate", ylabel="test loss at the end", ylim=(1.6, ROOF + 0.6))
+    title = TITLES.get(name, name)
+    panel.set(title=title, xscale="log", xlabel="learning rate", ylabel=LOSS, ylim=(1.6, ROOF + 0.6))
+    panel.set_xticks(plan["rates"], [f"{rate:g}" for rate in plan["rates"]], fontsize="small")
+    panel.minorticks_off()
     if panel.lines[2:]:
         panel.legend(fontsize="x-small", loc="lower left", ncols=2, handlelength=3)
 

@@ -73,8 +73,8 @@ def best_rate(cell: dict[str, Any]) -> tuple[float, list[int]]:
 
 
 def breaking_plans(results: dict[str, Any]) -> dict[str, Any]:
-    """All but the grid, whose trainings are not meant to break."""
-    return {name: plan for name, plan in results["settings"]["plans"].items() if name != "grid"}
+    """Those without the care that keeps trainings from breaking."""
+    return {name: plan for name, plan in results["settings"]["plans"].items() if not plan["decay"]}
 
 
 def cells_of(results: dict[str, Any], plan: str) -> dict[tuple[str, int], dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -22,27 +23,49 @@ SHORT = {**NAMES, "dot": "dot", "contractive": "contractive", "invertible": "inv
 NOT_RUN = "not run"
 
 
-def grid_table(results: dict[str, Any]) -> str:
-    plan, cells = results["settings"]["plans"]["grid"], cells_of(results, "grid")
-    lines = ["| attention | depth | parameters | test loss | at rate | other rate | sigma by layer | seconds |"]
+def grid_table(results: dict[str, Any], plan: str) -> str:
+    """A line a cell: the test loss at the best of its rates and what the others came to, and sigma by layer."""
+    settings, cells = results["settings"]["plans"][plan], cells_of(results, plan)
+    lines = ["| attention | depth | parameters | test loss | at rate | other rates | sigma by layer | seconds |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
-    for variant in plan["variants"]:
-        for depth in plan["depths"]:
+    for variant in settings["variants"]:
+        for depth in settings["depths"]:
             cell = cells.get((variant, depth))
             start = f"| {NAMES[variant]} | {depth} |"
             if cell is None:
                 lines.append(f"{start} | {NOT_RUN} | | | | |")
                 continue
             rate, members = best_rate(cell)
-            losses = [cell["final"][m] for m in members]
-            others = [mean(cell["final"][m] for m in ms) for r, ms in by_rate(cell).items() if r != rate]
+            ends = outcomes(cell, results["settings"]["unigram_loss"])
+            others = "; ".join(str(end) for r, end in ends.items() if r != rate)
             sigma = cell["sigma"][str(members[0])]
             lines.append(
-                f"{start} {cell['parameters']:,} | {mean(losses):.3f} ± {stdev(losses):.3f} | {rate:g} | "
-                f"{', '.join(f'{x:.3f}' for x in others)} | {min(sigma):.2g} to {max(sigma):.2g} | "
-                f"{cell['seconds_training']:.0f} |"
+                f"{start} {cell['parameters']:,} | {_spread(cell, members)} | {rate:g} | {others} | "
+                f"{min(sigma):.2g} to {max(sigma):.2g} | {cell['seconds_training']:.0f} |"
             )
     return "\n".join(lines)
+
+
+def long_table(results: dict[str, Any]) -> str:
+    """Plan "long": the loss along the way, on the held-out windows of the curve, and at the end on all."""
+    plan, cells = results["settings"]["plans"]["long"], cells_of(results, "long")
+    steps = [plan["steps"] * i // 5 for i in range(1, 6)]
+    lines = ["| attention | " + " | ".join(f"{step} steps" for step in steps) + " | at the end, all windows |"]
+    lines += ["|---" * (len(steps) + 2) + "|"]
+    for variant in plan["variants"]:
+        cell = cells.get((variant, plan["depths"][0]))
+        if cell is None:
+            lines.append(f"| {NAMES[variant]} |" + f" {NOT_RUN} |" * (len(steps) + 1))
+            continue
+        at = {point["step"]: mean(point["test"]) for point in cell["curve"]}
+        along = " | ".join(f"{at[step]:.3f}" for step in steps)
+        lines.append(f"| {NAMES[variant]} | {along} | {_spread(cell, range(len(cell['final'])))} |")
+    return "\n".join(lines)
+
+
+def _spread(cell: dict[str, Any], members: Iterable[int]) -> str:
+    losses = [cell["final"][m] for m in members]
+    return f"{mean(losses):.3f} ± {stdev(losses):.3f}"
 
 
 def breaking_table(results: dict[str, Any], plan: str) -> str:
@@ -117,7 +140,8 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     """What stands between the marks of the page, by their names."""
     return {
         "settings": settings_table(results),
-        "grid": grid_table(results),
+        **{name: grid_table(results, name) for name in ("grid", "halves")},
+        "long": long_table(results),
         **{name: breaking_table(results, name) for name in breaking_plans(results)},
         "largest rates": largest_rates(results),
         "rises": rises_table(results),

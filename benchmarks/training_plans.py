@@ -65,7 +65,8 @@ class Plan:
         )
 
 
-GRID = Plan(depths=(2, 6, 12), rates=(1e-3, 3e-3), variants=("dot", "l2", "contractive", "invertible"))
+GRID = Plan(depths=(2, 6, 12), rates=(1e-3, 3e-3, 1e-2), variants=("dot", "l2", "contractive", "invertible"))
+HYBRIDS = ("dot, l2 values", "l2, dot values")
 HARD = Plan(
     depths=(12, 24),
     rates=(1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1),
@@ -82,12 +83,14 @@ GENTLE = (3e-4, 5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3)
 FINE = (1e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2)
 PLANS = {
     "grid": GRID,
+    "halves": replace(GRID, depths=(6,), variants=HYBRIDS),
+    "long": replace(GRID, depths=(6,), rates=(3e-3,), variants=("l2",), steps=4000, every=200),
     "post norm": replace(HARD, depths=(6, 12, 18), rates=GENTLE, variants=("dot", "l2"), norm="post", steps=250),
     "pre norm": replace(HARD, rates=HARD.rates[1:], variants=("dot", "l2"), norm="pre"),
     "no norm": HARD,
-    "why": replace(HARD, depths=(12,), rates=FINE, variants=("dot", "dot, l2 values", "l2, dot values", "l2")),
+    "why": replace(HARD, depths=(12,), rates=FINE, variants=("dot", *HYBRIDS, "l2")),
 }
-"""Equal budgets with what one usually takes for granted; then none of it, by where the norms are."""
+"""Equal budgets with what one usually takes for granted, what L2 attention loses there; then none of it, by norms."""
 
 SIZES: dict[str, dict[str, int]] = {
     "full": {},

@@ -41,7 +41,8 @@ def test_outcomes_are_told_by_rate():
 
 
 def test_the_largest_rate_is_one_at_which_every_seed_learned():
-    plans = {"grid": {}, "hard": {"variants": ["dot", "l2"], "depths": [6, 9], "rates": [0.001, 0.01, 0.1]}}
+    hard = {"variants": ["dot", "l2"], "depths": [6, 9], "rates": [0.001, 0.01, 0.1], "decay": False}
+    plans = {"grid": {"decay": True}, "hard": hard}
     calm = {**CELL, "final": [2.0] * 6, "curve": [{"test": [2.0] * 6}]}
     results = {
         "settings": {"plans": plans, "unigram_loss": 3.3},

@@ -159,9 +159,9 @@ for name in {names}:
         X = torch.randn(2, n, 8, device={device!r})
         assert_same(loss_and_gradients(compiled, X), loss_and_gradients(m, X), 1e-5)
     if name != "residual":
-        real = torch.rand(3, 17) > 0.4
+        real = torch.rand(3, 17, device={device!r}) > 0.4
         real[2] = False
-        padded = torch.randn(3, 17, 8).masked_fill(~real[..., None], torch.nan)
+        padded = torch.randn(3, 17, 8, device={device!r}).masked_fill(~real[..., None], torch.nan)
         assert_same(loss_and_gradients(compiled, padded, real), loss_and_gradients(m, padded, real), 1e-5)
     optimisers = [torch.optim.Adam(x.parameters(), 1e-2) for x in (m, twin)]
     for _ in range(5):
