@@ -17,10 +17,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lipscope._types import Everywhere
-from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.matrix_norms import FLOOR, row_sum, spectral_upper, unit, widened
+from lipscope.theorems.heads import sight
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -89,16 +88,8 @@ reaction._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=4096)
 def _reaction(n: int, size: int, causal: bool, norm: float) -> float:
-    with torch.device("cpu"):  # whatever the default device is
-        one = torch.eye(size, dtype=torch.float64)
-        return least_bound(SelfAttention(one, one, one, causal=causal, kernel=L2()), n, norm)
+    from lipscope.theorems.kim2021 import coordinate_reaction, distance_reaction  # loads SciPy
 
-
-def least_bound(f: SelfAttention, n: int, norm: float) -> float:
-    """The least of the theorems on all sequences of n tokens, for L2 attention that meets their hypotheses."""
-    from lipscope.theorems import kim2021  # loads SciPy
-
-    everywhere = Everywhere(n)
-    if norm == math.inf:
-        return kim2021.largest_coordinate_upper(f, everywhere)
-    return min(kim2021.distance_upper(f, everywhere), kim2021.tighter_distance_upper(f, everywhere))
+    one = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
+    seen = sight(SelfAttention(one, one, one, causal=causal), n)
+    return coordinate_reaction(seen, size) if norm == math.inf else distance_reaction(seen)

@@ -34,13 +34,12 @@ def largest_share(others: int, power: float) -> float:
 
 def column_sum(seen: Sight) -> float:
     """At least every column sum of P: 1 + N/2, or sqrt(r (N + 1)), N others see a key."""
-    others = len(seen.most_seen()[1])
-    return up(min(1 + others / 2, math.sqrt(seen.regard * (others + 1))))
+    return up(min(1 + seen.others / 2, math.sqrt(seen.regard * (seen.others + 1))))
 
 
 def key_reaction(seen: Sight) -> float:
     """At least every sum_i D_i P_ij d_ij, D_i the mean distance of query i: omega N phi, or about sqrt(N) (ln N)^2."""
-    others, keys = len(seen.most_seen()[1]), int(seen.counts.max()) - 1
+    others, keys = seen.others, seen.most_keys - 1
     if others < 1 or keys < 1:
         return 0.0
     mean, rooted, divided = (largest_share(keys, power) for power in (1, 1.5, 2))

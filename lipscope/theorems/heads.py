@@ -59,6 +59,16 @@ class Sight:
         return torch.arange(1, self.n + 1) if self.order == "causal" else torch.full((self.n,), self.n)
 
     @cached_property
+    def most_keys(self) -> int:
+        """How many keys the query sees that sees most."""
+        return self.n if self.order is not None else int(self.counts.max())
+
+    @cached_property
+    def others(self) -> int:
+        """How many other queries see the key that most others see."""
+        return self.n - 1 if self.order is not None else len(self.most_seen()[1])
+
+    @cached_property
     def viewers(self) -> int:
         """How many queries see the key that most see."""
         return self.n if self.order is not None else int(self.seen.sum(dim=0).max())

@@ -17,7 +17,7 @@ from torch import Tensor
 from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.distance_columns import column_sum, key_reaction
-from lipscope.theorems.heads import Head, heads_of, hypotenuse, sight
+from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, sight
 from lipscope.theorems.rounding import U, down, gamma, norm_down, norm_up, row_sum_up, up
 from lipscope.theorems.statement import (
     DISTANCE,
@@ -77,9 +77,12 @@ def distance_upper(f: SelfAttention, domain: Domain) -> float:
 
 def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
     """(sqrt(kappa) + 2 phi + 2 sqrt(tau)) ||M|| ||Q||: column sums of P are at most kappa, of keys' reactions tau."""
-    seen = sight(f, domain.n)
-    phi = mean_distance(int(seen.counts.max()))
-    return _over_heads(f, up(math.sqrt(column_sum(seen)) + 2 * phi + 2 * math.sqrt(key_reaction(seen))))
+    return _over_heads(f, distance_reaction(sight(f, domain.n)))
+
+
+def distance_reaction(seen: Sight) -> float:
+    """What L2 attention with identity weights reacts with at most, in norm 2."""
+    return up(math.sqrt(column_sum(seen)) + 2 * mean_distance(seen.most_keys) + 2 * math.sqrt(key_reaction(seen)))
 
 
 def _over_heads(f: SelfAttention, reaction: float) -> float:
@@ -89,10 +92,14 @@ def _over_heads(f: SelfAttention, reaction: float) -> float:
 
 def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
     """(4 sqrt(k) phi^-1(N - 1) + 1) ||O||_inf max_h ||M_h||_inf ||Q_h||_inf, norms being largest absolute row sums."""
-    phi = mean_distance(int(sight(f, domain.n).counts.max()))
-    k = f.Q.shape[0] // f.heads
     largest = max(h.factor * _factor_norm(h, row_sum_up) for h in heads_of(f, folded=False))
-    return up((4 * math.sqrt(k) * phi + 1) * largest * (1.0 if f.O is None else row_sum_up(f.O)))
+    reaction = coordinate_reaction(sight(f, domain.n), f.Q.shape[0] // f.heads)
+    return up(reaction * largest * (1.0 if f.O is None else row_sum_up(f.O)))
+
+
+def coordinate_reaction(seen: Sight, k: int) -> float:
+    """The same for the largest coordinate, in heads of size k."""
+    return up(4 * math.sqrt(k) * mean_distance(seen.most_keys) + 1)
 
 
 def quadratic_lower(f: SelfAttention, domain: Domain) -> float:
