@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def convert(
         return convert_module(model, target, inputs, layers)
     sample = _first_sample(inputs, model.device)
     loaded = load(model)
-    loaded.check_scopes(["attention"])
+    if not loaded.preflight.routed:
+        raise UserError(f"{loaded.preflight.reason}, so it cannot be converted; supported are {SUPPORTED}")
     chosen = numbered(layers, loaded.layers)
     survey = loaded.survey(**sample)
     if "pixel_values" not in sample:
@@ -96,26 +98,27 @@ def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
 
 
 class TransformersReplacement(Replacement):
-    """In the place of a transformers attention module, whose signature it takes; no cache, no attention weights."""
+    """In the place of a transformers attention module, called as that was; no cache, no attention weights.
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        encoder_hidden_states: Tensor | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, None]:
-        if past_key_values is not None:
+    names: what the old module called its arguments, in their order, tokens first
+    """
+
+    def __init__(self, layer: AttentionLayer, bias: Tensor | None, names: tuple[str, ...]) -> None:
+        super().__init__(layer, bias)
+        self.names = names
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if given.get("past_key_values") is not None:
             raise UserError("converted attention keeps no cache; call the model with use_cache=False")
-        if encoder_hidden_states is not None:
+        if given.get("encoder_hidden_states") is not None:
             raise UserError("this attention was converted: it is self-attention, and reads no other hidden states")
-        for name, value in unused.items():
-            if "mask" in name and value is not None:
+        for name, value in given.items():
+            if "mask" in name and name != "attention_mask" and value is not None:
                 raise UserError(f"converted attention is given {name}, and knows attention_mask alone")
-        real = None if attention_mask is None else _real_tokens(attention_mask, self.layer.causal)
-        return self.attended(hidden_states, real), None
+        mask = given.get("attention_mask")
+        real = None if mask is None else _real_tokens(mask, self.layer.causal)
+        return self.attended(given[self.names[0]], real), None
 
 
 def _real_tokens(mask: Tensor, causal: bool) -> Tensor:
@@ -165,7 +168,8 @@ def _slot(survey: Survey, i: int, target: Target) -> Slot:
     except UserError as error:
         raise UserError(f"{what} cannot be converted: {error}; supported are {SUPPORTED}") from error
     bias = None if target.fresh else constant_part(f, site.offset)
-    new = TransformersReplacement(layer, None if bias is None or not bias.any() else bias.detach().to(dtype))
+    bias = None if bias is None or not bias.any() else bias.detach().to(dtype)
+    new = TransformersReplacement(layer, bias, tuple(signature(core.forward).parameters))
     changes: tuple[tuple[nn.Module, nn.Module], ...] = ((core, new),)
     if not inside:
         changes += ((projection, nn.Identity()),)

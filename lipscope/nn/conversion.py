@@ -22,7 +22,7 @@ from lipscope.nn.watching import ModuleWatch
 
 SUPPORTED = (
     "nn.MultiheadAttention used as self-attention, lipscope's attention layers, and transformers models "
-    "whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, GPT-NeoX, Llama and their like)"
+    "whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, GPT-NeoX, Llama, Cohere, ViT and their like)"
 )
 
 Run = Callable[[], Any]
@@ -96,31 +96,32 @@ def convert_module(
     model: nn.Module, target: Target, inputs: Any, layers: Sequence[str | nn.Module] | None = None
 ) -> Conversion:
     """Replace nn.MultiheadAttention and lipscope's own layers; `inputs` goes into model(inputs) or model(**inputs)."""
+    _check_call(model, inputs, layers)
+    watch = ModuleWatch(model, layers)
+    with _watching(watch, model, lambda: _first_run(model, inputs)):
+        slots = [_slot(watch, name, target) for name in watch.names]
+    return exchange(model, slots, lambda: call(model, inputs))
+
+
+def _check_call(model: nn.Module, inputs: Any, layers: Sequence[str | nn.Module] | None) -> None:
     if layers is None and not any(isinstance(m, AttentionLayer | nn.MultiheadAttention) for m in model.modules()):
         raise UserError(f"{type(model).__name__} has no attention that can be converted; supported are {SUPPORTED}")
-
     if not isinstance(inputs, Tensor | tuple | Mapping):
         raise UserError(
             f"inputs must be a tensor, a tuple of the model's arguments or a dictionary of them, got "
             f"{type(inputs).__name__}; a model that takes one is given (inputs,)"
         )
 
-    def run() -> Any:
-        return call(model, inputs)
 
-    def first_run() -> None:
-        try:
-            run()
-        except UserError:
-            raise
-        except Exception as error:
-            why = " ".join(str(error).split())
-            raise UserError(f"{type(model).__name__} does not run on the inputs ({why})") from error
-
-    watch = ModuleWatch(model, layers)
-    with _watching(watch, model, first_run):
-        slots = [_slot(watch, name, target) for name in watch.names]
-    return exchange(model, slots, run)
+def _first_run(model: nn.Module, inputs: Any) -> None:
+    """The model as it came: what goes wrong here is the inputs' fault."""
+    try:
+        call(model, inputs)
+    except UserError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"{type(model).__name__} does not run on the inputs ({why})") from error
 
 
 def exchange(model: nn.Module, slots: Sequence[Slot], run: Run) -> Conversion:

@@ -14,7 +14,34 @@ from lipscope.nn.monitor import SmoothnessMonitor
 from lipscope.nn.variants import ATTENTIONS
 from tests.models import zoo
 
-ROTARY, CAUSAL = {"llama", "gpt_neox"}, {"llama", "gpt_neox", "gpt2", "opt"}
+ROTARY, CAUSAL = {"llama", "gpt_neox", "cohere"}, {"llama", "gpt_neox", "gpt2", "opt", "cohere"}
+CONVERTED = [
+    ("bert", "l2"),
+    ("roberta", "dot"),
+    ("gpt2", "contractive"),
+    ("llama", "cosine"),
+    ("llama", "l2"),
+    ("distilbert", "contractive"),
+    ("opt", "l2"),
+    ("gpt_neox", "dot"),
+    ("vit", "l2"),
+    ("cohere", "cosine"),
+]
+REFUSED = {
+    "albert": r"layer 0 \(AlbertAttention\) cannot be converted: it serves several layers; supported are nn",
+    "qwen3": r"layer 0 \(Qwen3Attention\) cannot be converted: it is not plain self-attention; supported are nn",
+    "olmo2": r"layer 0 \(Olmo2Attention\) cannot be converted: it is not plain self-attention",
+    "t5": r"layer 0 \(T5Attention\) cannot be converted: it is not plain self-attention",
+    "mistral": "it has a sliding window, for which the new layer has no place",
+    "gemma2": "it has a sliding window, for which the new layer has no place",
+    "gpt_oss": "it has a sliding window, for which the new layer has no place",
+    "glm": "heads of size 8 times 2 do not make up tokens of size 8",
+    "diffllama": r"layer 0 \(DiffLlamaAttention\) cannot be converted: .* is not one map of one sequence",
+    "mobilebert": r"layer 0 \(MobileBertSelfAttention\) cannot be converted: .* is not one map of one sequence",
+    "gpt_neo": "GPTNeoModel has attention code of its own, out of lipscope's reach, so it cannot be converted",
+    "falcon": "FalconModel has attention code of its own, out of lipscope's reach, so it cannot be converted",
+    "doge": "DogeModel .*adds a bias to its scores that depends on the input.*, so it cannot be converted",
+}
 
 
 def core(model, name, layer):
@@ -27,22 +54,20 @@ def dense_norm(f, X):
     return torch.linalg.matrix_norm(J.reshape(-1, X.numel()), 2).item()
 
 
-@pytest.mark.parametrize(
-    ("name", "to"),
-    [
-        ("bert", "l2"),
-        ("roberta", "dot"),
-        ("gpt2", "contractive"),
-        ("llama", "cosine"),
-        ("llama", "l2"),
-        ("distilbert", "contractive"),
-        ("opt", "l2"),
-        ("gpt_neox", "dot"),
-    ],
-)
+def sample(name):
+    return {key: x.float() if x.is_floating_point() else x for key, x in zoo.sample(name).items()}
+
+
+def test_every_family_is_converted_or_refused():
+    families = {**zoo.FAMILIES, **zoo.BYPASSING, **zoo.ENTANGLED, **zoo.MASKING}
+    assert {name for name, _ in CONVERTED} | set(REFUSED) == set(families)
+
+
+@pytest.mark.parametrize(("name", "to"), CONVERTED)
 def test_families_are_converted_and_measured(name, to):
-    model, inputs = zoo.make(name), zoo.sample(name)
-    sites = ls.load(copy.deepcopy(model)).sites(inputs["input_ids"][:1], scopes=["attention"])
+    model, inputs = zoo.make(name), sample(name)
+    first = {key: x[:1] for key, x in inputs.items()}
+    sites = ls.load(copy.deepcopy(model)).sites(**first, scopes=["attention"])
     report = convert(model, to, inputs)
     seen = {}
     for i in range(2):
@@ -158,19 +183,7 @@ def test_the_monitor_watches_a_converted_model_and_it_converts_again():
     assert sum(isinstance(m, AttentionLayer) for m in model.modules()) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("albert", r"AlbertAttention\) cannot be converted: it serves several layers"),
-        ("qwen3", r"Qwen3Attention\) cannot be converted: it is not plain self-attention; supported are nn"),
-        ("t5", r"T5Attention\) cannot be converted: it is not plain"),
-        ("mistral", "it has a sliding window"),
-        ("gemma2", "it has a s"),
-        ("gpt_oss", "it has a"),
-        ("glm", "heads of size 8 times 2 do not make up tokens of size 8"),
-        ("gpt_neo", "attention code of its own"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), REFUSED.items())
 def test_what_cannot_be_converted_is_named_and_left_alone(name, message):
     model = zoo.make(name)
     kinds = {path: type(m) for path, m in model.named_modules()}
@@ -179,6 +192,12 @@ def test_what_cannot_be_converted_is_named_and_left_alone(name, message):
         convert(model, "l2", zoo.sample(name))
     assert {path: type(m) for path, m in model.named_modules()} == kinds
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("name", "rule"), [("gemma2", "a soft cap"), ("gpt_oss", "attention sinks")])
+def test_a_layer_without_a_window_is_refused_for_what_else_it_has(name, rule):
+    with pytest.raises(ls.UserError, match=f"layer 1 .* cannot be converted: it has {rule}"):
+        convert(zoo.make(name), "l2", zoo.sample(name), layers=[1])
 
 
 def test_a_failure_in_the_converted_model_undoes_everything(monkeypatch):
