@@ -51,6 +51,13 @@ MUTANTS = (
         f"{ATTENTION}/test_linearization.py",
     ),
     Mutant(
+        "weights of the heads forgotten on one side of the product",
+        "lipscope/theorems/kim2021.py",
+        "rights.append(h.factor * m * h.one.Q)",
+        "rights.append(h.factor * h.one.Q)",
+        BOUNDS,
+    ),
+    Mutant(
         "far queries left out of a column of L2 attention",
         "lipscope/theorems/distance_columns.py",
         "size * cut + others * divided * math.exp(-cut - 1)",
@@ -151,7 +158,7 @@ MUTANTS = (
     Mutant(
         "first power of the query weights in the L2 bound",
         "lipscope/theorems/kim2021.py",
-        "    return up((norm(M) + rest) * norm(Q))",
+        "    return up((norm(M) + rest) * norm(h.one.Q))",
         "    return up(norm(M) + rest)",
         BOUNDS,
     ),

@@ -47,18 +47,23 @@ def value_factor(h: Head) -> Tensor | None:
     return M if (h.V - M @ Q).norm() <= within else None
 
 
-def _factor_norm(h: Head, norm: Callable[[Tensor], float]) -> float:
-    """norm(M) norm(Q), with what V - M Q leaves where Q is invertible on the tokens."""
+def _factor(h: Head) -> tuple[Tensor, float]:
+    """M, and a bound of what V - M Q adds to it where Q is invertible on the tokens, in either norm."""
     M = value_factor(h)
     assert M is not None
     Q = h.one.Q
-    rest = 0.0
-    if Q.shape[0] >= Q.shape[1]:
-        left = torch.linalg.pinv(Q)
-        skew = norm_up(left @ Q - torch.eye(Q.shape[1], dtype=Q.dtype)).item() + gamma(h.steps) * _size(left) * _size(Q)
-        missed = _size(h.V - M @ Q) + gamma(h.steps) * (_size(M) * _size(Q) + h.V_size)
-        rest = math.inf if skew >= 0.5 else missed * _size(left) / (1 - skew) * math.sqrt(max(M.shape))
-    return up((norm(M) + rest) * norm(Q))
+    if Q.shape[0] < Q.shape[1]:
+        return M, 0.0
+    left = torch.linalg.pinv(Q)
+    skew = norm_up(left @ Q - torch.eye(Q.shape[1], dtype=Q.dtype)).item() + gamma(h.steps) * _size(left) * _size(Q)
+    missed = _size(h.V - M @ Q) + gamma(h.steps) * (_size(M) * _size(Q) + h.V_size)
+    return M, math.inf if skew >= 0.5 else missed * _size(left) / (1 - skew) * math.sqrt(max(M.shape))
+
+
+def _factor_norm(h: Head, norm: Callable[[Tensor], float]) -> float:
+    """norm(M) norm(Q)."""
+    M, rest = _factor(h)
+    return up((norm(M) + rest) * norm(h.one.Q))
 
 
 def _size(M: Tensor) -> float:
@@ -76,8 +81,11 @@ def distance_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
-    """(sqrt(kappa) + 2 phi + 2 sqrt(tau)) ||M|| ||Q||: column sums of P are at most kappa, of keys' reactions tau."""
-    return _over_heads(f, distance_reaction(sight(f, domain.n)))
+    """(sqrt(kappa) + 2 phi + 2 sqrt(tau)) ||O diag(M_h / m_h)|| ||diag(m_h) Q||, m_h = ||M_h||.
+
+    Column sums of P are at most kappa, of what keys react with tau.
+    """
+    return up(distance_reaction(sight(f, domain.n)) * _through_heads(f))
 
 
 def distance_reaction(seen: Sight) -> float:
@@ -88,6 +96,25 @@ def distance_reaction(seen: Sight) -> float:
 def _over_heads(f: SelfAttention, reaction: float) -> float:
     apart = hypotenuse([h.factor * _factor_norm(h, _spectral) for h in heads_of(f, folded=False)])
     return up(reaction * apart * (1.0 if f.O is None else norm_up(f.O).item()))
+
+
+def _through_heads(f: SelfAttention) -> float:
+    """All heads as one product: O diag(M_h / m_h), then each head by itself, then diag(m_h) Q."""
+    rights, lefts, rest = [], [], 0.0
+    for h in heads_of(f, folded=False):
+        M, missed = _factor(h)
+        m = up(_spectral(M) + missed)
+        rights.append(h.factor * m * h.one.Q)
+        lefts.append(M / m if m > 0 else M)
+        rest = max(rest, missed / m if m > 0 else 0.0)
+    right = torch.cat(rights)
+    rounding = gamma(2 * sum(M.shape[0] for M in lefts) + 16)
+    across = up(_spectral(right) + rounding * _size(right))
+    if f.O is None:
+        return across
+    left = f.O @ torch.block_diag(*lefts)
+    error = rounding * _size(f.O) * math.hypot(*(_size(M) for M in lefts)) + rest * _spectral(f.O)
+    return up(across * (_spectral(left) + error))
 
 
 def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:

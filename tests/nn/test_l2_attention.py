@@ -102,6 +102,9 @@ def test_the_bound_is_at_most_those_of_the_theorems():
                 offered = min(row.value for row in rows if row.kind == "upper")
                 assert layer.lipschitz_bound(n, norm) <= offered * (1 + 1e-9)
                 gains.append(offered / layer.lipschitz_bound(n, norm))
+                if norm == 2:
+                    (same,) = (row.value for row in rows if row.name == "L2 attention")
+                    assert layer.lipschitz_bound(n, norm) == pytest.approx(same, rel=1e-10)
     assert max(gains) > 1.5
 
 
