@@ -37,7 +37,7 @@ NOT_RUN = (
 
 
 class SmoothnessWarning(UserWarning):
-    """A constant above max_sigma, or a layer that cannot be measured."""
+    """A constant above max_sigma, a layer that cannot be measured, readings that cannot be kept or give way."""
 
 
 class SmoothnessMonitor:
@@ -56,8 +56,9 @@ class SmoothnessMonitor:
     layers:    modules, names or patterns of names; by default every lipscope attention and nn.MultiheadAttention.
                Attention is differentiated in closed form, any other module of tokens by autograd
     every:     the steps measured are the multiples of this; the first step is number 0
-    csv:       a file for the readings; an existing one is continued, steps that come again are replaced
-    log:       called with {"sigma/<layer>": number} and the step
+    csv:       a file for the readings; an existing one is continued: steps without numbers go on after its last, and
+               steps whose numbers come again are replaced. Either is said in a warning
+    log:       called with {"sigma/<layer>": number} and the step; what it raises becomes a warning
     max_sigma: above it (or where there is no number at all) `alarm` is called with the Reading, or a warning is given
     stop:      whether `stopped` turns true with the alarm, for the loop to end; the adapters end their trainers
     tol:       relative residual at which a solve stops
@@ -88,11 +89,11 @@ class SmoothnessMonitor:
         self.table = None if csv is None else SigmaTable(csv)
         self.readings: list[Reading] = []
         self.stopped = False
-        self._next = 0
+        self._next: int | None = None  # not known before the first step is done: it may come with a number
         self._remembered: dict[str, tuple[int, Tensor | None]] = {}  # solves done, and the last vector
         self._complained: set[str] = set()
         self._announced = False
-        self._look(0)
+        self.watch.arm()
 
     def before(self, number: int) -> None:
         """Say that a training step is about to begin, for a loop that lets other passes (a validation) go unseen.
@@ -100,19 +101,23 @@ class SmoothnessMonitor:
         Hooks then sit on the layers from here to `step`; without it, from the end of the step before.
         """
         _check_step(number)
-        self._announced = True
+        self._announced, self._next = True, number
         self._look(number)
 
     def step(self, number: int | None = None) -> list[Reading]:
         """Say that a training step is done; the readings if it was one to be measured.
 
-        number: which step it was, counted by one; needed where training resumes, or counts from elsewhere than 0
+        number: which step it was, counted by one; needed where training resumes, or counts from elsewhere than 0.
+                Without it, the one that `before` announced, or the next; after a file's last, if that is there already
         """
-        number = self._next if number is None else number
+        number = self._unsaid() if number is None else number
         _check_step(number)
         self._next = number + 1
-        readings = self._measure(number) if number % self.every == 0 else []
-        self.watch.release()
+        try:
+            readings = self._measure(number) if number % self.every == 0 else []
+            self._tell(number, readings)
+        finally:
+            self.watch.release()
         if not self._announced:
             self._look(self._next)
         return readings
@@ -120,6 +125,20 @@ class SmoothnessMonitor:
     def close(self) -> None:
         """Take every hook off the model."""
         self.watch.release()
+
+    def _unsaid(self) -> int:
+        """The number of a step that came without one; nothing in the file is written over for that."""
+        if self._next is not None:
+            return self._next
+        last = -1 if self.table is None else self.table.last
+        if self.table is not None and last >= 0:
+            warnings.warn(
+                f"{self.table.path} ends at step {last}: steps without numbers go on from {last + 1}; "
+                "monitor.step(number) says which they are, and writes over those that come again",
+                SmoothnessWarning,
+                stacklevel=3,
+            )
+        return last + 1
 
     def _look(self, number: int) -> None:
         if number % self.every == 0:
@@ -134,12 +153,11 @@ class SmoothnessMonitor:
                     if sight is not None:
                         readings.append(self._reading(step, name, *sight))
                     else:
-                        self._complain(name, NOT_RUN)
+                        self._complain(step, f"of {name}", NOT_RUN)
                 except Exception as error:  # out of memory, a map that is random...: the training goes on
-                    why = " ".join(str(error).split()) or type(error).__name__
-                    self._complain(name, why)
+                    why = _on_one_line(error)
+                    self._complain(step, f"of {name}", why)
                     readings.append(Reading(step, name, math.nan, math.nan, 0, 0, why))
-        self._tell(step, readings)
         return readings
 
     def _reading(self, step: int, name: str, f: Map, X: Tensor) -> Reading:
@@ -164,21 +182,28 @@ class SmoothnessMonitor:
         self.readings += readings
         if self.table is not None:
             try:
-                self.table.write(readings)
-            except (OSError, UserError) as error:  # a full disk, a file that somebody else has changed
-                self._complain(str(self.table.path), f"it cannot be written ({error})")
+                replaced = self.table.write(readings)
+            except Exception as error:  # a full disk, a file that somebody else has changed
+                self._complain(step, f"in {self.table.path}", f"it cannot be written ({_on_one_line(error)})")
+            else:
+                if replaced:
+                    lines = f"{replaced} line{'s' * (replaced > 1)} of {self.table.path}"
+                    warnings.warn(f"step {step} comes again: {lines} gave way to it", SmoothnessWarning, stacklevel=3)
         if self.log is not None and readings:
-            self.log(logged(readings), step)
+            try:
+                self.log(logged(readings), step)
+            except Exception as error:  # a tracker that is gone
+                self._complain(step, "in the log", f"{type(error).__name__}, {_on_one_line(error)}")
         for reading in readings:
             if self.max_sigma < math.inf and not reading.sigma <= self.max_sigma:
                 self.stopped = self.stopped or self.stop
                 self.alarm(reading)
 
-    def _complain(self, name: str, why: str) -> None:
+    def _complain(self, step: int, where: str, why: str) -> None:
         """Once of each: a training of days is not to end for a number that cannot be had."""
-        if name not in self._complained:
-            self._complained.add(name)
-            warnings.warn(f"step {self._next - 1}: no readings of {name}: {why}", SmoothnessWarning, stacklevel=4)
+        if where not in self._complained:
+            self._complained.add(where)
+            warnings.warn(f"step {step}: no readings {where}: {why}", SmoothnessWarning, stacklevel=4)
 
 
 def logged(readings: Sequence[Reading]) -> dict[str, float]:
@@ -217,7 +242,11 @@ def _random_state_kept(accelerator: torch.device | None) -> AbstractContextManag
 
 def _warn(reading: Reading) -> None:
     message = f"step {reading.step}: layer {reading.layer} has sigma {reading.sigma:.4g} ({reading.status})"
-    warnings.warn(message, SmoothnessWarning, stacklevel=5)
+    warnings.warn(message, SmoothnessWarning, stacklevel=4)
+
+
+def _on_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check(every: int, max_sigma: float, tol: float) -> None:

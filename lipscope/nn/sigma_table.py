@@ -36,7 +36,10 @@ HEADER = [field.name for field in fields(Reading)]
 
 
 class SigmaTable:
-    """One line a reading, closed after every step. A step that is measured again replaces itself and all after it."""
+    """One line a reading, closed after every step. A step that is measured again replaces itself and all after it.
+
+    last: the last step in the file, -1 if there is none
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -45,20 +48,24 @@ class SigmaTable:
         if self.path.is_dir():
             raise UserError(f"{self.path} is a folder; name a file for the CSV")
         rows = self._rows() if self.path.exists() else []
-        self._last = max((int(row[0]) for row in rows), default=-1)
+        self.last = max((int(row[0]) for row in rows), default=-1)
 
-    def write(self, readings: Sequence[Reading]) -> None:
-        """Append the readings of one step."""
+    def write(self, readings: Sequence[Reading]) -> int:
+        """Append the readings of one step; how many lines gave way to it."""
         if not readings:
-            return
-        step = readings[0].step
+            return 0
+        step, replaced = readings[0].step, 0
         if not self.path.exists():
             self._replace([])
-        elif step <= self._last or not self._ends_well():
-            self._replace(row for row in self._rows() if int(row[0]) < step)
+        elif step <= self.last or not self._ends_well():
+            rows = self._rows()
+            kept = [row for row in rows if int(row[0]) < step]
+            replaced = len(rows) - len(kept)
+            self._replace(kept)
         with open(self.path, "a", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows(astuple(reading) for reading in readings)
-        self._last = step
+        self.last = step
+        return replaced
 
     def _rows(self) -> list[list[str]]:
         """The whole lines of the file; one torn by a kill does not count."""

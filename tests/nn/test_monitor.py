@@ -219,31 +219,36 @@ def test_readings_reach_the_log_and_the_file(tmp_path):
     assert list(rows[0]) == HEADER
 
 
-def test_a_resumed_training_continues_the_file_without_doubles(tmp_path):
-    path = tmp_path / "sigma.csv"
+@pytest.mark.filterwarnings("error")
+def test_a_log_that_fails_is_told_once_and_the_training_goes_on():
+    model, X = DotSelfAttention(DIM, HEADS), batches(1)[0]
+    asked = []
+
+    def log(values, step):
+        asked.append(step)
+        raise ConnectionError("the tracker\nis gone")
+
+    monitor = SmoothnessMonitor(model, every=2, log=log)
+    with pytest.warns(SmoothnessWarning) as caught:
+        for _ in range(5):
+            model(X)
+            monitor.step()
+    assert [str(w.message) for w in caught] == ["step 0: no readings in the log: ConnectionError, the tracker is gone"]
+    assert asked == [0, 2, 4] == [reading.step for reading in monitor.readings]
+
+
+@pytest.mark.parametrize("place", ["log", "alarm"])
+def test_an_interrupt_passes_and_leaves_no_hooks(place):
     model = DotSelfAttention(DIM, HEADS)
 
-    def run(first, last):
-        monitor = SmoothnessMonitor(model, every=2, csv=path)
-        for number in range(first, last):
-            model(batches(1)[0])
-            monitor.step(number)
+    def interrupted(*readings):
+        raise KeyboardInterrupt
 
-    def steps():
-        with open(path) as file:
-            return [int(row["step"]) for row in csv.DictReader(file)]
-
-    run(0, 9)
-    assert steps() == [0, 2, 4, 6, 8]
-    with open(path, "a") as file:
-        file.write("10,DotSelf")  # torn by a kill
-    run(9, 13)
-    assert steps() == [0, 2, 4, 6, 8, 10, 12]
-    run(5, 11)
-    assert steps() == [0, 2, 4, 6, 8, 10]
-    run(0, 3)
-    assert steps() == [0, 2]
-    assert [p.name for p in tmp_path.iterdir()] == ["sigma.csv"]
+    monitor = SmoothnessMonitor(model, every=1, max_sigma=1e-9, **{place: interrupted})
+    model(batches(1)[0])
+    with pytest.raises(KeyboardInterrupt):
+        monitor.step()
+    assert not model._forward_pre_hooks
 
 
 def test_what_is_wrong_is_said(tmp_path):
