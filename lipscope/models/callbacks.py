@@ -52,8 +52,9 @@ def trainer_callback(monitor: SmoothnessMonitor, trainer: Trainer) -> TrainerCal
 def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
     """For Lightning: Trainer(callbacks=[lightning_callback(monitor)]).
 
-    Readings go to every logger of the trainer as "sigma/<layer>", at its global step; `stop=True` ends the training at
-    an alarm. In distributed training the first process measures.
+    Readings go to every logger of the trainer as "sigma/<layer>", in the line of the same step's losses: loggers count
+    steps from 0 there, so what the monitor calls step 50 (trainer.global_step after it) is their 49. `stop=True` ends
+    the training at an alarm. In distributed training the first process measures.
     """
     from pytorch_lightning import Callback
 
@@ -77,7 +78,8 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
             self._steps, self._seen = self._steps + 1, trainer.global_step
             readings = monitor.step(self._steps)
             for logger in trainer.loggers if readings else ():
-                logger.log_metrics(_finite(logged(readings)), step=trainer.global_step)
+                # global_step counts this step already, and every optimizer of it; the losses go by this number.
+                logger.log_metrics(_finite(logged(readings)), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
             trainer.should_stop |= monitor.stopped
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
