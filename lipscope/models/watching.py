@@ -16,6 +16,7 @@ from lipscope.models.model import Model
 from lipscope.models.sites import Survey
 from lipscope.nn.compiled import entries, hook, uncompiled
 from lipscope.nn.evaluating import attributes_kept, evaluating
+from lipscope.nn.seen_call import to_be_kept
 from lipscope.nn.watching import Sight, listed, wide
 from lipscope.nn.wrapped import check_whole, unwrapped
 
@@ -84,12 +85,15 @@ class ModelWatch:
         self._shut()  # the pass below is ours
         trunk = self.model.trunk
         if self._survey is None:
-            if self._tap.inputs is None:
+            inputs = self._tap.inputs
+            if isinstance(inputs, UserError):
+                raise inputs
+            if inputs is None:
                 return None
             check_whole(trunk)
             self._kept.enter_context(attributes_kept(trunk))
             with uncompiled(trunk):
-                self._survey = self.model.survey(**one_sample(self._tap.inputs))
+                self._survey = self.model.survey(**one_sample(inputs))
         with evaluating(trunk):  # weights that torch's spectral_norm makes stay as they are
             site = self._survey.site(self.scope, self._layers[name])
         return site.f, site.X[0]
@@ -109,12 +113,17 @@ class _InputTap:
     """A hook that keeps the first sample of what its model last read. A copy of the model gets an empty one."""
 
     def __init__(self) -> None:
-        self.inputs: dict[str, Tensor] | None = None
+        self.inputs: dict[str, Tensor] | UserError | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not to_be_kept():
+            return
         given = {**dict(zip(INPUTS, args[:1], strict=False)), **kwargs}
         kept = {name: given[name] for name in (*INPUTS, "attention_mask") if isinstance(given.get(name), Tensor)}
-        self.inputs = {name: value[:1].detach().clone() for name, value in kept.items()}
+        try:
+            self.inputs = {name: value[:1].detach().clone() for name, value in kept.items()}
+        except Exception as error:  # told when a layer is measured: a forward pass must not fail for being watched
+            self.inputs = UserError(str(error))
 
     def __reduce__(self) -> tuple[type[_InputTap], tuple[()]]:
         return _InputTap, ()

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from lipscope._types import UserError
 from lipscope.nn.evaluating import evaluating
+from lipscope.nn.seen_call import to_be_kept
 from lipscope.nn.wrapped import is_compiled_copy, unwrapped
 
 
@@ -23,7 +25,7 @@ class Entry:
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
-        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | UserError | None = None
         self._remove: Callable[[], None] | None = None
 
     def arm(self) -> None:
@@ -35,13 +37,20 @@ class Entry:
         self._remove = self._call = None
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not to_be_kept():
+            return
         # The whole batch: which argument has a row a sample is not known here. A copy, as it may be added to in place.
-        self._call = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        try:
+            self._call = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        except Exception as error:  # told when the layers inside are measured
+            self._call = UserError(str(error))
 
     def rerun(self) -> None:
         """The last call again, in evaluation mode on copies of the buffers; nothing where there was none."""
         if self._call is None:
             return
+        if isinstance(self._call, UserError):
+            raise self._call
         (args, kwargs), self._call = self._call, None
         if self._remove is not None:
             self._remove()

@@ -20,6 +20,15 @@ class Call:
     kwargs: dict[str, Any]
 
 
+def to_be_kept() -> bool:
+    """Whether a call that a hook sees is one of the training's own forward pass.
+
+    Not so while a compiler traces it, as a graph is not to change for being watched, and not in a backward pass, where
+    gradient checkpointing runs layers again, in another order.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
 def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call for the first sample of the batch."""
     if isinstance(module, nn.MultiheadAttention):

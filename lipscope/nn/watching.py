@@ -19,7 +19,7 @@ from lipscope.linalg.differentiate import Map
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.compiled import Entry, entries, uncompiled
 from lipscope.nn.evaluating import evaluating
-from lipscope.nn.seen_call import Call, first_sample, real_tokens
+from lipscope.nn.seen_call import Call, first_sample, real_tokens, to_be_kept
 from lipscope.nn.wrapped import check_whole, named_layers, unwrapped
 
 Sight = tuple[Map, Tensor]
@@ -28,7 +28,7 @@ Sight = tuple[Map, Tensor]
 
 @runtime_checkable
 class Watch(Protocol):
-    """Layers by name; between `arm` and `release` what a forward pass shows of them is kept, the last one counts."""
+    """Layers by name; between `arm` and `release` what a forward pass shows of them is kept, the last call counts."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -122,7 +122,7 @@ class _Tap:
         self.call: Call | UserError | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not self.open:  # a graph is not to change for being watched
+        if not to_be_kept() or not self.open:
             return
         try:
             with torch.no_grad():

@@ -1,14 +1,18 @@
 """A transformers model under watch: looking at it changes nothing in it."""
 
+import math
+
 import pytest
 import torch
+import transformers
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import lipscope as ls
 from lipscope.models.character import CharacterConfig, CharacterModel
 from lipscope.models.watching import watch
 from lipscope.nn.language_model import Architecture
-from lipscope.nn.monitor import SmoothnessMonitor
+from lipscope.nn.monitor import SmoothnessMonitor, SmoothnessWarning
 from tests.models import zoo
 from tests.nn.watched import unchecked
 
@@ -59,6 +63,66 @@ def test_a_compiled_model_is_watched_from_outside(in_place):
     assert [(r.layer, r.sigma) for r in readings] == [(r.layer, r.sigma) for r in expected]
     monitor.close()
     assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [("albert", None), ("gpt2", None), ("gpt2", False), ("gpt2", True)],
+    ids=["albert", "gpt2", "checkpoint", "reentrant checkpoint"],
+)
+def test_each_depth_is_measured_at_its_own_tokens_also_where_one_block_serves_all(name, reentrant):
+    model = zoo.make(name).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert model.is_gradient_checkpointing
+    monitor = SmoothnessMonitor(watch(model), every=1, tol=1e-5)
+    calls = []
+    model.get_submodule(zoo.FAMILIES[name].parts["core"].format(0)).register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(torch.is_grad_enabled()), with_kwargs=True
+    )
+    ids = zoo.sample(name)["input_ids"]
+    model(input_ids=ids).last_hidden_state.square().sum().backward()
+    assert len(calls) == (2 if name == "albert" else 1) * (1 if reentrant is None else 2)
+    readings = monitor.step()
+    sites = ls.load(model).sites(ids[:1], scopes=["attention"])
+    truth = [ls.local_lipschitz(site.f, site.X).value.item() for site in sites]
+    assert [r.sigma for r in readings] == pytest.approx(truth, rel=1e-4)
+    assert abs(truth[0] - truth[1]) > 1e-2 * truth[0]
+
+
+def test_a_model_that_runs_several_times_is_measured_at_its_last_call_in_the_forward_pass():
+    model = zoo.make("gpt2")
+    monitor = SmoothnessMonitor(watch(model, [0]), every=1, tol=1e-5)
+    first, last = (zoo.sample("gpt2", n=n)["input_ids"] for n in (4, 6))
+    sums = [
+        checkpoint(lambda x: model(input_ids=x).last_hidden_state.square().sum(), x, use_reentrant=False)
+        for x in (first, last)
+    ]
+    sum(sums).backward()
+    (reading,) = monitor.step()
+    (site,) = ls.load(model).sites(last[:1], scopes=["attention"], layers=[0])
+    assert reading.tokens == 6
+    assert reading.sigma == pytest.approx(ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-4)
+
+
+class Odd(transformers.GPT2Model):
+    def forward(self, input_ids, attention_mask=None):
+        return super().forward(input_ids=input_ids)
+
+
+def test_a_call_that_cannot_be_kept_runs_as_it_would_unwatched():
+    model = Odd(zoo.make("gpt2").config).eval()
+    ids, mask = zoo.sample("gpt2")["input_ids"], torch.tensor(1)
+    expected = model(ids, attention_mask=mask).last_hidden_state
+    monitor = SmoothnessMonitor(watch(model, [0]), every=1)
+    assert torch.equal(model(ids, attention_mask=mask).last_hidden_state, expected)
+    with pytest.warns(SmoothnessWarning, match=r"no readings of attention.0: slice\(\) cannot be applied to a 0-dim"):
+        assert math.isnan(monitor.step()[0].sigma)
+    model(ids)
+    assert monitor.step()[0].sigma > 0
 
 
 def test_layers_that_cannot_be_meant_are_refused():

@@ -89,6 +89,22 @@ with warnings.catch_warnings(record=True) as letters:
         assert monitor.step() == []
 told = [str(w.message) for w in letters if w.category is SmoothnessWarning]
 assert told == [f"step 0: no readings of l2: {NOT_RUN}"], told
+# A call that cannot be kept: the training's own goes through, and a letter is written.
+class Unkeepable(torch.Tensor):
+    def clone(self):
+        raise RuntimeError("no copy of this")
+
+
+model = in_place(Small())
+monitor = ls.SmoothnessMonitor(model, ["l2"], every=1)
+(entry,) = monitor.watch._entries
+entry._keep(model, (batches(1)[0].as_subclass(Unkeepable),), {})
+with warnings.catch_warnings(record=True) as letters:
+    warnings.simplefilter("always")
+    (reading,) = monitor.step()
+assert reading.status == "no copy of this" and reading.sigma != reading.sigma, reading
+assert [str(w.message) for w in letters] == ["step 0: no readings of l2: no copy of this"], letters
+
 for wrapped in (compiled, parts(Small())):
     try:
         ls.convert(wrapped, "l2", batches(1)[0])

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
@@ -89,6 +90,39 @@ def test_a_layer_with_more_arguments_is_measured_with_its_own_sample_of_them():
     exact = copy.deepcopy(model).double().eval()
     truth = dense_norm(lambda x: exact(x[None], src_key_padding_mask=padding[:1])[0], X[0])
     assert reading.sigma == pytest.approx(truth, rel=2e-6) and reading.tokens == TOKENS
+
+
+class Shared(nn.Module):
+    """One layer at two depths, whose calls are run again in the backward pass, the second first."""
+
+    def __init__(self, again) -> None:
+        super().__init__()
+        self.layer, self.again, self.seen = DotSelfAttention(DIM, HEADS), again, []
+
+    def forward(self, X):
+        for _ in range(2):
+            self.seen.append(X[0].detach())
+            X = X + self.again(self.layer, X)
+        return X
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda f, X: f(X),
+        lambda f, X: checkpoint(f, X, use_reentrant=False),
+        lambda f, X: checkpoint(f, X, use_reentrant=True),
+    ],
+    ids=["plain", "checkpoint", "reentrant checkpoint"],
+)
+def test_a_layer_that_runs_several_times_is_measured_at_its_last_call_in_the_forward_pass(again):
+    torch.manual_seed(6)
+    model = Shared(again)
+    monitor = SmoothnessMonitor(model, every=1, tol=1e-5)
+    model(batches(1)[0].requires_grad_()).square().sum().backward()
+    (reading,) = monitor.step()
+    first, last = (dense_norm(copy.deepcopy(model.layer).double(), X) for X in model.seen)
+    assert reading.sigma == pytest.approx(last, rel=2e-6) and abs(first - last) > 1e-3 * last
 
 
 def test_it_works_under_no_grad_inference_mode_and_autocast():
