@@ -62,10 +62,18 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
 
     class Measuring(Callback):
         def __init__(self) -> None:
-            self._steps, self._seen = 0, 0
+            self._steps, self._seen, self._resumed = 0, 0, False
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self._steps}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self._steps, self._resumed = state_dict["steps"], True
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._steps = self._seen = trainer.global_step
+            # A checkpoint of a training without this callback tells no more than the steps of all optimizers.
+            self._steps = self._steps if self._resumed else trainer.global_step
+            self._seen, self._resumed = trainer.global_step, False
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if trainer.is_global_zero:

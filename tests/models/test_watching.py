@@ -1,10 +1,11 @@
-"""A transformers model under watch: looking at it changes nothing in it."""
+"""A transformers model under watch: its constants are its own, and looking at it changes nothing in it."""
 
 import math
 
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -27,9 +28,66 @@ def gpt2():
     return model, model.h[0].attn.c_attn
 
 
+def test_watched_constants_are_those_of_the_model_measured_by_itself():
+    model = zoo.make("llama")
+    random = torch.get_rng_state()
+    monitor = SmoothnessMonitor(watch(model, [1, 0]), every=1, tol=1e-6)
+    inputs = zoo.sample("llama")
+    model.train()
+    for seed in range(2):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
+        model(**inputs)
+        readings = monitor.step()
+        truth = ls.load(model)
+        for reading, layer in zip(readings, (1, 0), strict=True):
+            (site,) = truth.sites(inputs["input_ids"][:1], scopes=["attention"], layers=[layer])
+            exact = ls.local_lipschitz(site.f, site.X).value.item()
+            assert reading.layer == f"attention.{layer}"
+            assert reading.sigma == pytest.approx(exact, rel=1e-5)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training and model.config._attn_implementation != "lipscope"
+
+
+@pytest.mark.parametrize("scope", ["normed", "residual", "block"])
+def test_other_scopes_are_watched_too(scope):
+    model = zoo.make("gpt2")
+    monitor = SmoothnessMonitor(watch(model, [1], scope), every=1, tol=1e-5)
+    inputs = zoo.sample("gpt2")
+    model(**inputs)
+    (reading,) = monitor.step()
+    (site,) = ls.load(model).sites(inputs["input_ids"][:1], scopes=[scope], layers=[1])
+    assert reading.sigma == pytest.approx(ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-4)
+
+
+def test_padding_is_cut_off():
+    model = zoo.make("bert")
+    monitor = SmoothnessMonitor(watch(model, [0]), every=1, tol=1e-5)
+    ids = zoo.sample("bert", n=7)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    model(input_ids=ids, attention_mask=mask)
+    (reading,) = monitor.step()
+    (site,) = ls.load(model).sites(ids[:1, :4], scopes=["attention"], layers=[0])
+    assert reading.tokens == 4
+    assert reading.sigma == pytest.approx(ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-4)
+
+
+def test_what_cannot_be_watched_is_said():
+    with pytest.raises(ls.UserError, match="watch takes a transformers model, got Linear"):
+        watch(nn.Linear(2, 2))
+    with pytest.raises(ls.UserError, match="no scope 'heads' to watch"):
+        watch(zoo.make("gpt2"), scope="heads")
+    with pytest.raises(ls.UserError, match="layer 2 does not exist"):
+        watch(zoo.make("gpt2"), [2])
+    with pytest.raises(ls.UserError, match="attention code of its own"):
+        watch(zoo.make("gpt_neo"))
+
+
 @pytest.mark.parametrize("make", [character, gpt2])
 @pytest.mark.parametrize("scope", ["attention", "block"])
-@pytest.mark.parametrize("normalize", [spectral_norm, torch.nn.utils.spectral_norm], ids=["parametrization", "hook"])
+@pytest.mark.parametrize("normalize", [spectral_norm, nn.utils.spectral_norm], ids=["parametrization", "hook"])
 def test_weights_that_torch_normalizes_stay_as_they_are(make, scope, normalize):
     torch.manual_seed(0)
     model, layer = make()
@@ -73,7 +131,7 @@ def test_a_compiled_model_is_watched_from_outside(in_place):
 def test_each_depth_is_measured_at_its_own_tokens_also_where_one_block_serves_all(name, reentrant):
     model = zoo.make(name).train()
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, nn.Dropout):
             module.p = 0.0
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
