@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lipscope._types import UserError
 from lipscope.linalg.certificate import bounded_by, noise_floor, perturbation
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ SEARCHED = 1 - 1e-4
 
 ALLOWED = 1.1
 """How much noisier a product may be at the end: the same one, in another batch."""
+
+
+def check_gap(gap: float | None) -> None:
+    if gap is not None and not 0 < gap < 1:
+        hint = f"; for upper / lower <= {gap:g} give {gap - 1:.6g}" if 1 < gap < 2 else ""
+        raise UserError(f"gap, the relative distance upper / lower - 1, must lie between 0 and 1, got {gap:g}{hint}.")
 
 
 class Gap:

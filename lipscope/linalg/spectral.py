@@ -14,7 +14,7 @@ from lipscope.linalg.basis import HALF_UNIT, STORAGES
 from lipscope.linalg.certificate import perturbation, polynomial_bound, smallest_overlap
 from lipscope.linalg.device import memory_of
 from lipscope.linalg.estimate import Estimate
-from lipscope.linalg.gap import NO_VALUE, UNCERTIFIED, Gap, why_missed, widening
+from lipscope.linalg.gap import NO_VALUE, UNCERTIFIED, Gap, check_gap, why_missed, widening
 from lipscope.linalg.golub_kahan import GolubKahan, norms
 from lipscope.linalg.operator import LinearOperator
 
@@ -65,7 +65,7 @@ def spectral_norm(
     """||J||_2 of an operator, or of each member of a batch, by Golub-Kahan bidiagonalisation.
 
     tol:   stop when ||J' left - value right|| <= tol value; the error of a well separated sigma is its square.
-    gap:   go on until upper / lower <= gap (float64 only), or as near as rounding allows; `missed` then says why.
+    gap:   go on until upper / lower <= 1 + gap (float64 only), or as near as rounding allows; `missed` then says why.
     start: a first guess of the right singular vector, in J's own input shape; it costs the upper bound its certificate.
     """
     solver = solver or Solver()
@@ -100,13 +100,14 @@ class _Run:
     """One solve: which members are still open, and what the finished ones left behind."""
 
     def __init__(self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, random: bool):
-        self.J, self.tol, self.gap, self.solver = J, tol, gap, solver
+        self.J, self.tol, self.solver = J, tol, solver
+        self.ratio = None if gap is None else 1 + gap
         self.rounded = solver.basis == "bfloat16"
         self.random, self.certify = random, random and J.dtype == torch.float64 and not self.rounded
         B = J.batch or 1
         self.resolution, self.rounding = J.resolution.reshape(B), J.rounding.reshape(B)
         self.overlap = smallest_overlap(J.in_size, solver.failure / B)
-        self.aim = Gap(gap, self.overlap, self.rounding) if gap is not None and self.certify else None
+        self.aim = Gap(self.ratio, self.overlap, self.rounding) if self.ratio is not None and self.certify else None
         self.target = torch.clamp(self.resolution.nan_to_num(posinf=1.0), max=COARSEST).clamp_min(tol)
         self.right = torch.zeros(B, J.in_size, dtype=J.dtype, device=J.device)
         self.left = torch.zeros(B, J.out_size, dtype=J.dtype, device=J.device)
@@ -212,7 +213,7 @@ class _Run:
         lower, upper = torch.clamp(lower, min=0.0), torch.maximum(upper, value.nan_to_num(nan=torch.inf))
         certified = self.certify and bool(upper.isfinite().any())
         if self.certify and not certified:
-            note = NO_BOUND if self.gap is None else NO_BOUND_AT_ALL
+            note = NO_BOUND if self.ratio is None else NO_BOUND_AT_ALL
         return Estimate(
             value=value,
             lower=lower,
@@ -229,12 +230,12 @@ class _Run:
 
     def _missed(self, i: int, lower: Tensor, upper: Tensor, rounding: Tensor) -> str:
         """Why the gap asked for is not reached by member i; nothing where it is, or none was asked for."""
-        if self.gap is None or upper <= self.gap * lower:
+        if self.ratio is None or upper <= self.ratio * lower:
             return ""
         if not self.certify or self.theta[i].isnan():
             return UNCERTIFIED if not self.certify else NO_VALUE
         kept = int((~self.a[i].isnan()).sum())
-        return why_missed(self.gap / float(widening(rounding)), kept, int(self.steps[i]), self.solver.max_steps)
+        return why_missed(self.ratio / float(widening(rounding)), kept, int(self.steps[i]), self.solver.max_steps)
 
     def _upper(self, noise: Tensor, sigma: Tensor, rounding: Tensor) -> Tensor:
         """The polynomial bound with the noise seen in recurrence and evaluation, then the rounding of J itself."""
@@ -272,8 +273,7 @@ def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
 def _check_options(J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver) -> None:
     if not (math.isfinite(tol) and tol > 0):
         raise UserError(f"tol must be a positive number (the relative residual to reach), got {tol!r}")
-    if gap is not None and not 1 < gap < math.inf:
-        raise UserError(f"gap must be above 1 and finite (upper / lower to reach, e.g. 1.01), got {gap!r}")
+    check_gap(gap)
     if gap is not None and J.dtype != torch.float64:
         raise UserError(
             f"gap needs an upper bound, and that needs float64; the operator is {J.dtype}: use precision='exact'"

@@ -25,8 +25,7 @@ def sigma(site: Site, n: int, samples: Sequence[int], settings: Settings) -> tup
     """One row and the token norms behind it for every member of the site, whose samples are `samples`."""
     began = time.perf_counter()
     solver = Solver(seed=_solver_seed(settings.seed, site, n, samples))
-    ratio = None if settings.gap is None else 1 + settings.gap
-    estimates = local_lipschitz(site.f, site.X, settings.tol, gap=ratio, solver=solver)
+    estimates = local_lipschitz(site.f, site.X, settings.tol, gap=settings.gap, solver=solver)
     seconds = (time.perf_counter() - began) / len(site.members)
     radii, right, left = site.radius, _token_norms(estimates.right), _token_norms(estimates.left)
     rows, sensitivities = [], []

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.linalg.gap import check_gap
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.study.describe import about, identity, sample_texts
@@ -82,9 +83,7 @@ def _check_numbers(samples: int, settings: Settings, workers: int) -> None:
         raise UserError(f"samples must be at least 1, got {samples}.")
     if not 0 < tol < 1:
         raise UserError(f"tol, a relative residual, must lie between 0 and 1, got {tol}.")
-    if gap is not None and not 0 < gap < 1:
-        hint = f"; for upper / lower <= {gap:g} give {gap - 1:.6g}" if 1 < gap < 2 else ""
-        raise UserError(f"gap, the relative distance upper / lower - 1, must lie between 0 and 1, got {gap:g}{hint}.")
+    check_gap(gap)
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}.")
     if workers < 1:

@@ -210,7 +210,7 @@ def certified_upper(f: SelfAttention, domain: Domain) -> float:
         x = base(h, X)
         return up(math.fsum(_finite(second_derivative, x, rho) for rho in radii) * r / STEPS)
 
-    at_X = local_lipschitz(f, X, tol=1e-6, gap=1.0001).upper
+    at_X = local_lipschitz(f, X, tol=1e-6, gap=1e-4).upper
     taylor = up(at_X + over_heads(f, rise))
     return min(taylor, over_heads(f, lambda h: _finite(interval, base(h, X), r)))
 
