@@ -126,7 +126,7 @@ def test_blocks_do_what_one_tensor_does(rows, monkeypatch):
     ("options", "message"),
     [
         ({"solver": ls.Solver(basis="disk")}, "basis must be one of 'native', 'bfloat16', 'host', got 'disk'"),
-        ({"solver": ls.Solver(basis="bfloat16"), "gap": 1.1}, "basis='bfloat16' gives none"),
+        ({"solver": ls.Solver(basis="bfloat16"), "gap": 0.1}, "basis='bfloat16' gives none"),
     ],
 )
 def test_bad_options(options, message):
