@@ -59,3 +59,19 @@ def test_a_frozen_model_stays_frozen(name, path):
     trained = {key for key, p in model.named_parameters() if p.requires_grad}
     assert trained and all(key.startswith(path.replace("0", "1")) for key in trained)
     assert any(key.endswith("layer.query.weight") for key in trained)
+
+
+def test_arguments_by_position_mean_what_they_meant_to_the_old_attention():
+    X = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([[1, 1, 1, 0, 0]])
+    gpt2, bert = zoo.make("gpt2"), zoo.make("bert")
+    convert(gpt2, "l2", IDS)
+    convert(bert, "l2", IDS)
+    causal, full = gpt2.h[0].attn, bert.encoder.layer[0].attention.self
+    with pytest.raises(ls.UserError, match="keeps no cache"):
+        causal(X, object())
+    for module, args in ((causal, (None, padding)), (full, (padding,))):
+        expected = module(X[:, :3])[0]
+        assert torch.allclose(module(X, *args)[0][:, :3], expected, atol=1e-6)
+        assert torch.allclose(module(hidden_states=X, attention_mask=padding)[0][:, :3], expected, atol=1e-6)
+    assert not torch.allclose(full(X)[0][:, :3], full(X[:, :3])[0], atol=1e-3)
