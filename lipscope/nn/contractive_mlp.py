@@ -7,8 +7,8 @@ import math
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-from lipscope._types import UserError
 from lipscope.nn.matrix_norms import of_norm
+from lipscope.nn.positive import check_positive
 
 STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)
 """The largest slope of GELU, Phi(x) + x phi(x), attained at x = sqrt(2): about 1.129."""
@@ -22,8 +22,7 @@ class ContractiveMLP(nn.Module):
 
     def __init__(self, dim: int, hidden: int, constant: float) -> None:
         super().__init__()
-        if not 0 < constant < math.inf:
-            raise UserError(f"constant must be a positive number, got {constant!r}")
+        check_positive("constant", constant)
         self.constant = float(constant)
         self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
         self.offset = nn.Parameter(self.up.weight.new_zeros(dim))

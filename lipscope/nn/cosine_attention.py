@@ -15,9 +15,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipscope._types import UserError
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
 from lipscope.nn.matrix_norms import spectral_upper
+from lipscope.nn.positive import check_positive
 
 
 class CosineSelfAttention(AttentionLayer):
@@ -28,9 +28,8 @@ class CosineSelfAttention(AttentionLayer):
 
     def __init__(self, dim: int, heads: int, causal: bool = False, tau: float = 10.0, eps: float = 1e-6) -> None:
         super().__init__(dim, heads, causal)
-        for name, value in (("tau", tau), ("eps", eps)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise UserError(f"{name} must be a positive number, got {value!r}")
+        check_positive("tau", tau)
+        check_positive("eps", eps)
         self.eps = float(eps)
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.log_tau = nn.Parameter(torch.full((heads,), math.log(tau)))

@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor, nn
 
-from lipscope._types import UserError
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_length
+from lipscope.nn.positive import check_positive
 
 
 class DotSelfAttention(AttentionLayer):
@@ -24,8 +24,7 @@ class DotSelfAttention(AttentionLayer):
         self, dim: int, heads: int, causal: bool = False, qk_norm: bool = False, temperature: float = 1.0
     ) -> None:
         super().__init__(dim, heads, causal)
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-            raise UserError(f"temperature must be a positive number, got {temperature!r}")
+        check_positive("temperature", temperature)
         self.qk_norm, self.temperature = qk_norm, float(temperature)
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.query_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else nn.Identity()

@@ -12,19 +12,35 @@ from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
-from lipscope.nn.attention_layer import AttentionLayer, check_padding
+from lipscope.nn.attention_layer import AttentionLayer, check_norm, check_padding
+from lipscope.nn.contractive_mlp import ContractiveMLP
+from lipscope.nn.determinant_series import power_series, remainder, series_weights
+from lipscope.nn.l2_attention import ContractiveL2Attention
+from lipscope.nn.parametrize import SpectralNormalised
+from lipscope.nn.wrapped import unwrapped
 
 ROUNDING = 64
 """How many units in the last place of its input one evaluation of g is trusted to."""
 
+NEIGHBOURS, EXCESS = 8, 16
+"""How many points next to x tell how far rounding moves g there, and how many times the largest move is allowed for."""
+
+PROVED = (ContractiveL2Attention, ContractiveMLP)
+"""The layers whose constant is a theorem: what contradicts it is rounding."""
+
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """x with x + g(x) = y: how far it can be from the true one (a number a sequence, in the norm of g), and steps."""
+    """x with x + g(x) = y: how far it can be from the true one (a number a sequence, in the norm of g), and steps.
+
+    noisy: True where rounding inside g ended the steps early, as of tokens close to each other and far from the rest.
+           error_bound allows for it and is larger then; float64 makes it smaller.
+    """
 
     value: Tensor
     error_bound: Tensor
     steps: Tensor
+    noisy: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,16 +59,22 @@ class LogDet:
 class InvertibleResidual(nn.Module):
     """y = x + g(x), where g has Lipschitz constant at most `constant` < 1 in its norm (g.norm, else 2).
 
-    Tokens are [n, d] or a batch [B, n, d] whose members g treats apart. constant is g.constant where it is omitted.
+    Tokens are [n, d] or a batch [B, n, d] whose members g treats apart. constant is g.constant where it is omitted; it
+    is that of g, and the residual itself has 1 + constant: residuals are put one after the other, not into each other.
     padding, [n] or [B, n], True for real tokens, is for a g that is attention; padded tokens come out as they went in.
     """
 
     def __init__(self, g: nn.Module, constant: float | None = None) -> None:
         super().__init__()
-        self.g = g
-        self.constant = _contraction(g, constant)
-        norm = getattr(g, "norm", 2)
-        self.norm: float = norm if isinstance(norm, int | float) and norm in (2, math.inf) else 2
+        _check_map(g)
+        self.g, self.given = g, constant
+        self.norm = _norm(g)
+        self.constant  # noqa: B018
+
+    @property
+    def constant(self) -> float:
+        """What bounds the Lipschitz constant of g, asked of g anew: it may have been changed."""
+        return _contraction(self.g, self.given)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         return x + _at(self.g, padding)(x)
@@ -61,7 +83,8 @@ class InvertibleResidual(nn.Module):
     def inverse(self, y: Tensor, padding: Tensor | None = None) -> Inverse:
         """x = y - g(x), repeated from x = y down to the resolution of the dtype, in no more steps than theory asks.
 
-        error_bound is ||y - x - g(x)|| / (1 - constant) with the residual taken in float64, so rounding is inside it.
+        error_bound is ||y - x - g(x)|| / (1 - constant) with the residual taken in float64, so rounding is inside it;
+        that of g in float64 is measured at points next to x.
         """
         real = _real(y, padding)
         check_input(real)
@@ -84,27 +107,42 @@ class InvertibleResidual(nn.Module):
         goal = torch.finfo(y.dtype).eps * (_length(y, self.norm) + step)
         allowed, steps = theory_steps(c, step, goal), torch.ones_like(step, dtype=torch.long)
         active = (c / (1 - c) * step > goal) & (steps < allowed)
+        noisy = torch.zeros_like(active)
         while bool(active.any()):
             new = y - g(x)
             moved = _length(new - x, self.norm)
-            if bool((active & ~(moved <= (1 + 1e-3) * c * step + ROUNDING * goal)).any()):
-                raise UserError(
-                    f"g is no contraction with constant {c:g}: two points {step[active].max():.3g} apart have images "
-                    f"{moved[active].max():.3g} apart; give a constant that bounds it, or a g that has one"
-                )
+            far = active & ~(moved <= (1 + 1e-3) * c * step + ROUNDING * goal)
+            if bool(far.any()):
+                self._check_promise(far, x, step, moved, g)
+                noisy, active = noisy | far, active & ~far
             x = torch.where(active[..., None, None], new, x)
             steps = steps + active
             # Within rounding of the goal, a step that is no shorter than the last one is noise.
             lost = (moved >= step) & (step <= ROUNDING * goal)
             step = torch.where(active, moved, step)
             active = active & ~lost & (c / (1 - c) * step > goal) & (steps < allowed)
-        return Inverse(x, self._residual(x, y, padding) / (1 - c), steps)
+        return Inverse(x, self._residual(x, y, padding) / (1 - c), steps, noisy)
+
+    def _check_promise(
+        self, far: Tensor, x: Tensor, step: Tensor, moved: Tensor, g: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Where images are too far apart for the constant, rounding may be why; of layers with a proof it is."""
+        if isinstance(unwrapped(self.g), PROVED):
+            return
+        broken = far & ~(moved <= self.constant * step + EXCESS * _noise(g, x, self.constant, self.norm))
+        if bool(broken.any()):
+            raise UserError(
+                f"g is no contraction with constant {self.constant:g}: two points {step[broken].max():.3g} apart have "
+                f"images {moved[broken].max():.3g} apart, and rounding does not explain it; give a constant that "
+                "bounds it, or a g that has one"
+            )
 
     def _residual(self, x: Tensor, y: Tensor, padding: Tensor | None) -> Tensor:
         x, y = x.double(), y.double()
         g = _at(copy.deepcopy(self.g).double(), padding)
         rounding = ROUNDING * torch.finfo(torch.float64).eps * (_length(x, self.norm) + _length(y, self.norm))
-        return _length(y - x - g(x), self.norm) + rounding
+        noise = EXCESS * _noise(g, x, self.constant, self.norm)
+        return _length(y - x - g(x), self.norm) + rounding + noise
 
     def log_det(
         self, x: Tensor, terms: int = 8, probes: int = 1, unbiased: bool = False, padding: Tensor | None = None
@@ -125,10 +163,10 @@ class InvertibleResidual(nn.Module):
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             x = self._as_fine_as_g(x.clone() if x.is_inference() else x)
             signs = torch.randint(0, 2, (probes, *x.shape), device=x.device).to(x.dtype) * 2 - 1
-            weights = _series_weights(terms, probes, self.constant if unbiased else 0.0).to(x)
+            weights = series_weights(terms, probes, self.constant if unbiased else 0.0).to(x)
             if padding is not None:
                 padding = padding.expand(probes, *padding.shape).reshape(-1, padding.shape[-1])
-            found = _power_series(_at(self.g, padding), x, signs, weights, keep)
+            found = power_series(_at(self.g, padding), x, signs, weights, keep)
         spread = found.detach().std(dim=0) / math.sqrt(probes) if probes > 1 else torch.full_like(found[0], math.nan)
         lost = 0.0 if unbiased else remainder(self.constant, terms, x.shape[-2] * x.shape[-1])
         return LogDet(found.mean(dim=0), spread.detach(), lost)
@@ -141,7 +179,7 @@ def _at(g: nn.Module, padding: Tensor | None) -> Callable[[Tensor], Tensor]:
     """g for tokens of which some are padding."""
     if padding is None:
         return g
-    if not isinstance(g, AttentionLayer):
+    if not isinstance(unwrapped(g), AttentionLayer):
         raise UserError(
             f"padding is for attention, and g is a {type(g).__name__}; a map of each token by itself needs none"
         )
@@ -156,49 +194,22 @@ def _real(x: Tensor, padding: Tensor | None) -> Tensor:
     return x.masked_fill(~padding[..., None], 0)
 
 
+def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: float) -> Tensor:
+    """How far rounding moves g at x, for each sequence: what points next to x are farther apart in g than promised."""
+    generator, here = torch.Generator().manual_seed(0), g(x)
+    largest = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
+    for _ in range(NEIGHBOURS):
+        # Far enough that sums of squares round otherwise: they may not see the last place of a token.
+        places = ROUNDING * (2 * torch.rand(x.shape, generator=generator).to(x) - 1)
+        near = x + torch.finfo(x.dtype).eps * places * x
+        largest = torch.maximum(largest, _length(g(near) - here, norm) - constant * _length(near - x, norm))
+    return largest
+
+
 def theory_steps(constant: float, first: Tensor, goal: Tensor) -> Tensor:
     """The least k with constant^k / (1 - constant) first <= goal: Banach's estimate before the iteration starts."""
     ratio = (first / (goal * (1 - constant))).double().clamp_min(1.0)
     return torch.ceil(ratio.log() / -math.log(constant)).clamp_min(1).long()
-
-
-def remainder(constant: float, terms: int, size: int) -> float:
-    """size c^(m+1) / ((m+1) (1-c)) >= sum over k > m of |tr J^k| / k, since |tr J^k| <= size c^k."""
-    return size * constant ** (terms + 1) / ((terms + 1) * (1 - constant))
-
-
-def _power_series(g: Callable[[Tensor], Tensor], x: Tensor, signs: Tensor, weights: Tensor, keep: bool) -> Tensor:
-    """sum over k of weights[k] v'J^k v, J = D_x g, for every v of signs [probes, ...]: [probes] or [probes, B].
-
-    Every probe has its own copy of x in one batch, so that a term costs one backward pass for all of them.
-    """
-    many = (x if keep else x.detach()).expand_as(signs).reshape(-1, *x.shape[-2:])
-    many = many if many.requires_grad else many.requires_grad_(True)
-    y = g(many)
-    v = w = signs.reshape(many.shape)
-    total = torch.zeros(signs.shape[:-2], dtype=x.dtype, device=x.device)
-    for weight in weights:
-        if not y.requires_grad:  # g does not read x
-            break
-        (w,) = torch.autograd.grad(y, many, w, create_graph=keep, retain_graph=True, materialize_grads=True)
-        inner = (w * v).sum(dim=(-2, -1)).reshape(total.shape)
-        total = total + weight.reshape(-1, *[1] * (total.ndim - 1)) * inner
-    return total
-
-
-def _series_weights(terms: int, probes: int, going_on: float) -> Tensor:
-    """(-1)^(k+1) / k for `terms` terms, [k, probes], and a tail of random length for each probe.
-
-    The tail goes on with probability going_on after each term, and its j-th term is divided by going_on^j.
-    """
-    tails = torch.zeros(probes, dtype=torch.long)
-    walking = torch.rand(probes) < going_on
-    while bool(walking.any()):
-        tails += walking
-        walking = walking & (torch.rand(probes) < going_on)
-    k = torch.arange(1, terms + int(tails.max()) + 1, dtype=torch.float64)[:, None]
-    late = (k - terms).clamp_min(0)
-    return torch.where(late <= tails, (-1.0) ** (k + 1) / k / (going_on or 1.0) ** late, 0.0)
 
 
 def _length(x: Tensor, norm: float) -> Tensor:
@@ -208,6 +219,31 @@ def _length(x: Tensor, norm: float) -> Tensor:
     if norm == math.inf:
         return largest
     return torch.linalg.vector_norm(flat / largest.where(largest != 0, 1.0)[..., None], dim=-1) * largest
+
+
+def _check_map(g: nn.Module) -> None:
+    if not isinstance(g, nn.Module):
+        raise UserError(
+            "g must be a torch.nn.Module, so that it can be evaluated in float64 too; "
+            f"got {type(g).__name__}: make it the forward of a module"
+        )
+    inner = unwrapped(g)
+    if isinstance(inner, InvertibleResidual):
+        raise UserError(
+            f"g is a residual x + g(x), no contraction: its g has the constant {inner.constant:g}, it has "
+            f"{1 + inner.constant:g}; put residuals one after the other, torch.nn.Sequential(first, second)"
+        )
+    if isinstance(inner, SpectralNormalised):
+        raise UserError("g is a parametrization of weights, and its constant is a norm; give the layer that has them")
+
+
+def _norm(g: nn.Module) -> float:
+    """g.norm where that is a number, 2 where g has none or has a layer of this name."""
+    norm = getattr(g, "norm", 2)
+    if not isinstance(norm, int | float):
+        return 2
+    check_norm(norm)
+    return norm
 
 
 def _contraction(g: nn.Module, constant: float | None) -> float:
@@ -221,10 +257,19 @@ def _contraction(g: nn.Module, constant: float | None) -> float:
     chosen = own if constant is None else constant
     if isinstance(chosen, bool) or not isinstance(chosen, int | float) or not 0 < chosen < 1:
         raise UserError(f"constant must lie strictly between 0 and 1, got {chosen!r}: x + g(x) need not invert")
-    if own is not None and chosen < own:
+    if isinstance(own, int | float) and chosen < own:
         raise UserError(f"constant={chosen:g} is below the constant {own:g} that {name} states for itself")
-    if own is None and isinstance(g, AttentionLayer):
-        bound = g.lipschitz_bound(2)
-        said = "has no Lipschitz constant" if bound == math.inf else f"promises none: {bound:.3g} bounds it at 2 tokens"
-        raise UserError(f"{name} {said}, more with other weights; take ContractiveL2Attention({g.dim}, {g.heads}, 0.9)")
+    layer = unwrapped(g)
+    if own is None and isinstance(layer, AttentionLayer):
+        raise UserError(f"{_why_not(layer)}; take ContractiveL2Attention({layer.dim}, {layer.heads}, constant=0.9)")
     return float(chosen)
+
+
+def _why_not(g: AttentionLayer) -> str:
+    bound = g.lipschitz_bound(2)
+    if bound == math.inf:
+        return f"{type(g).__name__} has no Lipschitz constant, whatever its weights are"
+    return (
+        f"{type(g).__name__} promises no constant: with its present weights {bound:.3g} bounds it at 2 tokens, "
+        "and more tokens or other weights make that larger"
+    )

@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lipscope._types import UserError
 from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
 from lipscope.nn.l2_bound import balanced_factors, reaction, weight_factor
 from lipscope.nn.l2_bound import value_factors as value_factors
 from lipscope.nn.matrix_norms import widened
+from lipscope.nn.positive import check_positive
 
 
 class L2SelfAttention(AttentionLayer):
@@ -85,8 +85,7 @@ class ContractiveL2Attention(L2SelfAttention):
 
     def __init__(self, dim: int, heads: int, constant: float, norm: float = 2, causal: bool = False) -> None:
         super().__init__(dim, heads, causal)
-        if isinstance(constant, bool) or not isinstance(constant, int | float) or not 0 < constant < math.inf:
-            raise UserError(f"constant must be a positive number, got {constant!r}")
+        check_positive("constant", constant)
         check_norm(norm)
         self.constant, self.norm = float(constant), norm
 

@@ -22,21 +22,28 @@ def jasmin(P: Tensor, k: int = 0) -> Tensor:
     k > 1: max over rows of log(g_1(p) / g_k(p)), g_k(p) = p_k (1 - p_k + p_(k+1)) with p sorted; rows that give fewer
            than k keys any weight say nothing.
     """
-    if P.ndim < 2 or not P.dtype.is_floating_point:
-        raise UserError(f"jasmin takes attention weights [..., n, n], such as layer.weights(X), got {tuple(P.shape)}")
-    if k != 0 and not 2 <= k <= P.shape[-1]:
-        raise UserError(f"k must be 0, or between 2 and the number of keys {P.shape[-1]}, got {k!r}")
+    _check_weights(P)
+    if isinstance(k, bool) or not isinstance(k, int) or (k != 0 and not 2 <= k <= P.shape[-1]):
+        raise UserError(f"k must be the integer 0, or one between 2 and the number of keys {P.shape[-1]}, got {k!r}")
     from lipscope.theorems.yudin2025 import softmax_jacobian_norm  # loads SciPy
 
     P = P if P.dtype == torch.float64 else P.float()
     tiny = torch.finfo(P.dtype).tiny
-    row = softmax_jacobian_norm(P).clamp_min(tiny).log()
+    row = softmax_jacobian_norm(P).clamp_min(tiny).log() + 0 * P[..., 0]  # a single key has the gradient 0, not none
     if k == 0:
         return row.amax(dim=-1).mean()
     p = nn.functional.pad(P.topk(min(k + 1, P.shape[-1]), dim=-1).values, (0, 1))
     g = p[..., k - 1] * (1 - p[..., k - 1] + p[..., k])
     row = torch.where(g > tiny, row - g.clamp_min(tiny).log(), 0.0)  # g_1 >= g_k, so that 0 never wins over a row
     return row.amax(dim=-1).mean()
+
+
+def _check_weights(P: Tensor) -> None:
+    wanted = "jasmin takes attention weights [..., n, n], such as layer.weights(X)"
+    if not isinstance(P, Tensor):
+        raise UserError(f"{wanted}, got {type(P).__name__}")
+    if P.ndim < 2 or P.numel() == 0 or not P.dtype.is_floating_point:
+        raise UserError(f"{wanted}, got {P.dtype} {tuple(P.shape)}")
 
 
 def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) -> Tensor:

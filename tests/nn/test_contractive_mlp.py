@@ -5,6 +5,7 @@ import torch
 
 from lipscope._types import UserError
 from lipscope.nn.contractive_mlp import STEEPEST, ContractiveMLP
+from lipscope.nn.matrix_norms import of_norm
 
 
 def test_steepest_is_the_largest_slope_of_gelu():
@@ -41,7 +42,21 @@ def test_the_derivative_flows_through_the_norms():
         f, {"up.weight": up, "down.weight": down}, (x,)), (x, f.up.weight, f.down.weight))  # fmt: skip
 
 
-@pytest.mark.parametrize("constant", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rounded_weights_keep_the_constant(dtype):
+    """Equal entries round all the same way, up as often as down: then the layer attains what its weights allow."""
+    torch.manual_seed(0)
+    for dim in range(2, 24):
+        f = ContractiveMLP(dim, 4 * dim, 0.999).to(dtype)
+        for fill in (lambda W: W.fill_(1.0), lambda W: W.normal_()):
+            with torch.no_grad():
+                fill(f.up.weight), fill(f.down.weight)
+            up, down = of_norm(1.0, f.up.weight).double(), of_norm(f.constant / STEEPEST, f.down.weight).double()
+            product = torch.linalg.matrix_norm(up, 2) * torch.linalg.matrix_norm(down, 2) * STEEPEST
+            assert 0.999 * (1 - 4 * torch.finfo(dtype).eps - 1e-6) <= product.item() <= 0.999
+
+
+@pytest.mark.parametrize("constant", [0.0, -1.0, float("inf"), float("nan"), True])
 def test_a_constant_that_is_none_is_refused(constant):
     with pytest.raises(UserError, match="constant must be a positive number"):
         ContractiveMLP(4, 8, constant)

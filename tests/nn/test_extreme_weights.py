@@ -58,7 +58,7 @@ def test_zero_weights_give_zero_and_a_slope_to_leave_it(name, dtype):
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("size", [1e-2, 1.0, 30.0, 1e10])
 def test_the_scale_is_taken_before_it_is_rounded(name, dtype, size):
-    """Against the same weights in float64: nothing overflows or vanishes on the way."""
+    """Against the same weights in float64: nothing overflows or vanishes on the way, but what rounding is left for."""
     if size * 16 > torch.finfo(dtype).max:
         return
     torch.manual_seed(0)
@@ -68,7 +68,8 @@ def test_the_scale_is_taken_before_it_is_rounded(name, dtype, size):
             W.mul_(size)
     module, X = module.to(dtype), X.to(dtype)
     exact = copy.deepcopy(module).double()(X.double())
-    assert (module(X).double() - exact).norm() < 2 * torch.finfo(dtype).eps * exact.norm() + 5e-6
+    left_for_rounding = {"mlp": 2, "spectral": 1, "sigma": 1}.get(name, 0)
+    assert (module(X).double() - exact).norm() < (2 + left_for_rounding) * torch.finfo(dtype).eps * exact.norm() + 5e-6
     assert exact.norm() > 1e-2
     assert all(g.isfinite().all() for g in gradients(module, X))
 

@@ -1,7 +1,9 @@
-"""One token far from the others: they keep their distances, the past its answer, and the layer its constant."""
+"""Tokens far from the others: these keep their distances, the past its answer, the layer its constant and inverse."""
 
+import mpmath
 import pytest
 import torch
+from torch import nn
 
 import lipscope as ls
 from lipscope.attention.kernels import common_centre
@@ -62,3 +64,77 @@ def test_the_centre_lies_amid_the_keys():
         torch.testing.assert_close(
             common_centre(k[..., few:, :] + 1e4), torch.full((2, 1, 1, 4), 1e4), rtol=5e-4, atol=0
         )
+
+
+def close_pairs(scale: float, gap: float, n: int, d: int) -> torch.Tensor:
+    """Pairs of tokens close to each other, far from the other pairs: rounding decides whom they attend to."""
+    x = scale * torch.randn(n, d).double()
+    x[1 : n - n % 2 : 2] = x[0 : n - n % 2 : 2] + gap * torch.randn(n // 2, d).double()
+    return x
+
+
+def exactly(g: ls.ContractiveL2Attention, X: mpmath.matrix) -> mpmath.matrix:
+    """One head of L2 attention in 40 digits, X [n, d]."""
+    n, d = X.rows, X.cols
+    Q, O, M = (mpmath.matrix(W.detach().double().tolist()) for W in (g.query.weight, g.out.weight, g.value_map(n)[0]))
+    Y, out = X * Q.T, mpmath.matrix(n, d)
+    for i in range(n):
+        w = [mpmath.exp(-sum((Y[i, a] - Y[j, a]) ** 2 for a in range(d)) / mpmath.sqrt(d)) for j in range(n)]
+        for a in range(d):
+            out[i, a] = sum(w[j] * Y[j, a] for j in range(n)) / sum(w)
+    return out * M.T * O.T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_far_pairs_are_not_called_a_broken_promise_and_their_error_is_bounded(dtype):
+    scales = (3e2, 3e3, 1e5) if dtype == torch.float32 else (1e5, 1e7, 1e9)
+    noisy = 0
+    with mpmath.workdps(40):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            g = ls.ContractiveL2Attention(2, 1, 0.9).to(dtype)
+            for scale in scales:
+                y = ls.InvertibleResidual(g)(close_pairs(scale, 0.7, 5, 2).to(dtype)).detach()
+                found = ls.InvertibleResidual(g).inverse(y)
+                noisy += int(found.noisy)
+                start, Y = (mpmath.matrix(t.double().tolist()) for t in (found.value, y))
+                z = start
+                for _ in range(15):  # attended pairs have a local rate far below 0.9
+                    z, before = Y - exactly(g, z), z
+                assert mpmath.norm(z - before) < 0.01 * found.error_bound.item()
+                assert mpmath.norm(z - start) <= found.error_bound.item()
+                assert found.error_bound <= 1e-3 * scale
+    assert noisy > 0 or dtype == torch.float32
+
+
+def test_a_layer_with_a_proof_is_never_accused():
+    noisy = 0
+    for seed in range(8):
+        torch.manual_seed(seed)
+        dtype, scale = ((torch.float32, 3e3), (torch.float64, 1e7))[seed % 2]
+        r = ls.InvertibleResidual(ls.ContractiveL2Attention(4, 1, 0.9).to(dtype))
+        x = torch.stack([close_pairs(scale * 10 ** (i / 40), 0.7, 8, 4) for i in range(100)]).to(dtype)
+        noisy += int(r.inverse(r(x)).noisy.sum())
+    assert noisy > 10
+
+
+class Steep(nn.Module):
+    """-slope x, whatever it promises."""
+
+    def __init__(self, slope: float, constant: float) -> None:
+        super().__init__()
+        self.slope, self.constant = slope, constant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -self.slope * x
+
+
+@pytest.mark.parametrize("slope", [0.6, 1.5, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_far_pairs_hide_no_broken_promise(slope, dtype):
+    torch.manual_seed(0)
+    for scale in (1.0, 1e5, 1e9):
+        x = close_pairs(scale, 0.7, 6, 2).to(dtype)
+        with pytest.raises(ls.UserError, match=r"no contraction with constant 0\.5"):
+            ls.InvertibleResidual(Steep(slope, 0.5)).inverse(x)
+        assert not ls.InvertibleResidual(Steep(0.5, 0.5)).inverse(x).noisy

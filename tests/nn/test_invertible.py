@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 import lipscope as ls
 from lipscope.nn.contractive_mlp import ContractiveMLP
-from lipscope.nn.invertible import _power_series, _series_weights, remainder, theory_steps
+from lipscope.nn.determinant_series import power_series, remainder, series_weights
+from lipscope.nn.invertible import theory_steps
+from lipscope.nn.parametrize import SpectralNormalised
+from tests.nn.watched import unchecked
 
 
 def residual(constant: float, seed: int = 0, norm: float = 2, causal: bool = False) -> ls.InvertibleResidual:
@@ -26,6 +29,14 @@ class Turn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.constant * torch.stack([-x[..., 1], x[..., 0]], dim=-1)
+
+
+class Named(nn.Identity):
+    """Something with attributes."""
+
+    def __init__(self, constant: object, norm: object = 2) -> None:
+        super().__init__()
+        self.constant, self.norm = constant, norm
 
 
 @pytest.mark.parametrize("norm", [2, math.inf])
@@ -100,7 +111,17 @@ def test_a_broken_promise_is_noticed():
     ("make", "words"),
     [
         (lambda: ls.InvertibleResidual(ls.DotSelfAttention(8, 2)), "states no Lipschitz constant"),
-        (lambda: ls.InvertibleResidual(ls.DotSelfAttention(8, 2), 0.5), "has no Lipschitz constant"),
+        (lambda: ls.InvertibleResidual(ls.DotSelfAttention(8, 2), 0.5), "has no Lipschitz constant, whatever its weig"),
+        (
+            lambda: ls.InvertibleResidual(ls.L2SelfAttention(8, 2), 0.5),
+            "with its present weights .* bounds it at 2 tok",
+        ),
+        (lambda: ls.InvertibleResidual(residual(0.9)), "its g has the constant 0.9, it has 1.9"),
+        (lambda: ls.InvertibleResidual(residual(0.9), 0.95), "one after the other"),
+        (lambda: ls.InvertibleResidual(nn.DataParallel(residual(0.9)), 0.95), "one after the other"),
+        (lambda: ls.InvertibleResidual(SpectralNormalised(0.5)), "is a parametrization of weights"),
+        (lambda: ls.InvertibleResidual(Named("0.5")), "strictly between 0 and 1, got '0.5'"),
+        (lambda: ls.InvertibleResidual(Named(0.5, norm=1)), "norm must be 2 .* got 1"),
         (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 1.0)), "strictly between 0 and 1, got 1.0"),
         (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.5), 1), "strictly between 0 and 1, got 1"),
         (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.5), -0.5), "strictly between 0 and 1"),
@@ -115,6 +136,12 @@ def test_errors_say_what_to_do(make, words):
         make()
 
 
+@pytest.mark.parametrize("g", [lambda x: 0.5 * x, torch.tanh])
+def test_a_plain_function_is_refused_at_once(g):
+    with unchecked(), pytest.raises(ls.UserError, match=r"must be a torch.nn.Module.* got .*function"):
+        ls.InvertibleResidual(g, 0.5)
+
+
 def test_broken_weights_are_named():
     r = residual(0.5)
     torch.nn.init.constant_(r.g.out.weight, math.nan)
@@ -126,6 +153,17 @@ def test_a_norm_layer_inside_g_is_no_norm():
     g = nn.Linear(4, 4)
     g.norm = nn.LayerNorm(4)
     assert ls.InvertibleResidual(g, 0.5).norm == 2
+
+
+def test_a_constant_that_changes_is_asked_anew():
+    r = residual(0.5)
+    r.g.constant = 0.7
+    assert r.constant == 0.7 and "constant=0.7" in repr(r)
+    assert r.log_det(torch.randn(3, 8), terms=4).remainder == pytest.approx(remainder(0.7, 4, 24))
+    r.g.constant = 3.0
+    for use in (r.inverse, r.log_det):
+        with pytest.raises(ls.UserError, match="strictly between 0 and 1, got 3"):
+            use(torch.randn(3, 8))
 
 
 def dense_log_det(r: ls.InvertibleResidual, x: Tensor) -> Tensor:
@@ -174,7 +212,7 @@ def test_all_sign_vectors_give_the_series_and_its_gradient_exactly(which):
     x = x[0].requires_grad_(True)
     weights = [x, *r.parameters()]
     signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=6))).double().reshape(-1, *x.shape)
-    series = _power_series(r.g, x, signs, _series_weights(90, 64, 0.0), keep=True).mean()
+    series = power_series(r.g, x, signs, series_weights(90, 64, 0.0), keep=True).mean()
     exact = dense_log_det(r, x)
     assert series.item() == pytest.approx(exact.item(), rel=1e-9)
     for a, b in zip(torch.autograd.grad(series, weights), torch.autograd.grad(exact, weights), strict=True):
@@ -186,7 +224,7 @@ def test_all_sign_vectors_give_the_series_and_its_gradient_exactly(which):
 def test_the_roulette_is_fair():
     """The mean weight of every term is the weight of the series."""
     torch.manual_seed(0)
-    drawn = _series_weights(2, 200_000, 0.6)
+    drawn = series_weights(2, 200_000, 0.6)
     for k in range(1, 8):
         mean, spread = drawn[k - 1].mean(), drawn[k - 1].std() / math.sqrt(200_000)
         assert abs(mean - (-1) ** (k + 1) / k) <= 5 * spread + 1e-6
