@@ -1,16 +1,18 @@
 """`lipscope train`: what it leaves behind can be measured, and every mistake is a line and exit code 2."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lipscope.cli import main
-from lipscope.nn.checkpoint import FILE
+from lipscope.nn.checkpoint import FILE, LOCK, read_checkpoint
 
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
 SMALL = ["--depth", "2", "--width", "8", "--heads", "2", "--context", "8", "--steps", "20", "--every", "10"]
@@ -38,7 +40,7 @@ def test_a_trained_model_is_measured(tmp_path, text, extra, capsys):
 def test_training_needs_neither_transformers_nor_pydantic(tmp_path, text):
     code = (
         "import sys; from pathlib import Path; from lipscope.cli.training import train\n"
-        "train(Path(sys.argv[1]), depth=1, width=8, heads=1, context=8, steps=2, every=1, out=Path(sys.argv[2]))\n"
+        "train(sys.argv[1], depth=1, width=8, heads=1, context=8, steps=2, every=1, out=Path(sys.argv[2]))\n"
         "print({'transformers', 'pydantic', 'plotly'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, text, str(tmp_path / "model")]
@@ -67,12 +69,19 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
         (["--attention", "contractive", "--constant", "0"], "constant must be a positive number, got 0.0"),
         (["--attention", "contractive", "--constant", "-1"], "constant must be a positive number"),
         (["--attention", "contractive", "--invertible", "--constant", "1"], "below 1"),
+        (["--constant", "0.5"], "--constant is for --attention contractive; l2 attention takes none"),
+        (["--attention", "dot", "--constant", "0.9"], "--constant is for --attention contractive; dot attention"),
         (["--norm", "batch"], "choose one of pre, post, none"),
         (["--attention", "contractive", "--invertible", "--norm", "post"], "choose norm pre"),
         (["--width", "9"], "multiple of the number of heads"),
         (["--context", "1000"], "give more text, or a smaller context"),
         (["--steps", "0"], "steps must be a whole number"),
         (["--lr", "nan"], "lr must be a positive number"),
+        (["--warmup", "-1"], "warmup must be a whole number from 0 to 9223372036854775807, got -1"),
+        (["--weight-decay", "-1"], "weight_decay must be 0 or a positive number"),
+        (["--clip", "0"], "clip must be a positive number"),
+        (["--seed", "9" * 20], "seed must be a whole number from 0 to 9223372036854775807, got 99999999999999999999"),
+        (["--width", "1" + "0" * 400], "width must be a whole number from 1 to"),
         (["--device", "nonsense"], "cannot be used here"),
         (["--device", "meta"], "cannot be used here"),
         (["--width", "100000000"], "try a smaller width (100000000)"),
@@ -86,6 +95,75 @@ def test_mistakes_are_told_in_a_line_and_nothing_is_left(tmp_path, text, options
     told = capsys.readouterr().err
     assert complaint in told and told.count("\n") == 1
     assert not out.exists()
+
+
+def test_every_option_of_the_optimiser_arrives(tmp_path, text):
+    out = tmp_path / "model"
+    given = {"steps": 4, "batch": 3, "lr": 0.02, "warmup": 5, "weight_decay": 0.06, "clip": 0.7, "seed": 8, "every": 2}
+    given |= {"depth": 1, "width": 6, "heads": 3, "context": 9, "norm": "none", "constant": 0.4}
+    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = ["train", "--text", text, "--attention", "contractive", "--invertible", *options, "--out", str(out)]
+    assert main(command) == 0
+    found = read_checkpoint(out)
+    assert found is not None
+    settings = found[1]["settings"]
+    assert {name: settings[name] for name in given} == given
+    assert (settings["attention"], settings["invertible"]) == ("contractive", True)
+
+
+def test_a_text_on_stdin_is_the_text_in_the_file(tmp_path, text, monkeypatch, capsys):
+    command = ["train", *SMALL, "--out", str(tmp_path / "model"), "--text"]
+    (tmp_path / "text").write_text(PROSE.replace(". ", ".\n"))
+    assert main([*command, text]) == 0
+    for words, code in ((PROSE.replace(". ", ".\r\n"), 0), (PROSE, 2)):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(words.encode())))
+        assert main([*command, "-"]) == code
+    assert "holds a training with another text" in capsys.readouterr().err
+
+
+PLACES = {
+    "lipscope.nn.characters.read_characters": ("before a step was taken; nothing has changed. Give the same", []),
+    "lipscope.nn.training.Training.read": ("nothing is kept in {} yet. The same command begins again", []),
+    "lipscope.models.character_folder.write_json": ("step 0 of 20 is kept in {}. The same command goes on", []),
+    "lipscope.report.training.draw_curves": ("step 20 of 20 is kept in {}. The same command", ["model.safetensors"]),
+    "lipscope.report.training.curve_table": (
+        "the training is done, and its model and curves are in {}",
+        ["curves.png"],
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ctrl_c_says_what_is_kept_wherever_it_comes(tmp_path, text, place, monkeypatch, capsys):
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    words, there = PLACES[place]
+    out = tmp_path / "model"
+    command = ["train", "--text", text, *SMALL, "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, stop)
+        assert main(command) == 130
+    said = capsys.readouterr()
+    assert said.err.startswith(f"lipscope: Stopped{'' if words.startswith('before') else ';'} {words.format(out)}")
+    assert said.err.count("\n") == 1 and said.out == ""
+    assert all((out / name).exists() for name in there) and not list(out.glob(".*"))
+    assert main(command) == 0
+
+
+def test_a_full_disk_leaves_no_draft_and_is_told_as_it_is(tmp_path, text):
+    """A limit on the size of files stands for the disk: the first checkpoint is the first file that is too large."""
+    out = tmp_path / "model"
+    code = (
+        "import resource, signal, sys; from lipscope.cli import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "train", "--text", text, *SMALL, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == f"lipscope: cannot write {out / FILE}: File too large; there was none before, nor is now\n"
+    assert [path.name for path in out.iterdir()] == [LOCK]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from lipscope._types import UserError
+from lipscope.cli.interrupt import interrupted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,29 +43,44 @@ def numbers(name: str, value: str | None) -> list[int] | None:
 
 
 def read_text(source: str) -> str | Path:
-    """A file, or what stands on stdin."""
+    """A file, or what stands on stdin; its line ends are read as one character, as those of a file are."""
     if source != "-":
         return Path(source)
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8")
+        return io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)
     except UnicodeDecodeError as error:
         raise UserError(f"the text on stdin is not UTF-8 (byte {error.start}); convert it first.") from error
 
 
 @contextmanager
 def progress(doing: str = "measuring") -> Iterator[Callable[[float, float], None]]:
-    """A bar with the time left, on a terminal; stdout stays clean. Ctrl-C ends in a line that says what is kept."""
+    """A bar with the time left, on a terminal; stdout stays clean. A Ctrl-C that was swallowed is heard here."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def report(done: float, total: float) -> None:
+            if interrupted():
+                raise KeyboardInterrupt
+            bar.update(task, description=doing, completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
+def farewell(words: str) -> Iterator[None]:
+    """What Ctrl-C says in here, unless whoever it reached first knows better."""
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("loading", total=None)
-            yield lambda done, total: bar.update(task, description=doing, completed=done, total=total)
+        yield
     except KeyboardInterrupt as stop:
-        raise typer.Exit(tell(" ".join(getattr(stop, "__notes__", ["Stopped."])), INTERRUPTED)) from stop
+        if not hasattr(stop, "__notes__"):
+            stop.add_note(words)
+        raise
 
 
 def show_table(table: RenderableType) -> None:

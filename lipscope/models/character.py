@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,58 +13,36 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipscope.attention.layer import SelfAttention
-from lipscope.models.character_folder import MODEL_TYPE
+from lipscope.models.character_folder import MODEL_TYPE, NAMES, config_fields
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
-from lipscope.nn.language_model import Architecture, CharacterTransformer, norm_in_words
+from lipscope.nn.language_model import Architecture, CharacterTransformer, make_attention, norm_in_words
+
+SMALLEST = Architecture(2, width=8, depth=1, heads=1, context=8)
+"""What a configuration is that says nothing: transformers makes one to compare others with."""
 
 
 class CharacterConfig(PretrainedConfig):
     """An Architecture, its sizes by transformers' names."""
 
     model_type = MODEL_TYPE
+    attribute_map = NAMES
 
-    def __init__(
-        self,
-        vocab_size: int = 2,
-        hidden_size: int = 8,
-        num_hidden_layers: int = 1,
-        num_attention_heads: int = 1,
-        max_position_embeddings: int = 8,
-        attention: str = "l2",
-        invertible: bool = False,
-        constant: float = 0.9,
-        norm: str | bool = "pre",
-        **shared: Any,  # what every configuration of transformers may hold
-    ) -> None:
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
-        self.max_position_embeddings = max_position_embeddings
-        self.attention, self.invertible, self.constant = attention, invertible, constant
-        self.norm = norm_in_words(norm)
-        super().__init__(**shared)
+    def __init__(self, **held: Any) -> None:  # fields of an architecture, and what every configuration may hold
+        for name, default in config_fields(SMALLEST).items():
+            value = held.pop(name, default)
+            setattr(self, name, norm_in_words(value) if name == "norm" else value)
+        super().__init__(**held)
 
     @property
     def architecture(self) -> Architecture:
-        return Architecture(
-            self.vocab_size,
-            self.attention,
-            self.num_hidden_layers,
-            self.hidden_size,
-            self.num_attention_heads,
-            self.max_position_embeddings,
-            self.invertible,
-            self.constant,
-            self.norm,
-        )
+        return Architecture(**{field.name: getattr(self, field.name) for field in fields(Architecture)})
 
     @staticmethod
     def of(a: Architecture) -> CharacterConfig:
-        return CharacterConfig(
-            a.vocabulary, a.width, a.depth, a.heads, a.context, a.attention, a.invertible, a.constant, a.norm
-        )
+        return CharacterConfig(**config_fields(a))
 
 
 class Routed(AttentionLayer):
@@ -102,12 +79,8 @@ class RoutedContractive(ContractiveL2Attention, Routed):
     """Contractive L2 attention on the attention function in force; its scale is in the values."""
 
 
-ROUTED: dict[str, Callable[[Architecture], Routed]] = {
-    "dot": lambda a: RoutedDot(a.width, a.heads, True),
-    "l2": lambda a: RoutedL2(a.width, a.heads, True),
-    "contractive": lambda a: RoutedContractive(a.width, a.heads, a.constant, causal=True),
-    "cosine": lambda a: RoutedCosine(a.width, a.heads, True),
-}
+ROUTED = {kind.__bases__[0]: kind for kind in (RoutedDot, RoutedL2, RoutedCosine, RoutedContractive)}
+"""The routed class of each layer that make_attention gives."""
 
 
 class CharacterModel(PreTrainedModel):
@@ -139,7 +112,10 @@ class CharacterModel(PreTrainedModel):
         """Every layer has drawn its own weights when it was made."""
 
     def _routed(self, architecture: Architecture) -> AttentionLayer:
-        layer = ROUTED[architecture.attention](architecture)
+        """The layer of the table, told to ask for its attention function."""
+        layer = make_attention(architecture)
+        layer.__class__ = ROUTED[type(layer)]
+        assert isinstance(layer, Routed)
         layer.config = self.config
         return layer
 

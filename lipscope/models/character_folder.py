@@ -9,20 +9,25 @@ from typing import Any
 
 from lipscope.nn.characters import UNKNOWN
 from lipscope.nn.checkpoint import write_bytes, write_tensors
-from lipscope.nn.language_model import CharacterTransformer
+from lipscope.nn.language_model import Architecture, CharacterTransformer
 
 MODEL_TYPE, MODEL_CLASS = "lipscope_character", "CharacterModel"
 """What transformers is to know it by; both are defined in lipscope.models.character."""
 
+NAMES = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "depth": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "context": "max_position_embeddings",
+}
+"""Sizes of an Architecture by the names that transformers has for them; its other fields keep theirs."""
+
 
 def save_character_model(directory: Path, model: CharacterTransformer, alphabet: str) -> None:
     """A folder that `lipscope measure` and AutoModel read: configuration, tokenizer, and last the weights."""
-    config: dict[str, Any] = {"model_type": MODEL_TYPE, "architectures": [MODEL_CLASS]}
-    a = asdict(model.architecture)
-    names = {"vocabulary": "vocab_size", "width": "hidden_size", "depth": "num_hidden_layers"}
-    names |= {"heads": "num_attention_heads", "context": "max_position_embeddings"}
-    config |= {names.get(name, name): value for name, value in a.items()}
-    write_json(directory / "config.json", config)
+    kind = {"model_type": MODEL_TYPE, "architectures": [MODEL_CLASS]}
+    write_json(directory / "config.json", kind | config_fields(model.architecture))
     write_json(directory / "tokenizer.json", character_tokenizer(alphabet))
     write_json(
         directory / "tokenizer_config.json",
@@ -30,6 +35,11 @@ def save_character_model(directory: Path, model: CharacterTransformer, alphabet:
     )
     state = {f"network.{name}": value for name, value in model.state_dict().items()}
     write_tensors(directory / "model.safetensors", state)
+
+
+def config_fields(architecture: Architecture) -> dict[str, Any]:
+    """An architecture as a configuration file has it."""
+    return {NAMES.get(name, name): value for name, value in asdict(architecture).items()}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -70,14 +70,15 @@ class CharacterText:
         return _windows(self.held_out, chosen * context, context)
 
 
-def read_characters(path: Path, context: int) -> CharacterText:
-    """A file of UTF-8 text; line ends are read as one character, as `lipscope measure` reads them."""
+def read_characters(text: str | Path, context: int) -> CharacterText:
+    """A text, or a file of UTF-8 text; its line ends are read as one character, as `lipscope measure` reads them."""
     try:
-        return CharacterText.of(path.read_text(encoding="utf-8"), context)
+        words = text if isinstance(text, str) else text.read_text(encoding="utf-8")
+        return CharacterText.of(words, context)
     except OSError as error:
-        raise UserError(f"the text {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"the text {text} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"the text {path} is not UTF-8 (byte {error.start}); convert it first") from error
+        raise UserError(f"the text {text} is not UTF-8 (byte {error.start}); convert it first") from error
 
 
 def _windows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """The file entirely or not at all, even when the machine stops half-way."""
+    """The file entirely or not at all, even when the machine stops half-way; a failure leaves nothing beside it."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         with open(draft, "wb") as file:
@@ -38,13 +38,23 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; what was there before is still there") from error
+        before = "the one from before is still there" if path.exists() else "there was none before, nor is now"
+        raise UserError(f"cannot write {path}: {error.strerror}; {before}") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+    with suppress(OSError):  # some file systems cannot do it; the file itself is on disk
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Its list of names to disk: the new file's place."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -58,9 +58,7 @@ class Architecture:
         if self.norm not in NORMS:
             raise UserError(f"there is no norm {self.norm!r}; choose one of {', '.join(NORMS)}")
         for name in ("vocabulary", "depth", "width", "heads", "context"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}")
+            check_whole(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise UserError(f"width {self.width} must be a multiple of the number of heads, {self.heads}")
         if not 0 < self.constant < math.inf:
@@ -77,6 +75,12 @@ class Architecture:
                 "a norm after the sum cannot be undone, so invertible blocks have none; "
                 "choose norm pre (one before the readout alone) or none"
             )
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Refuses what is no whole number, or does not fit in 63 bits."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise UserError(f"{name} must be a whole number from {least} to {2**63 - 1}, got {value!r}")
 
 
 def norm_in_words(norm: str | bool) -> str:

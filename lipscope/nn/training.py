@@ -16,7 +16,14 @@ from lipscope._types import UserError
 from lipscope.linalg.device import memory_of
 from lipscope.nn.characters import CharacterText
 from lipscope.nn.checkpoint import FILE, optimizer_tensors, read_checkpoint, restore_optimizer, write_tensors
-from lipscope.nn.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention, norm_in_words
+from lipscope.nn.language_model import (
+    Architecture,
+    CharacterTransformer,
+    MakeAttention,
+    check_whole,
+    make_attention,
+    norm_in_words,
+)
 from lipscope.nn.layer_constants import layer_constants
 
 TEST_WINDOWS = 64
@@ -38,9 +45,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("batch", 1), ("warmup", 0), ("seed", 0), ("every", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-                raise UserError(f"{name} must be a whole number, at least {least}, got {value!r}")
+            check_whole(name, getattr(self, name), least)
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be a positive number, got {getattr(self, name)!r}")
@@ -119,7 +124,7 @@ class Training:
         if not math.isfinite(test) or (self.step and not math.isfinite(learned)):
             raise UserError(
                 f"the loss is no longer finite after {self.step} steps: training has diverged. "
-                f"Try a learning rate below {self.recipe.lr:g}, or a longer warm-up"
+                f"Try lr below {self.recipe.lr:g} or warmup above {self.recipe.warmup}, in another directory"
             )
         constants = layer_constants(self.model, inputs[0])
         self.curve.append(CurvePoint(self.step, learned, test / len(inputs), tuple(constants)))
@@ -163,12 +168,11 @@ def train(
     kept: Callable[[Training], None] = lambda training: None,
 ) -> None:
     """Runs a training to its end, or what is left of it; every `every` steps it is read, saved, and `kept` is told."""
-    total, saved = training.recipe.steps, 0
+    total = training.recipe.steps
     try:
         if not training.restore(directory):
             training.read()
             training.save(directory)
-        saved = training.step
         kept(training)
         progress(training.step, total)
         while training.step < total:
@@ -177,11 +181,18 @@ def train(
             if training.step % training.recipe.every == 0 or training.step == total:
                 training.read()
                 training.save(directory)
-                saved = training.step
                 kept(training)
     except KeyboardInterrupt as stop:
-        stop.add_note(f"Stopped; step {saved} of {total} is kept in {directory}. The same command goes on from there.")
+        stop.add_note(_farewell(directory, total))
         raise
+
+
+def _farewell(directory: Path, total: int) -> str:
+    """What is on disk, and how to go on."""
+    found = read_checkpoint(directory)
+    if found is None:
+        return f"Stopped; nothing is kept in {directory} yet. The same command begins again."
+    return f"Stopped; step {found[1]['step']} of {total} is kept in {directory}. The same command goes on from there."
 
 
 def _check_memory(a: Architecture, recipe: Recipe, device: torch.device) -> None:

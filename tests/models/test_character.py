@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModel
 
 import lipscope as ls
-from lipscope.models.character import CharacterConfig, CharacterModel
+from lipscope.models.character import CharacterConfig, CharacterModel, Routed
 from lipscope.models.character_folder import MODEL_CLASS, save_character_model
+from lipscope.nn import ATTENTIONS
 from lipscope.nn.characters import CharacterText
-from lipscope.nn.language_model import Architecture, CharacterTransformer
+from lipscope.nn.language_model import Architecture, CharacterTransformer, make_attention
 from lipscope.nn.training import Recipe, Training
 
 TEXT = CharacterText.of("she sells sea shells by the sea shore. \n" * 12, 12)
@@ -168,6 +169,17 @@ def test_a_configuration_is_an_architecture():
     for a in (architecture("contractive", True, "none"), architecture("dot", False, "post")):
         assert CharacterConfig.of(a).architecture == a
         assert CharacterConfig.from_dict(CharacterConfig.of(a).to_dict()).architecture == a
+    written = CharacterConfig.of(architecture("dot", False)).to_dict()
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    assert [written[name] for name in sizes] == [len(TEXT.alphabet), 8, 2, 2, 12]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_attention_of_the_table_is_routed_and_otherwise_the_same(attention):
+    a = Architecture(11, attention, 1, 8, 2, 12, constant=0.3)
+    made, [layer] = make_attention(a), CharacterModel(CharacterConfig.of(a)).network.attention_layers()
+    assert isinstance(layer, Routed) and isinstance(layer, type(made)) and layer.causal
+    assert getattr(layer, "constant", None) == getattr(made, "constant", None)
 
 
 @pytest.mark.parametrize(("trained", "written"), [(KINDS[1], True), (KINDS[2], False)], indirect=["trained"])

@@ -140,19 +140,24 @@ def test_ctrl_c_says_what_is_kept(tmp_path):
     assert f"step 4 of 8 is kept in {tmp_path}" in stopped.value.__notes__[0]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    write_tensors(tmp_path / FILE, {"x": torch.ones(2)}, {"step": 1})
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
 
-    for step in ("replace", "fsync"):
-        monkeypatch.setattr(os, step, full)
-        with pytest.raises(UserError, match=r"No space left on device; what was there before is still there"):
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, step, monkeypatch):
+    def fail(words: str) -> None:
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=f"No space left on device; {words}"):
+            patch.setattr(os, step, full)
             write_tensors(tmp_path / FILE, {"x": torch.zeros(2)}, {"step": 2})
-        monkeypatch.undo()
-        tensors, facts = kept(tmp_path)
-        assert torch.equal(tensors["x"], torch.ones(2)) and facts == {"step": 1}
+
+    fail("there was none before, nor is now")
+    assert not list(tmp_path.iterdir())
+    write_tensors(tmp_path / FILE, {"x": torch.ones(2)}, {"step": 1})
+    fail("the one from before is still there")
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    tensors, facts = kept(tmp_path)
+    assert torch.equal(tensors["x"], torch.ones(2)) and facts == {"step": 1}
 
 
 def test_other_settings_do_not_touch_a_training(tmp_path):
@@ -198,7 +203,7 @@ def test_a_directory_is_claimed_once_and_only_where_nothing_else_is(tmp_path):
 
 def test_a_training_that_diverges_says_so():
     training = begin(lr=1e30)
-    with pytest.raises(UserError, match="training has diverged"):
+    with pytest.raises(UserError, match=r"training has diverged. Try lr below 1e\+30 or warmup above 2, in another"):
         for _ in range(8):
             training.advance()
         training.read()
@@ -211,7 +216,8 @@ def test_a_training_that_diverges_says_so():
         ({"batch": -1}, "batch must be"),
         ({"lr": 0.0}, "lr must be a positive number"),
         ({"lr": float("nan")}, "lr must be a positive number"),
-        ({"seed": -1}, "seed must be"),
+        ({"seed": -1}, "seed must be a whole number from 0 to"),
+        ({"seed": 2**63}, f"from 0 to {2**63 - 1}, got {2**63}"),
         ({"weight_decay": -1.0}, "weight_decay must be"),
     ],
 )

@@ -1,0 +1,89 @@
+"""Ctrl-C ends in one line and exit code 130, whenever it comes and whoever swallows it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lipscope.cli import commands, main
+from lipscope.cli.interrupt import FAREWELL
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELUDE = """
+import os, signal, sys
+from lipscope.cli import main
+from lipscope.cli.terminal import farewell, progress
+import lipscope.study.doctor as doctor
+
+def swallow():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+
+sys.argv = ["lipscope", "doctor"]
+"""
+
+
+def ended(code: str) -> tuple[int, str]:
+    """How a process ends that does as told when it is asked what is installed."""
+    done = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stderr
+
+
+STOPS = {
+    "in the command itself": "def report(): raise KeyboardInterrupt",
+    "where a library goes on": "def report():\n    swallow()\n    with progress() as tell: tell(0, 1)\n    return {}",
+    "where a library fails of it": "def report():\n    swallow()\n    raise ImportError('initialization failed')",
+    "where it looks like a mistake": "def report():\n    swallow()\n    from lipscope._types import UserError\n"
+    "    raise UserError('cannot load')",
+}
+
+
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+def test_it_is_heard(stop):
+    assert ended(f"{stop}\ndoctor.report = report\nsys.exit(main())") == (130, f"lipscope: {FAREWELL}\n")
+
+
+def test_it_is_heard_while_commands_are_loaded():
+    code = "class Slow:\n    def find_spec(self, name, *_):\n        if name == 'lipscope.cli.commands': "
+    code += "os.kill(os.getpid(), signal.SIGINT)"
+    assert ended(f"{code}\nsys.meta_path.insert(0, Slow())\nsys.exit(main())") == (130, f"lipscope: {FAREWELL}\n")
+
+
+def test_one_in_the_exec_of_a_string_does_not_decide_how_python_ends(tmp_path):
+    caught = "import sys\ntry: exec('raise KeyboardInterrupt')\nexcept KeyboardInterrupt: pass\n"
+    late = "from lipscope.cli.interrupt import too_late\ntoo_late()\n"
+    for name, code, expected in (("theirs", "", -signal.SIGINT), ("ours", late, 130)):
+        (tmp_path / f"{name}.py").write_text(f"{caught}{code}sys.exit(130)")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, "-m", name], cwd=tmp_path, env=environment, timeout=120)
+        assert done.returncode == expected
+
+
+def test_after_the_work_it_changes_nothing():
+    code = "doctor.report = dict\ncode = main()\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit(code)"
+    assert ended(code) == (0, "")
+
+
+def test_whoever_knows_better_speaks_and_the_first_of_them():
+    code = "def report():\n    with farewell('Stopped; outer.'), farewell('Stopped; inner.'): raise KeyboardInterrupt\n"
+    assert ended(f"{code}doctor.report = report\nsys.exit(main())") == (130, "lipscope: Stopped; inner.\n")
+
+
+def test_it_is_heard_while_arguments_are_read(monkeypatch, capsys):
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands.Commands, "make_context", stop)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == f"lipscope: {FAREWELL}\n"
+
+
+def test_a_host_keeps_its_own_handler(capsys):
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["--version"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
