@@ -186,6 +186,7 @@ def _box(study: Study) -> list[tuple[str, str]]:
         "mask": identity.mask,
         "dtype and device": f"{identity.dtype}, {about.device}",
         "tolerance and seed": f"{identity.tol:g}, {identity.seed}",
+        "gap": "none asked for" if identity.gap is None else f"{identity.gap:g}",
         "versions": versions,
     }
     return [(name, shown(value, 400)) for name, value in facts.items()]

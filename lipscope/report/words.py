@@ -11,6 +11,7 @@ from lipscope.report.content import bounds, layer_name, shown
 from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
 from lipscope.study.records import Row
 from lipscope.study.study import Study, Token
+from lipscope.study.table import certificate
 
 NOTHING = "No value has been measured yet."
 TOP_TOKENS = 3
@@ -49,7 +50,7 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
         (
             "certificate",
             "lower bounds" if math.isinf(gap) else f"within ×{gap:.3g}",
-            "float64 gives upper ones" if math.isinf(gap) else "every σ, upper / lower",
+            "not every σ has an upper one" if math.isinf(gap) else "every σ, upper / lower",
         ),
     ]
 
@@ -157,12 +158,12 @@ def sure(study: Study) -> str:
     status = ", ".join(f"{count} {shown(name, 30)}" for name, count in counts.most_common(6))
     text = f"Of {rows_of(study)}: {status}. " if study.rows else f"{NOTHING} "
     gap = widest(study)
-    if study.sigma and math.isinf(gap):
-        text += "Every σ is an evaluated lower bound; an upper bound needs --dtype float64. "
-    elif study.sigma:
+    if study.sigma:
+        text += f"{certificate(study)} "
+    if study.sigma and not math.isinf(gap):
         text += (
-            f"Every σ lies between a lower and an upper bound, at most a factor {gap:.3g} apart; the upper ones "
-            f"hold with probability at least 1 - {1 - about.confidence:.0e} over the solver's random start. "
+            f"Upper bounds hold with probability at least 1 - {1 - about.confidence:.0e} over the solver's random "
+            "start. "
         )
     if study.sigma:
         samples = Counter(row.n for row in study.largest(*study.maps[0]))

@@ -81,7 +81,7 @@ def _legend(study: Study) -> str:
     )
     return (
         f"σ: local Lipschitz constant, median [range] over samples{heads}.\n{growth}\n"
-        f"R(n): largest norm of a token at the map's input, {ends}.\n{_certificate(study)}"
+        f"R(n): largest norm of a token at the map's input, {ends}.\n{certificate(study)}"
         f"{_comparison(study)}"
     )
 
@@ -93,7 +93,8 @@ def _comparison(study: Study) -> str:
     return f"\nThe model on lipscope's attention and on its own differ by {study.info.about.difference_to_eager:.0e}."
 
 
-def _certificate(study: Study) -> str:
+def certificate(study: Study) -> str:
+    """What the bounds of a study are worth, and what to try where there are none."""
     widths = [_width(row) for row in study.sigma]
     bounded = [width for width in widths if width < math.inf]
     text = "Every σ is an evaluated lower bound"
