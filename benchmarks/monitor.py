@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -114,11 +113,19 @@ def compare(make: Callable[[], nn.Module], text: Tensor, windows: int) -> None:
     print(f"{'':20} {first:.0f} products a layer at first, {last:.0f} at last; the losses are bit-equal")
 
 
+def words(kinds: int = 1000, count: int = 20_000) -> Tensor:
+    """Bytes of a text of random words, the r-th as frequent as 1 / r: the same one in every run."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 9, (kinds,), generator=generator)
+    vocabulary = [torch.randint(ord("a"), ord("z") + 1, (size,), generator=generator) for size in sizes.tolist()]
+    drawn = torch.multinomial(1 / torch.arange(1.0, kinds + 1), count, replacement=True, generator=generator)
+    space = torch.tensor([ord(" ")])
+    return torch.cat([part for i in drawn.tolist() for part in (vocabulary[i], space)])
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    folder = Path(__file__).resolve().parent.parent / "docs"
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.md")))
-    text = torch.tensor(list(text))
+    text = words()
     windows = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     print(f"every {EVERY} steps, batch {BATCH} x {TOKENS} tokens, width {WIDTH}, {DEPTH} x {HEADS} heads, one thread")
     for make in (bare, transformers_gpt2):
