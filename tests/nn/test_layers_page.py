@@ -15,3 +15,12 @@ def test_the_page_runs():
     found, X = names["found"], names["X"]
     assert (found.value - X).norm() <= found.error_bound + 1e-5
     assert found.steps >= 1
+
+
+def test_every_name_of_the_table_can_be_had():
+    """Names in its first column are those of the block above it, or of the package."""
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[0], PAGE.name, "exec"), names)
+    table = re.findall(r"^\| `(?:ls\.)?(\w+)\(", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(table) == 10
+    assert all(name in names or hasattr(names["ls"], name) for name in table)

@@ -88,6 +88,16 @@ class Conv1D(nn.Module):
         return x @ self.weight + self.bias
 
 
+@both
+def test_the_real_one_is_known_too(normalise):
+    from transformers.pytorch_utils import Conv1D as Theirs
+
+    f = normalise(nn.Sequential(Theirs(12, 4)))
+    assert norm(f[0].weight) == pytest.approx(1.0, rel=1e-6)
+    with pytest.raises(ls.UserError, match=r"0\.weight is parametrized already"):
+        normalise(f)
+
+
 class Tied(nn.Module):
     """A small language model: embedding, a Conv1D, a head tied to the embedding."""
 

@@ -168,3 +168,18 @@ def test_torchs_own_spectral_norm_is_not_a_bound():
         norm = torch.linalg.matrix_norm(linear.weight, 2).item()
         assert norm <= bound
         assert linear is ours or norm > 1.1
+
+
+def test_a_power_iteration_is_measured_one_step_on_and_does_not_move():
+    """What the next pass in training will be; the iteration itself stays where it is."""
+    torch.manual_seed(0)
+    f, X = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16, bias=False)).double(), torch.randn(3, 16).double()
+    iteration = f.parametrizations.weight[0]
+    before = iteration._u.clone()
+    found = ls.measured_sigma(f, X, 1e-10)
+    assert torch.equal(iteration._u, before)
+    with torch.no_grad():
+        following = torch.linalg.matrix_norm(f.weight, 2)
+    assert not torch.equal(iteration._u, before)
+    torch.testing.assert_close(found.detach(), following, rtol=1e-9, atol=0)
+    assert ls.local_lipschitz(f.eval(), X).value == pytest.approx(ls.measured_sigma(f, X, 1e-10).item(), rel=1e-6)
