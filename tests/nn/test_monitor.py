@@ -238,7 +238,7 @@ def test_a_log_that_fails_is_told_once_and_the_training_goes_on():
 
 
 @pytest.mark.parametrize("place", ["log", "alarm"])
-def test_an_interrupt_passes_and_leaves_no_hooks(place):
+def test_an_interrupt_passes_and_leaves_neither_hooks_nor_tokens(place):
     model = DotSelfAttention(DIM, HEADS)
 
     def interrupted(*readings):
@@ -249,6 +249,7 @@ def test_an_interrupt_passes_and_leaves_no_hooks(place):
     with pytest.raises(KeyboardInterrupt):
         monitor.step()
     assert not model._forward_pre_hooks
+    assert [tap.call for tap in monitor.watch._taps.values()] == [None]
 
 
 def test_what_is_wrong_is_said(tmp_path):
