@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from lipscope.cli import main
+from lipscope.cli.terminal import Report
 from lipscope.nn.checkpoint import FILE, LOCK, read_checkpoint
 
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
@@ -119,6 +120,22 @@ def test_a_text_on_stdin_is_the_text_in_the_file(tmp_path, text, monkeypatch, ca
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(words.encode())))
         assert main([*command, "-"]) == code
     assert "holds a training with another text" in capsys.readouterr().err
+
+
+def test_the_bar_says_how_well_it_goes(tmp_path, text, monkeypatch):
+    said: list[str] = []
+
+    class Listener(Report):
+        def __call__(self, done: float, total: float) -> None:
+            super().__call__(done, total)
+            said.append(self.doing)
+
+    monkeypatch.setattr("lipscope.cli.terminal.Report", Listener)
+    assert main(["train", "--text", text, *SMALL, "--out", str(tmp_path / "model")]) == 0
+    found = read_checkpoint(tmp_path / "model")
+    assert found is not None
+    first, second, _ = found[1]["curve"]
+    assert said == [f"training, test loss {r['test']:.3f}" for r in [first] * 11 + [second] * 10]
 
 
 PLACES = {

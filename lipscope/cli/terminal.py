@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from lipscope.cli.interrupt import interrupted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.progress import Progress
 
 WRONG_INPUT, INTERRUPTED, SOME_FAILED = 2, 130, 1
 
@@ -53,23 +54,28 @@ def read_text(source: str) -> str | Path:
         raise UserError(f"the text on stdin is not UTF-8 (byte {error.start}); convert it first.") from error
 
 
+class Report:
+    """Moves a bar that says what is being done. A Ctrl-C that a library has swallowed is heard here."""
+
+    def __init__(self, bar: Progress, doing: str) -> None:
+        self.doing, self._bar, self._task = doing, bar, bar.add_task("loading", total=None)
+
+    def __call__(self, done: float, total: float) -> None:
+        if interrupted():
+            raise KeyboardInterrupt
+        self._bar.update(self._task, description=self.doing, completed=done, total=total)
+
+
 @contextmanager
-def progress(doing: str = "measuring") -> Iterator[Callable[[float, float], None]]:
-    """A bar with the time left, on a terminal; stdout stays clean. A Ctrl-C that was swallowed is heard here."""
+def progress(doing: str = "measuring") -> Iterator[Report]:
+    """A bar with the time left, on a terminal; stdout stays clean."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def report(done: float, total: float) -> None:
-            if interrupted():
-                raise KeyboardInterrupt
-            bar.update(task, description=doing, completed=done, total=total)
-
-        yield report
+        yield Report(bar, doing)
 
 
 @contextmanager

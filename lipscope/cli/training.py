@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipscope._types import UserError
-from lipscope.cli.terminal import farewell, progress, read_text, show_table
+from lipscope.cli.terminal import Report, farewell, progress, read_text, show_table
 
 if TYPE_CHECKING:
     from lipscope.nn.training import Training
@@ -86,14 +85,15 @@ def train(
     _show(training, directory)
 
 
-def _run(training: Training, directory: Path, report: Callable[[float, float], None]) -> None:
-    """What is left of the training, its model at every checkpoint, and its curves at the end."""
+def _run(training: Training, directory: Path, report: Report) -> None:
+    """What is left of the training; its model is kept at every checkpoint, its curves at the end."""
     from lipscope.models.character_folder import save_character_model
     from lipscope.nn.checkpoint import claimed
     from lipscope.nn.training import train as run
     from lipscope.report.training import write_curves
 
     def keep(now: Training) -> None:
+        report.doing = f"training, test loss {now.curve[-1].test:.3f}"
         save_character_model(directory, now.model, now.text.alphabet)
         if now.step == now.recipe.steps:
             write_curves(now.curve, directory, now.text.unigram_loss)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lipscope.nn.checkpoint import write_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
@@ -42,6 +43,7 @@ def curves_csv(curve: Sequence[CurvePoint]) -> str:
 
 def draw_curves(curve: Sequence[CurvePoint], unigram_loss: float) -> Figure:
     """Losses on the left, the constants on the right."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -54,10 +56,24 @@ def draw_curves(curve: Sequence[CurvePoint], unigram_loss: float) -> Figure:
     left.legend()
     layers = len(curve[0].constants)
     for i in range(layers):
-        right.plot(steps, [r.constants[i] for r in curve], label=f"layer {i}", color=f"{0.8 * i / layers:.3f}")
-    right.set(xlabel="step", ylabel="local Lipschitz constant of attention", yscale="log")
+        color = colormaps["viridis"](i / layers)
+        right.plot(steps, [r.constants[i] for r in curve], label=f"layer {i}", color=color)
+    right.set(xlabel="step", ylabel="local Lipschitz constant of attention")
+    _scale(right, [sigma for r in curve for sigma in r.constants])
     right.legend(fontsize="small", ncols=1 + layers // 8)
     return figure
+
+
+def _scale(axes: Axes, values: Sequence[float]) -> None:
+    """Logarithmic where values differ by more than a factor of 4, and plain numbers beside it."""
+    from matplotlib.ticker import LogLocator
+
+    least, most = min(values), max(values)
+    if most > 4 * least:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if most < 1000 * least else (1,)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
 
 
 def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:
