@@ -22,8 +22,8 @@ from lipscope.nn.wrapped import unwrapped
 ROUNDING = 64
 """How many units in the last place of its input one evaluation of g is trusted to."""
 
-NEIGHBOURS, EXCESS = 8, 16
-"""How many points next to x tell how far rounding moves g there, and how many times the largest move is allowed for."""
+NEIGHBOURS, EXCESS = 64, 16
+"""How many tokens next to those of x tell how far rounding moves g, and how many times the largest move is allowed."""
 
 PROVED = (ContractiveL2Attention, ContractiveMLP)
 """The layers whose constant is a theorem: what contradicts it is rounding."""
@@ -198,7 +198,7 @@ def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: floa
     """How far rounding moves g at x, for each sequence: what points next to x are farther apart in g than promised."""
     generator, here = torch.Generator().manual_seed(0), g(x)
     largest = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
-    for _ in range(NEIGHBOURS):
+    for _ in range(max(4, NEIGHBOURS // x.shape[-2])):
         # Far enough that sums of squares round otherwise: they may not see the last place of a token.
         places = ROUNDING * (2 * torch.rand(x.shape, generator=generator).to(x) - 1)
         near = x + torch.finfo(x.dtype).eps * places * x

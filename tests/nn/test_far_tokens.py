@@ -107,7 +107,39 @@ def test_far_pairs_are_not_called_a_broken_promise_and_their_error_is_bounded(dt
     assert noisy > 0 or dtype == torch.float32
 
 
+def test_rounding_of_g_in_float64_is_inside_the_error_bound():
+    """The iteration ends where rounding puts it, and the residual there, rounded alike, sees nothing of it."""
+    unseen = 0
+    for seed in range(40):
+        torch.manual_seed(seed)
+        r = ls.InvertibleResidual(ls.ContractiveL2Attention(1, 1, 0.5)).double()
+        with torch.no_grad():
+            for W in r.parameters():
+                W.mul_(3)
+        y = r(close_pairs(3e5 * 10 ** (seed / 20), 0.2, 5, 1)).detach()
+        found = r.inverse(y)
+        with mpmath.workdps(40):
+            start, Y = (mpmath.matrix(t.tolist()) for t in (found.value, y))
+            z = start
+            for _ in range(12):
+                z, before = Y - exactly(r.g, z), z
+            error, left = mpmath.norm(z - start), mpmath.norm(z - before)
+        assert left < 0.01 * found.error_bound.item() and error <= found.error_bound.item()
+        residual, resolution = (y - found.value - r.g(found.value)).norm(), 2 * 64 * 2.0**-52 * y.norm()
+        unseen += bool(error > (residual + resolution).item() / (1 - 0.5))
+    assert unseen > 0
+
+
 def test_a_layer_with_a_proof_is_never_accused():
+    """Not even where points next to x say nothing of how rounding moves g a step away from it."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        r = ls.InvertibleResidual(ls.ContractiveL2Attention(4, 1, 0.9)).double()
+        with torch.no_grad():
+            for W in r.parameters():
+                W.mul_(3)
+        x = torch.stack([close_pairs(1e8, 5.0, 8, 4) for _ in range(60)])
+        assert (r.inverse(r(x)).error_bound < 1e-5 * 1e8).all()
     noisy = 0
     for seed in range(8):
         torch.manual_seed(seed)
