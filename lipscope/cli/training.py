@@ -55,14 +55,7 @@ def train(
         from lipscope.nn.training import Recipe, Training
 
         recipe = Recipe(
-            steps=steps,
-            batch=batch,
-            lr=lr,
-            warmup=warmup,
-            weight_decay=weight_decay,
-            clip=clip,
-            seed=seed,
-            every=every,
+            steps=steps, batch=batch, lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, seed=seed, every=every
         )
         shape = Architecture(
             vocabulary=2,
