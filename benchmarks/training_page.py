@@ -49,7 +49,8 @@ def grid_table(results: dict[str, Any], plan: str) -> str:
 def long_table(results: dict[str, Any]) -> str:
     """Plan "long": the loss along the way, on the held-out windows of the curve, and at the end on all."""
     plan, cells = results["settings"]["plans"]["long"], cells_of(results, "long")
-    steps = [plan["steps"] * i // 5 for i in range(1, 6)]
+    noted = range(plan["every"], plan["steps"] + 1, plan["every"])
+    steps = sorted({noted[len(noted) * i // 5 - 1] for i in range(1, 6)})
     lines = ["| attention | " + " | ".join(f"{step} steps" for step in steps) + " | at the end, all windows |"]
     lines += ["|---" * (len(steps) + 2) + "|"]
     for variant in plan["variants"]:
