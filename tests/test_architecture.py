@@ -16,6 +16,7 @@ PACKAGE = ROOT / "lipscope"
 # Lowest first; rooms on one line never import each other.
 FLOORS = [
     ("_types",),
+    ("_whole_file",),
     ("linalg",),
     ("attention",),
     ("theorems",),

@@ -140,7 +140,10 @@ def check_constructible(f: SelfAttention, ball: Domain) -> None:
     """Refuse what the constructions were not made for."""
     if not isinstance(f, SelfAttention) or not isinstance(f.kernel, Dot):
         what = type(f.kernel).__name__ + " scores" if isinstance(f, SelfAttention) else type(f).__name__
-        raise UserError(f"the constructions are inputs of a SelfAttention with dot-product scores, got {what}")
+        raise UserError(
+            f"the constructions are inputs of a SelfAttention with dot-product scores, got {what}; "
+            "ascent (ls.ascend, --kind ascent) takes any map"
+        )
     if not isinstance(ball, Ball):
         raise UserError(f"the constructions live in a Ball(R, n), got {type(ball).__name__}")
     if ball.n < 2:

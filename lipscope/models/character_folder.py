@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lipscope._whole_file import whole_file
 from lipscope.nn.characters import UNKNOWN
-from lipscope.nn.checkpoint import write_bytes, write_tensors
+from lipscope.nn.checkpoint import write_tensors
 from lipscope.nn.language_model import Architecture, CharacterTransformer
 
 MODEL_TYPE, MODEL_CLASS = "lipscope_character", "CharacterModel"
@@ -43,7 +44,8 @@ def config_fields(architecture: Architecture) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_bytes(path, json.dumps(content, indent=1, ensure_ascii=False).encode())
+    with whole_file(path) as draft:
+        draft.write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
 def character_tokenizer(alphabet: str) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope._whole_file import whole_file
 
 FILE, LOCK = "training.safetensors", "training.lock"
 FACTS = "lipscope.training"
@@ -26,35 +26,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
 
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt"} if facts is None else {"format": "pt", FACTS: json.dumps(facts)}
-    write_bytes(path, save(content, metadata))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """The file entirely or not at all, even when the machine stops half-way; a failure leaves nothing beside it."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        with open(draft, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        before = "the one from before is still there" if path.exists() else "there was none before, nor is now"
-        raise UserError(f"cannot write {path}: {error.strerror}; {before}") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-    with suppress(OSError):  # some file systems cannot do it; the file itself is on disk
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Its list of names to disk: the new file's place."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    with whole_file(path) as draft:
+        draft.write_bytes(save(content, metadata))
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from lipscope._types import UserError
+from lipscope._whole_file import whole_file
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,5 @@ class SigmaTable:
 
     def _replace(self, rows: Iterable[Sequence[str]]) -> None:
         """The header and these rows in place of what was there: all of it or nothing."""
-        beside = self.path.with_name(self.path.name + ".new")
-        with open(beside, "w", newline="", encoding="utf-8") as file:
+        with whole_file(self.path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([HEADER, *rows])
-        os.replace(beside, self.path)

@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -15,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from lipscope._types import UserError
+from lipscope._whole_file import whole_file
 from lipscope.report import words
 from lipscope.report.comparison import comparison, differences, verdict
 from lipscope.report.content import content, shown
@@ -58,15 +57,8 @@ SECTIONS = (
 def render(study: Study, path: str | os.PathLike[str], against: Study | None = None) -> Path:
     """Writes the page of a study, or of two side by side; the file is there in full or not at all."""
     goal, page = Path(path), html([study] if against is None else [study, against])
-    part = goal.with_name(f".{goal.name}.part")
-    try:
-        part.write_text(page, encoding="utf-8", newline="")
-        part.replace(goal)
-    except OSError as error:
-        raise UserError(f"cannot write {goal}: {error.strerror or error}. Give a file you may write to.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
+    with whole_file(goal) as draft:
+        draft.write_text(page, encoding="utf-8", newline="")
     return goal
 
 

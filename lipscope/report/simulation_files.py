@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from lipscope import __version__
 from lipscope._types import UserError
+from lipscope._whole_file import whole_file
 from lipscope.dynamics.clusters import Clusters
 from lipscope.dynamics.depth_growth import DepthGrowth
 from lipscope.dynamics.integration import Progress
@@ -39,23 +39,17 @@ def write_simulation(simulation: Simulation, out: Path, progress: Progress | Non
             if path.name != NUMBERS:  # pictures of an earlier run must not stand beside the numbers of this one
                 path.unlink(missing_ok=True)
         # First, because it marks the folder as ours: a run cut short can be repeated into it.
-        _whole(paths[2], lambda path: path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n"))
-        _whole(paths[3], lambda path: _write_series(simulation, path))
-        _whole(paths[1], lambda path: draw(simulation).savefig(path, dpi=110))
-        _whole(paths[0], lambda path: animate(simulation, path, progress))
+        with whole_file(paths[2]) as path:
+            path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
+        with whole_file(paths[3]) as path:
+            _write_series(simulation, path)
+        with whole_file(paths[1]) as path:
+            draw(simulation).savefig(path, dpi=110)
+        with whole_file(paths[0]) as path:
+            animate(simulation, path, progress)
     except OSError as error:
         raise UserError(f"cannot write to {out} ({error.strerror or error}); give another --out.") from error
     return paths
-
-
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write under another name first: a run cut short leaves a file whole or not at all."""
-    unfinished = path.with_name(f"unfinished-{path.name}")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def check_folder(out: Path) -> None:

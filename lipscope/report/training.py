@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lipscope.nn.checkpoint import write_bytes
+from lipscope._whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,10 +23,10 @@ CSV, PNG = "curves.csv", "curves.png"
 
 def write_curves(curve: Sequence[CurvePoint], directory: Path, unigram_loss: float) -> None:
     """curves.csv and curves.png in the directory."""
-    write_bytes(directory / CSV, curves_csv(curve).encode())
-    picture = io.BytesIO()
-    draw_curves(curve, unigram_loss).savefig(picture, format="png", dpi=120)
-    write_bytes(directory / PNG, picture.getvalue())
+    with whole_file(directory / CSV) as draft:
+        draft.write_bytes(curves_csv(curve).encode())
+    with whole_file(directory / PNG) as draft:
+        draw_curves(curve, unigram_loss).savefig(draft, dpi=120)
 
 
 def curves_csv(curve: Sequence[CurvePoint]) -> str:

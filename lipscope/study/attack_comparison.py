@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope._whole_file import whole_file
 from lipscope.attack.perturbation import gradient_perturbations, random_perturbations, singular_perturbations
 from lipscope.attack.tokens import guided_swaps
 from lipscope.models.embedded import default_text
@@ -186,7 +187,7 @@ def comparison_table(trials: Sequence[Trial]) -> Table:
 
 def write_trials(trials: Sequence[Trial], path: Path) -> None:
     """One line for each attack on each text at each norm."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with whole_file(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(Trial._fields)
         writer.writerows(trials)

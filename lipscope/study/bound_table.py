@@ -33,7 +33,10 @@ def bound_summary(audit: Audit) -> RenderableType:
     about = audit.study.info.about
     title = Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}: bounds, head by head\n", style="bold")
     letters = dict(zip(names, ascii_uppercase, strict=False))
-    refused = [f"not offered: {name} (it needs: {why})" for name, why in sorted(audit.not_offered.items())]
+    needs: dict[str, list[str]] = defaultdict(list)
+    for name, why in sorted(audit.not_offered.items()):
+        needs[why].append(name)
+    refused = [f"not offered: {'; '.join(theorems)} (needed: {why})" for why, theorems in needs.items()]
     return Group(
         title,
         _heads(heads, letters),

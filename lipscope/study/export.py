@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lipscope._types import UserError
+from lipscope._whole_file import whole_file
 from lipscope.study.growth import METHOD
 from lipscope.study.printable import for_spreadsheet
 from lipscope.study.records import COLUMNS
@@ -66,19 +66,12 @@ def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
 
 def write_file(study: Study, path: Path, kind: str, tokens: bool = False) -> None:
     """A file that is there in full, or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with whole_file(path) as draft:
         if kind == "parquet":
-            write_parquet(study, part, tokens)
+            write_parquet(study, draft, tokens)
         else:
-            with part.open("w", encoding="utf-8", newline="") as file:
+            with draft.open("w", encoding="utf-8", newline="") as file:
                 write_csv(study, file, tokens)
-        part.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
 
 
 def as_dict(study: Study) -> dict[str, Any]:
