@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         "column sums below what climbing finds",
         "lipscope/theorems/distance_columns.py",
-        "math.sqrt(seen.regard * (others + 1))",
-        "0.6 * math.sqrt(others + 1)",
+        "math.sqrt(seen.regard * (seen.others + 1))",
+        "0.6 * math.sqrt(seen.others + 1)",
         f"{BOUNDS}/test_distance_columns.py",
     ),
     Mutant(
