@@ -31,8 +31,13 @@ ALLOWED = 1.1
 """How much noisier a product may be at the end: the same one, in another batch."""
 
 
-def check_gap(gap: float | None) -> None:
-    if gap is not None and not 0 < gap < 1:
+def check_gap(gap: object) -> None:
+    """A letter about what is no gap."""
+    if gap is None:
+        return
+    if isinstance(gap, bool) or not isinstance(gap, int | float):
+        raise UserError(f"gap, the relative distance upper / lower - 1, must be a number, got {gap!r}.")
+    if not 0 < gap < 1:
         hint = f"; for upper / lower <= {gap:g} give {gap - 1:.6g}" if 1 < gap < 2 else ""
         raise UserError(f"gap, the relative distance upper / lower - 1, must lie between 0 and 1, got {gap:g}{hint}.")
 

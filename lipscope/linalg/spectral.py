@@ -232,7 +232,7 @@ class _Run:
         """Why the gap asked for is not reached by member i; nothing where it is, or none was asked for."""
         if self.ratio is None or upper <= self.ratio * lower:
             return ""
-        if not self.certify or self.theta[i].isnan():
+        if not self.certify or self.theta[i].isnan() or lower.isnan():
             return UNCERTIFIED if not self.certify else NO_VALUE
         kept = int((~self.a[i].isnan()).sum())
         return why_missed(self.ratio / float(widening(rounding)), kept, int(self.steps[i]), self.solver.max_steps)

@@ -106,7 +106,7 @@ def _real(X: Tensor, padding: Tensor | None) -> Tensor:
     """X with real tokens, held fixed, in place of the padded ones; zeros in a sequence that has none.
 
     Padding may hold anything, and zero times NaN is NaN. Zeros everywhere would draw L2's centre away from the real
-    tokens; these are spread evenly, so that no single one of them does.
+    tokens; these are taken from among them in turn, so that no single one of them does.
     """
     if padding is None:
         return X

@@ -18,7 +18,7 @@ from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.distance_columns import column_sum, key_reaction
 from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, sight
-from lipscope.theorems.rounding import U, down, gamma, norm_down, norm_up, row_sum_up, up
+from lipscope.theorems.rounding import U, down, frobenius_up, gamma, norm_down, norm_up, row_sum_up, scaled_up, up
 from lipscope.theorems.statement import (
     DISTANCE,
     DOT,
@@ -43,8 +43,9 @@ def value_factor(h: Head) -> Tensor | None:
     """M with V = M Q, or None where the values do not factor through the queries."""
     Q = h.one.Q
     M = h.V @ torch.linalg.pinv(Q)
-    within = 64 * U * max(Q.shape) * (M.norm() * Q.norm() + h.V_size)
-    return M if (h.V - M @ Q).norm() <= within else None
+    # Where Q is invertible on the tokens what is left over enters the bound; elsewhere it must be rounding of V.
+    allowed = h.V_size + (_size(M) * _size(Q) if Q.shape[0] >= Q.shape[1] else 0.0)
+    return M if _size(h.V - M @ Q) <= 64 * U * max(Q.shape) * allowed else None
 
 
 def _factor(h: Head) -> tuple[Tensor, float]:
@@ -67,7 +68,7 @@ def _factor_norm(h: Head, norm: Callable[[Tensor], float]) -> float:
 
 
 def _size(M: Tensor) -> float:
-    return up(M.norm().item(), M.numel())
+    return frobenius_up(M).item()
 
 
 def _spectral(M: Tensor) -> float:
@@ -85,7 +86,8 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
 
     Column sums of P are at most kappa, of what keys react with tau.
     """
-    return up(distance_reaction(sight(f, domain.n)) * _through_heads(f))
+    size, power = _through_heads(f)
+    return scaled_up(up(distance_reaction(sight(f, domain.n)) * size), power)
 
 
 def distance_reaction(seen: Sight) -> float:
@@ -98,23 +100,36 @@ def _over_heads(f: SelfAttention, reaction: float) -> float:
     return up(reaction * apart * (1.0 if f.O is None else norm_up(f.O).item()))
 
 
-def _through_heads(f: SelfAttention) -> float:
-    """All heads as one product: O diag(M_h / m_h), then each head by itself, then diag(m_h) Q."""
-    rights, lefts, rest = [], [], 0.0
+def _through_heads(f: SelfAttention) -> tuple[float, int]:
+    """All heads as one product, O diag(M_h / m_h), then each head by itself, then diag(m_h) Q: s and p of s 2^p."""
+    rights, lefts, powers, rest = [], [], [], 0.0
     for h in heads_of(f, folded=False):
         M, missed = _factor(h)
         m = up(_spectral(M) + missed)
-        rights.append(h.factor * m * h.one.Q)
+        if math.inf in (m, h.factor):
+            return math.inf, 0
+        Q, power = _of_order_one(h.one.Q)
+        share, own = math.frexp(m)
+        rights.append(share * Q)
+        powers.append(power + own + math.frexp(h.factor)[1] - 1)
         lefts.append(M / m if m > 0 else M)
         rest = max(rest, missed / m if m > 0 else 0.0)
-    right = torch.cat(rights)
+    top = max(powers)
+    right = torch.cat([torch.ldexp(Q, torch.tensor(power - top)) for Q, power in zip(rights, powers, strict=True)])
     rounding = gamma(2 * sum(M.shape[0] for M in lefts) + 16)
     across = up(_spectral(right) + rounding * _size(right))
     if f.O is None:
-        return across
-    left = f.O @ torch.block_diag(*lefts)
-    error = rounding * _size(f.O) * math.hypot(*(_size(M) for M in lefts)) + rest * _spectral(f.O)
-    return up(across * (_spectral(left) + error))
+        return across, top
+    O, power = _of_order_one(f.O)
+    left = O @ torch.block_diag(*lefts)
+    error = rounding * _size(O) * math.hypot(*(_size(M) for M in lefts)) + rest * _spectral(O)
+    return up(across * (_spectral(left) + error)), top + power
+
+
+def _of_order_one(W: Tensor) -> tuple[Tensor, int]:
+    """W 2^-p and p, the largest entry between a half and one; a weight of zeros stays what it is."""
+    power = math.frexp(W.abs().max().item())[1]
+    return torch.ldexp(W, torch.tensor(-power)), power
 
 
 def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:

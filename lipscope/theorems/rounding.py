@@ -26,6 +26,14 @@ def up(value: float, operations: int = 64) -> float:
     return math.inf if math.isnan(value) else value * (1 + gamma(operations + 4))
 
 
+def scaled_up(value: float, power: int) -> float:
+    """value 2^power rounded up, where it is below the smallest number or above the largest too."""
+    try:
+        return value if value == 0 else math.nextafter(math.ldexp(value, power), math.inf)
+    except OverflowError:
+        return math.inf
+
+
 def down(value: float, operations: int = 64) -> float:
     """A number after that many operations, rounded down to a usable lower bound, at least 0."""
     return max(0.0, value * (1 - gamma(operations + 4))) if math.isfinite(value) else 0.0

@@ -59,7 +59,10 @@ def _query_bias(f: SelfAttention) -> bool:
 
 
 DOT = Hypothesis("the scores are dot products (kernel Dot)", lambda f, _: isinstance(f.kernel, Dot))
-DISTANCE = Hypothesis("the scores are squared distances (kernel L2)", lambda f, _: isinstance(f.kernel, L2))
+DISTANCE = Hypothesis(
+    "the scores are minus squared distances (kernel L2, a scale above 0)",
+    lambda f, _: isinstance(f.kernel, L2) and (f.kernel.scale is None or f.kernel.scale > 0),
+)
 PLAIN_SCORES = Hypothesis(
     "the softmax is plain: no softcap, no sinks", lambda f, _: f.kernel.softcap is None and f.kernel.sinks is None
 )

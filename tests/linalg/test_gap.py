@@ -7,7 +7,7 @@ import torch
 
 import lipscope as ls
 from lipscope.linalg.certificate import bounded_by, noise_floor, polynomial_bound, smallest_overlap
-from lipscope.linalg.gap import MEMORY, NOISE, SCORES, STEPS, UNCERTIFIED
+from lipscope.linalg.gap import MEMORY, NOISE, SCORES, STEPS, UNCERTIFIED, check_gap
 from lipscope.linalg.golub_kahan import GolubKahan
 from lipscope.linalg.operator import dense_operator
 
@@ -161,3 +161,9 @@ def test_products_noisier_than_ever_seen_are_measured():
     tight, wide = (asked(J, gap, 1e-8) for gap in (1e-4, 0.3))
     assert tight.missed == NOISE and tight.steps < 60 and tight.lower <= 1 <= tight.upper
     assert wide.missed == "" and wide.upper / wide.lower <= 1.3
+
+
+@pytest.mark.parametrize("gap", ["0.1", True, [0.1]])
+def test_what_is_no_number_is_told(gap):
+    with pytest.raises(ls.UserError, match="must be a number"):
+        check_gap(gap)

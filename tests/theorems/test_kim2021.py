@@ -66,3 +66,33 @@ def test_the_lower_bound_grows_like_the_square_of_the_radius():
     assert no_global_constant(f, Everywhere(n)) == math.inf
     still = ls.SelfAttention(torch.zeros_like(f.Q), f.K, f.V)
     assert no_global_constant(still, Everywhere(n)) == 0
+
+
+@pytest.mark.parametrize(
+    ("q", "v", "o"),
+    [(1e150, 1e-200, 1.0), (1e10, 1e-320, 1.0), (1.0, 1e160, 1.0), (1.0, 1e-160, 1e160), (1e-150, 1e300, 1.0)],
+)
+def test_weights_of_any_size_neither_vanish_nor_overflow(q, v, o):
+    one = torch.eye(2, dtype=torch.float64)
+    f = ls.SelfAttention(q * one, q * one, v * one, o * one, kernel=ls.L2())
+    plain = tighter_distance_upper(ls.SelfAttention(one, one, one, kernel=ls.L2()), Everywhere(3))
+    # Of 1e-320 only three digits are there.
+    assert tighter_distance_upper(f, Everywhere(3)) == pytest.approx(plain * v * o, rel=1e-2 if v < 1e-310 else 1e-9)
+
+
+def test_a_value_beyond_all_powers_of_two_has_no_bound():
+    one = torch.eye(2, dtype=torch.float64)
+    assert tighter_distance_upper(ls.SelfAttention(one, one, 1.7e308 * one, kernel=ls.L2()), Everywhere(3)) == math.inf
+
+
+def test_scores_that_grow_with_distance_have_no_bound():
+    one = torch.eye(2, dtype=torch.float64)
+    assert not ls.bounds(ls.SelfAttention(one, one, one, kernel=ls.L2(scale=-1.0)), Everywhere(3))
+
+
+def test_values_that_nearly_factor_do_not():
+    """Q nearly has no second row: an error of 1e-6 in V is no rounding, though it is one of M Q."""
+    Q = torch.tensor([[1.0, 0, 0], [0, 1e-8, 0]], dtype=torch.float64)
+    V = torch.tensor([[0.0, 1, 0], [0, 0, 1e-6]], dtype=torch.float64)
+    (h,) = heads_of(ls.SelfAttention(Q, Q, V, kernel=ls.L2()), folded=False)
+    assert value_factor(h) is None
