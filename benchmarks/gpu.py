@@ -106,7 +106,7 @@ def jvp_flash(n: int) -> list[Row]:
     """How many times as long jvp_flash_attention takes for value and tangent, where it is installed."""
     if find_spec("jvp_flash_attention") is None:
         return []
-    from jvp_flash_attention.jvp_attention import JVPAttn  # type: ignore[import-not-found]
+    from jvp_flash_attention.jvp_attention import JVPAttn  # type: ignore[import-not-found]  # not a dependency
 
     point, tangent, _ = gpu_kernels.problem(n, WIDTH // HEADS, torch.bfloat16)
     (q, k, v), (dq, dk, dv), pattern = point, tangent, Pattern()

@@ -149,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    plans = {name: replace(plan, **SIZES[options.size]) for name, plan in PLANS.items()}  # type: ignore[arg-type]
+    plans = {name: replace(plan, **SIZES[options.size]) for name, plan in PLANS.items()}
     plans = {name: replace(plan, steps=options.steps or plan.steps) for name, plan in plans.items()}
     text = read_characters(options.text, GRID.context)
     content = {"settings": strict(settings(text, plans, device)), "cells": {}}

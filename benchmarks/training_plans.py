@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
 from lipscope.nn.language_model import Architecture, MakeAttention, make_attention
@@ -92,7 +93,7 @@ PLANS = {
 }
 """Equal budgets with what one usually takes for granted, what L2 attention loses there; then none of it, by norms."""
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "full": {},
     "small": {"width": 32, "heads": 2, "context": 32, "batch": 8, "seeds": 2, "tested": 256},
     "tiny": {"width": 16, "heads": 2, "context": 16, "batch": 4, "seeds": 2, "tested": 8, "steps": 6, "every": 3},

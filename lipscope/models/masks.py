@@ -40,13 +40,13 @@ class PlainMask(Tensor):
         return (torch.ones((), dtype=torch.bool, device=self.device) if seen is None else seen).expand(self.shape)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it so, and declares it otherwise
         cls, operation: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map(_written, (args, kwargs or {}))
         return operation(*args, **kwargs)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the contents too
         return f"PlainMask({tuple(self.shape)}, {self.pattern})"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
-from lipscope.nn.l2_bound import balanced_factors, reaction, weight_factor
+from lipscope.nn.l2_bound import balanced_factors, reaction, reactions, weight_factor
 from lipscope.nn.l2_bound import value_factors as value_factors
 from lipscope.nn.matrix_norms import widened
 from lipscope.nn.positive import check_positive
@@ -98,7 +98,7 @@ class ContractiveL2Attention(L2SelfAttention):
         kind = self.head_size, self.causal, self.norm
         if padding is None:
             return self.constant / reaction(operator.index(n), *kind) * M
-        bound = _reactions(padding.sum(dim=-1), operator.index(n), *kind)
+        bound = reactions(padding.sum(dim=-1), operator.index(n), *kind)
         return (self.constant / bound)[..., None, None, None].to(M.dtype) * M
 
     @torch.no_grad()
@@ -117,19 +117,3 @@ class ContractiveL2Attention(L2SelfAttention):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm:g}"
-
-
-def _reactions(counts: Tensor, n: int, size: int, causal: bool, norm: float) -> Tensor:
-    """The `reaction` of each count, 0 to n. Where the counts cannot be looked at, that of every one is computed."""
-    if not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(counts):
-        known = [reaction(max(m, 1), size, causal, norm) for m in counts.flatten().tolist()]
-        return torch.tensor(known, dtype=torch.float64).reshape(counts.shape).to(counts.device)
-    table = torch.tensor(_every_reaction(n, size, causal, norm), dtype=torch.float64)
-    return table.to(counts.device)[counts]
-
-
-def _every_reaction(n: int, size: int, causal: bool, norm: float) -> tuple[float, ...]:
-    return tuple(reaction(max(m, 1), size, causal, norm) for m in range(n + 1))
-
-
-_every_reaction._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,7 +12,9 @@ or ||O|| max_h ||M_h|| ||Q_h|| for the largest coordinate, since those bound the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from torch import Tensor
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.matrix_norms import FLOOR, row_sum, spectral_upper, unit, widened
 from lipscope.theorems.heads import sight
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -77,13 +81,30 @@ def _factors(Q: Tensor, V: Tensor, O: Tensor, norm: float, least: Tensor) -> tup
     return measure(left) + O.norm() * (rounding * (size / m).norm() + short), measure(right)
 
 
+def _constant_for_the_compiler(function: F) -> F:
+    """What torch.compiler.assume_constant_result does; calling that here would load the compiler, and Triton."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark that functions do not declare
+    return function
+
+
+@_constant_for_the_compiler
 def reaction(n: int, size: int, causal: bool, norm: float) -> float:
     """c(n): what the theorems say of identity weights and heads of this size."""
     return _reaction(n, size, causal, norm)
 
 
-# What torch.compiler.assume_constant_result sets; calling it here would load the whole compiler, and Triton, on import.
-reaction._dynamo_marked_constant = True  # type: ignore[attr-defined]
+@_constant_for_the_compiler
+def _every_reaction(n: int, size: int, causal: bool, norm: float) -> tuple[float, ...]:
+    return tuple(_reaction(max(m, 1), size, causal, norm) for m in range(n + 1))
+
+
+def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: float) -> Tensor:
+    """The `reaction` of each count, 0 to n. Where the counts cannot be looked at, that of every one is computed."""
+    if not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(counts):
+        known = [reaction(max(m, 1), size, causal, norm) for m in counts.flatten().tolist()]
+        return torch.tensor(known, dtype=torch.float64).reshape(counts.shape).to(counts.device)
+    table = torch.tensor(_every_reaction(n, size, causal, norm), dtype=torch.float64)
+    return table.to(counts.device)[counts]
 
 
 @lru_cache(maxsize=4096)

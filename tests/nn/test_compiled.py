@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 torch.set_num_threads(1)
 import lipscope as ls
 from lipscope.nn.monitor import NOT_RUN, SmoothnessWarning
-from tests.nn.watched import Small, batches, dense_norm
+from tests.nn.watched import Small, batches, dense_norm, trained
 
 
 def whole(model):
@@ -42,15 +42,7 @@ def train(wrap, watched, layers=None):
     called = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = ls.SmoothnessMonitor(called, layers, every=2, tol=1e-5) if watched else None
-    losses = []
-    for X in batches(3):
-        optimizer.zero_grad()
-        loss = called(X).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if watched:
-            monitor.step()
+    losses = trained(called, optimizer, batches(3), monitor)
     graphs = counters["stats"]["unique_graphs"]
     return losses, model.state_dict(), torch.get_rng_state(), graphs, monitor, copy.deepcopy(model)
 

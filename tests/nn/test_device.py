@@ -14,6 +14,7 @@ from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
 from lipscope.nn.sigma_table import Reading
 from lipscope.nn.variants import ATTENTIONS
 from tests.nn.test_modules import compiled
+from tests.nn.watched import trained
 
 DIM, HEADS, TOKENS = 32, 4, 48
 
@@ -90,9 +91,7 @@ def test_parametrized_weights_have_their_norm(change):
     change(f)
     W = f.query.weight
     assert W.is_cuda
-    assert torch.linalg.matrix_norm(W.detach().double(), 2).item() <= (
-        1.0 if change is not sigma_reparametrise else 2.0
-    )
+    assert 0.99 < torch.linalg.matrix_norm(W.detach().double(), 2).item() <= 1
     gradients(f, tokens().cuda())
 
 
@@ -107,28 +106,19 @@ def test_the_measured_sigma_has_its_gradient():
     assert_near(f.query.weight.grad, true.query.weight.grad, 1e-2)
 
 
-def trained(watched: bool) -> tuple[list[float], dict[str, Tensor], Tensor, list[Reading]]:
+def run(watched: bool) -> tuple[list[float], dict[str, Tensor], Tensor, list[Reading]]:
     torch.manual_seed(0)
     model = nn.Sequential(layer("l2"), nn.Dropout(0.1), layer("dot")).cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     monitor = ls.SmoothnessMonitor(model, every=2) if watched else None
-    losses = []
-    for step in range(6):
-        X = torch.randn(4, TOKENS, DIM, generator=torch.Generator().manual_seed(step)).cuda()
-        loss = (model(X) - X).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if monitor is not None:
-            monitor.step()
+    losses = trained(model, optimizer, tokens(batch=24).cuda().split(4), monitor)
     readings = [] if monitor is None else list(monitor.readings)
     return losses, model.state_dict(), torch.cuda.get_rng_state(), readings
 
 
 def test_the_monitor_leaves_a_training_on_the_gpu_as_it_is():
-    losses, state, random, _ = trained(watched=False)
-    losses_too, state_too, random_too, readings = trained(watched=True)
+    losses, state, random, _ = run(watched=False)
+    losses_too, state_too, random_too, readings = run(watched=True)
     assert losses_too == losses and torch.equal(random, random_too)
     assert all(torch.equal(state[name], state_too[name]) for name in state)
     assert len(readings) == 6 and all(reading.sigma > 0 for reading in readings)

@@ -11,7 +11,7 @@ import lipscope as ls
 from lipscope.nn.evaluating import evaluating
 from lipscope.nn.monitor import SmoothnessMonitor
 from tests.nn.test_undisturbed import run
-from tests.nn.watched import DIM, HEADS, batches, dense_norm
+from tests.nn.watched import DIM, HEADS, Kept, batches, dense_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -21,17 +21,6 @@ def hooked(kind=ls.DotSelfAttention):
     spectral_norm(layer.query)
     weight_norm(layer.out)
     return nn.Sequential(layer)
-
-
-class Torch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
-        spectral_norm(self.attention, "in_proj_weight")
-        spectral_norm(self.attention.out_proj)
-
-    def forward(self, X):
-        return self.attention(X, X, X, need_weights=False)[0]
 
 
 class Reading(nn.Module):
@@ -52,7 +41,7 @@ class Reading(nn.Module):
         (hooked, None),
         (lambda: hooked(ls.L2SelfAttention), None),
         (lambda: nn.Sequential(hooked()), ["0"]),
-        (Torch, None),
+        (lambda: Kept(spectral_norm), None),
         (Reading, None),
         (Reading, ["layer"]),
     ],
@@ -71,7 +60,7 @@ def test_they_are_measured_at_the_weights_after_the_step(kind):
     torch.manual_seed(0)
 
     def make():
-        return Torch() if kind == "torch" else hooked(kind)
+        return Kept(spectral_norm) if kind == "torch" else hooked(kind)
 
     model, X = make().train(), batches(1)[0]
     monitor = SmoothnessMonitor(model, every=1, tol=1e-5)

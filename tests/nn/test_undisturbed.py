@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.monitor import SmoothnessMonitor, SmoothnessWarning
-from tests.nn.watched import DIM, HEADS, batches, dense_norm
+from tests.nn.watched import DIM, HEADS, Kept, batches, dense_norm, trained
 
 
 def run(make, layers, watched):
@@ -19,30 +19,9 @@ def run(make, layers, watched):
     model = make().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = SmoothnessMonitor(model, layers, every=1) if watched else None
-    losses = []
-    for X in batches(4):
-        loss = (model(X) - X).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if monitor is not None:
-            monitor.step()
+    losses = trained(model, optimizer, batches(4), monitor)
     readings = [] if monitor is None else monitor.readings
     return losses, model.state_dict(), torch.get_rng_state(), readings
-
-
-class Torch(nn.Module):
-    """nn.MultiheadAttention whose weights torch keeps small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
-        spectral_norm(self.attention, "in_proj_weight")
-        spectral_norm(self.attention.out_proj)
-
-    def forward(self, X):
-        return self.attention(X, X, X, need_weights=False)[0]
 
 
 def normalized():
@@ -64,7 +43,7 @@ class Random(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "layers"),
-    [(normalized, None), (lambda: nn.Sequential(normalized()), ["0"]), (Torch, None)],
+    [(normalized, None), (lambda: nn.Sequential(normalized()), ["0"]), (lambda: Kept(spectral_norm), None)],
     ids=["closed form", "autograd", "torch"],
 )
 def test_the_training_is_bit_identical(make, layers):

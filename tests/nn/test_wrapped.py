@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 torch.set_num_threads(1)
 import lipscope as ls
 from lipscope.nn.wrapped import SHARDED
-from tests.nn.watched import Small, batches
+from tests.nn.watched import Small, batches, trained
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -30,15 +30,7 @@ def train(wrap, watched):
     optimizer = torch.optim.Adam(called.parameters(), 0.01)
     layers = ["dot", "l2", "cosine", "encoder", "encoder.self_attn", called]
     monitor = ls.SmoothnessMonitor(called, layers, every=2) if watched else None
-    losses = []
-    for X in batches(3):
-        optimizer.zero_grad()
-        loss = called(X).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if watched:
-            monitor.step()
+    losses = trained(called, optimizer, batches(3), monitor)
     return losses, model.state_dict(), [(r.step, r.layer, r.sigma) for r in monitor.readings] if watched else None
 
 

@@ -36,6 +36,33 @@ def batches(count, size=3, dtype=torch.float32):
     return [torch.randn(size, TOKENS, DIM, generator=generator).to(dtype) for _ in range(count)]
 
 
+def trained(called, optimizer, data, monitor=None):
+    """The losses of a short training; the monitor's step comes after the optimiser's."""
+    losses = []
+    for X in data:
+        loss = (called(X) - X).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if monitor is not None:
+            monitor.step()
+    return losses
+
+
+class Kept(nn.Module):
+    """nn.MultiheadAttention whose weights torch keeps small, by either of its spectral norms."""
+
+    def __init__(self, spectral_norm) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+        spectral_norm(self.attention, "in_proj_weight")
+        spectral_norm(self.attention.out_proj)
+
+    def forward(self, X):
+        return self.attention(X, X, X, need_weights=False)[0]
+
+
 def dense_norm(f, X):
     """The norm of the dense Jacobian of f at X [n, d], in float64."""
     J = torch.autograd.functional.jacobian(f, X.double(), vectorize=False)

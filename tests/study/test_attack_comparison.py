@@ -7,7 +7,6 @@ import torch
 
 from lipscope._types import UserError
 from lipscope.cli import main
-from lipscope.models.loading import load
 from lipscope.study.attack_comparison import (
     DIRECTION,
     GRADIENT,
@@ -25,11 +24,6 @@ from lipscope.study.sentence import TextReader, sentence_embedding
 CONTEST = Contest(swaps=2, length=6)
 SMALL, LARGE = (1e-5, 3e-5), 300.0
 """Shares of the norm of a swap at which the model is linear, and at which nothing is left of the text."""
-
-
-@pytest.fixture(scope="module")
-def model(tiny):
-    return load(tiny)
 
 
 @pytest.fixture(scope="module")

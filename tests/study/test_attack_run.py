@@ -10,15 +10,9 @@ from lipscope._types import UserError
 from lipscope.attack.tokens import guided_swaps, random_swaps
 from lipscope.cli import main
 from lipscope.linalg.local import local_lipschitz
-from lipscope.models.loading import load
 from lipscope.study.attack_run import KINDS, PROBE, Plan, attack_model
 from lipscope.study.study import Study
 from lipscope.study.token_target import layer_sigma, output_change
-
-
-@pytest.fixture(scope="module")
-def model(tiny):
-    return load(tiny)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -1,45 +1,28 @@
 """A study with a gap: every certificate closed to it or a row that says why, and kept apart from other studies."""
 
-import io
 import json
 import math
 import sqlite3
 
 import pytest
 import torch
-from rich.console import Console
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.gap import NOISE
 from lipscope.models.loading import load
-from lipscope.study.export import write_csv
 from lipscope.study.records import Settings
 from lipscope.study.run import measure
 from lipscope.study.sampling import Windows
 from lipscope.study.store import Store
 from lipscope.study.study import Study
-from lipscope.study.table import summary
 from lipscope.study.work import StartSigmaWork
 from tests.study.fakes import info, row, sensitivity
+from tests.study.printed import exported, shown
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    return load(tiny)
-
-
-def exported(study: Study) -> list[str]:
-    """The CSV, timing aside."""
-    out = io.StringIO()
-    write_csv(study, out)
-    return [line.rsplit(",", 1)[0] for line in out.getvalue().splitlines()]
-
-
-def shown(study: Study) -> str:
-    console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(summary(study))
-    return " ".join(console.export_text().split())
+def on_one_line(study: Study) -> str:
+    return " ".join(shown(study).split())
 
 
 def width(study: Study) -> float:
@@ -50,7 +33,7 @@ def test_every_certificate_is_closed_around_the_truth(model, prose):
     asked = {"lengths": (1, 16), "samples": 2}
     free, closed = measure(model, prose, **asked), measure(model, prose, **asked, gap=0.01)
     assert width(free) > 0.01 >= width(closed) and not any(row.missed for row in closed.rows)
-    assert "at most a factor 1.01 apart" in shown(closed) and "gap" not in shown(closed)
+    assert "at most a factor 1.01 apart" in on_one_line(closed) and "gap" not in on_one_line(closed)
     for found in closed.rows:
         ids = torch.tensor(model.encode(" ".join(t.token for t in closed.tokens_of(found))))
         heads = None if found.head is None else [found.head]
@@ -63,7 +46,7 @@ def test_a_gap_that_rounding_hides_is_told_in_its_row_and_table(model, prose, tm
     study = measure(model, prose, (16,), 1, scopes=("attention",), gap=1e-9, out=tmp_path / "s")
     assert {row.status for row in study.rows} <= {f"converged: {NOISE}", f"breakdown: {NOISE}"}
     assert len(study.sigma) == 2 and not study.failed and study.sigma[0].missed == NOISE
-    assert f"2 of 2 rows miss the gap of 1e-09; the first says: converged: {NOISE}." in shown(study)
+    assert f"2 of 2 rows miss the gap of 1e-09; the first says: converged: {NOISE}." in on_one_line(study)
     assert width(study) < 1e-3  # as near as rounding allows, not as far as it was when it gave up
     again = []
     measure(
@@ -149,4 +132,4 @@ def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
 def test_the_table_says_what_is_bounded(identity, upper, told):
     store, rows = Store.create(None, info(**identity)), [row(sample=i, upper=x) for i, x in enumerate(upper)]
     store.write(rows, map(sensitivity, rows))
-    assert told in shown(Study(store))
+    assert told in on_one_line(Study(store))

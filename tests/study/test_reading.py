@@ -15,11 +15,6 @@ WINDOWS = Choice((4, 8), 2, 0, False)
 WHOLE = Choice(None, 2, 0, False)
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    return load(tiny)
-
-
 def test_a_string_a_file_a_list_and_ids_are_the_same_text(model, prose, tmp_path):
     path = tmp_path / "prose.txt"
     path.write_text(prose)

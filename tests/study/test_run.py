@@ -1,6 +1,5 @@
 """The main job on a tiny encoder: the numbers are true, and the same however they were come by."""
 
-import io
 import math
 from typing import Any
 
@@ -11,21 +10,9 @@ from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models.loading import load
 from lipscope.study import probe
-from lipscope.study.export import write_csv
 from lipscope.study.run import measure
 from lipscope.study.study import Study
-
-
-@pytest.fixture(scope="module")
-def model(tiny):
-    return load(tiny)
-
-
-def exported(study: Study) -> list[str]:
-    """The CSV, timing aside."""
-    out = io.StringIO()
-    write_csv(study, out)
-    return [line.rsplit(",", 1)[0] for line in out.getvalue().splitlines()]
+from tests.study.printed import exported
 
 
 def test_every_number_is_the_norm_of_the_dense_jacobian(model, prose):

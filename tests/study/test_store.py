@@ -52,7 +52,7 @@ def test_a_job_is_kept_whole_or_not_at_all(tmp_path):
         store.write([row(layer=0), row(layer=1, lower=9.0)])
     assert store.rows() == []
     with pytest.raises(sqlite3.Error):
-        store.write([row(layer=0)], [sensitivity(row())._replace(scope=None)])  # type: ignore[arg-type]
+        store.write([row(layer=0)], [sensitivity(row())._replace(scope=None)])  # type: ignore[arg-type]  # on purpose
     assert store.rows() == []
 
 

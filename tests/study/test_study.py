@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from lipscope._types import UserError
 from lipscope.study.export import write_csv, write_parquet
@@ -15,8 +14,8 @@ from lipscope.study.printable import for_spreadsheet, for_terminal
 from lipscope.study.records import COLUMNS, Row, Sample
 from lipscope.study.store import Store
 from lipscope.study.study import Study
-from lipscope.study.table import summary
 from tests.study.fakes import info, row, sensitivity
+from tests.study.printed import shown
 
 HOSTILE = (
     "=cmd|' /C calc'!A0",
@@ -47,12 +46,6 @@ def study(tmp_path) -> Study:
     store.write([row(layer=1, n=32, sample=9, value=math.nan, lower=0.0, upper=math.inf, status="failed: no\x1b[5m")])
     store.close()
     return Study.open(tmp_path / "s")
-
-
-def shown(study: Study) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(summary(study))
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_growth_per_layer_and_scope_counts_heads_by_their_largest(study):

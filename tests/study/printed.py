@@ -1,0 +1,25 @@
+"""What a study exports and shows, as text."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from lipscope.study.export import write_csv
+from lipscope.study.study import Study
+from lipscope.study.table import summary
+
+
+def exported(study: Study) -> list[str]:
+    """The CSV, timing aside."""
+    out = io.StringIO()
+    write_csv(study, out)
+    return [line.rsplit(",", 1)[0] for line in out.getvalue().splitlines()]
+
+
+def shown(study: Study) -> str:
+    """The table, 80 columns wide."""
+    out = io.StringIO()
+    Console(file=out, width=80).print(summary(study))
+    return out.getvalue()
