@@ -89,6 +89,7 @@ def test_json_holds_every_number(tiny, text, tmp_path, capsys):
     assert found["most_sensitive"]["value"] == study.peak().value
     assert len(found["most_sensitive"]["tokens"]) == 16
     assert found["identity"]["tol"] == 1e-6 and found["failed"] == 0
+    assert found["joint_confidence"] == study.joint_confidence == pytest.approx(1 - len(study.rows) * 1e-9)
 
 
 def test_the_recorded_command_measures_the_same(tiny, text, tmp_path, capsys, monkeypatch):

@@ -2,7 +2,8 @@
 
 With J right = sigma left, a simple sigma has d sigma = <left, D_X (J right)>: one more derivative of f, none of the
 solver. Each step costs that gradient and a warm-started solve of a few products; a step that does not raise sigma is
-taken back and shortened. What comes out is measured again, cold.
+taken back and shortened. What comes out is measured again, cold and from a start that the climb
+did not know.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._types import Around, Ball, Domain, Point, UserError
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attack.found import Found, measured
+from lipscope.attack.found import Found, fresh_seed, measured
 from lipscope.attack.regions import Normed, Region, region_of
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
@@ -124,7 +125,9 @@ def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, start
     drawn = region.draw(SIEVE * climb.restarts, generator)
     known = [region.coordinates(x.double()) for x in starts]
     if isinstance(f, SelfAttention) and isinstance(f.kernel, Dot) and isinstance(domain, Ball) and domain.n > 1:
-        exact = [one.X for one in explicit_inputs(f, domain, seed=climb.seed)]
+        # Their order decides the noise of each, so it must not depend on the start of the last solve.
+        own = fresh_seed(climb.seed, "constructions")
+        exact = [one.X for one in explicit_inputs(f, domain, seed=own)]
         noise = torch.randn(len(exact), *drawn.shape[1:], generator=generator, dtype=torch.float64)
         known += exact + list(torch.stack(exact) + 0.01 * domain.R * noise)
     for x in known:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.attack.found import fresh_seed
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.local import local_lipschitz
@@ -40,7 +41,7 @@ def singular_response(f: Map, X: Tensor, etas: Sequence[float] = ETAS, *, seed: 
         raise UserError(f"the response is taken at one input X [n, d], got shape {tuple(X.shape)}")
     if not etas or not all(eta > 0 for eta in etas):
         raise UserError(f"etas must be positive steps, at least one, got {list(etas)}")
-    sigma = local_lipschitz(f, X, solver=Solver(seed=seed))
+    sigma = local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure")))
     with torch.no_grad():
         here = f(X)
         ratios, opposite = (

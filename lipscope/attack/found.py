@@ -1,7 +1,8 @@
-"""What an attack hands back: an input, and its sigma as the core solver measures it afresh."""
+"""What an attack hands back: an input, and its sigma from a start that the search did not know."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from lipscope.linalg.spectral import Solver
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An input X [n, d] with the local Lipschitz constant there, from a cold solve."""
+    """An input X [n, d] with the local Lipschitz constant there, from a fresh start."""
 
     name: str
     X: Tensor
@@ -27,9 +28,24 @@ class Found:
         return float(self.sigma.value)
 
 
+def fresh_seed(seed: int, purpose: str) -> int:
+    """The seed for one purpose, derived from the user's: the same every time, unrelated to the others.
+
+    An upper bound holds for inputs that were chosen without knowledge of the solver's random start.
+    A search knows every start it climbed with, and inputs drawn by a generator with the seed of the
+    solver hold the very numbers of its start. So what is found is measured with
+    Solver(seed=fresh_seed(seed, "measure")), and no search may draw from that seed.
+    """
+    digest = hashlib.sha256(f"lipscope {purpose} {seed}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
 def measured(f: Map, inputs: Sequence[tuple[str, Tensor]], seed: int) -> list[Found]:
-    """Named inputs [n, d] measured together, the largest sigma first; f maps a batch member by member."""
+    """Named inputs [n, d], found with `seed`, measured together from a fresh start.
+
+    The largest sigma comes first; f maps a batch member by member.
+    """
     X = torch.stack([x for _, x in inputs])
-    estimates = local_lipschitz(f, X, solver=Solver(seed=seed))
+    estimates = local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure")))
     found = [Found(name, x, estimates[i]) for i, (name, x) in enumerate(inputs)]
     return sorted(found, key=lambda one: -one.value)

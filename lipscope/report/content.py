@@ -42,9 +42,10 @@ def content(study: Study) -> dict[str, Any]:
 
 
 def cell(rows: list[Row]) -> list[float]:
-    """Median over samples, the interval it is certain to lie in, the range over samples, and their number.
+    """Median over samples, the interval it lies in, the range over samples, and their number.
 
-    A median grows with each of its members: it lies between the medians of their lower and upper bounds.
+    A median grows with each of its members: where their bounds hold, it lies between the medians of
+    the lower and of the upper ones.
     """
     values = [row.value for row in rows]
     low, high = median(row.lower for row in rows), median(row.upper for row in rows)

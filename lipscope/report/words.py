@@ -11,10 +11,16 @@ from lipscope.report.content import bounds, layer_name, shown
 from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
 from lipscope.study.records import Row
 from lipscope.study.study import Study, Token
-from lipscope.study.table import certificate
+from lipscope.study.table import certificate, width
 
 NOTHING = "No value has been measured yet."
 TOP_TOKENS = 3
+
+HYPOTHESES = (
+    "That probability is over the random starts of the solver. It takes for granted that no input "
+    "was chosen with knowledge of the seed, and that the rounding of every product is within four "
+    "times the one seen in products with the Jacobian and its transpose."
+)
 
 
 def place(row: Row) -> str:
@@ -39,6 +45,7 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
         return []
     row, law = study.peak(), peak_law(study)
     gap = widest(study)
+    have = "lower" if any(math.isinf(row.upper) for row in study.sigma) else "upper"
     return [
         ("largest σ", f"{row.value:.4g}", f"at n = {row.n}, sample {row.sample}"),
         ("roughest place", place(row).split(",")[0], f"map: {shown(row.scope, 30)}"),
@@ -49,8 +56,8 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
         ),
         (
             "certificate",
-            "lower bounds" if math.isinf(gap) else f"within ×{gap:.3g}",
-            "not every σ has an upper one" if math.isinf(gap) else "every σ, upper / lower",
+            f"{have} bounds" if math.isinf(gap) else f"within ×{gap:.3g}",
+            "not every σ has both bounds" if math.isinf(gap) else "every σ, upper / lower",
         ),
     ]
 
@@ -157,14 +164,10 @@ def sure(study: Study) -> str:
     counts = Counter(row.status.split(":")[0] for row in study.rows)
     status = ", ".join(f"{count} {shown(name, 30)}" for name, count in counts.most_common(6))
     text = f"Of {rows_of(study)}: {status}. " if study.rows else f"{NOTHING} "
-    gap = widest(study)
     if study.sigma:
         text += f"{certificate(study)} "
-    if study.sigma and not math.isinf(gap):
-        text += (
-            f"Upper bounds hold with probability at least 1 - {1 - about.confidence:.0e} over the solver's random "
-            "start. "
-        )
+    if study.certified:
+        text += f"{HYPOTHESES} "
     if study.sigma:
         samples = Counter(row.n for row in study.largest(*study.maps[0]))
         few = min(samples.values())
@@ -191,7 +194,7 @@ def interval(row: Row) -> str:
 
 def widest(study: Study) -> float:
     """The largest upper / lower over all rows."""
-    return max((row.upper / row.lower for row in study.sigma if row.lower > 0), default=math.inf)
+    return max(map(width, study.sigma), default=math.inf)
 
 
 def layer_medians(study: Study, like: Row) -> dict[str, float]:

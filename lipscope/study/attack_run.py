@@ -17,10 +17,12 @@ from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.direction import singular_response
+from lipscope.attack.found import fresh_seed
 from lipscope.attack.tokens import Swapped, duplicated_tokens, guided_swaps, projected_swaps, random_swaps
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.local import local_lipschitz
+from lipscope.linalg.spectral import Solver
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Map
@@ -126,7 +128,7 @@ def attack_model(
     finally:
         if out is not None:
             store.close()
-    return (study if out is None else Study.open(Path(out))), lines
+    return (Study(store) if out is None else Study.open(Path(out))), lines
 
 
 def attack_table(study: Study, lines: Sequence[Line]) -> Table:
@@ -200,9 +202,10 @@ def _tokens(scene: Scene) -> list[Line]:
 
 
 def _measured(scene: Scene, one: Swapped) -> Estimate:
-    """The number once more, by a fresh solve to full accuracy."""
+    """The number once more, to full accuracy and from a start that the search did not know."""
     site = scene.model.survey(torch.tensor([one.ids])).site("attention", scene.layer)
-    return local_lipschitz(site.f, site.X)[0]
+    solver = Solver(seed=fresh_seed(scene.plan.seed, "measure"))
+    return local_lipschitz(site.f, site.X, solver=solver)[0]
 
 
 def _in_words(model: Model, ids: Sequence[int], one: Swapped) -> str:

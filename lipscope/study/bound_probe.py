@@ -63,7 +63,7 @@ def audit(
     radius: float | None = None,
     samples: int = 1,
     seed: int = 0,
-    climb: Climb = QUICK,
+    climb: Climb | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Audit:
@@ -71,7 +71,9 @@ def audit(
 
     lengths: numbers of tokens, 64 unless told; `samples` of each.
     radius:  bounds on a ball are for tokens of norm up to this; by default the largest norm in the sample.
+    climb:   how the worst input is looked for; by default a short climb with `seed`.
     """
+    climb = climb or replace(QUICK, seed=seed)
     model = model if isinstance(model, Model) else load(model)
     lengths = LENGTHS if lengths is None else lengths
     if radius is not None:

@@ -87,6 +87,7 @@ def as_dict(study: Study) -> dict[str, Any]:
             ],
             "most_sensitive": _most_sensitive(study) if study.sigma else None,
             "failed": len(study.failed),
+            "joint_confidence": study.joint_confidence,
             "rows": [row._asdict() for row in study.rows],
         }
     )

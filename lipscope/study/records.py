@@ -17,8 +17,9 @@ class Row(NamedTuple):
     n, sample: at which input.
     layer, head: where; no layer for the whole model, no head for all heads together.
     kind and norm: "local" and "2" for sigma; bounds have "upper" and "lower".
-    status: converged, breakdown, resolution, max_steps, overflow, non_finite, or "failed: why"; a gap asked for and not
-            reached is added to it: "converged: gap not reached: why".
+    status: converged, breakdown, resolution, imprecise, max_steps, overflow, non_finite, or
+            "failed: why"; a gap asked for and not reached is added to it:
+            "converged: gap not reached: why".
     radius: the largest norm of a token at the map's input.
     seconds: time of the solve, shared out over its batch.
     """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from decimal import Decimal
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SIGMA = "sigma"
+
+CERTIFIED = "local"
+"""The kind of a row whose bounds are those of a solve, at whatever input it was made."""
 
 
 class Token(NamedTuple):
@@ -63,6 +68,34 @@ class Study:
     def failed(self) -> list[Row]:
         """The rows without a value; their status says why."""
         return [row for row in self.rows if row.failing]
+
+    @cached_property
+    def certified(self) -> list[Row]:
+        """The rows of any probe whose upper bound is the solver's, and so holds with a probability.
+
+        Bounds from theorems and numbers that were only evaluated hold without one.
+        """
+        return [row for row in self.rows if row.kind == CERTIFIED and row.upper < math.inf and not row.failing]
+
+    @property
+    def joint_failure(self) -> float:
+        """1 - joint_confidence, without the rounding of the difference."""
+        if not self.certified:
+            return 1.0
+        # What is kept is 1 - failure; six digits undo its rounding.
+        each = Decimal(f"{1 - (self.info.about.confidence or _default_confidence()):.6g}")
+        return min(1.0, float(len(self.certified) * each))
+
+    @property
+    def joint_confidence(self) -> float:
+        """The probability, at least, with which all upper bounds of the study hold together.
+
+        A union bound over the rows of `certified`: each solve fails with the probability that the
+        study keeps in `info.about.confidence`, whatever the number of maps in its batch, and every
+        solve has at least one row. The probability is over the random starts of the solver; see
+        docs/choosing.md for the other hypotheses. 0.0 where no row has an upper bound.
+        """
+        return 1 - self.joint_failure
 
     @property
     def maps(self) -> list[tuple[str, int | None]]:
@@ -194,3 +227,10 @@ class Study:
         at = f" in {self.directory}" if self.directory else ""
         span = f", n = {lengths[0]} to {lengths[-1]}" if lengths else ""
         return f"Study({self.info.about.model}: {len(self.sigma)} values, {len(self.failed)} failed{span}{at})"
+
+
+def _default_confidence() -> float:
+    """That of float64 searches in a study whose own dtype gives no upper bound, and keeps 0."""
+    from lipscope.linalg.spectral import Solver  # brings torch, which reading a study can do without
+
+    return 1 - Solver().failure

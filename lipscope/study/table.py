@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import ROUND_CEILING, Context
 from statistics import median
 
 from rich.console import Group, RenderableType
@@ -15,6 +16,7 @@ from lipscope.study.records import Identity, Row
 from lipscope.study.study import Study, Token
 
 TOP_TOKENS = 3
+IMPRECISE = "imprecise"
 
 
 def summary(study: Study) -> RenderableType:
@@ -95,19 +97,37 @@ def _comparison(study: Study) -> str:
 
 def certificate(study: Study) -> str:
     """What the bounds of a study are worth, and what to try where there are none."""
-    widths = [_width(row) for row in study.sigma]
-    bounded = [width for width in widths if width < math.inf]
-    text = "Every σ is an evaluated lower bound"
+    bounded = [ratio for row in study.sigma if (ratio := width(row)) < math.inf]
+    unbounded = sum(row.upper == math.inf for row in study.sigma)
+    drowned = len(study.sigma) - len(bounded) - unbounded
+    text = "Every σ has a lower bound and no upper one"
     if bounded:
         text = f"Every σ lies between its lower and upper bound, at most a factor {max(bounded):.3g} apart"
-    if bounded and len(bounded) < len(widths):
-        text += f", but {len(widths) - len(bounded)} have no upper one"
-    if len(bounded) < len(widths):
+    if bounded and unbounded:
+        text += f", but {unbounded} have no upper one"
+    if unbounded:
         text += _remedy(study.info.identity)
-    return f"{text}.{_missed(study)}"
+    if drowned:
+        text += f"; {drowned} have no lower bound above 0, for rounding may exceed them"
+    return f"{text}.{joint(study)}{_imprecise(study)}{_missed(study)}"
 
 
-def _width(row: Row) -> float:
+def joint(study: Study) -> str:
+    """With what probability all upper bounds hold together; nothing where there are none."""
+    if not study.certified:
+        return ""
+    count, odds = len(study.certified), _rounded_up(study.joint_failure)
+    who = f"All {count} upper bounds hold together" if count > 1 else "The upper bound holds"
+    return f"\n{who} with probability at least 1 - {odds}."
+
+
+def _rounded_up(x: float) -> str:
+    """Two digits of a probability, never below it."""
+    return f"{float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(x))):g}"
+
+
+def width(row: Row) -> float:
+    """upper / lower; 1 where both are 0."""
     return row.upper / row.lower if row.lower > 0 else 1.0 if row.upper == 0 else math.inf
 
 
@@ -116,6 +136,12 @@ def _remedy(identity: Identity) -> str:
     if identity.dtype != "float64":
         return "; an upper bound needs --dtype float64"
     return "; --gap goes on until there is one" if identity.gap is None else ""
+
+
+def _imprecise(study: Study) -> str:
+    """How many rows rounding leaves without two digits."""
+    count = sum(row.status.split(":")[0] == IMPRECISE for row in study.sigma)
+    return f"\n{count} of {len(study.sigma)} rows are imprecise: rounding may exceed 1 % of σ." if count else ""
 
 
 def _missed(study: Study) -> str:

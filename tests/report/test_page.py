@@ -16,6 +16,7 @@ from lipscope.report.comparison import comparison
 from lipscope.report.content import cell, content
 from lipscope.report.encoding import as_json
 from lipscope.report.page import html, render
+from lipscope.report.words import tiles
 from tests.report.made import HOSTILE, bounded, failed, grid, study
 from tests.study.fakes import row
 from tests.study.tiny import PROSE, save_tiny
@@ -72,8 +73,24 @@ def test_the_answers_stand_in_order_with_their_numbers(plain):
     # The largest sigma: layer 1, n = 32, sample 1: 2 sqrt(32) 1.1.
     assert f"{2 * math.sqrt(32) * 1.1:.4g}" in page.text
     assert "n^0.50" in page.text and "head 0 of layer 1" in page.text
+    assert "All 36 upper bounds hold together with probability at least 1 - 3.6e-08." in page.text
+    assert "no input was chosen with knowledge of the seed" in page.text
     for fact in ("fake/model", "w" * 64, "x" * 64, "float64", "cpu", "1e-06", "lipscope measure", "each head"):
         assert fact in page.text
+
+
+@pytest.mark.parametrize(
+    ("bounds", "says"),
+    [
+        ({}, ("within ×1.01", "every σ, upper / lower")),
+        ({"upper": math.inf}, ("lower bounds", "not every σ has both bounds")),
+        ({"lower": 0.0}, ("upper bounds", "not every σ has both bounds")),
+        ({"value": 0.0, "lower": 0.0, "upper": 0.0}, ("within ×1.01", "every σ, upper / lower")),
+    ],
+)
+def test_a_tile_says_what_bounds_there_are(tmp_path, bounds, says):
+    made = study(tmp_path / "s", [row(), row(**{"sample": 1, **bounds})])
+    assert tiles(made)[-1][1:] == says
 
 
 def test_only_what_is_in_the_file_may_run(plain):

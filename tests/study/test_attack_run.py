@@ -7,9 +7,11 @@ import torch
 from transformers import BertConfig, BertModel
 
 from lipscope._types import UserError
+from lipscope.attack.found import fresh_seed
 from lipscope.attack.tokens import guided_swaps, random_swaps
 from lipscope.cli import main
 from lipscope.linalg.local import local_lipschitz
+from lipscope.linalg.spectral import spectral_norm
 from lipscope.study.attack_run import KINDS, PROBE, Plan, attack_model
 from lipscope.study.study import Study
 from lipscope.study.token_target import layer_sigma, output_change
@@ -34,6 +36,24 @@ def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):
         assert all(
             best[name] >= sigma * (1 - 1e-6) for name in {"in the ball", "near the text", "gradient"} & set(best)
         )
+
+
+def test_a_text_is_not_measured_with_a_seed_it_was_found_with(model, prose, monkeypatch):
+    used = []
+
+    def recording(J, tol=1e-6, *, gap=None, start=None, solver=None):
+        used.append((J.batch, tol, None if solver is None else solver.seed))
+        return spectral_norm(J, tol, gap=gap, start=start, solver=solver)
+
+    for place in ("lipscope.study.token_target", "lipscope.linalg.local"):
+        monkeypatch.setattr(f"{place}.spectral_norm", recording)
+    plan = Plan("tokens", length=5, swaps=1, layers=[0], seed=3)
+    study, lines = attack_model(model, prose, plan)
+    last = [seed for _, _, seed in used[-len(lines) :]]
+    searched = {seed for _, tol, seed in used if tol == 1e-2}
+    assert last == [fresh_seed(3, "measure")] * 4 and searched == {3}
+    assert [line.upper for line in attack_model(model, prose, plan)[1]] == [line.upper for line in lines]
+    assert len(study.certified) == 1 + len(lines)  # of the study that was made in memory too
 
 
 @pytest.mark.parametrize("layer", [0, 1])

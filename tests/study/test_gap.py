@@ -3,6 +3,7 @@
 import json
 import math
 import sqlite3
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,14 +123,54 @@ def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
         (
             {"dtype": "float32"},
             (math.inf, math.inf),
-            "Every σ is an evaluated lower bound; an upper bound needs --dtype",
+            "Every σ has a lower bound and no upper one; an upper bound needs --dtype",
         ),
         ({}, (2.2, math.inf), "at most a factor 1.1 apart, but 1 have no upper one; --gap goes on until there is one."),
-        ({"gap": 0.1}, (2.2, math.inf), "at most a factor 1.1 apart, but 1 have no upper one. The model on"),
-        ({}, (2.2, 2.4), "Every σ lies between its lower and upper bound, at most a factor 1.2 apart. The model on"),
+        ({"gap": 0.1}, (2.2, math.inf), "at most a factor 1.1 apart, but 1 have no upper one. The upper bound holds"),
+        ({}, (2.2, 2.4), "Every σ lies between its lower and upper bound, at most a factor 1.2 apart. All 2 upper"),
     ],
 )
 def test_the_table_says_what_is_bounded(identity, upper, told):
     store, rows = Store.create(None, info(**identity)), [row(sample=i, upper=x) for i, x in enumerate(upper)]
     store.write(rows, map(sensitivity, rows))
     assert told in on_one_line(Study(store))
+
+
+@pytest.mark.parametrize(
+    ("certified", "failure", "says"),
+    [
+        (0, 1.0, None),
+        (1, 1e-9, "The upper bound holds with probability at least 1 - 1e-09."),
+        (3, 3e-9, "All 3 upper bounds hold together with probability at least 1 - 3e-09."),
+        (141, 1.41e-7, "All 141 upper bounds hold together with probability at least 1 - 1.5e-07."),
+    ],
+)
+def test_a_study_says_with_what_probability_all_its_upper_bounds_hold(certified, failure, says):
+    store = Store.create(None, info())
+    rows = [row(sample=i) for i in range(certified)]
+    rows += [row(sample=200, upper=math.inf)]
+    # A theorem and an evaluated number hold without a probability; a row that failed claims nothing.
+    rows += [row(probe="bound: compact", kind="upper", upper=2.0, lower=0.0)]
+    rows += [row(probe="attack: direction, step 1", kind="ratio"), row(probe="regime", kind="log length")]
+    rows += [row(sample=201, value=math.nan, lower=0.0, upper=math.inf, status="failed: memory")]
+    store.write(rows, [sensitivity(r) for r in rows if r.probe == "sigma" and not r.failing])
+    study = Study(store)
+    assert study.joint_failure == failure and study.joint_confidence == 1 - failure
+    assert (says in on_one_line(study)) if says else ("probability" not in on_one_line(study))
+
+
+def test_what_a_search_certifies_counts_in_a_study_of_any_dtype():
+    kept = info(dtype="float32")
+    store = Store.create(None, replace(kept, about=replace(kept.about, confidence=0.0)))
+    store.write([row(upper=math.inf), row(probe="worst found"), row(probe="worst found", sample=1)])
+    assert Study(store).joint_failure == 2e-9
+
+
+def test_rows_that_rounding_drowns_are_counted():
+    store = Store.create(None, info())
+    rows = [row(), row(sample=1, lower=0.0, status="imprecise"), row(sample=2, upper=math.inf)]
+    store.write(rows, map(sensitivity, rows))
+    said = on_one_line(Study(store))
+    assert "at most a factor 1.01 apart, but 1 have no upper one; --gap goes on until there is one" in said
+    assert "; 1 have no lower bound above 0, for rounding may exceed them." in said
+    assert "1 of 3 rows are imprecise: rounding may exceed 1 % of σ." in said
