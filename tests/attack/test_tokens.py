@@ -102,6 +102,22 @@ def test_only_the_vocabulary_given_is_used():
         assert {found.ids[i] for i in found.positions} <= {8, 9}
 
 
+@pytest.mark.parametrize("swaps", [1, 2, 4])
+def test_projection_moves_the_tokens_of_steepest_slope(swaps):
+    g = torch.Generator().manual_seed(6)
+    embedding, w = (torch.randn(rows, D, generator=g, dtype=torch.float64) for rows in (V, N))
+    steepness = torch.tensor([3.0, 0.1, 5.0, 0.2, 4.0, 2.0], dtype=torch.float64)
+    w = steepness[:, None] * w / w.norm(dim=1, keepdim=True)
+    t = TextTarget(
+        lambda ids: 50 + (w * embedding[ids]).sum(dim=(-2, -1)),
+        lambda E: (50 + (w * E).sum().item(), w),
+        embedding,
+        vocabulary=torch.arange(N, V),  # no token of the text: whatever moves becomes another
+    )
+    found = projected_swaps(t, IDS, swaps)
+    assert list(found.positions) == sorted(steepness.topk(swaps).indices.tolist())
+
+
 def test_random_swaps_are_the_same_for_the_same_seed():
     t = target(5)
     assert random_swaps(t, IDS, 2, tries=20, seed=1) == random_swaps(t, IDS, 2, tries=20, seed=1)
