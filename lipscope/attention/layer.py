@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale, only_head
 from lipscope.attention.linearization import linearize
 from lipscope.attention.primitive import attend, check_options
+from lipscope.attention.uncancelled import WeightNorms, weight_norms
 from lipscope.linalg.differentiate import check_input, check_tensor
 from lipscope.linalg.operator import LinearOperator
 
@@ -86,6 +88,11 @@ class SelfAttention:
         """The mask as `attend` takes it: [B, n, n] becomes [B, 1, n, n]."""
         return self.mask[:, None] if self.mask is not None and self.mask.ndim == 3 else self.mask
 
+    @cached_property
+    def weight_norms(self) -> WeightNorms:
+        """Bounds on the norms of the weights of each head."""
+        return weight_norms(self)
+
     def linearize(self, X: Tensor) -> LinearOperator:
         """D_X f in closed form, its products O(n^2) time and, for long sequences, O(n d) memory."""
         _check_tokens(self, X)
@@ -151,7 +158,7 @@ class HeadsApart:
 
     def linearize(self, X: Tensor) -> LinearOperator:
         _check_tokens(self.layer, X)
-        return linearize(replace(self.layer, O=None), X, apart=True)
+        return linearize(self.layer, X, apart=True)
 
     def double(self) -> HeadsApart:
         return HeadsApart(self.layer.double())

@@ -19,6 +19,15 @@ from lipscope.attention import backend, reference, tiled
 from lipscope.attention.kernels import L2, Dot, Rope, augment, common_centre, default_scale
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple, Weights
+from lipscope.attention.uncancelled import (
+    BlockNorms,
+    Lengths,
+    WeightNorms,
+    block_norms,
+    largest,
+    per_head,
+    rough_block_norms,
+)
 from lipscope.linalg.operator import Compression, LinearOperator, Product
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ UNRESOLVED = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
-class _State:
+class State:
     """What the products need, for M members of H heads (G of keys): all tensors lead with M, or 1 where shared."""
 
     W: Tensor  # [M | 1, H k + G k + G m, r]: rows of Q (scaled), K, V in the coordinates the tangents live in
@@ -100,11 +109,11 @@ class _State:
             return self.write_back(*tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern))
         return self.write_back(*backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern))
 
-    def take(self, members: Tensor) -> _State:
+    def take(self, members: Tensor) -> State:
         """Some of the members."""
         return self._each(lambda x: x if x.shape[0] == 1 else x[members.to(x.device)])
 
-    def apart(self, heads: int) -> _State:
+    def apart(self, heads: int) -> State:
         """Members become (member, head) pairs of one head each."""
 
         def split(x: Tensor) -> Tensor:
@@ -118,12 +127,12 @@ class _State:
         spread = replace(p, sinks=None).each(lambda x: x.repeat_interleave(heads, dim=0))
         return replace(replace(self, weights=w, pattern=Pattern())._each(split), pattern=spread)
 
-    def rough(self) -> _State:
+    def rough(self) -> State:
         """The same in bfloat16, for steps that only look for the vector; output and log-sum-exp stay exact."""
         low = self._each(lambda x: x.to(torch.bfloat16) if x.dtype.is_floating_point else x)
         return replace(low, o=self.o, lse=self.lse, O=None if self.O is None else self.O.to(torch.bfloat16))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> _State:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> State:
         """The same change to everything that leads with members."""
         d = self.distance
         return replace(
@@ -140,14 +149,31 @@ class _State:
         )
 
 
-def linearize(f: SelfAttention, X: Tensor, apart: bool) -> LinearOperator:
-    """The Jacobian of f at X; with `apart`, of each head alone, as a batch (member-major, then head)."""
+@dataclass(frozen=True)
+class Rounding:
+    """How rounding grows, per member: see LinearOperator for the three."""
+
+    condition: Tensor
+    worst: Tensor
+    size: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Rounding:
+        return Rounding(change(self.condition), change(self.worst), change(self.size))
+
+
+def linearize(f: SelfAttention, X: Tensor, apart: bool, weights: Tensor | None = None) -> LinearOperator:
+    """The Jacobian of f at X; with `apart`, of each head alone, as a batch (member-major, then head).
+
+    weights: of the tokens, [n] or [B, n], where rounding is to be stated for W^(1/2) J W^(-1/2).
+    """
     tokens = X if X.ndim == 3 else X[None]
     with torch.no_grad():
-        state, condition, worst = _state(f, tokens)
+        state, (condition, worst), blocks = _state(f, tokens, weights, apart)
         if apart:
             state = state.apart(f.heads)
-            condition, worst = condition.repeat_interleave(f.heads), worst.repeat_interleave(f.heads)
+            rounding = Rounding(condition, worst, blocks.heads()).each(torch.flatten)
+        else:
+            rounding = _over_heads(condition, worst, blocks.layer(f.weight_norms.o, 1 + worst))
         W = _directions(f, apart)
         basis = None
         if apart or W.shape[-2] < W.shape[-1]:
@@ -158,14 +184,32 @@ def linearize(f: SelfAttention, X: Tensor, apart: bool) -> LinearOperator:
         copies = tokens.shape[0] if apart else 1
         state = replace(state, W=W.repeat(copies, 1, 1))
     batch = None if X.ndim == 2 and not apart else state.q.shape[0]
-    core = _operator(state, (X.shape[-2], W.shape[-1]), batch, (condition, worst))
+    core = _operator(state, (X.shape[-2], W.shape[-1]), batch, rounding)
     if basis is None:
         return core
     return _uncompressed(core, basis.repeat(copies, 1, 1), X.shape[-1])
 
 
-def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
-    """Queries, keys, values and output at X, and how much rounding grows (non-finite where something overflows)."""
+def query_rounding(f: SelfAttention, X: Tensor) -> Rounding:
+    """How rounding grows in the derivative of each row of X [B, n, d] in its own query, [B n] each."""
+    with torch.no_grad():
+        _, (condition, worst), blocks = _state(f, X, None, apart=False)
+    condition, worst = condition[..., None].expand_as(blocks.queries), worst[..., None]
+    rounding = _over_heads(condition, worst, blocks.rows(f.weight_norms.o, 1 + worst))
+    return rounding.each(torch.flatten)
+
+
+def _over_heads(condition: Tensor, worst: Tensor, error: Tensor) -> Rounding:
+    """Heads [M, H, ...] together, from the sum of (1 + worst) size over them."""
+    worst = worst.amax(dim=1)
+    return Rounding(condition.amax(dim=1), worst.expand_as(error), error / (1 + worst))
+
+
+def _state(
+    f: SelfAttention, X: Tensor, token_weights: Tensor | None, apart: bool
+) -> tuple[State, tuple[Tensor, Tensor], BlockNorms]:
+    """Queries, keys, values and output at X, and how rounding grows (not finite where something overflows)."""
+    norms = f.weight_norms
     if f.padding is not None:
         X = X * f.padding[..., None]  # whatever stands there is not read
     if f.kernel.sinks is None and f.biases is not None:
@@ -177,13 +221,15 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
         distance = (q - centre, k - centre, default_scale(f.kernel, q.shape[-1]))
         q, k = augment(f.kernel, q, k)
     else:
-        q = q * default_scale(f.kernel, q.shape[-1])
+        scale = default_scale(f.kernel, q.shape[-1])
+        q = q * scale
     if f.kernel.sinks is None:
         # The Jacobian sees keys and values through differences only: without their common part rounding is smaller.
         v = v - _centre(v)
         k = k if f.kernel.softcap is not None or distance else k - _centre(k)
     pattern = Pattern(f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks)
-    condition, worst = _rounding_growth(f, X, *(distance or (q, k, 1.0)))
+    summed = _summed(f, X, norms)
+    condition, worst = _rounding_growth(f, summed, pattern, *(distance or (q, k, 1.0)))
     weights, tiles = None, False
     if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
         o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
@@ -191,44 +237,79 @@ def _state(f: SelfAttention, X: Tensor) -> tuple[_State, Tensor, Tensor]:
         lost = q.dtype == torch.float32 and not 8 * torch.finfo(q.dtype).eps * condition.max() <= UNRESOLVED
         tiles = lost and backend.fused(q, k, v, pattern)
         o, lse = (tiled if tiles else backend).forward(q, k, v, pattern)
+    O = None if f.O is None or apart else f.O.detach()
     out = o.transpose(-3, -2).flatten(-2).to(v.dtype)
-    out = out if f.O is None else out @ f.O.T
+    out = out if O is None else out @ O.T
     finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))
-    condition = torch.where(finite, condition, torch.inf)
+    condition = torch.where(finite[:, None].cpu(), condition, torch.inf)
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
-    O = None if f.O is None else f.O.detach()
-    state = _State(q.new_empty(1, 0, 0), O, q, k, v, o, lse, pattern, weights, tiles, rope, distance)
-    return state, condition.cpu(), worst.cpu()
+    state = State(q.new_empty(1, 0, 0), O, q, k, v, o, lse, pattern, weights, tiles, rope, distance)
+    stretch = 1.0 if rope is None else float((rope.cos.abs() + rope.sin.abs()).max())
+    stretch_q = stretch * (1.0 if distance else abs(default_scale(f.kernel, q.shape[-1])))
+    norms = replace(norms, q=stretch_q * norms.q, k=stretch * norms.k)
+    if rope is not None:  # turns every key by another angle: only lengths are left
+        one = torch.eye(q.shape[-1], dtype=torch.float64).expand_as(norms.q_gram)
+        norms = replace(norms, q_gram=one, k_gram=one)
+    return state, (condition, worst), _blocks(state, norms, summed, (condition, worst), token_weights)
 
 
-def _rounding_growth(f: SelfAttention, X: Tensor, q: Tensor, k: Tensor, s: float) -> tuple[Tensor, Tensor]:
-    """How rounding grows in a score, per member: in the sum of terms |q| |k| (condition), and in the projections too.
+def _blocks(
+    state: State,
+    norms: WeightNorms,
+    summed: Lengths,
+    growth: tuple[Tensor, Tensor],
+    token_weights: Tensor | None,
+) -> BlockNorms:
+    condition, worst = growth
+    held = state.weights is None and not state.tiles and token_weights is None
+    if not (held and backend.fused(state.q, state.k, state.v, state.pattern)):
+        w = token_weights if token_weights is None or token_weights.ndim == 2 else token_weights[None]
+        return block_norms(state, norms, summed, 1 + worst, w)
+    low = state.rough() if condition.max() <= ROUGH_SCORES else state
+    return rough_block_norms(state, low, norms, summed, 1 + worst)
 
-    fl(Q x) is off by a multiple of |Q| |x| + |bq|, whatever cancels in it: times |k|, an error of the score (worst).
-    For a distance s |q - k|^2 the terms are s (|q| + |k|)^2, and the projections' errors enter times 2 s (|q| + |k|).
+
+def _summed(f: SelfAttention, X: Tensor, norms: WeightNorms) -> Lengths:
+    """|Q_h| |x| + |b_q|, and likewise for keys and values: what projections sum up, [M, H] each.
+
+    fl(Q x) is off by a multiple of it, whatever cancels in Q x.
     """
-    sizes = []
-    for W, b, count in zip((f.Q, f.K), f.biases or (None, None), (f.heads, f.groups), strict=False):
-        bias = 0.0 if b is None else _longest(b.reshape(1, count, 1, -1))
-        sizes.append(_longest(W.reshape(1, count, 1, -1)) * _longest(X[:, None]) + bias)
-    long_q, long_k = _longest(q), _longest(k)
+    x = largest(X[:, None])
+    own = (norms.q_all, norms.k_all, norms.v_all)
+    counts = (f.heads, f.groups, f.groups)
+    parts = []
+    for W, b, count in zip(own, f.biases or (None,) * 3, counts, strict=True):
+        long = torch.zeros(1) if b is None else largest(b.reshape(1, count, 1, -1))
+        parts.append(W * x + (long if b is None else per_head(long, f.heads)))
+    if isinstance(f.kernel, Dot):
+        parts[0] = abs(default_scale(f.kernel, f.Q.shape[0] // f.heads)) * parts[0]
+    return Lengths(*parts)
+
+
+def _rounding_growth(
+    f: SelfAttention, summed: Lengths, pattern: Pattern, q: Tensor, k: Tensor, s: float
+) -> tuple[Tensor, Tensor]:
+    """How rounding grows in a score, [M, H]: in the sum of terms |q| |k| (condition), and in the projections too.
+
+    An error of |Q| |x| + |b_q| in a query is, times |k|, an error of the score (worst). For a distance s |q - k|^2 the
+    terms are s (|q| + |k|)^2, and the projections' errors enter times 2 s (|q| + |k|). What an additive mask adds beyond
+    a constant of the row counts as a term of the score.
+    """
+    long_q, long_k = (per_head(largest(x), f.heads) for x in (q, k))
+    wide_q, wide_k = summed.q, summed.k
     if isinstance(f.kernel, L2):
         condition = s * (long_q + long_k).square()
-        return condition, condition + 2 * s * (long_q + long_k) * (sizes[0] + sizes[1])
-    sizes[0] = sizes[0] * default_scale(f.kernel, f.Q.shape[0] // f.heads)  # q carries the scale already
-    return long_q * long_k, long_q * long_k + sizes[0] * long_k + long_q * sizes[1]
+        worst = condition + 2 * s * (long_q + long_k) * (wide_q + wide_k)
+    else:
+        condition = long_q * long_k
+        worst = condition + wide_q * long_k + long_q * wide_k
+    added = pattern.bias_left_by_head(q.shape[-2], k.shape[-2], condition.to(q.device)).cpu()
+    return condition + added, worst + added
 
 
 def _centre(x: Tensor) -> Tensor:
     """The median of up to 255 tokens, coordinate by coordinate: any centre is right, and outliers must not move it."""
     return x[..., :: max(1, x.shape[-2] // 255), :].median(dim=-2, keepdim=True).values
-
-
-def _longest(x: Tensor) -> Tensor:
-    """The largest norm of a vector of each member, [M, H, n, k] -> [M] in float64."""
-    x = x.flatten(1, -2).double()
-    largest = x.abs().amax(dim=(1, 2), keepdim=True).clamp_min(1e-300)
-    return ((x / largest).norm(dim=-1).amax(dim=1)) * largest[:, 0, 0]
 
 
 def _directions(f: SelfAttention, apart: bool) -> Tensor:
@@ -240,9 +321,7 @@ def _directions(f: SelfAttention, apart: bool) -> Tensor:
     return torch.cat([Q.unflatten(0, (f.heads, -1)), K, V], dim=1)
 
 
-def _operator(
-    state: _State, in_shape: tuple[int, int], batch: int | None, errors: tuple[Tensor, Tensor]
-) -> LinearOperator:
+def _operator(state: State, in_shape: tuple[int, int], batch: int | None, rounding: Rounding) -> LinearOperator:
     out_size = state.q.shape[1] * state.v.shape[-1] if state.O is None else state.O.shape[0]
 
     def lead(x: Tensor) -> Tensor:
@@ -251,7 +330,7 @@ def _operator(
     def drop(x: Tensor) -> Tensor:
         return x if batch is not None else x[0]
 
-    def products(s: _State) -> tuple[Product, Product]:
+    def products(s: State) -> tuple[Product, Product]:
         dtype = state.q.dtype
         return lambda E: drop(s.mv(lead(E))).to(dtype), lambda U: drop(s.rmv(lead(U))).to(dtype)
 
@@ -264,15 +343,16 @@ def _operator(
         batch=batch,
         dtype=state.q.dtype,
         device=state.q.device,
-        condition=drop(errors[0]),
-        worst=drop(errors[1]),
+        condition=drop(rounding.condition),
+        worst=drop(rounding.worst),
+        size=drop(rounding.size),
         take=None
         if batch is None
-        else lambda m: _operator(state.take(m), in_shape, len(m), (errors[0][m], errors[1][m])),
+        else lambda m: _operator(state.take(m), in_shape, len(m), rounding.each(lambda x: x[m])),
     )
     kernels = backend.fused(state.q, state.k, state.v, state.pattern)
     kernels = kernels and state.q.dtype == torch.float32 and state.weights is None and not state.tiles
-    if not (kernels and errors[0].max() <= ROUGH_SCORES):
+    if not (kernels and rounding.condition.max() <= ROUGH_SCORES):
         return exact
     mv, rmv = products(state.rough())
     return replace(exact, rough=replace(exact, mv=mv, rmv=rmv, take=None))

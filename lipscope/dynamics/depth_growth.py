@@ -85,7 +85,8 @@ def growth_along_depth(
     depths = sorted({round(i * max(0, len(local) - 1) / points) for i in range(points + 1)})
     whole = []
     for depth in depths[1:]:
-        found = spectral_norm(composed(operators[:depth]), tol, solver=Solver(seed=0))
+        norms = [e.value for e in alone[:depth]]
+        found = spectral_norm(composed(operators[:depth], norms), tol, solver=Solver(seed=0))
         if not math.isfinite(float(found.value)):
             lost = depth
             break
@@ -135,14 +136,18 @@ def _residual(J: LinearOperator, step: float) -> LinearOperator:
         J,
         mv=lambda E: E + step * J.mv(E),
         rmv=lambda U: U + step * J.rmv(U),
+        size=None if J.size is None else 1 + step * torch.as_tensor(J.size),
         take=None,
         compressed=None,
         rough=None,
     )
 
 
-def composed(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """The operators one after the other, the first first; a loop, because networks are deeper than the call stack."""
+def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> LinearOperator:
+    """The operators one after the other, the first first; a loop, because networks are deeper than the call stack.
+
+    An error of one of them passes through all the others, which multiply it by at most their norms.
+    """
 
     def forward(E: Tensor) -> Tensor:
         for J in operators:
@@ -155,6 +160,7 @@ def composed(operators: Sequence[LinearOperator]) -> LinearOperator:
         return U
 
     worst = [J.condition if J.worst is None else J.worst for J in operators]
+    sizes = [float(norm if J.size is None else J.size) for J, norm in zip(operators, norms, strict=True)]
     return replace(
         operators[0],
         mv=forward,
@@ -162,6 +168,7 @@ def composed(operators: Sequence[LinearOperator]) -> LinearOperator:
         take=None,
         compressed=None,
         rough=None,
-        condition=len(operators) + torch.stack([torch.as_tensor(J.condition) for J in operators]).max(),
-        worst=len(operators) + torch.stack([torch.as_tensor(w) for w in worst]).max(),
+        condition=torch.stack([torch.as_tensor(J.condition) for J in operators]).max(),
+        worst=torch.stack([torch.as_tensor(w) for w in worst]).max(),
+        size=math.prod(norms) * math.fsum(size / norm for size, norm in zip(sizes, norms, strict=True)),
     )

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lipscope._types import UserError
-from lipscope.linalg.operator import LinearOperator, Product
+from lipscope.linalg.operator import LinearOperator, Pair, Product
 
 Map = Callable[[Tensor], Tensor]
+
+MIXED = 1e-9
+"""Share of its own change that a member of a batch may leave in others: nothing but rounding."""
 
 
 def jacobian(f: Map, X: Tensor) -> LinearOperator:
@@ -66,11 +73,42 @@ def check_map(f: Map) -> None:
 
 
 def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
-    """J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in u."""
-    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    x, y, mv, rmv = _products(f, X)
+    _check_adjoint(mv, rmv, x, y)
+    if X.ndim == 3:
+        _check_members_apart(f, mv, rmv, x, y)
+
+    def perturbed(i: int) -> Pair:
+        return _products(f, X, OneUlp(i))[2:]
+
+    batch = X.shape[0] if X.ndim == 3 else None
+    inner = 0 if batch is None else 1
+    constant = not y.requires_grad
+    return LinearOperator(
+        mv=mv,
+        rmv=rmv,
+        in_shape=tuple(X.shape[inner:]),
+        out_shape=tuple(y.shape[inner:]),
+        batch=batch,
+        dtype=X.dtype,
+        device=X.device,
+        size=0.0 if constant else None,
+        perturbed=None if constant else perturbed,
+    )
+
+
+def _products(
+    f: Map, X: Tensor, rounding: AbstractContextManager[Any] | None = None
+) -> tuple[Tensor, Tensor, Product, Product]:
+    """X and f(X) with their graph, and the products with J and J'; `rounding` acts while both are made.
+
+    J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in u.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rounding or nullcontext():
         x = X.detach().clone().requires_grad_(True)
         y = f(x)
-        _check_output(y, f(x), X)
+        if rounding is None:
+            _check_output(y, f(x), X)
         u = torch.zeros_like(y, requires_grad=True)
         pulled = None
         if y.requires_grad:
@@ -88,18 +126,32 @@ def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
         (backward,) = torch.autograd.grad(y, x, U, retain_graph=True, materialize_grads=True)
         return backward
 
-    _check_adjoint(mv, rmv, x, y)
-    batch = X.shape[0] if X.ndim == 3 else None
-    inner = 0 if batch is None else 1
-    return LinearOperator(
-        mv=mv,
-        rmv=rmv,
-        in_shape=tuple(X.shape[inner:]),
-        out_shape=tuple(y.shape[inner:]),
-        batch=batch,
-        dtype=X.dtype,
-        device=X.device,
-    )
+    return x, y, mv, rmv
+
+
+class OneUlp(TorchDispatchMode):
+    """Moves every number that an operation computes by up to one unit in its last place, at random.
+
+    What a result then moves by is what rounding does to it, whatever the map is made of.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.seed, self.generators = seed, dict[torch.device, torch.Generator]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs)))
+        if not given or any(r.alias_info is not None for r in func._schema.returns):
+            return out  # a constant, or a view of numbers that were moved when they were computed
+        return tree_map(self._moved, out)
+
+    def _moved(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        g = self.generators.setdefault(x.device, torch.Generator(x.device).manual_seed(self.seed))
+        side = torch.rand(x.shape, generator=g, device=x.device, dtype=torch.float32) * 2 - 1
+        return x + (x * torch.finfo(x.dtype).eps) * side.to(x.dtype)
 
 
 def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
@@ -116,6 +168,25 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
             "f has a backward pass that autograd cannot differentiate (a custom autograd.Function that detaches?); "
             "its derivative cannot be taken forward"
         )
+
+
+def _check_members_apart(f: Map, mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
+    """A tangent in some members of a batch must leave the others alone, and so must a cotangent."""
+    g = torch.Generator().manual_seed(0)
+    some = torch.rand(x.shape[0], generator=g).argsort() < x.shape[0] / 2
+    for product, start in ((mv, x), (rmv, y)):
+        v = torch.randn(start.shape, generator=g).to(start) * some.to(start).reshape(-1, *[1] * (start.ndim - 1))
+        size = product(v).detach().double().abs().flatten(1).amax(dim=1).nan_to_num().cpu()
+        leaked = size[~some].max().item() if bool((~some).any()) else 0.0
+        if leaked > MIXED * size[some].max().item():
+            hint = ""
+            if isinstance(f, torch.nn.Module):
+                first = any(getattr(m, "batch_first", True) is False for m in f.modules())
+                hint = "; build the module with batch_first=True" if first else "; call .eval() on it (BatchNorm?)"
+            raise UserError(
+                f"f mixes the members of the batch X of shape {tuple(x.shape)}: a change of some of them changes the "
+                f"output of others, so no member has a constant of its own{hint}, or give one sequence [n, d] at a time"
+            )
 
 
 def _check_output(y: object, again: object, X: Tensor) -> None:

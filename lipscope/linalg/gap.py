@@ -43,35 +43,43 @@ def check_gap(gap: object) -> None:
 
 
 class Gap:
-    """Upper / lower <= ratio, asked of every member of a batch; rounding: what widens both bounds at the end.
+    """Upper / lower <= ratio, asked of every member of a batch.
 
     Rounding in the products sets a floor that no further step gets the upper bound below (see certificate.py). Where
     the ratio lies under it, twice the distance of the floor is good enough: more steps would be taken for nothing.
     """
 
-    def __init__(self, ratio: float, overlap: float, rounding: Float[Tensor, "B"]):
-        self.overlap = overlap
-        self.distance = ratio / widening(rounding) - 1
-        self.noise = torch.zeros_like(rounding)
+    def __init__(self, ratio: float, overlap: float, members: int):
+        self.overlap, self.ratio = overlap, ratio
+        self.noise = torch.zeros(members, dtype=torch.float64)
 
     def closed(
-        self, basis: GolubKahan, ritz: tuple[Tensor, ...], index: Int[Tensor, "b"], asked: Bool[Tensor, "b"]
+        self,
+        basis: GolubKahan,
+        ritz: tuple[Tensor, ...],
+        index: Int[Tensor, "b"],
+        asked: Bool[Tensor, "b"],
+        rounding: Float[Tensor, "b"],
     ) -> Bool[Tensor, "b"]:
-        """Which of those asked for need no further steps; the basis holds the members `index` of the batch."""
+        """Which of those asked for need no further steps; the basis holds the members `index` of the batch.
+
+        rounding: by how much, relative to the norm, both bounds will be widened at the end.
+        """
+        distance = self.ratio / widening(rounding[asked]) - 1
         closed, theta, members = torch.zeros_like(asked), ritz[0][asked], index[asked]
         a, b = (torch.stack(x, dim=1)[asked] for x in zip(*basis.coefficients, strict=True))
         drift = basis.drift[asked] / theta
 
-        def reaches(distance: Tensor) -> tuple[Tensor, Tensor]:
+        def reaches(wanted: Tensor) -> tuple[Tensor, Tensor]:
             noise = perturbation(self.noise[members], drift)
-            return bounded_by(theta * (1 + SEARCHED * distance), a, b, self.overlap, noise)
+            return bounded_by(theta * (1 + SEARCHED * wanted), a, b, self.overlap, noise)
 
-        reached, possible = reaches(self.distance[members])
+        reached, possible = reaches(distance)
         if possible.all() and not reached.any():
             return closed
         # Before anything is settled: the noise of the very vectors that the bounds would be drawn from.
         self.noise[index] = ALLOWED * basis.noise(*ritz)
-        reached, possible = reaches(self.distance[members])
+        reached, possible = reaches(distance)
         if not possible.all():
             floor = noise_floor(a, b, self.overlap, perturbation(self.noise[members], drift))
             near, _ = reaches(2 * (floor / theta - 1))
@@ -82,7 +90,7 @@ class Gap:
 
 def widening(rounding: Tensor) -> Tensor:
     """By how much rounding of the map parts upper and lower, as a factor; beyond 1/2 there is no upper bound."""
-    r = rounding.clamp(max=0.5)
+    r = rounding.nan_to_num(nan=0.5).clamp(max=0.5)
     return (1 + r) / (1 - r)
 
 

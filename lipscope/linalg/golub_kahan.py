@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.linalg.basis import Blocks, Native, make_basis
+from lipscope.linalg.basis import EVERY, Blocks, Native, make_basis
 from lipscope.linalg.operator import LinearOperator, Product
 
 FIRST_ROOM = 16
@@ -91,10 +91,19 @@ class GolubKahan:
         return theta + nan, p + nan[:, None], q + nan[:, None]
 
     def noise(self, theta: Tensor, p: Tensor, q: Tensor) -> Tensor:
-        """J V' q against U' H q = theta U' p, relative to theta: the rounding of a product, seen."""
+        """The rounding of a product with J and of one with J', seen, relative to theta: the larger of
+        J V' q - U' H q and J' U' p - (V' H' p + b p_k v_{k+1})."""
         right, left = self.V.combine(q[:, None])[0], self.U.combine(p[:, None])[0]
         w = self._product(self.J.mv, right, self.J.in_shape)
-        return norms(w - theta.to(w)[:, None] * left) / theta
+        z = self._product(self.J.rmv, left, self.J.out_shape)
+        forward = norms(w - theta.to(w)[:, None] * left)  # H q = theta p
+        return torch.maximum(forward, norms(z - self.pulled_back(p))) / theta
+
+    def pulled_back(self, p: Tensor, members: slice = EVERY) -> Tensor:
+        """J' U' p as the recurrence has it, V' H' p + b p_k v_{k+1}, for some of the members."""
+        H = self.H[members, : self.k, : self.k]
+        inside = self.V.combine((H.mT @ p[:, :, None]).mT, members)[0]
+        return inside + (self.b[members] * p[:, -1]).to(inside)[:, None] * self.v[members]
 
     def keep(self, members: Tensor) -> None:
         """Go on with these members only."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
+import secrets
 from dataclasses import replace
 
 import torch
@@ -13,7 +15,7 @@ from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import Estimate, Numbers
 from lipscope.linalg.infinity import infinity_norm
-from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.operator import LinearOperator, Pair
 from lipscope.linalg.spectral import Solver, spectral_norm
 
 
@@ -75,20 +77,34 @@ def in_float64(f: Map) -> Map:
 def singular_triplets(J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None) -> list[Estimate]:
     """The k largest singular triplets, each an Estimate, repeated values included.
 
-    Found one after the other on J less what has been found: a single Krylov space shows each distinct value only once,
+    All k upper bounds hold together with the confidence that each of them states. Found one after the other on J less what has been found: a single Krylov space shows each distinct value only once,
     and saturated attention repeats its largest.
     """
     if not 1 <= k <= min(J.in_size, J.out_size):
         raise UserError(f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}")
+    solver = solver or Solver()
+    # The vectors found so far depend on their starts, so every search needs a start of its own.
+    starts = torch.Generator().manual_seed(secrets.randbits(63) if solver.seed is None else solver.seed)
     found: list[Estimate] = []
     blur: Numbers = 0.0
+    least: Numbers = math.inf
     for _ in range(k):
-        e = spectral_norm(_deflated(J, found), tol, solver=solver)
-        # Deflation with vectors of residual r moves the rest by at most r sigma, and rounding by that of the largest.
-        rest = blur + (found[0].value * float(J.rounding.max()) if found else 0.0)
-        found.append(replace(e, lower=_positive(e.lower - rest), upper=e.upper + rest))
-        blur = blur + 2 * e.residual * e.value
+        seed = int(torch.randint(1 << 62, (), generator=starts))
+        own = replace(solver, seed=seed, failure=solver.failure / k)
+        e = spectral_norm(_deflated(J, found), tol, solver=own)
+        # Deflation with vectors of residual r moves the rest by at most r sigma. Vectors that were found out of order
+        # span a space on which J is at least the smallest of their values, less what their residuals mix.
+        mixed = blur + 2 * e.residual * e.value
+        least = _smaller(least, e.lower)
+        lower = e.lower if not found else _positive(least - mixed)
+        confidence = 1 - solver.failure if e.confidence else 0.0
+        found.append(replace(e, lower=lower, upper=e.upper + blur, confidence=confidence))
+        blur = mixed
     return found
+
+
+def _smaller(x: Numbers, y: Numbers) -> Numbers:
+    return torch.minimum(torch.as_tensor(x), y) if isinstance(y, Tensor) else min(x, y)
 
 
 def _positive(x: Numbers) -> Numbers:
@@ -107,9 +123,16 @@ def _deflated(J: LinearOperator, found: list[Estimate]) -> LinearOperator:
         return x
 
     left, right = [e.left for e in found], [e.right for e in found]
+
+    def deflated(pair: Pair) -> Pair:
+        mv, rmv = pair
+        return lambda E: without(mv(without(E, right)), left), lambda U: without(rmv(without(U, left)), right)
+
+    mv, rmv = deflated((J.mv, J.rmv))
+    perturbed = J.perturbed
     return LinearOperator(
-        mv=lambda E: without(J.mv(without(E, right)), left),
-        rmv=lambda U: without(J.rmv(without(U, left)), right),
+        mv=mv,
+        rmv=rmv,
         in_shape=J.in_shape,
         out_shape=J.out_shape,
         batch=J.batch,
@@ -117,4 +140,7 @@ def _deflated(J: LinearOperator, found: list[Estimate]) -> LinearOperator:
         device=J.device,
         condition=J.condition,
         worst=J.worst,
+        # What was taken out was of the size of the largest: rounding still is.
+        size=found[0].value if J.size is None else J.size,
+        perturbed=None if perturbed is None else lambda i: deflated(perturbed(i)),
     )

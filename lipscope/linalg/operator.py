@@ -12,7 +12,11 @@ from torch import Tensor
 from lipscope._types import UserError
 
 Product = Callable[[Tensor], Tensor]
+Pair = tuple[Product, Product]  # with J and with J'
 Shape = tuple[int, ...]
+
+MOST_ROUNDING = 0.5
+"""Relative rounding from which on a first-order statement about it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,14 @@ class Compression:
 class LinearOperator:
     """`mv` maps [*in_shape] to [*out_shape], `rmv` is its adjoint; with `batch` = B both act on B members at once.
 
-    condition:  rounding amplification; a product is good to about 8 eps (1 + condition) ||J||; non-finite: overflow.
-    worst:      the same without the luck of cancelling errors; bounds are widened by 32 eps (1 + worst).
-                Default: condition.
+    condition:  rounding amplification: a product is typically off by 8 eps (1 + condition) times
+                `size`; not finite where something overflows.
+    worst:      the same without the luck of cancelling errors: bounds are widened by
+                32 eps (1 + worst) times `size`. Default: condition.
+    size:       what the terms that make up J would add up to if none of them cancelled, a number
+                of at least ||J||_2; rounding is relative to it. None: ||J||_2 itself.
+    perturbed:  perturbed(i) gives the products once more, every operation behind them moved by
+                about one unit in the last place; for maps whose rounding can only be measured.
     take:       the operator restricted to some members of the batch, where that is cheaper than the whole.
     compressed: the same operator through fewer input dimensions.
     rough:      a cheaper operator close to this one, good enough to find the singular vectors, not to measure them.
@@ -44,6 +53,8 @@ class LinearOperator:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     condition: Tensor | float = 0.0
     worst: Tensor | float | None = None
+    size: Tensor | float | None = None
+    perturbed: Callable[[int], Pair] | None = None
     take: Callable[[Tensor], LinearOperator] | None = None
     compressed: Compression | None = None
     rough: LinearOperator | None = None
@@ -63,13 +74,25 @@ class LinearOperator:
 
     @property
     def resolution(self) -> Tensor:
-        """Relative accuracy of one product, 8 eps (1 + condition), per member."""
+        """Accuracy of one product relative to `size`, 8 eps (1 + condition), per member."""
         return 8 * self._amplified(self.condition)
 
     @property
     def rounding(self) -> Tensor:
-        """Stated bound on the relative error of a norm evaluated with these products, 32 eps (1 + worst)."""
+        """Stated rounding of a norm evaluated with these products, 32 eps (1 + worst) times `size`."""
         return 32 * self._amplified(self.condition if self.worst is None else self.worst)
+
+    def uncancelled(self, norm: Tensor) -> Tensor:
+        """`size` per member; the norm of J, where nothing else is stated."""
+        if self.size is None:
+            return norm
+        return torch.as_tensor(self.size, dtype=torch.float64, device="cpu").expand(self.leading or (1,))
+
+    def error(self, norm: Tensor) -> Tensor:
+        """How far a computed norm of J may be off, per member: absolute; infinite where rounding may exceed all."""
+        rounding = self.rounding.reshape(norm.shape)
+        # A weight that is off by a factor e^rounding is off by the rounding itself only while that is small.
+        return torch.where(rounding < MOST_ROUNDING, rounding * self.uncancelled(norm), torch.inf)
 
     def _amplified(self, factor: Tensor | float) -> Tensor:
         growth = 1 + torch.as_tensor(factor, dtype=torch.float64, device="cpu")
@@ -84,6 +107,7 @@ class LinearOperator:
             rmv=self.mv,
             in_shape=self.out_shape,
             out_shape=self.in_shape,
+            perturbed=_changed(self.perturbed, lambda pair: (pair[1], pair[0])),
             take=None if take is None else lambda members: take(members).T,
             compressed=None,
             rough=None,
@@ -96,11 +120,11 @@ class LinearOperator:
                 f"cannot compose: the outer operator reads {self.leading + self.in_shape}, "
                 f"the inner one gives {other.leading + other.out_shape}"
             )
-        condition = torch.maximum(torch.as_tensor(self.condition), torch.as_tensor(other.condition))
-        worst = torch.maximum(*(torch.as_tensor(x.condition if x.worst is None else x.worst) for x in (self, other)))
+        condition, worst = _both(self, other, torch.add)
+        mv, rmv = _one_after_the_other((self.mv, self.rmv), (other.mv, other.rmv))
         return LinearOperator(
-            mv=lambda E: self.mv(other.mv(E)),
-            rmv=lambda U: other.rmv(self.rmv(U)),
+            mv=mv,
+            rmv=rmv,
             in_shape=other.in_shape,
             out_shape=self.out_shape,
             batch=self.batch,
@@ -108,14 +132,47 @@ class LinearOperator:
             device=self.device,
             condition=1 + condition,
             worst=1 + worst,
+            size=_size(self) * _size(other),
+            perturbed=_joined(self, other, _one_after_the_other),
+        )
+
+    def __add__(self, other: LinearOperator) -> LinearOperator:
+        """The sum of two operators with the same shapes."""
+        if not isinstance(other, LinearOperator):
+            return NotImplemented
+        if (self.in_shape, self.out_shape, self.batch) != (other.in_shape, other.out_shape, other.batch):
+            raise UserError(
+                f"cannot add: one operator maps {self.leading + self.in_shape} to {self.leading + self.out_shape}, "
+                f"the other {other.leading + other.in_shape} to {other.leading + other.out_shape}"
+            )
+        condition, worst = _both(self, other, torch.maximum)
+        mv, rmv = _side_by_side((self.mv, self.rmv), (other.mv, other.rmv))
+        return LinearOperator(
+            mv=mv,
+            rmv=rmv,
+            in_shape=self.in_shape,
+            out_shape=self.out_shape,
+            batch=self.batch,
+            dtype=self.dtype,
+            device=self.device,
+            condition=condition,
+            worst=worst,
+            size=_size(self) + _size(other),
+            perturbed=_joined(self, other, _side_by_side),
         )
 
     def __mul__(self, factor: float) -> LinearOperator:
         take, small = self.take, self.compressed
+
+        def scaled(product: Product) -> Product:
+            return lambda x: factor * product(x)
+
         return replace(
             self,
-            mv=lambda E: factor * self.mv(E),
-            rmv=lambda U: factor * self.rmv(U),
+            mv=scaled(self.mv),
+            rmv=scaled(self.rmv),
+            size=None if self.size is None else abs(factor) * torch.as_tensor(self.size),
+            perturbed=_changed(self.perturbed, lambda pair: (scaled(pair[0]), scaled(pair[1]))),
             take=None if take is None else lambda members: take(members) * factor,
             compressed=None if small is None else Compression(small.core * factor, small.lift),
             rough=None,
@@ -133,6 +190,47 @@ class LinearOperator:
         return torch.stack(columns, dim=-1)
 
 
+def _one_after_the_other(outer: Pair, inner: Pair) -> Pair:
+    return lambda E: outer[0](inner[0](E)), lambda U: inner[1](outer[1](U))
+
+
+def _side_by_side(one: Pair, other: Pair) -> Pair:
+    return lambda E: one[0](E) + other[0](E), lambda U: one[1](U) + other[1](U)
+
+
+def _both(A: LinearOperator, B: LinearOperator, combine: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """condition and worst of an operator made of A and B."""
+    typical = (torch.as_tensor(J.condition, dtype=torch.float64) for J in (A, B))
+    worst = (torch.as_tensor(J.condition if J.worst is None else J.worst, dtype=torch.float64) for J in (A, B))
+    return combine(*typical), combine(*worst)
+
+
+def _size(J: LinearOperator) -> Tensor:
+    """What rounding in J is relative to; where nothing is stated that is its norm, and it has to be found."""
+    if J.size is not None:
+        return torch.as_tensor(J.size, dtype=torch.float64)
+    from lipscope.linalg.spectral import spectral_norm  # the solver is built on operators
+
+    e = spectral_norm(J, tol=0.1)
+    value, upper = torch.as_tensor(e.value), torch.as_tensor(e.upper)
+    return torch.where(upper.isfinite(), upper, 2 * value).double()
+
+
+def _changed(perturbed: Callable[[int], Pair] | None, change: Callable[[Pair], Pair]) -> Callable[[int], Pair] | None:
+    return None if perturbed is None else lambda i: change(perturbed(i))
+
+
+def _joined(A: LinearOperator, B: LinearOperator, join: Callable[[Pair, Pair], Pair]) -> Callable[[int], Pair] | None:
+    """The perturbed products of an operator made of A and B, where either has any."""
+    if A.perturbed is None and B.perturbed is None:
+        return None
+
+    def pair(J: LinearOperator, i: int) -> Pair:
+        return (J.mv, J.rmv) if J.perturbed is None else J.perturbed(i)
+
+    return lambda i: join(pair(A, i), pair(B, i))
+
+
 def dense_operator(M: Tensor) -> LinearOperator:
     """The operator of a matrix [m, n], or of a batch of matrices [B, m, n]."""
     return LinearOperator(
@@ -143,5 +241,13 @@ def dense_operator(M: Tensor) -> LinearOperator:
         batch=M.shape[0] if M.ndim == 3 else None,
         dtype=M.dtype,
         device=M.device,
+        size=_frobenius(M),
         take=(lambda members: dense_operator(M[members])) if M.ndim == 3 else None,
     )
+
+
+def _frobenius(M: Tensor) -> Tensor:
+    """Frobenius norms in float64, without overflow on the way: what a product with M sums up."""
+    M = M.double()
+    largest = M.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    return ((M / largest).norm(dim=(-2, -1)) * largest[..., 0, 0]).cpu()

@@ -16,6 +16,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2, Dot, augment, default_scale
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.linearization import linearize, query_rounding
 from lipscope.attention.primitive import attend
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import Compression, LinearOperator
@@ -32,7 +33,7 @@ def derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
 
     The operator reads and writes fields in coordinates E_i = sqrt(w_i) xi_i, in which the norm of L2(mu) is Euclidean.
     """
-    return in_l2(lifted(f, mu).linearize(mu.points), mu.weights)
+    return in_l2(linearize(lifted(f, mu), mu.points, apart=False, weights=mu.weights), mu.weights)
 
 
 def velocity(f: SelfAttention, mu: Measure) -> Callable[[Tensor], Tensor]:
@@ -118,12 +119,16 @@ def query_blocks(lift: SelfAttention, X: Tensor) -> LinearOperator:
     def rows(Z: Tensor) -> Tensor:
         return respond(lift, Z.reshape(B, n, d), X, lift.mask).reshape(B * n, 1, -1)
 
-    J = jacobian(rows, X.reshape(B * n, 1, d))
-    whole = lift.linearize(X)
-    worst = whole.condition if whole.worst is None else whole.worst
-    spread = [torch.as_tensor(c).expand(B).repeat_interleave(n) for c in (whole.condition, worst)]
-    # No `take`: a row of the mask belongs to its own query, and autograd would pair them anew.
-    return replace(J, condition=spread[0], worst=spread[1], take=None)
+    J, rounding = jacobian(rows, X.reshape(B * n, 1, d)), query_rounding(lift, X)
+    # No `take`: a row of the mask belongs to its own query, and autograd would pair them otherwise.
+    return replace(
+        J,
+        condition=rounding.condition,
+        worst=rounding.worst,
+        size=rounding.size,
+        perturbed=None,
+        take=None,
+    )
 
 
 def stacked(f: SelfAttention, X: Tensor, weights: Tensor) -> tuple[LinearOperator, LinearOperator]:
@@ -133,7 +138,7 @@ def stacked(f: SelfAttention, X: Tensor, weights: Tensor) -> tuple[LinearOperato
     """
     B, n, _ = X.shape
     lift = replace(liftable(f), mask=weights.log()[:, None, :].expand(B, n, n))
-    return in_l2(lift.linearize(X), weights), query_blocks(lift, X)
+    return in_l2(linearize(lift, X, apart=False, weights=weights), weights), query_blocks(lift, X)
 
 
 def in_l2(J: LinearOperator, weights: Tensor) -> LinearOperator:

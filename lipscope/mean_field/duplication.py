@@ -118,8 +118,8 @@ def _side_by_side(J: LinearOperator) -> LinearOperator:
     """A batch of operators as one block-diagonal operator: its norm is the largest of theirs."""
     assert J.batch is not None
     inner, outer = (J.batch, *J.in_shape), (J.batch, *J.out_shape)
-    condition, worst = (torch.as_tensor(c).max() for c in (J.condition, J.worst))
-    return replace(J, in_shape=inner, out_shape=outer, batch=None, condition=condition, worst=worst)
+    condition, worst, size = (torch.as_tensor(c).max() for c in (J.condition, J.worst, J.size))
+    return replace(J, in_shape=inner, out_shape=outer, batch=None, condition=condition, worst=worst, size=size)
 
 
 def split_estimate(found: Splitting) -> Estimate:

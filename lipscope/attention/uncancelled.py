@@ -1,0 +1,241 @@
+"""What the terms of attention's Jacobian add up to when none of them cancel: the scale of its rounding.
+
+A weight P_ij that is off by a factor 1 + eta makes every block of every head off by eta, whatever
+the blocks add up to. The size of a head is therefore the sum of its three block norms, bounded by
+
+    values   ||V|| sqrt(max_j sum_i P_ij)
+    queries  max_i sd_i(Q'k) sd_i(v)
+    keys     sqrt(max_j sum_i P_ij |K'q_i|^2 sd_i(v)^2)
+
+with sd_i(v)^2 = E_i |v|^2 - |E_i v|^2 under row i of P: an error of scores moves mass within a row,
+and never changes its sum. Projections, means and products are off by eps times what *they* sum up,
+however large the scores: that part is added to q, k and sd over what the scores are amplified by.
+Heads under an output matrix add up as sum_h ||O_h|| size_h. See docs/theory/solver.md, rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lipscope.attention import backend, reference, tiled
+from lipscope.attention.reference import Triple
+
+if TYPE_CHECKING:
+    from lipscope.attention.layer import SelfAttention
+    from lipscope.attention.linearization import State
+
+TINY = torch.finfo(torch.float64).tiny
+
+ROUGH_WEIGHTS = 2.0
+"""Factor on column sums of weights that were computed in bfloat16."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightNorms:
+    """Per head, in float64: bounds q, k, v, o on ||Q_h||, ||K_h||, ||V_h||, ||O_h||; Frobenius norms
+    q_all, k_all, v_all; and Q_h Q_h' / q^2, K_h K_h' / k^2 [H, k, k], which give |Q_h'y| for any y."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor | None
+    q_all: Tensor
+    k_all: Tensor
+    v_all: Tensor
+    q_gram: Tensor
+    k_gram: Tensor
+
+
+def weight_norms(f: SelfAttention) -> WeightNorms:
+    """The norms of the layer's weights, head by head [H]; grouped keys and values are repeated."""
+    repeat = f.heads // f.groups
+    Q = f.Q.detach().unflatten(0, (f.heads, -1))
+    K, V = (W.detach().unflatten(0, (f.groups, -1)).repeat_interleave(repeat, dim=0) for W in (f.K, f.V))
+    O = None if f.O is None else f.O.detach().unflatten(1, (f.heads, -1)).transpose(0, 1)
+    return WeightNorms(
+        *(norm_above(W) for W in (Q, K, V)),
+        None if O is None else norm_above(O),
+        *(frobenius(W) for W in (Q, K, V)),
+        *(_gram(W) for W in (Q, K)),
+    )
+
+
+def _gram(W: Tensor) -> Tensor:
+    size = norm_above(W)[:, None, None].clamp_min(TINY).to(W.device)
+    return ((W.double() / size) @ (W.double() / size).mT).cpu()
+
+
+def norm_above(W: Tensor) -> Tensor:
+    """(sum of sigma^8)^(1/8) of each matrix: above the spectral norm by at most rank^(1/8), and cheap."""
+    W, largest = _of_order_one(W)
+    G = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
+    return (G @ G).norm(dim=(-2, -1)).pow(0.25) * largest
+
+
+def frobenius(W: Tensor) -> Tensor:
+    W, largest = _of_order_one(W)
+    return W.norm(dim=(-2, -1)) * largest
+
+
+def _of_order_one(W: Tensor) -> tuple[Tensor, Tensor]:
+    """W over its largest entry, in float64, and that entry, so that no power under- or overflows."""
+    W = W.double()
+    largest = W.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    return W / largest, largest[..., 0, 0].cpu()
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """Of queries, keys and values, per member and head [M, H], in float64."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockNorms:
+    """Norms of the three blocks of each head, float64: values and keys [M, H], queries [M, H, n]."""
+
+    values: Tensor
+    queries: Tensor
+    keys: Tensor
+
+    def heads(self) -> Tensor:
+        """[M, H]"""
+        return self.values + self.queries.amax(dim=-1) + self.keys
+
+    def layer(self, o: Tensor | None, growth: Tensor) -> Tensor:
+        """[M]: all heads times their growth [M, H], concatenated or through matrices of norms o [H]."""
+        return _over_heads(growth * self.heads(), o)
+
+    def rows(self, o: Tensor | None, growth: Tensor) -> Tensor:
+        """[M, n]: the same for each row as its own query moves."""
+        return _over_heads(growth * self.queries, o)
+
+
+def _over_heads(x: Tensor, o: Tensor | None) -> Tensor:
+    if o is None:
+        return torch.linalg.vector_norm(x, dim=1)
+    return torch.tensordot(x, o, dims=([1], [0]))
+
+
+def block_norms(
+    s: State, norms: WeightNorms, summed: Lengths, growth: Tensor, weights: Tensor | None = None
+) -> BlockNorms:
+    """The block norms of each head at the input of `s`.
+
+    summed:         what the projections sum up, |Q_h| |x| + |b_q| and so on
+    growth [M, H]:  how much more than eps a weight P_ij may be off by
+    weights [M, n]: of the tokens, where the Jacobian is that of a measure: W^(1/2) J W^(-1/2)
+    """
+    q, k, scale = (s.q, s.k, 0.5) if s.distance is None else s.distance
+    H = q.shape[1]
+    top, off = _lengths((q, k, s.v), summed, growth)
+    gain = 2 * scale
+    q, k, v = (_over(per_head(x, H), per_head(largest(x), H)) for x in (q, k, s.v))
+    q_long, k_long = _lengths_squared(q, norms.k_gram), _lengths_squared(k, norms.k_gram)
+    q_row = q_long.sqrt() * top.q[..., None] + off.q[..., None]
+    # Keys enter a distance s |q_i - k_j|^2 through 2 s (q_i - k_j), a product through q_i.
+    k_column = k_long.sqrt() * top.k[..., None] + off.k[..., None]
+    squares = [_lengths_squared(v, None), _lengths_squared(k, norms.q_gram)]
+    moments = torch.cat([v, k, *(x[..., None].to(v) for x in squares)], dim=-1)
+    queries = torch.zeros_like(q_row)
+    columns = torch.zeros(*q_row.shape[:2], 3, k.shape[2], dtype=torch.float64)
+    row_top, v_top = (q_row.amax(dim=-1) * (top.v + off.v)).clamp_min(TINY), top.v + off.v
+    w = None if weights is None else weights.detach().double().cpu()
+    for rows, cols, P in _weights(s):
+        means = P @ moments[..., cols, :].to(P)
+        v_mean, k_mean, v_square, k_square = means.split([v.shape[-1], k.shape[-1], 1, 1], dim=-1)
+        v_row = _deviation(v_square, _lengths_squared(v_mean, None)) * top.v[..., None] + off.v[..., None]
+        k_row = _deviation(k_square, _lengths_squared(k_mean, norms.q_gram)) * top.k[..., None]
+        k_row = k_row + off.k[..., None]
+        queries[..., rows] = gain * k_row * v_row
+        shares = [v_row / v_row, q_row[..., rows] * v_row / row_top[..., None], v_row / v_top[..., None]]
+        into = torch.stack(shares, dim=-2).square()
+        into = into if w is None else into * w[:, None, None, rows]
+        columns[..., cols] += (into.to(P) @ P).double().cpu()
+    columns = columns if w is None else columns / w[:, None, None, :]
+    of_values, of_keys, of_distances = columns.unbind(dim=-2)
+    keys = gain * row_top * of_keys.amax(dim=-1).sqrt()
+    if s.distance is not None:
+        keys = keys + gain * v_top * (of_distances.sqrt() * k_column).amax(dim=-1)
+    moved = summed.v > 0  # by values of 0 nothing is
+    return BlockNorms(
+        norms.v * of_values.amax(dim=-1).sqrt(),
+        torch.where(moved[..., None], norms.q[:, None] * queries, 0.0),
+        torch.where(moved, norms.k * keys, 0.0),
+    )
+
+
+def _lengths(parts: Triple, summed: Lengths, growth: Tensor) -> tuple[Lengths, Lengths]:
+    """The longest of each, and what they may be off by over what a weight P_ij may be off by."""
+    heads = parts[0].shape[1]
+    top = [per_head(largest(x), heads) for x in parts]
+    total = (a + b for a, b in zip(top, (summed.q, summed.k, summed.v), strict=True))
+    off = [(x / growth).nan_to_num(nan=torch.inf, posinf=torch.inf) for x in total]
+    return Lengths(*top), Lengths(*off)
+
+
+def _lengths_squared(x: Tensor, gram: Tensor | None) -> Tensor:
+    """x' G x of the vectors x [M, H, n, k], G = gram [H, k, k] or the identity; float64 [M, H, n]."""
+    x = x.double()
+    return (x * (x if gram is None else x @ gram.to(x))).sum(dim=-1).clamp_min(0).cpu()
+
+
+def _deviation(square: Tensor, mean: Tensor) -> Tensor:
+    """sqrt(E|x|^2 - |E x|^2) [M, H, rows], no less than the cancellation of the two leaves of it."""
+    square = square[..., 0].double().cpu()
+    return (square - mean).clamp_min(8 * torch.finfo(torch.float64).eps * square).sqrt()
+
+
+def per_head(x: Tensor, heads: int) -> Tensor:
+    """[M, G, ...] or [M, H, ...] as [M, H, ...]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _over(x: Tensor, largest: Tensor) -> Tensor:
+    """x over its longest vectors: squares then neither under- nor overflow."""
+    return x / largest[..., None, None].to(x)
+
+
+def largest(x: Tensor) -> Tensor:
+    """The longest vector of each member and head, [M, H, n, k] -> [M, H] in float64, and at least tiny."""
+    x = x.double()
+    top = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(TINY)
+    return ((x / top).norm(dim=-1).amax(dim=-1) * top[..., 0, 0]).clamp_min(TINY).cpu()
+
+
+def _weights(s: State) -> Iterator[tuple[slice, slice, Tensor]]:
+    """P [M, H, rows, n'] in blocks of whole rows: the one that is kept, or block after block."""
+    H = s.q.shape[1]
+    if s.weights is not None:
+        yield slice(0, s.q.shape[2]), slice(0, s.k.shape[2]), reference.heads(s.weights.P, H)
+        return
+    for rows, cols, tile in tiled._blocks(s.q, s.k, s.pattern):
+        W = reference.weights(s.q[..., rows, :], s.k[..., cols, :], s.lse[..., rows], tile)
+        yield rows, cols, reference.heads(W.P, H)
+
+
+def rough_block_norms(s: State, low: State, norms: WeightNorms, summed: Lengths, growth: Tensor) -> BlockNorms:
+    """The same where the kernels hold P: means by the longest vectors, column sums by one product.
+
+    low: the state whose product takes the column sums, in bfloat16 where that resolves the weights.
+    """
+    H = s.q.shape[1]
+    q, k, scale = (s.q, s.k, 0.5) if s.distance is None else s.distance
+    top, off = _lengths((q, k, s.v), summed, growth)
+    q_top, k_top, v_top = top.q + off.q, top.k + off.k, top.v + off.v
+    q_top = q_top if s.distance is None else q_top + k_top
+    ones = torch.zeros_like(low.v)
+    ones[..., 0] = 1
+    product = backend.vjp(low.q, low.k, low.v, low.o, low.lse, per_head(ones, H), s.pattern)
+    columns = product[2][..., 0].double().amax(dim=-1).cpu()
+    most = per_head((ROUGH_WEIGHTS * columns).sqrt(), H)
+    queries = norms.q * 2 * scale * k_top * v_top
+    return BlockNorms(norms.v * most, queries[..., None], norms.k * 2 * scale * q_top * v_top * most)
