@@ -15,8 +15,6 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.mean_field.attention_on_measures import liftable
 from lipscope.mean_field.exponents import check_exponent
 from lipscope.theorems import geshkovski2023
-from lipscope.theorems.heads import Head, over_heads, reach
-from lipscope.theorems.rounding import exp_up, up
 
 
 def w2_bound(f: SelfAttention, R: float) -> float:
@@ -42,7 +40,9 @@ def w_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
     """W_p without mask, 1 <= p <= inf: ||V|| (a + (1 + c a_b) e^{2 a_b / p}), c = max(1, 2^{2/p - 1})."""
     _check_order(f, causal=False)
     check_exponent(p)
-    return w_inf_bound(f, R) if math.isinf(p) else _evaluate(_least(p, {1.0: 0.0}), f, R)
+    if math.isinf(p):
+        return w_inf_bound(f, R)
+    return _evaluate(geshkovski2023.transport_upper(p, {1.0: 0.0}), f, R)
 
 
 def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
@@ -56,29 +56,7 @@ def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
         raise UserError(f"p must be above 1, got {p!r}: averaging over the past has no constant in d_1")
     if math.isinf(p):
         return w_inf_bound(f, R)
-    # Any q is right; the best is near p for small a and near 1 + 1/(2a) for large a.
-    least = min(p - 1, 1e-4)
-    tried = (min(p, 1 + least * ((p - 1) / least) ** (i / 200)) for i in range(201))
-    return _evaluate(_least(p, {q: math.log(q / (q - 1)) for q in tried if q > 1}), f, R)
-
-
-def _least(p: float, logs: dict[float, float]) -> Callable[[SelfAttention, Domain], float]:
-    """The least of ||V|| (a + (1 + c a_b) (k e^{2 a_b})^{q/p}) over q, log k = logs[q] being the price of the mask."""
-
-    def theorem(f: SelfAttention, domain: Domain) -> float:
-        assert isinstance(domain, Ball)
-
-        def head(h: Head) -> float:
-            a = reach(h, domain.R)
-            each = (
-                (1 + max(1, 2 ** (2 * q / p - 1)) * a.key) * exp_up(q / p * (2 * a.key + k)) for q, k in logs.items()
-            )
-            return up(h.V_norm * (a.query + min(each)))
-
-        # Heads side by side add as squares only from p = 2 on; below, as p-th powers.
-        return up(f.heads ** max(0.0, 1 / p - 1 / 2) * over_heads(f, head))
-
-    return theorem
+    return _evaluate(geshkovski2023.transport_upper(p, geshkovski2023.masked_prices(p)), f, R)
 
 
 def check_scores(f: SelfAttention) -> None:

@@ -50,3 +50,15 @@ def key_reaction(seen: Sight) -> float:
     # Any cut >= 0 gives a bound; this one is the best.
     cut = max(0.0, math.log(others * divided / size) - 1)
     return up(min(plain, size * cut + others * divided * math.exp(-cut - 1)))
+
+
+def column_distance(seen: Sight) -> float:
+    """At least every sum_i P_ij d_ij: omega N, or about sqrt(N) ln(N) / 2, N others see a key."""
+    others = seen.others
+    plain = largest_share(1, 1) * others
+    if others < 1 or seen.regard == math.inf:
+        return up(plain)
+    size = math.sqrt(seen.regard * others)
+    # Any cut >= 0 gives a bound; this one is the best.
+    cut = max(0.0, math.log(others / size) - 1)
+    return up(min(plain, size * cut + others * math.exp(-cut - 1)))

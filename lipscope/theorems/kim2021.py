@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.distance_columns import column_sum, key_reaction
+from lipscope.theorems.distance_columns import column_distance, column_sum, key_reaction
+from lipscope.theorems.factored_values import Split, Way, splits, whole_rest
 from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, sight
-from lipscope.theorems.rounding import U, down, frobenius_up, gamma, norm_down, norm_up, row_sum_up, scaled_up, up
+from lipscope.theorems.rounding import TINY, down, frobenius_up, gamma, norm_down, norm_up, row_sum_up, scaled_up, up
 from lipscope.theorems.statement import (
     DISTANCE,
     DOT,
@@ -39,32 +40,69 @@ def mean_distance(keys: int) -> float:
     return up(float(lambertw((keys - 1) / math.e).real), 64) if keys > 1 else 0.0
 
 
-def value_factor(h: Head) -> Tensor | None:
-    """M with V = M Q, or None where the values do not factor through the queries."""
-    Q = h.one.Q
-    M = h.V @ torch.linalg.pinv(Q)
-    # Where Q is invertible on the tokens what is left over enters the bound; elsewhere it must be rounding of V.
-    allowed = h.V_size + (_size(M) * _size(Q) if Q.shape[0] >= Q.shape[1] else 0.0)
-    return M if _size(h.V - M @ Q) <= 64 * U * max(Q.shape) * allowed else None
+def distance_upper(f: SelfAttention, domain: Domain) -> float:
+    """(sum_i (4 phi_i + 1)^2)^(1/2) ||M|| ||Q||, phi_i = phi^-1(n_i - 1), n_i keys seen by query i.
+
+    Values V = M Q + E add ||E|| (1 + 4 sqrt(s phi_i) ||Q|| R) to the row of query i.
+    """
+    means = [mean_distance(c) for c in sight(f, domain.n).counts.tolist() if c > 0] or [0.0]
+
+    def head(h: Head, split: Split) -> float:
+        through = up((_spectral(split.M) + split.drift) * _spectral(h.one.Q))
+        far = _far(h, domain, _spectral) if split.spectral > 0 else 0.0
+        rest = split.spectral
+        rows = [through * (4 * p + 1) + rest * (1 + 4 * math.sqrt(p) * far) for p in means]
+        return h.factor * hypotenuse(rows)
+
+    apart = [hypotenuse([head(h, split) for h, split in way]) for way in splits(f, domain)]
+    return up(min(apart, default=math.inf) * _output(f, _spectral))
 
 
-def _factor(h: Head) -> tuple[Tensor, float]:
-    """M, and a bound of what V - M Q adds to it where Q is invertible on the tokens, in either norm."""
-    M = value_factor(h)
-    assert M is not None
-    Q = h.one.Q
-    if Q.shape[0] < Q.shape[1]:
-        return M, 0.0
-    left = torch.linalg.pinv(Q)
-    skew = norm_up(left @ Q - torch.eye(Q.shape[1], dtype=Q.dtype)).item() + gamma(h.steps) * _size(left) * _size(Q)
-    missed = _size(h.V - M @ Q) + gamma(h.steps) * (_size(M) * _size(Q) + h.V_size)
-    return M, math.inf if skew >= 0.5 else missed * _size(left) / (1 - skew) * math.sqrt(max(M.shape))
+def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
+    """(sqrt(kappa) + 2 phi + 2 sqrt(tau)) ||O diag(M_h / m_h)|| ||diag(m_h) Q||, m_h = ||M_h||.
+
+    Column sums of P are at most kappa, of what keys react with tau. Values V = M Q + E add
+    ||O|| (sum_h ||E_h||^2 (sqrt(kappa) + 2 (sqrt(phi) + sqrt(rho)) sqrt(s) ||Q_h|| R)^2)^(1/2),
+    rho the largest sum_i P_ij d_ij. Every M gives a bound: the smaller of those of V Q^+ and 0.
+    """
+    seen = sight(f, domain.n)
+    found = [math.inf]
+    for way in splits(f, domain):
+        size, power = _through_heads(f, way)
+        through = scaled_up(up(distance_reaction(seen) * size), power)
+        found.append(through + _left_over(f, domain, seen, way))
+    if isinstance(domain, Ball):
+        way = [(h, whole_rest(h)) for h in heads_of(f, folded=False)]
+        found.append(_left_over(f, domain, seen, way))
+    return up(min(value for value in found if not math.isnan(value)))
 
 
-def _factor_norm(h: Head, norm: Callable[[Tensor], float]) -> float:
-    """norm(M) norm(Q)."""
-    M, rest = _factor(h)
-    return up((norm(M) + rest) * norm(h.one.Q))
+def distance_reaction(seen: Sight) -> float:
+    """What L2 attention with identity weights reacts with at most, in norm 2."""
+    return up(math.sqrt(column_sum(seen)) + 2 * mean_distance(seen.most_keys) + 2 * math.sqrt(key_reaction(seen)))
+
+
+def _left_over(f: SelfAttention, domain: Domain, seen: Sight, way: Way) -> float:
+    """What the values E x that do not pass through the queries add, all heads together."""
+    root = math.sqrt(column_sum(seen))
+    spread = 2 * (math.sqrt(mean_distance(seen.most_keys)) + math.sqrt(column_distance(seen)))
+    sizes = [
+        h.factor * (split.spectral * (root + spread * _far(h, domain, _spectral)))
+        for h, split in way
+        if split.spectral > 0
+    ]
+    return up(hypotenuse(sizes) * _output(f, _spectral)) if sizes else 0.0
+
+
+def _far(h: Head, domain: Domain, norm: Callable[[Tensor], float]) -> float:
+    """sqrt(s) ||Q|| R."""
+    R = domain.R if isinstance(domain, Ball) else math.inf
+    size = norm(h.one.Q)
+    return max(TINY, up(math.sqrt(h.scale) * size * R)) if size > 0 else 0.0
+
+
+def _output(f: SelfAttention, norm: Callable[[Tensor], float]) -> float:
+    return 1.0 if f.O is None else norm(f.O)
 
 
 def _size(M: Tensor) -> float:
@@ -75,37 +113,12 @@ def _spectral(M: Tensor) -> float:
     return norm_up(M).item()
 
 
-def distance_upper(f: SelfAttention, domain: Domain) -> float:
-    """(sum_i (4 phi^-1(n_i - 1) + 1)^2)^(1/2) ||M|| ||Q||, n_i the number of keys that query i sees."""
-    rows = [4 * mean_distance(c) + 1 for c in sight(f, domain.n).counts.tolist() if c > 0]
-    return _over_heads(f, hypotenuse(rows or [0.0]))
-
-
-def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
-    """(sqrt(kappa) + 2 phi + 2 sqrt(tau)) ||O diag(M_h / m_h)|| ||diag(m_h) Q||, m_h = ||M_h||.
-
-    Column sums of P are at most kappa, of what keys react with tau.
-    """
-    size, power = _through_heads(f)
-    return scaled_up(up(distance_reaction(sight(f, domain.n)) * size), power)
-
-
-def distance_reaction(seen: Sight) -> float:
-    """What L2 attention with identity weights reacts with at most, in norm 2."""
-    return up(math.sqrt(column_sum(seen)) + 2 * mean_distance(seen.most_keys) + 2 * math.sqrt(key_reaction(seen)))
-
-
-def _over_heads(f: SelfAttention, reaction: float) -> float:
-    apart = hypotenuse([h.factor * _factor_norm(h, _spectral) for h in heads_of(f, folded=False)])
-    return up(reaction * apart * (1.0 if f.O is None else norm_up(f.O).item()))
-
-
-def _through_heads(f: SelfAttention) -> tuple[float, int]:
+def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
     """All heads as one product, O diag(M_h / m_h), then each head by itself, then diag(m_h) Q: s and p of s 2^p."""
     rights, lefts, powers, rest = [], [], [], 0.0
-    for h in heads_of(f, folded=False):
-        M, missed = _factor(h)
-        m = up(_spectral(M) + missed)
+    for h, split in way:
+        M, drift = split.M, split.drift
+        m = up(_spectral(M) + drift)
         if math.inf in (m, h.factor):
             return math.inf, 0
         Q, power = _of_order_one(h.one.Q)
@@ -113,7 +126,7 @@ def _through_heads(f: SelfAttention) -> tuple[float, int]:
         rights.append(share * Q)
         powers.append(power + own + math.frexp(h.factor)[1] - 1)
         lefts.append(M / m if m > 0 else M)
-        rest = max(rest, missed / m if m > 0 else 0.0)
+        rest = max(rest, drift / m if m > 0 else 0.0)
     top = max(powers)
     right = torch.cat([torch.ldexp(Q, torch.tensor(power - top)) for Q, power in zip(rights, powers, strict=True)])
     rounding = gamma(2 * sum(M.shape[0] for M in lefts) + 16)
@@ -133,10 +146,24 @@ def _of_order_one(W: Tensor) -> tuple[Tensor, int]:
 
 
 def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
-    """(4 sqrt(k) phi^-1(N - 1) + 1) ||O||_inf max_h ||M_h||_inf ||Q_h||_inf, norms being largest absolute row sums."""
-    largest = max(h.factor * _factor_norm(h, row_sum_up) for h in heads_of(f, folded=False))
-    reaction = coordinate_reaction(sight(f, domain.n), f.Q.shape[0] // f.heads)
-    return up(reaction * largest * (1.0 if f.O is None else row_sum_up(f.O)))
+    """(4 sqrt(k) phi^-1(N - 1) + 1) ||O||_inf max_h ||M_h||_inf ||Q_h||_inf.
+
+    Norms are largest absolute row sums. Values V = M Q + E add
+    ||E_h||_inf + 4 sqrt(k s phi) ||Q_h||_inf R |E_h| to a head, |E_h| being the longest row of E_h.
+    """
+    seen = sight(f, domain.n)
+    mean = mean_distance(seen.most_keys)
+
+    def head(h: Head, split: Split) -> float:
+        through = (row_sum_up(split.M) + split.drift) * row_sum_up(h.one.Q)
+        value = coordinate_reaction(seen, h.k) * through
+        if split.row_sum > 0:
+            far = _far(h, domain, row_sum_up)
+            value += split.row_sum + 4 * math.sqrt(h.k * mean) * far * split.row
+        return h.factor * up(value)
+
+    largest = [max(head(h, split) for h, split in way) for way in splits(f, domain)]
+    return up(min(largest, default=math.inf) * _output(f, row_sum_up))
 
 
 def coordinate_reaction(seen: Sight, k: int) -> float:
@@ -197,8 +224,9 @@ TIED = Hypothesis(
     lambda f, _: f.groups == f.heads and torch.equal(f.Q, f.K) and _tied_biases(f),
 )
 FACTORED = Hypothesis(
-    "the values factor through the queries, V = M Q in every head",
-    lambda f, _: all(value_factor(h) is not None for h in heads_of(f, folded=False)),
+    "on inputs of any size, the values factor through the queries exactly: V = M Q in every head, "
+    "by definition, because Q is invertible on the tokens, or to the last bit",
+    lambda f, domain: not isinstance(domain, Everywhere) or bool(splits(f, domain)),
 )
 ONE_SEES_ALL = Hypothesis("some token sees all tokens", lambda f, d: bool((sight(f, d.n).counts == d.n).any()))
 
@@ -208,6 +236,7 @@ def _tied_biases(f: SelfAttention) -> bool:
     return (bq is None and bk is None) or (bq is not None and bk is not None and torch.equal(bq, bk))
 
 
+RESIDUAL = "and, where V is not M Q, a term that grows with the tokens: docs/theory/bounds.md#values-that-do-not-factor"
 L2_HYPOTHESES = (DISTANCE, PLAIN_SCORES, NO_ADDITIVE, TIED, SELF_SEEN, FACTORED)
 DOT_HYPOTHESES = (DOT, PLAIN_SCORES, NO_ROPE, NO_ADDITIVE, NO_QUERY_BIAS, HEADS_APART, TWO_TOKENS, ONE_SEES_ALL)
 
@@ -216,30 +245,30 @@ BOUNDS = (
         "Kim et al., L2 attention",
         "upper",
         "2",
-        Everywhere,
+        (Ball, Everywhere),
         L2_HYPOTHESES,
         "kim2021",
-        "Theorem 3.2 (2-norm), with the fourth power: docs/theory/bounds.md#l2-attention",
+        "Theorem 3.2 (2-norm), with the fourth power: docs/theory/bounds.md#l2-attention " + RESIDUAL,
         distance_upper,
     ),
     Bound(
         "L2 attention",
         "upper",
         "2",
-        Everywhere,
+        (Ball, Everywhere),
         L2_HYPOTHESES,
         "lipscope",
-        "docs/theory/bounds.md#l2-attention",
+        "docs/theory/bounds.md#l2-attention " + RESIDUAL,
         tighter_distance_upper,
     ),
     Bound(
         "Kim et al., L2 attention, largest coordinate",
         "upper",
         "inf",
-        Everywhere,
+        (Ball, Everywhere),
         L2_HYPOTHESES,
         "kim2021",
-        "Theorem 3.2 (infinity-norm)",
+        "Theorem 3.2 (infinity-norm) " + RESIDUAL,
         largest_coordinate_upper,
     ),
     Bound(

@@ -10,7 +10,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.theorems import castin2024, certified, geshkovski2023, kim2021, local, yudin2025
 from lipscope.theorems.heads import sight
 from lipscope.theorems.rounding import gamma, length_up
-from lipscope.theorems.statement import Bound
+from lipscope.theorems.statement import Bound, Kinds
 
 REGISTRY: tuple[Bound, ...] = (
     *local.BOUNDS,
@@ -96,8 +96,14 @@ def evaluate(bound: Bound, f: SelfAttention, domain: Domain) -> float:
     return 0.0 if math.isnan(value) else value
 
 
-def enclosing(domain: Domain, kind: type[Domain], side: str) -> Domain | None:
-    """The smallest domain of that kind around `domain`, in float64; None where there is none or side is "lower"."""
+def enclosing(domain: Domain, kind: Kinds, side: str) -> Domain | None:
+    """The smallest domain of that kind around `domain`, in float64; of several kinds, of the first.
+
+    None where there is none, or side is "lower" and `domain` is of another kind.
+    """
+    if isinstance(kind, tuple):
+        found = (enclosing(domain, each, side) for each in kind)
+        return next((within for within in found if within is not None), None)
     domain = replace(domain, X=domain.X.double()) if isinstance(domain, Point | Around) else domain
     if isinstance(domain, kind):
         return domain

@@ -13,6 +13,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.heads import rope_stretch, sight
 
 Check = Callable[[SelfAttention, Domain], bool]
+Kinds = type[Domain] | tuple[type[Domain], ...]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Bound:
 
     kind:    "upper": at least the constant at every input of the domain; "lower": at most the constant of the domain.
     norm:    "2", "inf" (largest coordinate), "inf2" (largest token), "W2" (measures, Wasserstein).
-    domain:  Point, Ball, Around or Everywhere, the kind of set it speaks of.
+    domain:  Point, Ball, Around or Everywhere, the kind of set it speaks of; or several kinds, the
+             smaller set first.
     fn:      the value, for a float64 layer.
     witness: for a lower bound, an input where the constant is at least the value.
     """
@@ -37,7 +39,7 @@ class Bound:
     name: str
     kind: str
     norm: str
-    domain: type[Domain]
+    domain: Kinds
     hypotheses: tuple[Hypothesis, ...]
     cite: str
     where: str

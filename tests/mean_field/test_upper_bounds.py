@@ -52,6 +52,13 @@ def test_the_masked_bound_takes_the_best_exponent(p, a):
     assert bound <= (a + p / (p - 1) * (1 + 2 * a) * math.exp(2 * a)) * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("kind", ["causal", "one key head"])
+def test_in_d_2_the_masked_bound_is_that_of_the_registry(kind):
+    f, X = problem(kind, 0)
+    (row,) = ls.bounds(f, ls.Ball(1.3, len(X)), norm="W2")
+    assert d_p_bound(f, 1.3, 2) == pytest.approx(row.value, rel=1e-12)
+
+
 def test_heads_side_by_side_add_as_powers_below_two():
     I = torch.eye(1, dtype=torch.float64)
     f = ls.SelfAttention(I.repeat(4, 1), I.repeat(4, 1), I.repeat(4, 1), heads=4, causal=True)

@@ -94,6 +94,71 @@ def test_compact_is_exact_without_scores_and_never_above_the_theorem():
                 assert compact_upper(f, ball) <= theorem_upper(f, ball)
 
 
+def largest_product() -> float:
+    """The largest p ||C|| / R^2 of an atom of mass p among points of B_R, on a grid: 4 p (1 - p) from p = 1/2 on."""
+    p = torch.linspace(0, 1, 2_000_001, dtype=torch.float64)
+    return (p * torch.where(p < 0.5, 1.0, 4 * p * (1 - p))).max().item()
+
+
+@pytest.mark.parametrize(("causal", "bias"), [(False, 0.0), (True, 0.0), (False, 0.5)])
+def test_compact_is_this_formula(causal: bool, bias: float):
+    """Large scores, where the key term is the share of the heaviest atom; and small ones, where it is kappa."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    n, v = 9, 3.0
+    for size, saturated in ((40.0, True), (0.01, False)):
+        f = ls.SelfAttention(size * one, one, v * one, biases=(bias * one[0], None, None), causal=causal)
+        R = 1.5
+        a, b = size * R * R, R * (size * R + bias)
+        counts = range(1, n + 1) if causal else [n] * n
+        kappa = math.fsum(1 / (1 + (i - 1) * math.exp(-2 * b)) for i in counts)
+        assert (largest_product() * n < kappa) == saturated
+        truth = v * (a + math.sqrt(kappa) + b * math.sqrt(min(kappa, largest_product() * n)))
+        assert compact_upper(f, Ball(R, n)) == pytest.approx(truth, rel=1e-9)
+
+
+def test_the_key_term_of_compact_counts_those_who_see_a_key():
+    """A window of two: no key has more than two viewers, however long the sequence is."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    f = ls.SelfAttention(40 * one, one, one, causal=True, window=2)
+    truth = 40 + math.sqrt(2) + 40 * math.sqrt(2 * largest_product())
+    assert compact_upper(f, Ball(1.0, 50)) == pytest.approx(truth, rel=1e-9)
+
+
+def moved(f: ls.SelfAttention, X: torch.Tensor) -> float:
+    """How far the crowd moves when the special token, the first, moves along its own direction by one."""
+    n, d = X.shape
+    J = dense_jacobian(f, X).reshape(n, -1, n, d)
+    return (J[1:, :, 0] @ (X[0] / X[0].norm())).norm().item()
+
+
+@pytest.mark.parametrize("size", [0.05, 0.15, 2.0])
+def test_the_theorem_from_below_needs_a_gap_that_is_not_negative(size: float, monkeypatch):
+    """An eigenvalue routine that is wrong about a sign: what the proof says of its vector is still true."""
+    f = repelling(-size)
+    values = torch.tensor([-size, -size], dtype=torch.complex128)
+    vectors = torch.eye(2, dtype=torch.complex128)
+    ball = Ball(1.0, 4)
+    monkeypatch.setattr(torch.linalg, "eig", lambda A: (values, vectors))
+    stated, X = theorem_lower(f, ball), theorem_witness(f, ball)
+    assert torch.equal(X[0], -X[1]), "the crowd is opposite, and the gap -2 size"
+    p = 1 / (1 + 3 * math.exp(2 * size))
+    assert moved(f, X) == pytest.approx(math.sqrt(3) * p * abs(1 - (1 - p) * 2 * size), rel=1e-9)
+    assert stated <= moved(f, X)
+    assert (stated > 0) == (size < 0.25)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_theorem_from_below_where_the_eigenvalue_is_a_rounding_error(seed: int):
+    """A = x y' with y orthogonal to x, so that the computed gap has any sign."""
+    g = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, 3, generator=g, dtype=torch.float64)
+    A = torch.outer(x, y - x * (x @ y) / (x @ x))
+    f = ls.SelfAttention(A * math.sqrt(3), torch.eye(3).double(), torch.eye(3).double())
+    ball = Ball(1.0, 5)
+    stated = theorem_lower(f, ball)
+    assert 2 / 5 * (1 - 1e-6) <= stated <= moved(f, theorem_witness(f, ball))
+
+
 def test_compact_stops_growing_with_n_in_the_mean_field_regime():
     f = repelling(0.5)
     values = [compact_upper(f, Ball(1.0, n)) for n in (4, 64, 4096, 65536 // 8)]

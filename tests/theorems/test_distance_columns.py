@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope._types import Everywhere
-from lipscope.theorems.distance_columns import column_sum, key_reaction, largest_share
+from lipscope.theorems.distance_columns import column_distance, column_sum, key_reaction, largest_share
 from lipscope.theorems.heads import sight
 from lipscope.theorems.kim2021 import distance_upper, mean_distance, tighter_distance_upper
 
@@ -22,12 +22,12 @@ def layer(causal: bool = False, window: int | None = None, mask: Tensor | None =
     return ls.SelfAttention(one, one, one, kernel=ls.L2(scale=1.0), causal=causal, window=window, mask=mask)
 
 
-def columns(Y: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest column sums of P_ij and of D_i P_ij d_ij."""
+def columns(Y: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest column sums of P_ij, of D_i P_ij d_ij and of P_ij d_ij."""
     d = (Y[:, None] - Y).square().sum(-1)
     P = torch.where(seen, -d, -math.inf).softmax(dim=1)
     D = (P * d).sum(dim=1)
-    return P.sum(dim=0).amax(), (D[:, None] * P * d).sum(dim=0).amax()
+    return P.sum(dim=0).amax(), (D[:, None] * P * d).sum(dim=0).amax(), (P * d).sum(dim=0).amax()
 
 
 def climbed(value: Callable[[Tensor], Tensor], Y: Tensor, steps: int = 120) -> float:
@@ -58,16 +58,17 @@ def test_the_largest_share_is_a_maximum(others: int, power: float):
 def test_climbing_finds_nothing_above(n: int, causal: bool):
     seen = torch.ones(n, n, dtype=torch.bool)
     seen = seen.tril() if causal else seen
-    limits = (column_sum(sight(layer(causal), n)), key_reaction(sight(layer(causal), n)))
-    found = [0.0, 0.0]
+    sees = sight(layer(causal), n)
+    limits = (column_sum(sees), key_reaction(sees), column_distance(sees))
+    found = [0.0, 0.0, 0.0]
     for k in (1, n):
         g = torch.Generator().manual_seed(n + k)
         Y = torch.randn(n, k, generator=g, dtype=torch.float64) * math.sqrt(math.log(n + 1) / 2 / k)
-        for part in (0, 1):
+        for part in range(3):
             found[part] = max(found[part], climbed(lambda Y, part=part: columns(Y, seen)[part], Y))
     assert all(x <= limit for x, limit in zip(found, limits, strict=True))
     # and the bounds are not idle: climbing comes within a factor.
-    assert found[0] > 0.45 * limits[0] and found[1] > 0.45 * limits[1]
+    assert all(x > 0.45 * limit for x, limit in zip(found, limits, strict=True))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -80,6 +81,21 @@ def test_the_reaction_of_keys_is_the_least_over_cuts(causal: bool):
     size = (2 * phi * divided).sqrt() if causal else rooted
     least = (math.sqrt(n - 1) * size * cut + (n - 1) * divided * (-cut - 1).exp()).min().item()
     assert key_reaction(sight(layer(causal), n)) == pytest.approx(least, rel=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_column_of_distances_is_the_least_over_cuts(causal: bool):
+    n, cut = 5000, torch.linspace(0, 10, 100_001, dtype=torch.float64)
+    root = math.sqrt((n - 1) * (2 if causal else 1))
+    least = (root * cut + (n - 1) * (-cut - 1).exp()).min().item()
+    assert column_distance(sight(layer(causal), n)) == pytest.approx(least, rel=1e-6)
+    # Few tokens, and masks under which queries need not see each other: P_ij d_ij <= omega alone.
+    omega = mean_distance(2)
+    assert column_distance(sight(layer(causal), 3)) == pytest.approx(2 * omega, rel=1e-12)
+    strangers = torch.eye(n).bool()
+    strangers[:, 0] = True
+    assert column_distance(sight(layer(mask=strangers), n)) == pytest.approx((n - 1) * omega, rel=1e-12)
+    assert column_distance(sight(layer(), 1)) == 0
 
 
 def test_who_sees_whom_is_read_from_any_mask():

@@ -11,14 +11,13 @@ from scipy.special import lambertw
 import lipscope as ls
 from lipscope._types import Ball, Everywhere
 from lipscope.theorems.distance_columns import column_sum, key_reaction
-from lipscope.theorems.heads import heads_of, sight
+from lipscope.theorems.heads import sight
 from lipscope.theorems.kim2021 import (
     distance_upper,
     largest_coordinate_upper,
     no_global_constant,
     quadratic_lower,
     tighter_distance_upper,
-    value_factor,
 )
 from tests.cases import problem
 
@@ -48,14 +47,6 @@ def test_phi_inverts_and_the_formulas_are_these():
 def test_causal_rows_see_fewer_keys():
     rows = math.sqrt(sum((4 * phi(i) + 1) ** 2 for i in range(1, 8)))
     assert distance_upper(layer(1.0, causal=True), Everywhere(7)) == pytest.approx(rows, rel=1e-9)
-
-
-def test_values_that_do_not_factor_are_told_apart():
-    g = torch.Generator().manual_seed(0)
-    Q, M = (torch.randn(2, size, generator=g, dtype=torch.float64) for size in (5, 2))
-    for V, factors in ((M @ Q, True), (torch.randn(2, 5, generator=g, dtype=torch.float64), False)):
-        (h,) = heads_of(ls.SelfAttention(Q, Q, V, kernel=ls.L2()), folded=False)
-        assert (value_factor(h) is not None) == factors
 
 
 def test_the_lower_bound_grows_like_the_square_of_the_radius():
@@ -88,11 +79,3 @@ def test_a_value_beyond_all_powers_of_two_has_no_bound():
 def test_scores_that_grow_with_distance_have_no_bound():
     one = torch.eye(2, dtype=torch.float64)
     assert not ls.bounds(ls.SelfAttention(one, one, one, kernel=ls.L2(scale=-1.0)), Everywhere(3))
-
-
-def test_values_that_nearly_factor_do_not():
-    """Q nearly has no second row: an error of 1e-6 in V is no rounding, though it is one of M Q."""
-    Q = torch.tensor([[1.0, 0, 0], [0, 1e-8, 0]], dtype=torch.float64)
-    V = torch.tensor([[0.0, 1, 0], [0, 0, 1e-6]], dtype=torch.float64)
-    (h,) = heads_of(ls.SelfAttention(Q, Q, V, kernel=ls.L2()), folded=False)
-    assert value_factor(h) is None
