@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+UNDERFLOW = 760.0
+"""A weight this far below the largest, in the exponent, is 0 in float64: exp(-746) already is."""
+
+ENTRIES = 1 << 20
+"""Entries of a mask looked at together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,7 +21,8 @@ class Pattern:
 
     causal:        j <= i + shift
     window:        j > i + shift - window
-    mask:          boolean [..., H | 1, n, n'] (True: may attend), or additive in floating point
+    mask:          boolean [..., H | 1, n, n'] (True: may attend), or additive in floating point;
+                   what all keys that a row sees have in common is taken out (`without_level`)
     queries, keys: boolean [..., n] and [..., n'], True for real tokens
     softcap:       score T becomes softcap * tanh(T / softcap)
     sinks:         [H], a logit per head that joins the denominator of the softmax
@@ -49,13 +56,21 @@ class Pattern:
         def apply(x: Tensor | None, members: int) -> Tensor | None:
             return x if x is None or x.ndim < members else change(x)
 
-        return replace(self, mask=apply(self.mask, 4), queries=apply(self.queries, 2), keys=apply(self.keys, 2))
+        mask = None if self.mask is None else distinct(self.mask, dims=(-2, -1))
+        return replace(self, mask=apply(mask, 4), queries=apply(self.queries, 2), keys=apply(self.keys, 2))
 
     def columns(self, rows: slice, n_keys: int) -> slice:
         """The keys that causal order and window leave to these rows."""
         stop = min(n_keys, rows.stop + self.shift) if self.causal else n_keys
         start = max(0, rows.start + self.shift - self.window + 1) if self.window else 0
         return slice(min(start, max(stop, 1) - 1), max(stop, 1))
+
+    def blocks(self, n: int, n_keys: int, height: int) -> Iterator[tuple[slice, slice, Pattern]]:
+        """So many rows at a time, the keys left to them, and the pattern between the two."""
+        for start in range(0, n, height):
+            rows = slice(start, min(n, start + height))
+            cols = self.columns(rows, n_keys)
+            yield rows, cols, self.tile(rows, cols)
 
     def visible(self, n_queries: int, n_keys: int, device: torch.device) -> Tensor | None:
         """Boolean, broadcastable to [..., H, n, n']; None where everything is visible."""
@@ -77,5 +92,62 @@ class Pattern:
 
     @property
     def bias(self) -> Tensor | None:
-        """The additive mask, if there is one."""
-        return self.mask if self.mask is not None and self.mask.dtype != torch.bool else None
+        """The additive mask, if there is one; an expanded row, head or member stands once."""
+        if self.mask is None or self.mask.dtype == torch.bool:
+            return None
+        return distinct(self.mask, dims=range(-self.mask.ndim, 0))
+
+    def bias_left(self, n: int, n_keys: int, largest_score: Tensor) -> Tensor:
+        """What the additive mask and the sinks add to the size of the logits, per member [M].
+
+        largest_score [M] bounds the |score| of every visible key. What counts is the mask without
+        each row's largest entry, and the sinks, which move against it; entries so far down that
+        the weight is 0 whatever the scores are left out. Never more than 760 + 2 largest_score.
+        """
+        return self.bias_left_by_head(n, n_keys, largest_score[..., None]).amax(dim=-1)
+
+    def bias_left_by_head(self, n: int, n_keys: int, largest_score: Tensor) -> Tensor:
+        """The same for each head: largest_score [..., H | 1] to float64 [..., H | 1]."""
+        largest_score = largest_score.double()
+        left = torch.zeros_like(largest_score)
+        cut = (UNDERFLOW + 2 * largest_score)[..., None, None]
+        bias = self.bias
+        if bias is None:
+            level = left.new_zeros(1, 1)
+            return left if self.sinks is None else torch.maximum(left, self._sinks_left(level, cut))
+        if bias.shape[-2] == 1 and not (self.causal or self.window or self.queries is not None):
+            n = 1  # every row is like the first
+        per_row = n_keys * torch.broadcast_shapes(cut.shape[:-2], bias.shape[:-2]).numel()
+        for rows, cols, tile in self.blocks(n, n_keys, max(1, ENTRIES // per_row)):
+            seen = tile.visible(rows.stop - rows.start, cols.stop - cols.start, left.device)
+            assert tile.bias is not None
+            rest, level = without_level(tile.bias.double(), seen)
+            counts = rest >= -cut if seen is None else seen & (rest >= -cut)
+            left = torch.maximum(left, torch.where(counts, -rest, 0.0).amax(dim=(-2, -1)))
+            if self.sinks is not None:
+                left = torch.maximum(left, self._sinks_left(level, cut))
+        return left
+
+    def _sinks_left(self, level: Tensor, cut: Tensor) -> Tensor:
+        """The largest sink of each head that has a say, less the level of its row: [..., H]."""
+        assert self.sinks is not None
+        moved = (self.sinks[:, None, None].double() - level).abs()
+        return torch.where(moved <= cut, moved, 0.0).amax(dim=(-2, -1))
+
+
+def distinct(x: Tensor, dims: Iterable[int]) -> Tensor:
+    """x with one entry in place of many, in those of `dims` along which it is expanded."""
+    for dim in dims:
+        x = x.narrow(dim, 0, 1) if x.stride(dim) == 0 and x.shape[dim] > 1 else x
+    return x
+
+
+def without_level(bias: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """An additive mask less the largest entry that each row sees, and that entry, [..., n | 1, 1].
+
+    A softmax does not see what all logits of a row share, but score + (-1e9) has lost the score. A
+    row that sees no finite entry keeps what it has.
+    """
+    level = (bias if seen is None else torch.where(seen, bias, -torch.inf)).amax(-1, keepdim=True)
+    level = level.masked_fill(level == -torch.inf, 0.0)
+    return bias - level, level

@@ -36,7 +36,8 @@ def attend(
 
     The score scale <q_i, k_j>, scale 1/sqrt(k) by default, is capped to softcap tanh(score / softcap), then masked.
     causal shows key j to query i when j <= i + n' - n, window w only when j > i + n' - n - w. A boolean mask,
-    broadcastable to [..., H, n, n'], is True where a query may attend; a floating-point one is added. padding [..., n']
+    broadcastable to [..., H, n, n'], is True where a query may attend; a floating-point one is added.
+    What all visible keys of a query have in common in it costs the scores no digits, however large. padding [..., n']
     is True for real tokens; a padded key is invisible and, when n = n', a padded query is fully masked. sinks [H] join
     the denominator. A fully masked row is zero, in value and in every derivative.
     """

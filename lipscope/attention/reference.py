@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.attention.pattern import Pattern
+from lipscope.attention.pattern import Pattern, without_level
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -61,37 +61,47 @@ def scores(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | Non
     return pattern.softcap * t, t
 
 
-def hidden(q: Tensor, k: Tensor, pattern: Pattern) -> Tensor | None:
-    """Where a key is not visible, in the layout of the scores; None where all are."""
-    seen = pattern.visible(q.shape[-2], k.shape[-2], q.device)
-    return None if seen is None else ~_spread(seen, k.shape[-3], q.shape[-3], q.shape[-2])
+def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """S [..., G, rows, n'] with -inf where masked, tanh(T / softcap), and the level of each row.
 
-
-def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | None]:
-    """S [..., G, rows, n'] with -inf where masked, and tanh(T / softcap)."""
+    The level [..., G, rows, 1] is the largest entry of an additive mask that a row sees; None
+    without such a mask. It is left out of S, and so of the log-sum-exp: where it is large, the
+    scores would lose their digits beside it.
+    """
     S, t = scores(q, k, pattern)
+    n, n_heads, groups = q.shape[-2], q.shape[-3], k.shape[-3]
+    seen, level = pattern.visible(n, k.shape[-2], q.device), None
     if pattern.bias is not None:
-        S = S + _spread(pattern.bias, k.shape[-3], q.shape[-3], q.shape[-2])
-    dark = hidden(q, k, pattern)
-    return (S if dark is None else S.masked_fill(dark, -torch.inf)), t
+        bias = pattern.bias.to(torch.promote_types(pattern.bias.dtype, S.dtype))
+        rest, level = (_spread(x, groups, n_heads, n) for x in without_level(bias, seen))
+        S = S + rest
+    if seen is not None:
+        S = S.masked_fill(~_spread(seen, groups, n_heads, n), -torch.inf)
+    return S, t, level
 
 
-def _sinks(pattern: Pattern, groups: int, n: int) -> Tensor:
-    """The sinks as a column [G, rows, 1]."""
-    assert pattern.sinks is not None
-    return rows(pattern.sinks[:, None, None].expand(-1, n, 1), groups)
+def _sinks(pattern: Pattern, groups: int, n: int, level: Tensor | None, S: Tensor) -> Tensor | None:
+    """The sinks as a column [..., G, rows, 1], less the level that the rows of S are without."""
+    if pattern.sinks is None:
+        return None
+    sinks = rows(pattern.sinks[:, None, None].expand(-1, n, 1), groups).to(S)
+    # A sink that would overflow takes all the weight; inf - inf would be NaN.
+    return sinks if level is None else (sinks - level).clamp_max(torch.finfo(S.dtype).max)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """o = P v [..., H, n, m] and the log-sum-exp of each row [..., H, n]; +inf for a fully masked row, whose P is 0."""
+    """o = P v [..., H, n, m] and the log-sum-exp of each row [..., H, n] of `logits`.
+
+    The latter is +inf for a fully masked row, whose P is 0.
+    """
     o, lse, _ = forward_and_weights(q, k, v, pattern)
     return o, lse
 
 
 def forward_and_weights(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor, Weights]:
     """The same, with the weights on the way."""
-    S, t = logits(q, k, pattern)
-    sinks = None if pattern.sinks is None else _sinks(pattern, k.shape[-3], q.shape[-2]).to(S)
+    S, t, level = logits(q, k, pattern)
+    sinks = _sinks(pattern, k.shape[-3], q.shape[-2], level, S)
     top = S.amax(dim=-1, keepdim=True)
     top = top if sinks is None else torch.maximum(top, sinks)
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -106,7 +116,7 @@ def forward_and_weights(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tu
 
 def weights(q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern) -> Weights:
     """P = exp(S - lse), once more from the saved log-sum-exp."""
-    S, t = logits(q, k, pattern)
+    S, t, _ = logits(q, k, pattern)
     return _curved(torch.exp(S - rows(lse[..., None], k.shape[-3])), t, pattern)
 
 

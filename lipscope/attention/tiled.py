@@ -21,10 +21,7 @@ TILE, ON_GPU = 1 << 20, 32
 def _blocks(q: Tensor, k: Tensor, pattern: Pattern) -> Iterator[tuple[slice, slice, Pattern]]:
     n, per_row = q.shape[-2], k.shape[-2] * max(1, q[..., 0, 0].numel())
     height = max(1, min(n, TILE * (ON_GPU if q.is_cuda else 1) // per_row))
-    for start in range(0, n, height):
-        rows = slice(start, min(n, start + height))
-        cols = pattern.columns(rows, k.shape[-2])
-        yield rows, cols, pattern.tile(rows, cols)
+    return pattern.blocks(n, k.shape[-2], height)
 
 
 class _Whole:

@@ -14,11 +14,14 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from lipscope._types import UserError
-from lipscope.attention.pattern import Pattern
+from lipscope.attention.pattern import Pattern, distinct, without_level
 from lipscope.attention.primitive import attend
 from lipscope.models.masks import PlainMask, make_mask
 
 NAME = "lipscope"
+
+FORGOTTEN = 32
+"""Added to -32 / eps, a score up to 16 leaves no trace: eager attention has forgotten it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,7 @@ class AttentionCall:
         group = heads // (self.q.shape[1] // self.k.shape[1])
         mask = self.mask
         if mask is not None and mask.ndim == 4:
+            mask = distinct(mask, dims=(-2, -1))
             mask = mask.expand(len(heads), self.q.shape[1], -1, -1)[member, heads]
         return replace(
             self,
@@ -67,10 +71,18 @@ class AttentionCall:
         )
 
     def largest_score(self) -> Tensor:
-        """A bound on the largest |score| of each head, by Cauchy and Schwarz; float64 [B, H]."""
+        """A bound on the largest |logit| of each head as rounding sees it; float64 [B, H].
+
+        Scores by Cauchy and Schwarz, before any softcap, and what matters of an additive mask and
+        of the sinks.
+        """
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         q, k = (x.norm(dim=-1).amax(dim=-1).double() for x in (self.q, self.k))
-        return abs(scale) * q * k.repeat_interleave(q.shape[-1] // k.shape[-1], dim=-1)
+        scores = abs(scale) * q * k.repeat_interleave(q.shape[-1] // k.shape[-1], dim=-1)
+        n, n_keys = self.q.shape[-2], self.k.shape[-2]
+        rule = Pattern(self.causal, self.window, mask=self.mask, sinks=self.sinks, shift=n_keys - n)
+        capped = scores if self.softcap is None else scores.clamp_max(self.softcap)
+        return scores + rule.bias_left_by_head(n, n_keys, capped)
 
 
 Listener = Callable[[AttentionCall], Tensor]
@@ -109,15 +121,16 @@ def lipscope_attention(
         raise UserError(f"{type(module).__name__} attends with dropout {dropout}; a measured map must not be random")
     rule = attention_mask.pattern if isinstance(attention_mask, PlainMask) else Pattern()
     mask = None if isinstance(attention_mask, PlainMask) else attention_mask
+    mask, lost = _with_bias(mask, position_bias, sinks=s_aux is not None)
     call = AttentionCall(
         module=module,
-        q=query,
+        q=query if lost is None else query.masked_fill(lost, 0.0),
         k=key,
         v=value,
         scale=scaling,
         causal=rule.causal,
         window=rule.window,
-        mask=_with_bias(mask, position_bias),
+        mask=mask,
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.to(query.dtype),
     )
@@ -175,16 +188,39 @@ def configs(model: nn.Module) -> list[PretrainedConfig]:
     return list(found.values())
 
 
-def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Mask and position bias as one: boolean if there is only visibility, else additive with -inf."""
-    if mask is not None and mask.dtype != torch.bool:
-        # Additive masks spell "invisible" as the most negative number of their dtype.
-        visible = mask > torch.finfo(mask.dtype).min / 2
-        bias = mask if bias is None else bias + mask
-        mask = visible
-    if bias is None:
-        return mask
-    return bias if mask is None else torch.where(mask, bias, -torch.inf)
+def _with_bias(
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Mask and position bias as one: boolean if there is only visibility, else additive with -inf.
+
+    Additive masks spell "invisible" as the most negative number of their dtype, or one like it. In
+    a row where every key has such a number, a padded query's, eager attention adds it to the scores,
+    forgets them in rounding, and weighs by the mask alone. These rows are given beside the mask,
+    [..., n | 1, 1], if there are any: their scores are 0. Where there are sinks, these take all the
+    weight, as in a row that sees nothing.
+    """
+    added = mask if mask is not None and mask.dtype != torch.bool else None
+    if bias is None and added is None:
+        return mask, None
+    bias, added = (None if x is None else distinct(x, dims=(-2, -1)) for x in (bias, added))
+    if bias is None or added is None:
+        whole = parts = bias if added is None else added
+    else:
+        # The bias must not be rounded to the digits of a number that stands at all keys of a row.
+        whole = bias + added
+        parts = whole if sinks else bias + without_level(added, None)[0]
+    assert whole is not None and parts is not None
+    if mask is not None and mask.dtype == torch.bool:
+        whole, parts = (torch.where(mask, x, -torch.inf) for x in (whole, parts))
+    forgotten = -FORGOTTEN / torch.finfo(whole.dtype).eps
+    settled = torch.where(whole < forgotten, -torch.inf, parts)
+    level = whole.amax(dim=-1, keepdim=True)
+    lost = (level < forgotten) & (level > -torch.inf)
+    if sinks or not bool(lost.any()):
+        return settled, None
+    return torch.where(lost, whole - level, settled), lost
 
 
 def _check_constant(call: AttentionCall) -> None:

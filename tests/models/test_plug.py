@@ -4,12 +4,15 @@ import copy
 
 import pytest
 import torch
+from transformers.models.bert.modeling_bert import eager_attention_forward as bert_eager
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
+from transformers.models.t5.modeling_t5 import eager_attention_forward as t5_eager
 
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models.loading import load
-from lipscope.models.plug import NAME, configs, lipscope_attention, plugged
+from lipscope.models.plug import NAME, configs, lipscope_attention, listening, plugged
 from lipscope.models.precision import Float64
 from lipscope.models.preflight import TOLERANCE
 from tests.models.zoo import BYPASSING, FAMILIES, MASKING, make, sample
@@ -80,6 +83,130 @@ def test_a_bias_that_depends_on_the_input_is_refused():
     bias = torch.zeros(1, 1, 2, 2, requires_grad=True)
     with pytest.raises(UserError, match="bias to its scores that depends on the input"):
         lipscope_attention(torch.nn.Identity(), q, q, q, position_bias=2 * bias)
+
+
+class Attention(torch.nn.Module):
+    """What eager attention reads of the module that calls it."""
+
+    def __init__(self, sinks=None):
+        super().__init__()
+        self.sinks, self.num_key_value_groups, self.training = sinks, 1, False
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+
+def tensors(dtype=torch.float64):
+    return [draw(2, 3, 5, 4, seed=seed, dtype=dtype) for seed in range(3)]
+
+
+def additive(number, dtype=torch.float64):
+    """Queries that see some keys, and, of member 0, one that sees none: every key has `number`."""
+    mask = torch.zeros(2, 1, 5, 5, dtype=dtype)
+    mask[:, :, :, 3:] = mask[0, :, 2] = number
+    return mask
+
+
+INVISIBLE = [(dtype, torch.finfo(dtype).min) for dtype in (torch.float64, torch.float32)]
+INVISIBLE += [(torch.float64, INVISIBLE[1][1]), (torch.float64, -1e30), (torch.float32, -1e9)]
+
+
+@pytest.mark.parametrize(("dtype", "number"), INVISIBLE)
+def test_a_query_that_the_mask_hides_from_every_key_attends_as_in_eager_attention(dtype, number):
+    """Its scores are lost beside such a number: all keys weigh the same, or a sink takes all."""
+    (q, k, v), mask = tensors(dtype), additive(number, dtype)
+    bias, sinks = draw(1, 3, 5, 5, seed=4, dtype=dtype), draw(3, seed=5, dtype=dtype)
+    eager = [
+        bert_eager(Attention(), q, k, v, mask, scaling=0.5)[0],
+        t5_eager(Attention(), q, k, v, mask, scaling=0.5, position_bias=bias)[0],
+        gpt_oss_eager(Attention(sinks), q, k, v, mask, scaling=0.5)[0],
+    ]
+    for given, expected in zip(({}, {"position_bias": bias}, {"s_aux": sinks}), eager, strict=True):
+        ours = lipscope_attention(Attention(), q, k, v, mask, scaling=0.5, **given)[0]
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, expected, rtol=10 * eps, atol=eps)
+    uniform = v[0].mean(dim=-2)
+    torch.testing.assert_close(eager[0][0, 2], uniform)
+    assert eager[2][0, 2].abs().max() == 0
+
+
+def test_the_derivative_of_a_query_that_sees_no_key_is_that_of_its_values():
+    """Eager attention is flat in its scores there, though autograd through it says otherwise."""
+    (q, k, v), mask = tensors(), additive(torch.finfo(torch.float64).min)
+    d = tensors()[::-1]
+
+    def ours(*x):
+        return lipscope_attention(Attention(), *x, mask)[0]
+
+    tangent = torch.func.jvp(ours, (q, k, v), tuple(d))[1]
+    torch.testing.assert_close(tangent[0, 2], d[2][0].mean(dim=-2), rtol=1e-14, atol=1e-14)
+    moved = [[x + h * e for x, e in zip((q, k, v), d, strict=True)] for h in (1e-6, -1e-6)]
+    ahead, behind = (bert_eager(Attention(), *x, mask, scaling=0.5)[0] for x in moved)
+    torch.testing.assert_close(tangent, (ahead - behind) / 2e-6, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("number", [-1e4, -1e9, 1e9])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_number_that_every_key_of_a_query_has_costs_no_digits(number, biased):
+    (q, k, v), shown = tensors(), torch.zeros(2, 1, 5, 5, dtype=torch.float64)
+    shown[..., 3:] = -1e9
+    mask = shown.clone()
+    mask[0, :, 2] += number
+    given = {"position_bias": draw(1, 3, 5, 5, seed=4)} if biased else {}
+    eager = t5_eager if biased else bert_eager
+    ours = lipscope_attention(Attention(), q, k, v, mask, scaling=0.5, **given)[0]
+    expected = eager(Attention(), q, k, v, shown, scaling=0.5, **given)[0]
+    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_bias_that_hides_keys_by_itself():
+    (q, k, v), bias = tensors(), draw(1, 3, 5, 5, seed=4)
+    hidden = bias + additive(torch.finfo(torch.float64).min)
+    ours = lipscope_attention(Attention(), q, k, v, position_bias=hidden, scaling=0.5)[0]
+    expected = t5_eager(Attention(), q, k, v, None, scaling=0.5, position_bias=hidden)[0]
+    torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+
+
+def caught(*args, **kwargs):
+    calls = []
+    with listening(lambda call: calls.append(call) or call.output()):
+        lipscope_attention(Attention(), *args, **kwargs)
+    return calls[0]
+
+
+def test_the_largest_logit_counts_what_is_left_of_the_mask():
+    q, k, v = tensors()
+    scores = 0.5 * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
+    mask = torch.zeros(2, 1, 5, 5, dtype=torch.float64)
+    mask[0, :, 1] = -1e9  # every key alike
+    mask[0, :, 2, 0] = -1e9  # no weight
+    mask[1, :, 2, :2] = -50.0
+    left = torch.tensor([[0.0], [50.0]], dtype=torch.float64)
+    call = caught(q, k, v, mask, scaling=0.5)
+    torch.testing.assert_close(call.largest_score(), scores + left, rtol=1e-15, atol=0)
+    members, heads = torch.tensor([0, 1, 1]), torch.tensor([2, 0, 1])
+    some = caught(q[members], k[members], v[members], mask[members], scaling=0.5).alone(heads)
+    expected = (scores + left)[members, heads]
+    torch.testing.assert_close(some.largest_score(), expected, rtol=1e-15, atol=0)
+    sinks = torch.tensor([1e9, 80.0, 0.0], dtype=torch.float64)
+    call = caught(q, k, v, scaling=0.5, s_aux=sinks)
+    expected = scores + torch.tensor([0.0, 80.0, 0.0])
+    torch.testing.assert_close(call.largest_score(), expected, rtol=1e-15, atol=0)
+    # A softcap bounds what can make up for a mask, and not the terms of a score, which may cancel.
+    mask = torch.tensor([0.0, 0.0, 0.0, 0.0, -763.0], dtype=torch.float64).expand(2, 1, 5, 5)
+    for softcap, less in ((None, 763.0), (1.0, 0.0)):
+        found = caught(q, k, v, mask, scaling=0.5, softcap=softcap).largest_score()
+        torch.testing.assert_close(found, scores + less, rtol=1e-15, atol=0)
+
+
+def test_a_head_alone_keeps_an_expanded_row_of_its_mask():
+    q, k, v = tensors()
+    mask = draw(2, 1, 1, 5, seed=4).expand(2, 1, 5, 5)
+    call, heads = caught(q, k, v, mask), torch.tensor([2, 0])
+    assert call.alone(heads).mask.shape == (2, 1, 5)
+    torch.testing.assert_close(call.alone(heads).output(), call.output()[torch.arange(2), heads])
 
 
 def fingerprint(module):
