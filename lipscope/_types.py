@@ -21,7 +21,7 @@ class Status(Enum):
     CONVERGED = "converged: the relative residual is at most tol"
     BREAKDOWN = "exact: the Krylov space became invariant, the value is exact up to rounding"
     RESOLUTION = "converged to the resolution of this dtype, coarser than tol; use precision='exact'"
-    IMPRECISE = "rounding alone may exceed 1 % of the value; use precision='exact' or scale the input down"
+    IMPRECISE = "rounding alone may exceed 1 % of the value; use precision='exact' or rescale the input"
     MAX_STEPS = "not converged: a lower bound only; raise max_steps or tol"
     OVERFLOW = "the scores or the output overflow this dtype; rescale the input or use precision='exact'"
     NON_FINITE = "the derivative is not finite at this input; the map may not be differentiable there"

@@ -41,7 +41,7 @@ HOMES = {
 }
 HOME = {package: rooms for packages, rooms in HOMES.items() for package in packages}
 
-# A file over 300 lines needs an entry here, {"path": "reason"}.
+# A source file over 500 lines needs an entry here, {"path": "reason"}.
 LONG: dict[str, str] = {}
 
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt)/\w")
@@ -87,8 +87,8 @@ def file_violations(path: str, source: str) -> list[str]:
     found, lines = [], len(source.splitlines())
     if source.strip() and ast.get_docstring(ast.parse(source)) is None:
         found.append(f"{path}: no docstring says what this file is")
-    if lines > 300 and path not in LONG:
-        found.append(f"{path}: {lines} lines, more than 300")
+    if lines > 500 and path not in LONG and not path.startswith("tests/"):
+        found.append(f"{path}: {lines} lines, more than 500")
     return found
 
 
@@ -189,6 +189,6 @@ def test_an_honest_import_passes(source, module):
 
 def test_a_planted_file_or_path_is_caught():
     assert file_violations("a.py", "x = 1\n") != []
-    assert file_violations("a.py", '"""One idea."""\n' + "x = 1\n" * 300) != []
+    assert file_violations("a.py", '"""One idea."""\n' + "x = 1\n" * 500) != []
     assert file_violations("a.py", '"""One idea."""\n' + "x = 1\n" * 299) == []
     assert MACHINE_PATH.search("see /" + "work/main") and not MACHINE_PATH.search("example.org/home/page")

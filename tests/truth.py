@@ -187,7 +187,7 @@ def _visible(f: ls.SelfAttention, n: int) -> Exact:
     if f.mask is not None and f.mask.dtype == torch.bool:
         seen &= f.mask.numpy()
     elif f.mask is not None:
-        additive = f.mask.numpy()
+        additive = f.mask.double().numpy()
     return exact(np.where(seen, additive, -np.inf))
 
 

@@ -17,12 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._types import Around, Ball, Domain, Point, UserError
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attack.found import Found, fresh_seed, measured
+from lipscope.attack.found import Found, measured
 from lipscope.attack.regions import Normed, Region, region_of
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
-from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
 
 WARM_TOL, WARM_STEPS = 1e-3, 12
 """A warm solve stops early: its value is a true lower bound of sigma all the same."""

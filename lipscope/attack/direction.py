@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.attack.found import fresh_seed
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.local import local_lipschitz
-from lipscope.linalg.spectral import Solver
+from lipscope.linalg.spectral import Solver, fresh_seed
 
 ETAS = tuple(10.0**e for e in range(-6, 1))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.local import local_lipschitz
-from lipscope.linalg.spectral import Solver
+from lipscope.linalg.spectral import Solver, fresh_seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,18 +25,6 @@ class Found:
     @property
     def value(self) -> float:
         return float(self.sigma.value)
-
-
-def fresh_seed(seed: int, purpose: str) -> int:
-    """The seed for one purpose, derived from the user's: the same every time, unrelated to the others.
-
-    An upper bound holds for inputs that were chosen without knowledge of the solver's random start.
-    A search knows every start it climbed with, and inputs drawn by a generator with the seed of the
-    solver hold the very numbers of its start. So what is found is measured with
-    Solver(seed=fresh_seed(seed, "measure")), and no search may draw from that seed.
-    """
-    digest = hashlib.sha256(f"lipscope {purpose} {seed}".encode()).digest()
-    return int.from_bytes(digest[:7], "big")
 
 
 def measured(f: Map, inputs: Sequence[tuple[str, Tensor]], seed: int) -> list[Found]:

@@ -292,8 +292,8 @@ def _rounding_growth(
     """How rounding grows in a score, [M, H]: in the sum of terms |q| |k| (condition), and in the projections too.
 
     An error of |Q| |x| + |b_q| in a query is, times |k|, an error of the score (worst). For a distance s |q - k|^2 the
-    terms are s (|q| + |k|)^2, and the projections' errors enter times 2 s (|q| + |k|). What an additive mask adds beyond
-    a constant of the row counts as a term of the score.
+    terms are s (|q| + |k|)^2, and the projections' errors enter times 2 s (|q| + |k|). What an additive mask adds,
+    beyond what a whole row shares, counts as a term of the score.
     """
     long_q, long_k = (per_head(largest(x), f.heads) for x in (q, k))
     wide_q, wide_k = summed.q, summed.k
@@ -303,7 +303,8 @@ def _rounding_growth(
     else:
         condition = long_q * long_k
         worst = condition + wide_q * long_k + long_q * wide_k
-    added = pattern.bias_left_by_head(q.shape[-2], k.shape[-2], condition.to(q.device)).cpu()
+    largest_score = condition if pattern.softcap is None else condition.clamp_max(pattern.softcap)
+    added = pattern.bias_left_by_head(q.shape[-2], k.shape[-2], largest_score.to(q.device)).cpu()
     return condition + added, worst + added
 
 

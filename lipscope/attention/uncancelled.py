@@ -58,10 +58,15 @@ def weight_norms(f: SelfAttention) -> WeightNorms:
     K, V = (W.detach().unflatten(0, (f.groups, -1)).repeat_interleave(repeat, dim=0) for W in (f.K, f.V))
     O = None if f.O is None else f.O.detach().unflatten(1, (f.heads, -1)).transpose(0, 1)
     return WeightNorms(
-        *(norm_above(W) for W in (Q, K, V)),
-        None if O is None else norm_above(O),
-        *(frobenius(W) for W in (Q, K, V)),
-        *(_gram(W) for W in (Q, K)),
+        q=norm_above(Q),
+        k=norm_above(K),
+        v=norm_above(V),
+        o=None if O is None else norm_above(O),
+        q_all=frobenius(Q),
+        k_all=frobenius(K),
+        v_all=frobenius(V),
+        q_gram=_gram(Q),
+        k_gram=_gram(K),
     )
 
 

@@ -16,7 +16,7 @@ from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import Estimate, Numbers
 from lipscope.linalg.infinity import infinity_norm
 from lipscope.linalg.operator import LinearOperator, Pair
-from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
 
 
 def local_lipschitz(
@@ -77,20 +77,21 @@ def in_float64(f: Map) -> Map:
 def singular_triplets(J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None) -> list[Estimate]:
     """The k largest singular triplets, each an Estimate, repeated values included.
 
-    All k upper bounds hold together with the confidence that each of them states. Found one after the other on J less what has been found: a single Krylov space shows each distinct value only once,
-    and saturated attention repeats its largest.
+    All k upper bounds hold together with the confidence that each of them states.
+
+    They are found one after the other on J less what has been found: a single Krylov space shows each distinct value
+    only once, and saturated attention repeats its largest.
     """
     if not 1 <= k <= min(J.in_size, J.out_size):
         raise UserError(f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}")
     solver = solver or Solver()
     # The vectors found so far depend on their starts, so every search needs a start of its own.
-    starts = torch.Generator().manual_seed(secrets.randbits(63) if solver.seed is None else solver.seed)
+    first = secrets.randbits(63) if solver.seed is None else solver.seed
     found: list[Estimate] = []
     blur: Numbers = 0.0
     least: Numbers = math.inf
-    for _ in range(k):
-        seed = int(torch.randint(1 << 62, (), generator=starts))
-        own = replace(solver, seed=seed, failure=solver.failure / k)
+    for i in range(k):
+        own = replace(solver, seed=fresh_seed(first, f"triplet {i}"), failure=solver.failure / k)
         e = spectral_norm(_deflated(J, found), tol, solver=own)
         # Deflation with vectors of residual r moves the rest by at most r sigma. Vectors that were found out of order
         # span a space on which J is at least the smallest of their values, less what their residuals mix.

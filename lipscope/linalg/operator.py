@@ -89,10 +89,14 @@ class LinearOperator:
         return torch.as_tensor(self.size, dtype=torch.float64, device="cpu").expand(self.leading or (1,))
 
     def error(self, norm: Tensor) -> Tensor:
-        """How far a computed norm of J may be off, per member: absolute; infinite where rounding may exceed all."""
-        rounding = self.rounding.reshape(norm.shape)
+        """How far a computed norm of J may be off, per member: absolute; infinite where nothing can be said."""
+        rounding, size = self.rounding.reshape(norm.shape), self.uncancelled(norm)
         # A weight that is off by a factor e^rounding is off by the rounding itself only while that is small.
-        return torch.where(rounding < MOST_ROUNDING, rounding * self.uncancelled(norm), torch.inf)
+        known = rounding < MOST_ROUNDING
+        # Near the smallest numbers of a dtype underflow takes digits that eps does not account for.
+        info = torch.finfo(self.dtype)
+        known &= (size == 0) | (size >= info.tiny / info.eps)
+        return torch.where(known, rounding * size, torch.inf)
 
     def _amplified(self, factor: Tensor | float) -> Tensor:
         growth = 1 + torch.as_tensor(factor, dtype=torch.float64, device="cpu")
@@ -209,9 +213,9 @@ def _size(J: LinearOperator) -> Tensor:
     """What rounding in J is relative to; where nothing is stated that is its norm, and it has to be found."""
     if J.size is not None:
         return torch.as_tensor(J.size, dtype=torch.float64)
-    from lipscope.linalg.spectral import spectral_norm  # the solver is built on operators
+    from lipscope.linalg.spectral import Solver, spectral_norm  # the solver is built on operators
 
-    e = spectral_norm(J, tol=0.1)
+    e = spectral_norm(J, tol=0.1, solver=Solver(seed=0, failure=1e-12))
     value, upper = torch.as_tensor(e.value), torch.as_tensor(e.upper)
     return torch.where(upper.isfinite(), upper, 2 * value).double()
 

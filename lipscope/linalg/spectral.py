@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 from dataclasses import dataclass, replace
@@ -323,10 +324,26 @@ def _budget(solver: Solver, device: torch.device) -> int:
 
 
 def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
-    """Uniform directions, drawn where the operator lives."""
-    generator = torch.Generator(device=J.device).manual_seed(secrets.randbits(63) if seed is None else seed)
+    """Uniform directions, drawn where the operator lives.
+
+    The seed is hashed: an input that was itself drawn with it must not be the start.
+    """
+    number = secrets.randbits(63) if seed is None else fresh_seed(seed, "start")
+    generator = torch.Generator(device=J.device).manual_seed(number)
     dtype = torch.float64 if J.device.type == "cpu" else J.dtype
     return torch.randn(members, J.in_size, generator=generator, dtype=dtype, device=J.device).to(J.dtype)
+
+
+def fresh_seed(seed: int, purpose: str) -> int:
+    """The seed for one purpose, derived from the user's: the same every time, unrelated to the others.
+
+    An upper bound holds for inputs that were chosen without knowledge of the solver's random start.
+    A search knows every start it climbed with, and inputs drawn by a generator with the seed of the
+    solver hold the very numbers of its start. So what is found is measured with
+    Solver(seed=fresh_seed(seed, "measure")), and no search may draw from that seed.
+    """
+    digest = hashlib.sha256(f"lipscope {purpose} {seed}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def _check_options(J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver) -> None:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention.kernels import L2, augment
-from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
 from lipscope.nn.l2_bound import balanced_factors, reaction, reactions, weight_factor
 from lipscope.nn.l2_bound import value_factors as value_factors
 from lipscope.nn.matrix_norms import widened
 from lipscope.nn.positive import check_positive
+from lipscope.theorems.factored_values import FactoredAttention
 
 
 class L2SelfAttention(AttentionLayer):
@@ -67,14 +67,15 @@ class L2SelfAttention(AttentionLayer):
         return self.bound_tensor(n, norm).item() * (1 + 1e-12)
 
     @torch.no_grad()
-    def as_map(self, n: int) -> SelfAttention:
+    def as_map(self, n: int) -> FactoredAttention:
         check_length(n)
         Q, _, O = self._weights()
         # In float32 at least: whoever measures a layer wants its constant, not that of its roundings.
         dtype = torch.promote_types(O.dtype, torch.float32)
-        V = (widened(self.value_map(n)) @ widened(Q)).flatten(0, 1).to(dtype)
+        M = widened(self.value_map(n)).to(dtype)
+        V = (widened(M) @ widened(Q)).flatten(0, 1).to(dtype)
         Q, O = (W.to(dtype, copy=True) for W in (Q.flatten(0, 1), O))
-        return SelfAttention(Q, Q, V, O, heads=self.heads, causal=self.causal, kernel=L2())
+        return FactoredAttention(Q, Q, V, O, heads=self.heads, causal=self.causal, kernel=L2(), M=M)
 
 
 class ContractiveL2Attention(L2SelfAttention):
@@ -110,10 +111,11 @@ class ContractiveL2Attention(L2SelfAttention):
         return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
 
     @torch.no_grad()
-    def as_map(self, n: int) -> SelfAttention:
+    def as_map(self, n: int) -> FactoredAttention:
         f = super().as_map(n)
         # V was rounded to the nearest; the constant is to hold for what it was rounded to.
-        return replace(f, V=f.V * (1 - 4 * math.sqrt(self.dim) * torch.finfo(f.V.dtype).eps))
+        less = 1 - 4 * math.sqrt(self.dim) * torch.finfo(f.V.dtype).eps
+        return replace(f, V=f.V * less, M=f.M * less)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm:g}"

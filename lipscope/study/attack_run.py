@@ -17,12 +17,11 @@ from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.direction import singular_response
-from lipscope.attack.found import fresh_seed
 from lipscope.attack.tokens import Swapped, duplicated_tokens, guided_swaps, projected_swaps, random_swaps
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.local import local_lipschitz
-from lipscope.linalg.spectral import Solver
+from lipscope.linalg.spectral import Solver, fresh_seed
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Map

@@ -17,7 +17,7 @@ from lipscope.models.sites import Site
 from lipscope.study.records import Row, Sensitivity, Settings
 from lipscope.study.study import SIGMA
 
-NUMERIC_VERSION = 2
+NUMERIC_VERSION = 3
 """Raised whenever the same inputs give other numbers than before: a study never mixes two of them."""
 
 

@@ -56,7 +56,9 @@ def test_scale_is_harmless(factor):
     M = factor * random(12, 12)
     e = ls.spectral_norm(dense_operator(M))
     exact = torch.linalg.matrix_norm(random(12, 12), 2).item() * factor
-    assert e.value == pytest.approx(exact, rel=1e-7 if factor == 1e-308 else 1e-11) and e.status.ok
+    assert e.value == pytest.approx(exact, rel=1e-7 if factor == 1e-308 else 1e-11)
+    # Among the smallest numbers underflow takes digits: nothing is claimed there.
+    assert e.status.ok == (factor != 1e-308) and (e.lower > 0) == (factor > 1e-308)
     assert e.lower <= exact <= e.upper
 
 
