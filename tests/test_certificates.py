@@ -610,6 +610,20 @@ def constant_added_and_removed(draw: Draw) -> Case:
 
 
 @family
+def square_behind_a_constant(draw: Draw) -> Case:
+    """One number decides, and one rounding takes its digits away."""
+    X, C = draw.normal(2, 2), draw.power(0, 12) * draw.normal(2, 2)
+    return of_map(draw, lambda Z: ((Z + C) - C) ** 2, X, map_jacobian(lambda Z: Z * Z, X))
+
+
+@family
+def fast_oscillation(draw: Draw) -> Case:
+    X, C = draw.normal(1, 2), draw.power(3, 12)
+    J = map_jacobian(lambda Z: (Z * exact(C)).cos(), X)
+    return of_map(draw, lambda Z: torch.cos(C * Z), X, J)
+
+
+@family
 def single_precision_inside(draw: Draw) -> Case:
     """Tokens and weights that float32 holds exactly, and a map that works in it."""
     X, A = draw.pick(1, 3) * draw.normal(3, 2).float(), draw.normal(2, 2).float()

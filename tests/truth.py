@@ -24,8 +24,8 @@ mp.dps = DIGITS
 Exact = np.ndarray
 """An array of mpmath numbers."""
 
-_number, _exp, _tanh, _log, _sqrt = (
-    np.frompyfunc(function, 1, 1) for function in (mp.mpf, mp.exp, mp.tanh, mp.log, mp.sqrt)
+_number, _exp, _log, _sqrt, _tanh, _cos, _sin = (
+    np.frompyfunc(f, 1, 1) for f in (mp.mpf, mp.exp, mp.log, mp.sqrt, mp.tanh, mp.cos, mp.sin)
 )
 
 
@@ -87,6 +87,9 @@ class Jet:
     def tanh(self) -> Jet:
         y = _tanh(self.x)
         return Jet(y, (1 - y * y) * self.dx)
+
+    def cos(self) -> Jet:
+        return Jet(_cos(self.x), -_sin(self.x) * self.dx)
 
     def sqrt(self) -> Jet:
         y = _sqrt(self.x)
