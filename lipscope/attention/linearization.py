@@ -19,6 +19,7 @@ from lipscope.attention import backend, reference, tiled
 from lipscope.attention.kernels import L2, Dot, Rope, augment, common_centre, default_scale
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple, Weights
+from lipscope.attention.spot_check import compare
 from lipscope.attention.uncancelled import (
     BlockNorms,
     Lengths,
@@ -26,7 +27,6 @@ from lipscope.attention.uncancelled import (
     block_norms,
     largest,
     per_head,
-    rough_block_norms,
 )
 from lipscope.linalg.operator import Compression, LinearOperator, Product
 
@@ -155,10 +155,11 @@ class Rounding:
 
     condition: Tensor
     worst: Tensor
-    size: Tensor
+    size: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Rounding:
-        return Rounding(change(self.condition), change(self.worst), change(self.size))
+        size = None if self.size is None else change(self.size)
+        return Rounding(change(self.condition), change(self.worst), size)
 
 
 def linearize(f: SelfAttention, X: Tensor, apart: bool, weights: Tensor | None = None) -> LinearOperator:
@@ -171,9 +172,11 @@ def linearize(f: SelfAttention, X: Tensor, apart: bool, weights: Tensor | None =
         state, (condition, worst), blocks = _state(f, tokens, weights, apart)
         if apart:
             state = state.apart(f.heads)
-            rounding = Rounding(condition, worst, blocks.heads()).each(torch.flatten)
+            size = None if blocks is None else blocks.heads()
+            rounding = Rounding(condition, worst, size).each(torch.flatten)
         else:
-            rounding = _over_heads(condition, worst, blocks.layer(f.weight_norms.o, 1 + worst))
+            summed = None if blocks is None else blocks.layer(f.weight_norms.o, 1 + worst)
+            rounding = _over_heads(condition, worst, summed)
         W = _directions(f, apart)
         basis = None
         if apart or W.shape[-2] < W.shape[-1]:
@@ -185,29 +188,32 @@ def linearize(f: SelfAttention, X: Tensor, apart: bool, weights: Tensor | None =
         state = replace(state, W=W.repeat(copies, 1, 1))
     batch = None if X.ndim == 2 and not apart else state.q.shape[0]
     core = _operator(state, (X.shape[-2], W.shape[-1]), batch, rounding)
-    if basis is None:
-        return core
-    return _uncompressed(core, basis.repeat(copies, 1, 1), X.shape[-1])
+    if basis is not None:
+        basis = basis.repeat(copies, 1, 1)
+    if X.dtype != torch.float64:
+        core = replace(core, compared=compare(f, tokens, apart, basis))
+    return core if basis is None else _uncompressed(core, basis, X.shape[-1])
 
 
 def query_rounding(f: SelfAttention, X: Tensor) -> Rounding:
     """How rounding grows in the derivative of each row of X [B, n, d] in its own query, [B n] each."""
     with torch.no_grad():
         _, (condition, worst), blocks = _state(f, X, None, apart=False)
-    condition, worst = condition[..., None].expand_as(blocks.queries), worst[..., None]
-    rounding = _over_heads(condition, worst, blocks.rows(f.weight_norms.o, 1 + worst))
-    return rounding.each(torch.flatten)
+    n = X.shape[1]
+    condition, worst = (x[..., None].expand(-1, -1, n) for x in (condition, worst))
+    summed = None if blocks is None else blocks.rows(f.weight_norms.o, 1 + worst)
+    return _over_heads(condition, worst, summed).each(torch.flatten)
 
 
-def _over_heads(condition: Tensor, worst: Tensor, error: Tensor) -> Rounding:
+def _over_heads(condition: Tensor, worst: Tensor, summed: Tensor | None) -> Rounding:
     """Heads [M, H, ...] together, from the sum of (1 + worst) size over them."""
     worst = worst.amax(dim=1)
-    return Rounding(condition.amax(dim=1), worst.expand_as(error), error / (1 + worst))
+    return Rounding(condition.amax(dim=1), worst, None if summed is None else summed / (1 + worst))
 
 
 def _state(
     f: SelfAttention, X: Tensor, token_weights: Tensor | None, apart: bool
-) -> tuple[State, tuple[Tensor, Tensor], BlockNorms]:
+) -> tuple[State, tuple[Tensor, Tensor], BlockNorms | None]:
     """Queries, keys, values and output at X, and how rounding grows (not finite where something overflows)."""
     norms = f.weight_norms
     if f.padding is not None:
@@ -250,23 +256,10 @@ def _state(
     if rope is not None:  # turns every key by another angle: only lengths are left
         one = torch.eye(q.shape[-1], dtype=torch.float64).expand_as(norms.q_gram)
         norms = replace(norms, q_gram=one, k_gram=one)
-    return state, (condition, worst), _blocks(state, norms, summed, (condition, worst), token_weights)
-
-
-def _blocks(
-    state: State,
-    norms: WeightNorms,
-    summed: Lengths,
-    growth: tuple[Tensor, Tensor],
-    token_weights: Tensor | None,
-) -> BlockNorms:
-    condition, worst = growth
-    held = state.weights is None and not state.tiles and token_weights is None
-    if not (held and backend.fused(state.q, state.k, state.v, state.pattern)):
-        w = token_weights if token_weights is None or token_weights.ndim == 2 else token_weights[None]
-        return block_norms(state, norms, summed, 1 + worst, w)
-    low = state.rough() if condition.max() <= ROUGH_SCORES else state
-    return rough_block_norms(state, low, norms, summed, 1 + worst)
+    if q.dtype != torch.float64:  # rounding is seen in float64 at the end, not stated
+        return state, (condition, worst), None
+    w = token_weights if token_weights is None or token_weights.ndim == 2 else token_weights[None]
+    return state, (condition, worst), block_norms(state, norms, summed, 1 + worst, w)
 
 
 def _summed(f: SelfAttention, X: Tensor, norms: WeightNorms) -> Lengths:
@@ -346,7 +339,7 @@ def _operator(state: State, in_shape: tuple[int, int], batch: int | None, roundi
         device=state.q.device,
         condition=drop(rounding.condition),
         worst=drop(rounding.worst),
-        size=drop(rounding.size),
+        size=None if rounding.size is None else drop(rounding.size),
         take=None
         if batch is None
         else lambda m: _operator(state.take(m), in_shape, len(m), rounding.each(lambda x: x[m])),
@@ -374,5 +367,6 @@ def _uncompressed(core: LinearOperator, basis: Tensor, d: int) -> LinearOperator
         rmv=lambda U: core.rmv(U) @ basis.mT,
         in_shape=(core.in_shape[0], d),
         take=None if take is None else restrict,
+        compared=None,
         compressed=Compression(core, lambda E: E @ basis.mT),
     )

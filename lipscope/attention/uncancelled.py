@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention import backend, reference, tiled
+from lipscope.attention import reference, tiled
 from lipscope.attention.reference import Triple
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from lipscope.attention.linearization import State
 
 TINY = torch.finfo(torch.float64).tiny
-
-ROUGH_WEIGHTS = 2.0
-"""Factor on column sums of weights that were computed in bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +76,12 @@ def norm_above(W: Tensor) -> Tensor:
     """(sum of sigma^8)^(1/8) of each matrix: above the spectral norm by at most rank^(1/8), and cheap."""
     W, largest = _of_order_one(W)
     G = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
-    return (G @ G).norm(dim=(-2, -1)).pow(0.25) * largest
+    return (G @ G).norm(dim=(-2, -1)).pow(0.25).cpu() * largest
 
 
 def frobenius(W: Tensor) -> Tensor:
     W, largest = _of_order_one(W)
-    return W.norm(dim=(-2, -1)) * largest
+    return W.norm(dim=(-2, -1)).cpu() * largest
 
 
 def _of_order_one(W: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +124,9 @@ class BlockNorms:
 def _over_heads(x: Tensor, o: Tensor | None) -> Tensor:
     if o is None:
         return torch.linalg.vector_norm(x, dim=1)
-    return torch.tensordot(x, o, dims=([1], [0]))
+    total = torch.tensordot(x, o, dims=([1], [0]))
+    there = torch.tensordot((x > 0).double(), (o > 0).double(), dims=([1], [0])) > 0
+    return torch.where(there, total.clamp_min(TINY), 0.0)  # 0 is what nothing can add up to
 
 
 def block_norms(
@@ -161,7 +160,7 @@ def block_norms(
         k_row = _deviation(k_square, _lengths_squared(k_mean, norms.q_gram)) * top.k[..., None]
         k_row = k_row + off.k[..., None]
         queries[..., rows] = gain * k_row * v_row
-        shares = [v_row / v_row, q_row[..., rows] * v_row / row_top[..., None], v_row / v_top[..., None]]
+        shares = [torch.ones_like(v_row), q_row[..., rows] * v_row / row_top[..., None], v_row / v_top[..., None]]
         into = torch.stack(shares, dim=-2).square()
         into = into if w is None else into * w[:, None, None, rows]
         columns[..., cols] += (into.to(P) @ P).double().cpu()
@@ -172,7 +171,7 @@ def block_norms(
         keys = keys + gain * v_top * (of_distances.sqrt() * k_column).amax(dim=-1)
     moved = summed.v > 0  # by values of 0 nothing is
     return BlockNorms(
-        norms.v * of_values.amax(dim=-1).sqrt(),
+        torch.where(norms.v > 0, (norms.v * of_values.amax(dim=-1).sqrt()).clamp_min(TINY), 0.0),
         torch.where(moved[..., None], norms.q[:, None] * queries, 0.0),
         torch.where(moved, norms.k * keys, 0.0),
     )
@@ -195,8 +194,8 @@ def _lengths_squared(x: Tensor, gram: Tensor | None) -> Tensor:
 
 def _deviation(square: Tensor, mean: Tensor) -> Tensor:
     """sqrt(E|x|^2 - |E x|^2) [M, H, rows], no less than the cancellation of the two leaves of it."""
-    square = square[..., 0].double().cpu()
-    return (square - mean).clamp_min(8 * torch.finfo(torch.float64).eps * square).sqrt()
+    eps, square = torch.finfo(square.dtype).eps, square[..., 0].double().cpu()
+    return (square - mean).clamp_min(8 * eps * square).sqrt()
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:
@@ -206,14 +205,14 @@ def per_head(x: Tensor, heads: int) -> Tensor:
 
 def _over(x: Tensor, largest: Tensor) -> Tensor:
     """x over its longest vectors: squares then neither under- nor overflow."""
-    return x / largest[..., None, None].to(x)
+    return x / largest[..., None, None].to(x).clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def largest(x: Tensor) -> Tensor:
     """The longest vector of each member and head, [M, H, n, k] -> [M, H] in float64, and at least tiny."""
-    x = x.double()
-    top = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(TINY)
-    return ((x / top).norm(dim=-1).amax(dim=-1) * top[..., 0, 0]).clamp_min(TINY).cpu()
+    x = x if x.element_size() >= 4 else x.float()
+    top = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return ((x / top).norm(dim=-1).amax(dim=-1).double() * top[..., 0, 0].double()).cpu()
 
 
 def _weights(s: State) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -225,22 +224,3 @@ def _weights(s: State) -> Iterator[tuple[slice, slice, Tensor]]:
     for rows, cols, tile in tiled._blocks(s.q, s.k, s.pattern):
         W = reference.weights(s.q[..., rows, :], s.k[..., cols, :], s.lse[..., rows], tile)
         yield rows, cols, reference.heads(W.P, H)
-
-
-def rough_block_norms(s: State, low: State, norms: WeightNorms, summed: Lengths, growth: Tensor) -> BlockNorms:
-    """The same where the kernels hold P: means by the longest vectors, column sums by one product.
-
-    low: the state whose product takes the column sums, in bfloat16 where that resolves the weights.
-    """
-    H = s.q.shape[1]
-    q, k, scale = (s.q, s.k, 0.5) if s.distance is None else s.distance
-    top, off = _lengths((q, k, s.v), summed, growth)
-    q_top, k_top, v_top = top.q + off.q, top.k + off.k, top.v + off.v
-    q_top = q_top if s.distance is None else q_top + k_top
-    ones = torch.zeros_like(low.v)
-    ones[..., 0] = 1
-    product = backend.vjp(low.q, low.k, low.v, low.o, low.lse, per_head(ones, H), s.pattern)
-    columns = product[2][..., 0].double().amax(dim=-1).cpu()
-    most = per_head((ROUGH_WEIGHTS * columns).sqrt(), H)
-    queries = norms.q * 2 * scale * k_top * v_top
-    return BlockNorms(norms.v * most, queries[..., None], norms.k * 2 * scale * q_top * v_top * most)

@@ -130,7 +130,7 @@ def _products(
 
 
 class OneUlp(TorchDispatchMode):
-    """Moves every number that an operation computes by up to one unit in its last place, at random.
+    """Moves every number that an operation computes by a unit in its last place, up or down at random.
 
     What a result then moves by is what rounding does to it, whatever the map is made of.
     """
@@ -150,8 +150,9 @@ class OneUlp(TorchDispatchMode):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         g = self.generators.setdefault(x.device, torch.Generator(x.device).manual_seed(self.seed))
-        side = torch.rand(x.shape, generator=g, device=x.device, dtype=torch.float32) * 2 - 1
-        return x + (x * torch.finfo(x.dtype).eps) * side.to(x.dtype)
+        up = torch.rand(x.shape, generator=g, device=x.device) < 0.5
+        eps = torch.finfo(x.dtype).eps
+        return torch.where(up, x * (1 + eps), x * (1 - eps))
 
 
 def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:

@@ -39,6 +39,8 @@ class LinearOperator:
                 of at least ||J||_2; rounding is relative to it. None: ||J||_2 itself.
     perturbed:  perturbed(i) gives the products once more, every operation behind them moved by
                 about one unit in the last place; for maps whose rounding can only be measured.
+    compared:   compared(v, J v) is how far the product in low precision is from float64, per member;
+                it takes the place of what `worst` and `size` state.
     take:       the operator restricted to some members of the batch, where that is cheaper than the whole.
     compressed: the same operator through fewer input dimensions.
     rough:      a cheaper operator close to this one, good enough to find the singular vectors, not to measure them.
@@ -55,6 +57,7 @@ class LinearOperator:
     worst: Tensor | float | None = None
     size: Tensor | float | None = None
     perturbed: Callable[[int], Pair] | None = None
+    compared: Callable[[Tensor, Tensor], Tensor] | None = None
     take: Callable[[Tensor], LinearOperator] | None = None
     compressed: Compression | None = None
     rough: LinearOperator | None = None
@@ -112,6 +115,7 @@ class LinearOperator:
             in_shape=self.out_shape,
             out_shape=self.in_shape,
             perturbed=_changed(self.perturbed, lambda pair: (pair[1], pair[0])),
+            compared=None,
             take=None if take is None else lambda members: take(members).T,
             compressed=None,
             rough=None,
@@ -136,7 +140,7 @@ class LinearOperator:
             device=self.device,
             condition=1 + condition,
             worst=1 + worst,
-            size=_size(self) * _size(other),
+            size=_product_size(_size(self), _size(other)),
             perturbed=_joined(self, other, _one_after_the_other),
         )
 
@@ -177,6 +181,7 @@ class LinearOperator:
             rmv=scaled(self.rmv),
             size=None if self.size is None else abs(factor) * torch.as_tensor(self.size),
             perturbed=_changed(self.perturbed, lambda pair: (scaled(pair[0]), scaled(pair[1]))),
+            compared=None,
             take=None if take is None else lambda members: take(members) * factor,
             compressed=None if small is None else Compression(small.core * factor, small.lift),
             rough=None,
@@ -218,6 +223,11 @@ def _size(J: LinearOperator) -> Tensor:
     e = spectral_norm(J, tol=0.1, solver=Solver(seed=0, failure=1e-12))
     value, upper = torch.as_tensor(e.value), torch.as_tensor(e.upper)
     return torch.where(upper.isfinite(), upper, 2 * value).double()
+
+
+def _product_size(a: Tensor, b: Tensor) -> Tensor:
+    """a b, which is 0 only where a or b is, not where it underflows."""
+    return torch.where((a > 0) & (b > 0), (a * b).clamp_min(torch.finfo(torch.float64).tiny), 0.0)
 
 
 def _changed(perturbed: Callable[[int], Pair] | None, change: Callable[[Pair], Pair]) -> Callable[[int], Pair] | None:

@@ -176,7 +176,10 @@ class _Run:
 
         Vectors in bfloat16 leave more, in the part of `right` that is not the start.
         """
-        noise = (self.resolution * self.J.uncancelled(norm) / norm)[index]
+        # Weights that are off are off in all products alike and do not keep the residual up; scores that react to a
+        # tangent before they cancel do, and so do blocks.
+        cancelled = 8 * torch.finfo(self.J.dtype).eps * self.J.uncancelled(norm) / norm
+        noise = torch.maximum(self.resolution, cancelled)[index]
         goal = torch.clamp(noise.nan_to_num(nan=1.0, posinf=1.0), max=COARSEST).clamp_min(self.tol)
         if not self.rounded or q.shape[1] == 1:
             return goal
@@ -213,8 +216,9 @@ class _Run:
         J, B = self.J, len(self.status)
         finite = ~self.theta.isnan()
         scale = torch.where(finite, self.scale, 1.0)
-        w = self._product(J.mv, self.right, J.in_shape, scale)
-        z = self._product(J.rmv, self.left, J.out_shape, scale)
+        w, rescale = self._product(J.mv, self.right, J.in_shape, scale), scale.to(self.right)[:, None]
+        both = self.certify or J.perturbed is not None  # else nothing rests on products with J'
+        z = self._product(J.rmv, self.left, J.out_shape, scale) if both else self.back
         # What the recurrence says J v and J' u are, against what they are: the rounding of a product, measured.
         forward = norms(w - self.theta.to(w)[:, None] * self.left)
         noise = torch.maximum(forward, norms(z - self.back)) / self.theta
@@ -227,9 +231,9 @@ class _Run:
         finite = finite & value.isfinite()
         value = torch.where(finite, value, torch.nan)
         # What the operator states, what was seen in its products, and what repeating them shows.
-        error = torch.maximum(
-            J.error(value).nan_to_num(nan=torch.inf, posinf=torch.inf), 4 * noise.nan_to_num() * value
-        )
+        stated = J.error(value) if J.compared is None else self._compared(w / rescale)
+        stated = stated.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        error = torch.maximum(stated, 4 * noise.nan_to_num() * value)
         measured, unknown = self._measured(w, z, scale)
         error = torch.maximum(error, measured)
         known = finite & error.isfinite()
@@ -250,6 +254,9 @@ class _Run:
         if J.perturbed is not None and not unknown:
             note += MEASURED.format(draws=DRAWS, times=WIDENED)
         coarse = error > IMPRECISE * value
+        if J.dtype in (torch.bfloat16, torch.float16):
+            # Seen at these vectors; in half precision the norm may be larger along others.
+            coarse |= self.resolution > IMPRECISE
         # A given start that J sends to zero has missed whatever there is: nothing is claimed of it.
         coarse &= finite & ((value > 0) | self.random)
         for i in torch.nonzero(coarse)[:, 0].tolist():
@@ -271,6 +278,15 @@ class _Run:
     def _product(self, product: Product, x: Tensor, shape: tuple[int, ...], scale: Tensor) -> Tensor:
         y = product(x.reshape((*self.J.leading, *shape))).reshape(len(self.status), -1)
         return y * scale.to(y)[:, None]
+
+    def _compared(self, product: Tensor) -> Tensor:
+        """Four times what the product of `right` is off by, seen in float64, and at least its last digits."""
+        J = self.J
+        assert J.compared is not None
+        shape = J.leading
+        off = J.compared(self.right.reshape((*shape, *J.in_shape)), product.reshape((*shape, *J.out_shape)))
+        size = torch.linalg.vector_norm(product, dim=1, dtype=torch.float64).cpu()
+        return 4 * off.reshape(-1) + 4 * torch.finfo(J.dtype).eps * size
 
     def _measured(self, w: Tensor, z: Tensor, scale: Tensor) -> tuple[Tensor, str]:
         """The rounding of a map that states none: how far J v and J' u move when every operation is

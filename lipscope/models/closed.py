@@ -15,6 +15,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.models.plug import AttentionCall
 from lipscope.models.running import Call, Host, attention_call, run_to
 from lipscope.models.trace import Seen
+from lipscope.theorems.factored_values import FactoredAttention
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error of q, k, v and of the output; dtypes that are not here are too coarse to tell."""
@@ -91,8 +92,10 @@ def select_heads(f: SelfAttention, heads: tuple[int, ...]) -> SelfAttention:
     Q, K, V = (torch.cat([getattr(g, name) for g in alone]) for name in "QKV")
     bq, bk, bv = zip(*(g.biases or (None, None, None) for g in alone), strict=True)
     sinks = None if f.kernel.sinks is None else f.kernel.sinks[list(heads)]
+    factors: dict[str, Any] = {"M": f.M[list(heads)]} if isinstance(f, FactoredAttention) else {}
     return replace(
         f,
+        **factors,
         Q=Q,
         K=K,
         V=V,

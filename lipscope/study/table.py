@@ -102,7 +102,7 @@ def certificate(study: Study) -> str:
     drowned = len(study.sigma) - len(bounded) - unbounded
     text = "Every σ has a lower bound and no upper one"
     if bounded:
-        text = f"Every σ lies between its lower and upper bound, at most a factor {max(bounded):.3g} apart"
+        text = f"Every σ lies between its lower and upper bound, at most a factor {max(bounded):.4g} apart"
     if bounded and unbounded:
         text += f", but {unbounded} have no upper one"
     if unbounded:

@@ -1,0 +1,125 @@
+"""How far a product in low precision is from float64: the same rows of J v, computed again in float64.
+
+Numbers of float32 and half precision are exact in float64, so the difference is all that rounding
+did, whatever cancels on the way. Short sequences are compared in all their rows, long ones in the
+rows where J v is largest and in rows drawn at random, which stand for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.kernels import L2, Dot, augment, default_scale
+from lipscope.attention.primitive import attend
+
+if TYPE_CHECKING:
+    from lipscope.attention.layer import SelfAttention
+
+ROWS = 64
+"""Rows compared; sequences up to that length are compared whole."""
+
+NUMBERS = 1 << 24
+"""Queries, keys or values held at once; beyond that heads are taken one by one."""
+
+Comparison = Callable[[Tensor, Tensor], Tensor]
+
+
+def compare(f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None) -> Comparison:
+    """A function of tangents [B, n, r] and their products [B, n, m]: the norms of what these are off by, [B].
+
+    X is [M, n, d] and B counts members, or heads of members with `apart`. basis [B | 1, d, r] takes
+    tangents to token space; None where they are there.
+    """
+
+    def difference(tangent: Tensor, product: Tensor) -> Tensor:
+        n, members = X.shape[1], X.shape[0]
+        product = product.reshape(-1, n, product.shape[-1])
+        E = tangent.double().reshape(product.shape[0], n, -1)
+        E = E if basis is None else E @ basis.double().mT
+        E = E.reshape(members, -1, n, X.shape[-1])  # one tangent for all heads, or one for each
+        index, share = _rows(product)
+        with torch.no_grad():
+            heads = torch.cat([_head_rows(f, X, E, cut, index) for cut in _cuts(f, X)], dim=1)
+            if apart:
+                exact = heads.flatten(0, 1)
+            else:
+                exact = heads.transpose(1, 2).flatten(-2)
+                exact = exact if f.O is None else exact @ f.O.double().T
+        off = (exact - product[:, index].double()).square().sum(dim=-1)
+        return (off * share).sum(dim=-1).sqrt().cpu()
+
+    return difference
+
+
+def _rows(product: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows to compare, and how many rows each of them stands for."""
+    n = product.shape[1]
+    size = product.double().square().sum(dim=(0, 2))
+    if n <= ROWS:
+        return torch.arange(n, device=product.device), torch.ones_like(size)
+    top = size.nan_to_num().topk(ROWS // 2).indices
+    rest = torch.ones(n, dtype=torch.bool)
+    rest[top.cpu()] = False
+    others = torch.nonzero(rest)[:, 0]
+    drawn = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: ROWS // 2]]
+    share = torch.ones(len(top) + len(drawn), dtype=torch.float64)
+    share[len(top) :] = len(others) / len(drawn)
+    return torch.cat([top, drawn.to(top)]), share.to(product.device)
+
+
+def _cuts(f: SelfAttention, X: Tensor) -> list[slice]:
+    whole = X.shape[0] * X.shape[1] * f.Q.shape[0] <= NUMBERS
+    return [slice(0, f.heads)] if whole else [slice(h, h + 1) for h in range(f.heads)]
+
+
+def _head_rows(f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor) -> Tensor:
+    """The rows `index` of J E before the output projection, for some heads, [M, heads, rows, m] in float64."""
+    tokens = (X if f.padding is None else X * f.padding[..., None]).double()[:, None]
+    E = E if E.shape[1] == 1 else E[:, cut]
+    rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
+    point, tangent = [], []
+    for name, W, b in zip("qkv", (f.Q, f.K, f.V), f.biases or (None,) * 3, strict=True):
+        count = f.heads if name == "q" else f.groups
+        W = W.double().unflatten(0, (count, -1)).repeat_interleave(f.heads // count, dim=0)[cut]
+        x, dx = tokens @ W.mT, E @ W.mT
+        if b is not None:
+            bias = b.double().unflatten(0, (count, -1)).repeat_interleave(f.heads // count, dim=0)
+            x = x + bias[cut, None]
+        if rope is not None and name != "v":
+            x, dx = rope.turn(x), rope.turn(dx)
+        point.append(x)
+        tangent.append(dx)
+    sinks = None if f.kernel.sinks is None else f.kernel.sinks.double()[cut]
+    mask = _mask_rows(f, index, X.shape[1])
+
+    def rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale = default_scale(f.kernel, q.shape[-1])
+        if isinstance(f.kernel, L2):
+            (q, k), scale = augment(f.kernel, q, k), 1.0
+        q = q[..., index, :]
+        return attend(q, k, v, scale=scale, mask=mask, softcap=f.kernel.softcap, sinks=sinks)
+
+    return torch.func.jvp(rows, tuple(point), tuple(tangent))[1]
+
+
+def _mask_rows(f: SelfAttention, index: Tensor, n: int) -> Tensor:
+    """Who the queries `index` see, [rows, n] or [B, 1, rows, n]; additive where the layer's mask is."""
+    i, j = index[:, None], torch.arange(n, device=index.device)[None, :]
+    seen = torch.ones(len(index), n, dtype=torch.bool, device=index.device)
+    if f.causal:
+        seen &= j <= i
+    if f.window:
+        seen &= j > i - f.window
+    if f.padding is not None:
+        pair = f.padding[..., None, :] & f.padding[..., index, None]
+        seen = seen & (pair if f.padding.ndim == 1 else pair[:, None])
+    if f.mask is None:
+        return seen
+    rows = f.mask_per_head[..., index, :]  # type: ignore[index]
+    if rows.dtype == torch.bool:
+        return seen & rows
+    return torch.where(seen, rows.double(), -torch.inf)
