@@ -16,10 +16,14 @@ class Estimate:
     """The largest singular value of an operator, and how well it is known.
 
     value:      ||J right|| / ||right||, evaluated.
-    lower:      value less the stated rounding: a true lower bound.
-    upper:      an upper bound that holds with probability `confidence` over the random start (jointly for a batch);
-                infinity with confidence 0 where no such bound is available: `note` says why.
-    residual:   ||J' left - value right|| / value, as the recurrence has it, plus the rounding seen in J right.
+    lower:      value less its rounding: what the operator states, what was seen in float64 (float32 and half
+                precision), or what repeating the map showed (maps that only autograd knows). At most the largest
+                singular value as long as that rounding is not exceeded; chance plays no part in it.
+    upper:      at least the largest singular value with probability `confidence` over the random start (jointly for a
+                batch), provided that the input was not chosen with knowledge of the seed, that every product is within
+                four times the error seen, and that the rounding is not exceeded; infinity with confidence 0 where no
+                such bound is available: `note` says why.
+    residual:   ||J' left - value right|| / value, as the recurrence has it, plus the rounding seen in the products.
     missed:     why a gap asked for was not reached; empty where it was, or none was asked for. `note` of a single
                 operator ends with it.
     left, right: unit singular vectors in the operator's own shapes.

@@ -42,10 +42,10 @@ COARSEST = 0.1
 """Residual that is asked for even where products are coarser: it still tells a singular vector from any other."""
 
 DRAWS, WIDENED = 3, 32
-"""Repetitions by which rounding is measured where it is not stated, and the factor on what is seen.
+"""Repetitions by which rounding is measured where it is not stated, and the factor on what they show.
 
-The error of one evaluation and what is seen in others are draws of the same kind: the largest of three, 32 times over,
-is below a fourth in about one case of 40,000.
+The rounding of one evaluation is a draw of the same kind: of four normal ones, the first exceeds 32 times the largest
+of the others in about one case of 40,000.
 """
 
 IMPRECISE = 0.01

@@ -44,3 +44,21 @@ def test_taking_members_of_a_batch():
     assert J.take is not None
     assert_matches_dense(J.take(members), M[members])
     assert_matches_dense(J.T.take(members), M[members].mT)
+
+
+def test_a_sum_of_operators():
+    A, B = (torch.randn(4, 3, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in (0, 1))
+    J = dense_operator(A) + dense_operator(B)
+    assert torch.allclose(J.to_dense(), A + B)
+    assert_adjoint(J)
+    assert float(J.size) == pytest.approx(float(A.norm() + B.norm()))
+    with pytest.raises(ls.UserError, match="cannot add"):
+        dense_operator(A) + dense_operator(B.T)
+
+
+def test_the_size_of_a_product_is_what_its_parts_sum_up():
+    """A rotation by a right angle and its inverse, each through an operator that states no size."""
+    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
+    J = ls.LinearOperator(lambda x: turn @ x, lambda x: turn.T @ x, (2,), (2,))
+    assert 1 <= float((J @ J.T).size) <= 4
+    assert float((3 * dense_operator(turn)).size) == pytest.approx(3 * 2**0.5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lipscope as ls
+from lipscope.linalg import spectral
 from lipscope.linalg.operator import dense_operator
 
 
@@ -161,3 +162,18 @@ def test_a_given_start_that_misses_the_top_vector_claims_nothing(dtype):
         e = ls.spectral_norm(J, start=torch.eye(3, dtype=dtype)[i])
         assert e.value == pytest.approx(value) and e.upper == float("inf") and e.confidence == 0
         assert e.status is ls.Status.CONVERGED
+
+
+def test_noise_of_the_adjoint_counts():
+    """Products with J' that are off by 1e-7, the same way every time: both bounds know of it."""
+    M = torch.diag(torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
+    wrong = M + 1e-7 * torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    J = ls.LinearOperator(lambda x: M @ x, lambda u: wrong.T @ u, (3,), (3,))
+    e = ls.spectral_norm(J, solver=ls.Solver(seed=0))
+    assert e.value - e.lower > 1e-7 and e.upper == float("inf")
+
+
+def test_a_start_is_not_the_numbers_of_its_seed():
+    """An input drawn with the solver's own seed must not be the start."""
+    drawn = torch.randn(1, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    assert not torch.equal(spectral._random_start(dense_operator(torch.eye(6).double()), 1, 3), drawn)
