@@ -17,16 +17,16 @@ from rich.table import Table
 import lipscope as ls
 from lipscope.attack.constructions import SPREAD
 from lipscope.attack.tokens import guided_swaps
+from lipscope.audit.heads import for_one_sequence
+from lipscope.audit.token_target import layer_sigma
 from lipscope.report.attack_figures import adversarial_growth_figure
-from lipscope.study.bound_probe import for_one_sequence
 from lipscope.study.growth import fit
 from lipscope.study.reading import Choice, read
-from lipscope.study.token_target import layer_sigma
 
 REAL, TOKENS, NEAR, BALL = "real text", "3 tokens replaced", "ascent within 0.1 R of the text", "ascent in the ball"
 CROWD, ZERO = "one token against a crowd (Castin et al.)", "one token at zero (Kim et al.)"
 COMPACT, CASTIN = "upper bound: compact", "upper bound: Castin et al."
-CLIMB, NEAR_RADIUS = ls.Climb(steps=20, restarts=1), 0.1
+CLIMB, NEAR_RADIUS = ls.attack.Climb(steps=20, restarts=1), 0.1
 """The climb of `lipscope attack`, and the radius around the text as a share of its longest token."""
 
 TOKENS_UP_TO = 64
@@ -58,11 +58,11 @@ def at_length(models: tuple[ls.Model, ls.Model], text: Path | None, layer: int, 
     if n <= TOKENS_UP_TO:
         swapped = guided_swaps(layer_sigma(quick, layer), ids.tolist(), 3, width=16)
         found[TOKENS] = sigma(*site(exact, torch.tensor(swapped.ids), layer))
-    found[NEAR] = ls.ascend(f, ls.Around(X, NEAR_RADIUS * ball.R), CLIMB).value
-    built = ls.explicit_inputs(f, ball)
+    found[NEAR] = ls.attack.ascend(f, ls.Around(X, NEAR_RADIUS * ball.R), CLIMB).value
+    built = ls.attack.explicit_inputs(f, ball)
     found[CROWD] = max(one.value for one in built if not one.name.startswith(SPREAD))
     found[ZERO] = max(one.value for one in built if one.name.startswith(SPREAD))
-    found[BALL] = ls.ascend(f, ball, CLIMB, starts=[X]).value
+    found[BALL] = ls.attack.ascend(f, ball, CLIMB, starts=[X]).value
     return found | {COMPACT: upper["compact"], CASTIN: upper["Castin et al., ball"]}
 
 

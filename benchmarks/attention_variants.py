@@ -18,28 +18,30 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.nn.characters import CharacterText, read_characters
-from lipscope.nn.language_model import Architecture
+from lipscope.charlm.characters import CharacterText, read_characters
+from lipscope.charlm.language_model import Architecture
+from lipscope.charlm.training import Recipe, Training
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
-from lipscope.nn.training import Recipe, Training
 
 DIM, HEADS, TOKENS = 32, 4, 32
 COST_DIM, COST_TOKENS, COST_BATCH = 128, 128, 16
 SEEDS, RECIPE = 3, Recipe(steps=600)
-CLIMB = ls.Climb(steps=25, restarts=2)
+CLIMB = ls.attack.Climb(steps=25, restarts=2)
 SHARES = [2.0**-j for j in range(10)]
 """Of the radius, at which the family of Kim et al. is tried before climbing."""
 
 VARIANTS: dict[str, Callable[[int, bool], nn.Module]] = {
-    "dot product": lambda dim, causal: ls.DotSelfAttention(dim, HEADS, causal),
-    "temperature 4": lambda dim, causal: ls.DotSelfAttention(dim, HEADS, causal, temperature=4.0),
-    "QK-norm": lambda dim, causal: ls.DotSelfAttention(dim, HEADS, causal, qk_norm=True),
-    "spectral normalisation": lambda dim, causal: spectrally_normalise(ls.DotSelfAttention(dim, HEADS, causal)),
-    "sigma-reparam": lambda dim, causal: sigma_reparametrise(ls.DotSelfAttention(dim, HEADS, causal)),
-    "scaled cosine": lambda dim, causal: ls.CosineSelfAttention(dim, HEADS, causal),
-    "L2": lambda dim, causal: ls.L2SelfAttention(dim, HEADS, causal),
-    "contractive L2, 0.9, norm 2": lambda dim, causal: ls.ContractiveL2Attention(dim, HEADS, 0.9, causal=causal),
-    "contractive L2, 0.9, norm inf": lambda dim, causal: ls.ContractiveL2Attention(dim, HEADS, 0.9, math.inf, causal),
+    "dot product": lambda dim, causal: ls.nn.DotSelfAttention(dim, HEADS, causal),
+    "temperature 4": lambda dim, causal: ls.nn.DotSelfAttention(dim, HEADS, causal, temperature=4.0),
+    "QK-norm": lambda dim, causal: ls.nn.DotSelfAttention(dim, HEADS, causal, qk_norm=True),
+    "spectral normalisation": lambda dim, causal: spectrally_normalise(ls.nn.DotSelfAttention(dim, HEADS, causal)),
+    "sigma-reparam": lambda dim, causal: sigma_reparametrise(ls.nn.DotSelfAttention(dim, HEADS, causal)),
+    "scaled cosine": lambda dim, causal: ls.nn.CosineSelfAttention(dim, HEADS, causal),
+    "L2": lambda dim, causal: ls.nn.L2SelfAttention(dim, HEADS, causal),
+    "contractive L2, 0.9, norm 2": lambda dim, causal: ls.nn.ContractiveL2Attention(dim, HEADS, 0.9, causal=causal),
+    "contractive L2, 0.9, norm inf": lambda dim, causal: ls.nn.ContractiveL2Attention(
+        dim, HEADS, 0.9, math.inf, causal
+    ),
 }
 
 
@@ -71,7 +73,7 @@ def constants(name: str) -> list[float]:
     for R in (6.0, 60.0, 600.0):
         family = torch.stack([small_among_large(module, R * share) for share in SHARES])
         steepest = family[ls.local_lipschitz(f, family, 1e-3).value.argmax()]
-        found = ls.ascend(f, ls.Ball(R, TOKENS), CLIMB, d=DIM, starts=[steepest, *best])
+        found = ls.attack.ascend(f, ls.Ball(R, TOKENS), CLIMB, d=DIM, starts=[steepest, *best])
         high, best = [*high, found.value], [found.X]
     bounds = [module.lipschitz_bound(TOKENS, norm) for norm in (2, math.inf)]
     assert max(typical, *high) <= bounds[0]

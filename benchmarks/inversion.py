@@ -22,9 +22,9 @@ def tokens(scale: float) -> Tensor:
     return scale * torch.randn(8, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
 
 
-def contractive(constant: float) -> ls.InvertibleResidual:
+def contractive(constant: float) -> ls.nn.InvertibleResidual:
     torch.manual_seed(0)
-    return ls.InvertibleResidual(ls.ContractiveL2Attention(DIM, HEADS, constant))
+    return ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(DIM, HEADS, constant))
 
 
 def inverse_rows() -> list[tuple[float, float, float, float, int, int]]:
@@ -58,7 +58,7 @@ def relative_error(g: torch.nn.Module, scale: float, steps: int = 400) -> float:
 def scale_rows() -> list[tuple[float, float, float, float]]:
     """(scale, sigma of the dot-product layer, its error, the contractive layer's error), float64, 400 steps."""
     torch.manual_seed(0)
-    dot = ls.DotSelfAttention(DIM, HEADS).double()
+    dot = ls.nn.DotSelfAttention(DIM, HEADS).double()
     calm = contractive(0.9).g.double()
     found = []
     for scale in SCALES:

@@ -16,9 +16,9 @@ import lipscope as ls
 LENGTHS = [2, 3, 4, 5, 6, 8, 10, 13, 17, 23, 31, 42, 56, 75, 101, 135, 181, 243, 325, 435, 583, 781, 1000]
 
 
-def unit_layer() -> ls.L2SelfAttention:
+def unit_layer() -> ls.nn.L2SelfAttention:
     """Every weight such that W_Q = W_V = W_O = 1."""
-    layer = ls.L2SelfAttention(1, 1).double()
+    layer = ls.nn.L2SelfAttention(1, 1).double()
     for part, weight in ((layer.query, 1.0), (layer.value, 1 / 3), (layer.out, 1.0)):
         torch.nn.init.constant_(part.weight, weight)
     return layer

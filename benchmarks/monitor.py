@@ -29,7 +29,7 @@ class Character(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(256, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.attention = nn.ModuleList(ls.DotSelfAttention(WIDTH, HEADS, causal=True) for _ in range(DEPTH))
+        self.attention = nn.ModuleList(ls.nn.DotSelfAttention(WIDTH, HEADS, causal=True) for _ in range(DEPTH))
         self.mlp = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
             for _ in range(DEPTH)

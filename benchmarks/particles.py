@@ -75,9 +75,9 @@ def to_the_end(n: int) -> dict[str, float | int | str]:
     """The whole flow, with its peak of memory and what it gathered into."""
     X = tokens_of(PRESETS["clusters"], n, 2, 0)
     before, wall, cpu = peak_mib(), time.perf_counter(), time.process_time()
-    flow = ls.flow(layer_of(PRESETS["clusters"], 2), X, 10.0, frames=33, tol=1e-4, renormalise=True)
+    flow = ls.dynamics.flow(layer_of(PRESETS["clusters"], 2), X, 10.0, frames=33, tol=1e-4, renormalise=True)
     clock = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-    clusters = ls.find_clusters(flow)
+    clusters = ls.dynamics.find_clusters(flow)
     return {
         "n": n,
         "steps": flow.steps,

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
-from lipscope.nn.characters import CharacterText
-from lipscope.nn.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention
+from lipscope.charlm.characters import CharacterText
+from lipscope.charlm.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention
 
 BETAS, EPS = (0.9, 0.98), 1e-8
 ALIGNED = 64

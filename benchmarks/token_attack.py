@@ -22,9 +22,9 @@ from rich.table import Table
 
 import lipscope as ls
 from lipscope.attack.tokens import Swapped, duplicated_tokens, guided_swaps, projected_swaps, random_swaps
+from lipscope.audit.attack_comparison import texts_in
+from lipscope.audit.token_target import layer_sigma
 from lipscope.models.embedded import default_text
-from lipscope.study.attack_comparison import texts_in
-from lipscope.study.token_target import layer_sigma
 
 
 def main() -> None:

@@ -26,9 +26,9 @@ import torch
 from benchmarks.stacked_training import History, Schedule, Stack
 from benchmarks.training_plans import GRID, PLANS, SIZES, VARIANTS, Plan
 from lipscope._types import UserError
-from lipscope.nn.characters import CharacterText, read_characters
-from lipscope.nn.language_model import CharacterTransformer
-from lipscope.nn.layer_constants import layer_constants
+from lipscope.charlm.characters import CharacterText, read_characters
+from lipscope.charlm.language_model import CharacterTransformer
+from lipscope.charlm.layer_constants import layer_constants
 
 OPENING = 10
 """The losses of so many first steps are kept one by one."""

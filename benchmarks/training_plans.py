@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
-from lipscope.nn.language_model import Architecture, MakeAttention, make_attention
+from lipscope.charlm.language_model import Architecture, MakeAttention, make_attention
 
 
 @dataclass(frozen=True)

@@ -2,98 +2,121 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from lipscope._contents import contents
 
 __version__ = "0.1.0"
 
 _CONTENTS = {
-    "Around": "lipscope._types",
-    "Ball": "lipscope._types",
-    "Climb": "lipscope.attack.ascent",
-    "ContractiveL2Attention": "lipscope.nn.l2_attention",
-    "CosineSelfAttention": "lipscope.nn.cosine_attention",
-    "Dot": "lipscope.attention.kernels",
-    "DotSelfAttention": "lipscope.nn.dot_attention",
-    "Estimate": "lipscope.linalg.estimate",
-    "Everywhere": "lipscope._types",
-    "InvertibleResidual": "lipscope.nn.invertible",
-    "L2": "lipscope.attention.kernels",
-    "L2SelfAttention": "lipscope.nn.l2_attention",
-    "LinearOperator": "lipscope.linalg.operator",
-    "Measure": "lipscope.mean_field.measures",
-    "Model": "lipscope.models.model",
-    "Normed": "lipscope.attack.regions",
-    "Point": "lipscope._types",
-    "Rope": "lipscope.attention.kernels",
-    "SelfAttention": "lipscope.attention.layer",
-    "SmoothnessMonitor": "lipscope.nn.monitor",
-    "SmoothnessWarning": "lipscope.nn.monitor",
-    "Solver": "lipscope.linalg.spectral",
-    "Status": "lipscope._types",
-    "Study": "lipscope.study.study",
-    "UserError": "lipscope._types",
-    "ascend": "lipscope.attack.ascent",
-    "attack_model": "lipscope.study.attack_run",
-    "attend": "lipscope.attention.primitive",
-    "audit": "lipscope.study.bound_probe",
-    "bounds": "lipscope.theorems.registry",
-    "compare_attacks": "lipscope.study.attack_comparison",
-    "conditional_distance": "lipscope.mean_field.masked",
-    "convert": "lipscope.models.conversion",
-    "explicit_inputs": "lipscope.attack.constructions",
-    "find_clusters": "lipscope.dynamics.clusters",
-    "flow": "lipscope.dynamics.particles",
-    "gaussian_flow": "lipscope.dynamics.gaussian",
-    "growth_along_depth": "lipscope.dynamics.depth_growth",
-    "jacobian": "lipscope.linalg.differentiate",
-    "jasmin": "lipscope.nn.regularize",
-    "largest_gain": "lipscope.mean_field.splitting_maps",
-    "layered": "lipscope.dynamics.particles",
-    "lightning_callback": "lipscope.models.callbacks",
-    "load": "lipscope.models.loading",
-    "local_lipschitz": "lipscope.mean_field.local",
-    "measure": "lipscope.study.run",
-    "measured_sigma": "lipscope.nn.regularize",
-    "push": "lipscope.mean_field.attention_on_measures",
-    "render": "lipscope.report.page",
-    "simulate": "lipscope.dynamics.simulation",
-    "singular_response": "lipscope.attack.direction",
-    "singular_triplets": "lipscope.linalg.local",
-    "spectral_norm": "lipscope.linalg.spectral",
-    "splitting": "lipscope.mean_field.duplication",
-    "splitting_map": "lipscope.mean_field.splitting_maps",
-    "trainer_callback": "lipscope.models.callbacks",
-    "transition": "lipscope.mean_field.dirac_families",
-    "two_diracs": "lipscope.mean_field.dirac_families",
-    "wasserstein": "lipscope.mean_field.transport",
-    "watch": "lipscope.models.watching",
+    "Around": "_types",
+    "Ball": "_types",
+    "Dot": "attention.kernels",
+    "Estimate": "linalg.estimate",
+    "Everywhere": "_types",
+    "L2": "attention.kernels",
+    "LinearOperator": "linalg.operator",
+    "Model": "models.model",
+    "Normed": "attack.regions",
+    "Point": "_types",
+    "Rope": "attention.kernels",
+    "SelfAttention": "attention.layer",
+    "SmoothnessMonitor": "monitor.monitor",
+    "SmoothnessWarning": "monitor.monitor",
+    "Solver": "linalg.spectral",
+    "Status": "_types",
+    "Study": "study.study",
+    "UserError": "_types",
+    "attack": "",
+    "attack_model": "audit.attacks",
+    "attend": "attention.primitive",
+    "audit_model": "audit.heads",
+    "bounds": "theorems.registry",
+    "compare_attacks": "audit.attack_comparison",
+    "convert_model": "convert.models",
+    "dynamics": "",
+    "jacobian": "linalg.differentiate",
+    "lightning_callback": "monitor.callbacks",
+    "load": "models.loading",
+    "local_lipschitz": "mean_field.local",
+    "mean_field": "",
+    "measure": "study.run",
+    "nn": "",
+    "render": "report.page",
+    "simulate": "dynamics.simulation",
+    "singular_triplets": "linalg.local",
+    "spectral_norm": "linalg.spectral",
+    "theorems": "",
+    "trainer_callback": "monitor.callbacks",
+    "watch": "monitor.models",
 }
 
-__all__ = ["__version__", *_CONTENTS]
+__getattr__, __dir__ = contents(__name__, _CONTENTS)
+__all__ = [
+    "L2",
+    "Around",
+    "Ball",
+    "Dot",
+    "Estimate",
+    "Everywhere",
+    "LinearOperator",
+    "Model",
+    "Normed",
+    "Point",
+    "Rope",
+    "SelfAttention",
+    "SmoothnessMonitor",
+    "SmoothnessWarning",
+    "Solver",
+    "Status",
+    "Study",
+    "UserError",
+    "attack",
+    "attack_model",
+    "attend",
+    "audit_model",
+    "bounds",
+    "compare_attacks",
+    "convert_model",
+    "dynamics",
+    "jacobian",
+    "lightning_callback",
+    "load",
+    "local_lipschitz",
+    "mean_field",
+    "measure",
+    "nn",
+    "render",
+    "simulate",
+    "singular_triplets",
+    "spectral_norm",
+    "theorems",
+    "trainer_callback",
+    "watch",
+]
 
 if TYPE_CHECKING:
+    from lipscope import attack as attack
+    from lipscope import dynamics as dynamics
+    from lipscope import mean_field as mean_field
+    from lipscope import nn as nn
+    from lipscope import theorems as theorems
     from lipscope._types import Around as Around
     from lipscope._types import Ball as Ball
     from lipscope._types import Everywhere as Everywhere
     from lipscope._types import Point as Point
     from lipscope._types import Status as Status
     from lipscope._types import UserError as UserError
-    from lipscope.attack.ascent import Climb as Climb
-    from lipscope.attack.ascent import ascend as ascend
-    from lipscope.attack.constructions import explicit_inputs as explicit_inputs
-    from lipscope.attack.direction import singular_response as singular_response
     from lipscope.attack.regions import Normed as Normed
     from lipscope.attention.kernels import L2 as L2
     from lipscope.attention.kernels import Dot as Dot
     from lipscope.attention.kernels import Rope as Rope
     from lipscope.attention.layer import SelfAttention as SelfAttention
     from lipscope.attention.primitive import attend as attend
-    from lipscope.dynamics.clusters import find_clusters as find_clusters
-    from lipscope.dynamics.depth_growth import growth_along_depth as growth_along_depth
-    from lipscope.dynamics.gaussian import gaussian_flow as gaussian_flow
-    from lipscope.dynamics.particles import flow as flow
-    from lipscope.dynamics.particles import layered as layered
+    from lipscope.audit.attack_comparison import compare_attacks as compare_attacks
+    from lipscope.audit.attacks import attack_model as attack_model
+    from lipscope.audit.heads import audit_model as audit_model
+    from lipscope.convert.models import convert_model as convert_model
     from lipscope.dynamics.simulation import simulate as simulate
     from lipscope.linalg.differentiate import jacobian as jacobian
     from lipscope.linalg.estimate import Estimate as Estimate
@@ -101,45 +124,15 @@ if TYPE_CHECKING:
     from lipscope.linalg.operator import LinearOperator as LinearOperator
     from lipscope.linalg.spectral import Solver as Solver
     from lipscope.linalg.spectral import spectral_norm as spectral_norm
-    from lipscope.mean_field.attention_on_measures import push as push
-    from lipscope.mean_field.dirac_families import transition as transition
-    from lipscope.mean_field.dirac_families import two_diracs as two_diracs
-    from lipscope.mean_field.duplication import splitting as splitting
     from lipscope.mean_field.local import local_lipschitz as local_lipschitz
-    from lipscope.mean_field.masked import conditional_distance as conditional_distance
-    from lipscope.mean_field.measures import Measure as Measure
-    from lipscope.mean_field.splitting_maps import largest_gain as largest_gain
-    from lipscope.mean_field.splitting_maps import splitting_map as splitting_map
-    from lipscope.mean_field.transport import wasserstein as wasserstein
-    from lipscope.models.callbacks import lightning_callback as lightning_callback
-    from lipscope.models.callbacks import trainer_callback as trainer_callback
-    from lipscope.models.conversion import convert as convert
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
-    from lipscope.models.watching import watch as watch
-    from lipscope.nn.cosine_attention import CosineSelfAttention as CosineSelfAttention
-    from lipscope.nn.dot_attention import DotSelfAttention as DotSelfAttention
-    from lipscope.nn.invertible import InvertibleResidual as InvertibleResidual
-    from lipscope.nn.l2_attention import ContractiveL2Attention as ContractiveL2Attention
-    from lipscope.nn.l2_attention import L2SelfAttention as L2SelfAttention
-    from lipscope.nn.monitor import SmoothnessMonitor as SmoothnessMonitor
-    from lipscope.nn.monitor import SmoothnessWarning as SmoothnessWarning
-    from lipscope.nn.regularize import jasmin as jasmin
-    from lipscope.nn.regularize import measured_sigma as measured_sigma
+    from lipscope.monitor.callbacks import lightning_callback as lightning_callback
+    from lipscope.monitor.callbacks import trainer_callback as trainer_callback
+    from lipscope.monitor.models import watch as watch
+    from lipscope.monitor.monitor import SmoothnessMonitor as SmoothnessMonitor
+    from lipscope.monitor.monitor import SmoothnessWarning as SmoothnessWarning
     from lipscope.report.page import render as render
-    from lipscope.study.attack_comparison import compare_attacks as compare_attacks
-    from lipscope.study.attack_run import attack_model as attack_model
-    from lipscope.study.bound_probe import audit as audit
     from lipscope.study.run import measure as measure
     from lipscope.study.study import Study as Study
     from lipscope.theorems.registry import bounds as bounds
-
-
-def __getattr__(name: str) -> object:
-    if name not in _CONTENTS:
-        raise AttributeError(f"module 'lipscope' has no attribute {name!r}")
-    return getattr(import_module(_CONTENTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_CONTENTS])

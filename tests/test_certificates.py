@@ -27,7 +27,7 @@ from torch import Generator, Tensor, nn
 
 import lipscope as ls
 from lipscope.linalg.operator import dense_operator
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from tests import truth
 from tests.cases import KINDS, problem
 from tests.mean_field.weighted import random_case
@@ -122,7 +122,7 @@ def of_layer(draw: Draw, f: Layer, X: Tensor) -> Case:
     return of_map(draw, f, X, layer_jacobian(f, X))
 
 
-def of_measure(draw: Draw, f: Layer, mu: Measure) -> Case:
+def of_measure(draw: Draw, f: Layer, mu: DiscreteMeasure) -> Case:
     return Case(draw.asking(partial(ls.local_lipschitz, f, mu)), sigma(measure_jacobian(f, mu)))
 
 
@@ -471,7 +471,7 @@ def masked_measure(draw: Draw) -> Case:
     f = Layer(Q, K, real([[1.0, 0.0]]), **options)
     weights = torch.softmax(real([4 * T, 2 * T, 0.0]), 0)
     points, positions = real([[2.0, 0.0], [1.0, 0.0], [0.0, 0.0]]), real([0.1, 0.5, 1.0])
-    return of_measure(draw, f, Measure(points, weights, positions))
+    return of_measure(draw, f, DiscreteMeasure(points, weights, positions))
 
 
 @family
@@ -480,7 +480,7 @@ def measure_under_two_heads(draw: Draw) -> Case:
     f, X = opposed(draw, **sizes(draw), causal=causal)
     positions = torch.arange(len(X)).double() / len(X) if causal else None
     weights = torch.softmax(draw.pick(1.0, 10.0, 60.0) * draw.normal(len(X)), 0)
-    return of_measure(draw, f, Measure(X, weights, positions))
+    return of_measure(draw, f, DiscreteMeasure(X, weights, positions))
 
 
 # Operators made of operators
@@ -832,7 +832,7 @@ def test_the_reference_of_measures_agrees_with_copies_of_tokens():
     together = np.kron([[1, 0], [0, 1], [0, 1], [0, 1]], np.eye(2, dtype=int))
     J = (layer_jacobian(f, X[[0, 1, 1, 1]]) @ together)[:4].astype(float)
     roots = np.sqrt([0.25, 0.25, 0.75, 0.75])
-    weighted = measure_jacobian(f, Measure(X, real([0.25, 0.75]))).astype(float)
+    weighted = measure_jacobian(f, DiscreteMeasure(X, real([0.25, 0.75]))).astype(float)
     assert np.allclose(weighted, roots[:, None] * J / roots, atol=1e-14)
 
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lipscope.charlm.checkpoint import FILE, LOCK, read_checkpoint
 from lipscope.cli import main
 from lipscope.cli.terminal import Report
-from lipscope.nn.checkpoint import FILE, LOCK, read_checkpoint
 
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
 SMALL = ["--depth", "2", "--width", "8", "--heads", "2", "--context", "8", "--steps", "20", "--every", "10"]
@@ -139,9 +139,9 @@ def test_the_bar_says_how_well_it_goes(tmp_path, text, monkeypatch):
 
 
 PLACES = {
-    "lipscope.nn.characters.read_characters": ("before a step was taken; nothing has changed. Give the same", []),
-    "lipscope.nn.training.Training.read": ("nothing is kept in {} yet. The same command begins again", []),
-    "lipscope.models.character_folder.write_json": ("step 0 of 20 is kept in {}. The same command goes on", []),
+    "lipscope.charlm.characters.read_characters": ("before a step was taken; nothing has changed. Give the same", []),
+    "lipscope.charlm.training.Training.read": ("nothing is kept in {} yet. The same command begins again", []),
+    "lipscope.charlm.folder.write_json": ("step 0 of 20 is kept in {}. The same command goes on", []),
     "lipscope.report.training.draw_curves": ("step 20 of 20 is kept in {}. The same command", ["model.safetensors"]),
     "lipscope.report.training.curve_table": (
         "the training is done, and its model and curves are in {}",

@@ -13,7 +13,7 @@ from benchmarks.training_figures import draw_breaking, draw_grid
 from benchmarks.training_grid import described, keep, run_cell, settings
 from benchmarks.training_page import PAGE, RESULTS, filled
 from benchmarks.training_plans import PLANS, VARIANTS
-from lipscope.nn.characters import CharacterText
+from lipscope.charlm.characters import CharacterText
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 
 DIGITS = 60
 mp = mpmath.mp.clone()
@@ -199,7 +199,7 @@ def layer_jacobian(f: ls.SelfAttention, X: Tensor, head: int | None = None) -> E
     return attention(f, Jet.variable(X), head).jacobian()
 
 
-def measure_jacobian(f: ls.SelfAttention, mu: Measure) -> Exact:
+def measure_jacobian(f: ls.SelfAttention, mu: DiscreteMeasure) -> Exact:
     """W^{1/2} J W^{-1/2}, J that of attention with weights w_j e^{S_ij}."""
     n, w = len(mu), exact(mu.weights)
     s = np.zeros(n) if mu.positions is None else mu.positions.numpy()

@@ -142,7 +142,7 @@ def check_constructible(f: SelfAttention, ball: Domain) -> None:
         what = type(f.kernel).__name__ + " scores" if isinstance(f, SelfAttention) else type(f).__name__
         raise UserError(
             f"the constructions are inputs of a SelfAttention with dot-product scores, got {what}; "
-            "ascent (ls.ascend, --kind ascent) takes any map"
+            "ascent (ls.attack.ascend, --kind ascent) takes any map"
         )
     if not isinstance(ball, Ball):
         raise UserError(f"the constructions live in a Ball(R, n), got {type(ball).__name__}")

@@ -22,10 +22,10 @@ def bounds(
     """Hold every theorem against each head: bounds, the worst input found, and how tight they are."""
     sizes, where, words = numbers("lengths", lengths), numbers("layers", layers), text and read_text(text)
     with progress() as report:
-        from lipscope.study.bound_probe import audit
-        from lipscope.study.bound_table import bound_summary
+        from lipscope.audit.heads import audit_model
+        from lipscope.report.bound_table import bound_summary
 
-        found = audit(model, words, sizes, where, radius=radius, out=out, progress=report)
+        found = audit_model(model, words, sizes, where, radius=radius, out=out, progress=report)
     show_table(bound_summary(found))
 
 
@@ -47,7 +47,7 @@ def attack(
             raise UserError("kind compare attacks the whole model; leave --layers out.")
         return _compare(model, text, length, swaps, out)
     with progress() as report:
-        from lipscope.study.attack_run import Plan, attack_model, attack_table
+        from lipscope.audit.attacks import Plan, attack_model, attack_table
 
         plan = Plan(kind, length, swaps, numbers("layers", layers))
         found = attack_model(model, text and read_text(text), plan, out=out, progress=report)
@@ -57,7 +57,7 @@ def attack(
 def _compare(model: str | None, text: str | None, length: int, swaps: int, out: Path | None) -> None:
     """Prints the table; with `out` also leaves attacks.csv and attacks.png there."""
     with progress() as report:
-        from lipscope.study.attack_comparison import Contest, compare_attacks, comparison_table, texts_in, write_trials
+        from lipscope.audit.attack_comparison import Contest, compare_attacks, comparison_table, texts_in, write_trials
 
         texts = None if text is None else texts_in(read_text(text))
         trials = compare_attacks(model, texts, Contest(swaps, length), progress=report)

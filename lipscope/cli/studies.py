@@ -57,7 +57,7 @@ def measure(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    """Measure how smooth every attention layer of a model is on a text, and how that grows with length."""
+    """DiscreteMeasure how smooth every attention layer of a model is on a text, and how that grows with length."""
     sizes, where, which = numbers("lengths", lengths), numbers("layers", layers), numbers("heads", heads)
     words = None if text is None else read_text(text)
     with progress() as report:
@@ -133,7 +133,7 @@ def export(
 
 def doctor() -> None:
     """Say what is installed, which device would be used, and whether models can be fetched."""
-    from lipscope.study.doctor import report
+    from lipscope.cli.doctor import report
 
     for name, value in report().items():
         typer.echo(f"{name:<14} {value}")
@@ -154,6 +154,6 @@ def _print(study: Study, as_json: bool) -> None:
 
         typer.echo(json.dumps(as_dict(study), indent=1, allow_nan=False))
         return
-    from lipscope.study.table import summary
+    from lipscope.report.study_table import summary
 
     show_table(summary(study))

@@ -22,7 +22,7 @@ WRONG_INPUT, INTERRUPTED, SOME_FAILED = 2, 130, 1
 
 
 def tell(message: str, code: int) -> int:
-    from lipscope.study.printable import for_terminal
+    from lipscope._files import for_terminal
 
     typer.echo("lipscope: " + for_terminal(" ".join(message.split())), err=True)
     return code

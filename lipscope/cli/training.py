@@ -14,7 +14,7 @@ from lipscope._types import UserError
 from lipscope.cli.terminal import Report, farewell, progress, read_text, show_table
 
 if TYPE_CHECKING:
-    from lipscope.nn.training import Training
+    from lipscope.charlm.training import Training
 
 of_model = partial(typer.Option, rich_help_panel="The model")
 of_optimiser = partial(typer.Option, rich_help_panel="The optimiser")
@@ -49,10 +49,10 @@ def train(
     """Train a character language model; its folder resumes after a kill, and `lipscope measure` reads it."""
     unchanged = "Stopped before a step was taken; nothing has changed. Give the same command again."
     with farewell(unchanged), progress("training") as report:
+        from lipscope.charlm.characters import read_characters
+        from lipscope.charlm.language_model import Architecture
+        from lipscope.charlm.training import Recipe, Training
         from lipscope.linalg.device import usable_device
-        from lipscope.nn.characters import read_characters
-        from lipscope.nn.language_model import Architecture
-        from lipscope.nn.training import Recipe, Training
 
         recipe = Recipe(
             steps=steps, batch=batch, lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, seed=seed, every=every
@@ -80,9 +80,9 @@ def train(
 
 def _run(training: Training, directory: Path, report: Report) -> None:
     """What is left of the training; its model is kept at every checkpoint, its curves at the end."""
-    from lipscope.models.character_folder import save_character_model
-    from lipscope.nn.checkpoint import claimed
-    from lipscope.nn.training import train as run
+    from lipscope.charlm.checkpoint import claimed
+    from lipscope.charlm.folder import save_character_model
+    from lipscope.charlm.training import train as run
     from lipscope.report.training import write_curves
 
     def keep(now: Training) -> None:

@@ -22,7 +22,7 @@ from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class DepthGrowth:
 
 def growth_along_depth(
     f: SelfAttention,
-    X: Tensor | Measure,
+    X: Tensor | DiscreteMeasure,
     time: float,
     layers: int = 48,
     *,
@@ -112,7 +112,7 @@ def growth_along_depth(
 
 
 def _layer_by_layer(
-    f: SelfAttention, X: Tensor | Measure, path: Flow, step: float, tol: float, progress: Progress | None
+    f: SelfAttention, X: Tensor | DiscreteMeasure, path: Flow, step: float, tol: float, progress: Progress | None
 ) -> tuple[list[Estimate], list[Estimate], list[LinearOperator]]:
     """|| J_k ||, || I + step J_k || and that operator for every state of the path, up to the first that overflows."""
     local, alone, operators = [], [], []

@@ -16,7 +16,7 @@ from lipscope.attention.primitive import attend
 from lipscope.dynamics.integration import Ending, Progress, check_count, check_tolerance, instants, integrate
 from lipscope.linalg.differentiate import check_input
 from lipscope.mean_field.attention_on_measures import lifted
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 
 SCORES = 1 << 18
 """Scores computed at once on a CPU: they stay in its cache, where exponentials are cheapest."""
@@ -72,7 +72,7 @@ class Flow:
 
 def flow(
     f: SelfAttention,
-    X: Tensor | Measure,
+    X: Tensor | DiscreteMeasure,
     time: float,
     *,
     frames: int = 65,
@@ -107,7 +107,7 @@ def flow(
     return Flow(f, path.times, states, weights, path.ending, path.steps, path.evaluations, resolution.lost)
 
 
-def layered(f: SelfAttention, X: Tensor | Measure, time: float, layers: int) -> Flow:
+def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: int) -> Flow:
     """The residual network X <- X + (time/layers) f(X), layer by layer: the flow with Euler steps."""
     velocity, points, weights = velocity_of(f, X)
     check_count("layers", layers)
@@ -133,14 +133,16 @@ def value_matrix(f: SelfAttention) -> Tensor:
     return (values if f.O is None else f.O @ values).detach()
 
 
-def velocity_of(f: SelfAttention, X: Tensor | Measure) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]:
+def velocity_of(
+    f: SelfAttention, X: Tensor | DiscreteMeasure
+) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]:
     """Gamma_mu at the atoms of mu as a function of where they are, the atoms, and their weights where they differ."""
     if not isinstance(f, SelfAttention):
         raise UserError(f"f must be a SelfAttention, got {type(f).__name__}")
-    points = X.points if isinstance(X, Measure) else X
+    points = X.points if isinstance(X, DiscreteMeasure) else X
     _check_tokens(f, points)
     points = points.detach()
-    if not isinstance(X, Measure):
+    if not isinstance(X, DiscreteMeasure):
         return lambda x: _by_rows(f, x, f.mask), points, None
     weights = None if bool((X.weights == X.weights[0]).all()) else X.weights.detach()
     if X.positions is None or bool((X.positions.diff() >= 0).all()):
@@ -148,11 +150,11 @@ def velocity_of(f: SelfAttention, X: Tensor | Measure) -> tuple[Callable[[Tensor
     # In order and without ties the causal order needs no mask: compute in that order, and put the tokens back.
     order = X.positions.argsort(stable=True)
     back = order.argsort()
-    ordered = _on_measure(f, Measure(X.points[order], X.weights[order], X.positions[order]))
+    ordered = _on_measure(f, DiscreteMeasure(X.points[order], X.weights[order], X.positions[order]))
     return lambda x: ordered(x[order])[back], points, weights
 
 
-def _on_measure(f: SelfAttention, X: Measure) -> Callable[[Tensor], Tensor]:
+def _on_measure(f: SelfAttention, X: DiscreteMeasure) -> Callable[[Tensor], Tensor]:
     lift = lifted(f, X)
     mask = lift.mask
     # All rows of log w are one row, which broadcasts; a mask of positions with ties has rows of its own.
@@ -245,7 +247,7 @@ class _Resolution:
 def _check_tokens(f: SelfAttention, points: Tensor) -> None:
     if not isinstance(points, Tensor) or points.ndim != 2:
         got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
-        raise UserError(f"the flow takes tokens X [n, d] or a Measure, got {got}")
+        raise UserError(f"the flow takes tokens X [n, d] or a DiscreteMeasure, got {got}")
     d, out = f.Q.shape[1], value_matrix(f).shape[0]
     if out != d:
         raise UserError(

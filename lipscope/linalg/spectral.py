@@ -12,10 +12,19 @@ from torch import Tensor
 
 from lipscope._types import Status, UserError
 from lipscope.linalg.basis import HALF_UNIT, STORAGES
-from lipscope.linalg.certificate import perturbation, polynomial_bound, smallest_overlap
+from lipscope.linalg.certificate import (
+    NO_VALUE,
+    UNCERTIFIED,
+    Gap,
+    check_gap,
+    perturbation,
+    polynomial_bound,
+    smallest_overlap,
+    why_missed,
+    widening,
+)
 from lipscope.linalg.device import memory_of
 from lipscope.linalg.estimate import Estimate
-from lipscope.linalg.gap import NO_VALUE, UNCERTIFIED, Gap, check_gap, why_missed, widening
 from lipscope.linalg.golub_kahan import GolubKahan, norms
 from lipscope.linalg.operator import LinearOperator, Product
 

@@ -20,15 +20,15 @@ from lipscope.attention.linearization import linearize, query_rounding
 from lipscope.attention.primitive import attend
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import Compression, LinearOperator
-from lipscope.mean_field.measures import Measure, check_measure
+from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
 
-def push(f: SelfAttention, mu: Measure) -> Measure:
+def push(f: SelfAttention, mu: DiscreteMeasure) -> DiscreteMeasure:
     """F(mu): the measure that attention f makes of mu, atom by atom. Equal weights recover f itself."""
     return replace(mu, points=lifted(f, mu)(mu.points))
 
 
-def derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
+def derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
     """D_mu F in L2(mu): W^{1/2} J W^{-1/2} with J = d F(mu)_i / d x_j and W = diag(w).
 
     The operator reads and writes fields in coordinates E_i = sqrt(w_i) xi_i, in which the norm of L2(mu) is Euclidean.
@@ -36,7 +36,7 @@ def derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
     return in_l2(linearize(lifted(f, mu), mu.points, apart=False, weights=mu.weights), mu.weights)
 
 
-def velocity(f: SelfAttention, mu: Measure) -> Callable[[Tensor], Tensor]:
+def velocity(f: SelfAttention, mu: DiscreteMeasure) -> Callable[[Tensor], Tensor]:
     """Gamma_mu, as a function of query points [N, d] anywhere in space; mu has no positions."""
     check_measure(mu)
     if mu.positions is not None:
@@ -52,13 +52,13 @@ def velocity(f: SelfAttention, mu: Measure) -> Callable[[Tensor], Tensor]:
     return gamma
 
 
-def query_derivative(f: SelfAttention, mu: Measure) -> LinearOperator:
+def query_derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
     """D Gamma_mu(x_i) at every atom, mu fixed (V C_i A for dot products): a batch of n operators [1, d] -> [1, d']."""
     J, extra = query_blocks(lifted(f, mu), mu.points[None]), _log_range(mu.weights)
     return replace(J, condition=J.condition + extra, worst=_plus(J.worst, extra))
 
 
-def lifted(f: SelfAttention, mu: Measure) -> SelfAttention:
+def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
     """f as a map of the atoms of mu: the same weights, and log w_j (and the order of positions) as a mask."""
     liftable(f)
     check_measure(mu)
@@ -67,7 +67,7 @@ def lifted(f: SelfAttention, mu: Measure) -> SelfAttention:
         raise UserError(f"the points have size {d}; the weights of f read tokens of size {f.Q.shape[1]}")
     if f.causal != (mu.positions is not None):
         raise UserError(
-            "f is causal and the measure has no positions; use Measure.uniform(X, causal=True) or pass positions"
+            "f is causal and the measure has no positions; use DiscreteMeasure.uniform(X, causal=True) or pass positions"
             if f.causal
             else "the measure has positions and f is not causal; make f causal, or leave the positions out"
         )

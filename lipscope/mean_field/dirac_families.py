@@ -19,7 +19,7 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, stacked
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.upper_bounds import check_scores
 from lipscope.theorems.heads import heads_of
 
@@ -31,7 +31,7 @@ class TwoDiracs:
     guaranteed: |Vu| (gamma/2) R^2 e^{gamma R^2} <= ||D_mu F||.
     """
 
-    measure: Measure
+    measure: DiscreteMeasure
     gamma: float
     p: float
     guaranteed: float
@@ -59,7 +59,7 @@ def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDira
     if p < torch.finfo(f.Q.dtype).tiny:
         raise UserError(f"p_R = e^(-2 gamma R^2) = e^({-2 * gamma * R * R:.0f}) is below the smallest number; reduce R")
     points = R * torch.stack([u, crowd * u])
-    measure = Measure(points, points.new_tensor([p, -math.expm1(-2 * gamma * R * R)]))
+    measure = DiscreteMeasure(points, points.new_tensor([p, -math.expm1(-2 * gamma * R * R)]))
     return TwoDiracs(measure, gamma, p, stretch * gamma / 2 * R * R * math.exp(gamma * R * R))
 
 

@@ -20,7 +20,7 @@ from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, liftable, push, query_derivative
 from lipscope.mean_field.masked import conditional_distance
-from lipscope.mean_field.measures import Measure, as_measure, check_measure
+from lipscope.mean_field.measures import DiscreteMeasure, as_measure, check_measure
 from lipscope.mean_field.transport import wasserstein
 
 
@@ -37,7 +37,7 @@ class Splitting:
     This is the constant for infinitesimal moves. Mass that jumps a finite distance can be stretched more: `jump_ratio`.
     """
 
-    measure: Measure
+    measure: DiscreteMeasure
     together: Estimate
     apart: Estimate
     token: int
@@ -69,7 +69,7 @@ class Splitting:
         """Whether even the bounds on both numbers tell that splitting helps (float64 only)."""
         return self.apart.lower > self.together.upper
 
-    def halves(self, t: float) -> Measure:
+    def halves(self, t: float) -> DiscreteMeasure:
         """The measure with the atom in two halves, moved by +t and -t along `direction`; the other atoms stay."""
         pair = self.measure.split(2)
         field = torch.zeros_like(pair.points)
@@ -79,7 +79,7 @@ class Splitting:
 
 def splitting(
     f: SelfAttention,
-    mu: Measure | Tensor,
+    mu: DiscreteMeasure | Tensor,
     tol: float = 1e-8,
     *,
     gap: float | None = None,
@@ -141,7 +141,7 @@ def split_estimate(found: Splitting) -> Estimate:
     return replace(found.apart, lower=lower, upper=upper, confidence=both, left=left, right=right)
 
 
-def jump_ratio(f: SelfAttention, mu: Measure, token: int, to: Tensor, mass: float) -> float:
+def jump_ratio(f: SelfAttention, mu: DiscreteMeasure, token: int, to: Tensor, mass: float) -> float:
     """W2(F(nu), F(mu)) / W2(nu, mu), nu being mu with some mass of one atom moved to the point `to`, however far.
 
     With positions the distance is d_2, and the mass keeps its position.
@@ -164,6 +164,6 @@ def jump_ratio(f: SelfAttention, mu: Measure, token: int, to: Tensor, mass: floa
     weights = torch.cat([mu.weights, mu.weights.new_tensor([mass])])
     weights[token] -= mass
     s = None if mu.positions is None else torch.cat([mu.positions, mu.positions[token : token + 1]])
-    nu = Measure(torch.cat([mu.points, to.reshape(1, -1).to(mu.points)]), weights, s)
+    nu = DiscreteMeasure(torch.cat([mu.points, to.reshape(1, -1).to(mu.points)]), weights, s)
     distance = wasserstein if s is None else conditional_distance
     return distance(push(f, nu), push(f, mu)) / distance(nu, mu)

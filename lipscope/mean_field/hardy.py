@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope._checks import check_exponent
 from lipscope._types import UserError
-from lipscope.mean_field.exponents import check_exponent
 
 STEPS = 1000
 """A guard: the iteration stops by itself, and any field gives a lower bound of the constant."""

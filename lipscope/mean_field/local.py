@@ -11,12 +11,12 @@ from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field import duplication
 from lipscope.mean_field.attention_on_measures import derivative, liftable
-from lipscope.mean_field.measures import Measure, as_measure
+from lipscope.mean_field.measures import DiscreteMeasure, as_measure
 
 
 def local_lipschitz(
     f: Map,
-    X: Tensor | Measure,
+    X: Tensor | DiscreteMeasure,
     tol: float = 1e-6,
     *,
     norm: str = "2",
@@ -25,7 +25,7 @@ def local_lipschitz(
     solver: Solver | None = None,
     splitting: bool = False,
 ) -> Estimate:
-    """||D_X f||_2 at tokens X [n, d] or [B, n, d], or ||D_mu F|| at a Measure, with the vectors of `derivative`.
+    """||D_X f||_2 at tokens X [n, d] or [B, n, d], or ||D_mu F|| at a measure, with the vectors of `derivative`.
 
     norm:      "2", or at tokens "inf", the infinity-norm of the vectorised map.
     precision: "native" works in the dtype of X; "exact" recomputes in float64, which alone gives an upper bound.

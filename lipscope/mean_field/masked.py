@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import NEGLIGIBLE, atoms_distance, check_pair, power_mean
 
 
-def conditional_distance(mu: Measure, nu: Measure, p: float = 2) -> float:
+def conditional_distance(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2) -> float:
     """d_p for 1 <= p <= inf of two measures with positions; infinite, and refused, where their positions differ."""
     check_pair(mu, nu, p)
     if mu.positions is None or nu.positions is None:
@@ -26,7 +26,7 @@ def conditional_distance(mu: Measure, nu: Measure, p: float = 2) -> float:
         raise UserError(
             f"d_p compares measures with the same law of positions, number by number; the first has positions in "
             f"{mu.positions.dtype} and the second in {nu.positions.dtype}, which round them differently; compute both "
-            f"in one dtype (Measure.uniform(X, causal=True) uses torch.float64)"
+            f"in one dtype (DiscreteMeasure.uniform(X, causal=True) uses torch.float64)"
         )
     _check_marginals(here, there)
     moves = []
@@ -37,7 +37,7 @@ def conditional_distance(mu: Measure, nu: Measure, p: float = 2) -> float:
     return power_mean(mass, length, p)
 
 
-def _fibres(mu: Measure) -> dict[float, tuple[Tensor, Tensor]]:
+def _fibres(mu: DiscreteMeasure) -> dict[float, tuple[Tensor, Tensor]]:
     """For each position, in order, the points there and their masses."""
     assert mu.positions is not None
     order = mu.positions.argsort(stable=True)

@@ -12,7 +12,7 @@ from lipscope.linalg.differentiate import check_tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Measure:
+class DiscreteMeasure:
     """mu = sum_i w_i delta_{x_i}: points [n, d], weights [n], positive and summing to 1.
 
     With positions s [n] in [0, 1] it is a measure on [0, 1] x R^d, where attention is masked: (s, x) sees (t, y)
@@ -30,13 +30,13 @@ class Measure:
             _check_positions(self.positions, self.points)
 
     @staticmethod
-    def uniform(X: Tensor, causal: bool = False) -> Measure:
+    def uniform(X: Tensor, causal: bool = False) -> DiscreteMeasure:
         """The n tokens of X with weights 1/n; causal puts token i at position i/n, which recovers causal attention."""
         _check_points(X)
         n = X.shape[0]
         # In float64 whatever X is: bfloat16 has ties among 300 positions, and tokens that tie see each other.
         positions = torch.arange(1, n + 1, dtype=torch.float64, device=X.device) / n if causal else None
-        return Measure(X, torch.full((n,), 1 / n, dtype=X.dtype, device=X.device), positions)
+        return DiscreteMeasure(X, torch.full((n,), 1 / n, dtype=X.dtype, device=X.device), positions)
 
     def __len__(self) -> int:
         return self.points.shape[0]
@@ -51,28 +51,28 @@ class Measure:
         """sqrt(w_i) as a column: E = roots * xi has the Euclidean norm that the field xi has in L2(mu)."""
         return self.weights.sqrt()[:, None]
 
-    def double(self) -> Measure:
+    def double(self) -> DiscreteMeasure:
         """In float64, the weights divided by their sum again."""
         weights = self.weights.double()
         s = None if self.positions is None else self.positions.double()
-        return Measure(self.points.double(), weights / weights.sum(), s)
+        return DiscreteMeasure(self.points.double(), weights / weights.sum(), s)
 
-    def moved(self, field: Tensor) -> Measure:
+    def moved(self, field: Tensor) -> DiscreteMeasure:
         """Every atom x_i displaced to x_i + field_i; a field [1, d] moves all alike."""
         n, d = self.points.shape
         if tuple(field.shape) not in ((n, d), (1, d)):
             raise UserError(f"field must have the shape {(n, d)} of the points, got {tuple(field.shape)}")
         return replace(self, points=self.points + field)
 
-    def split(self, copies: int) -> Measure:
+    def split(self, copies: int) -> DiscreteMeasure:
         """Every atom as so many equal copies of itself, one after the other: the same measure with more atoms."""
         if not isinstance(copies, int) or copies < 1:
             raise UserError(f"copies must be a whole number, at least 1, got {copies!r}")
         s = None if self.positions is None else self.positions.repeat_interleave(copies)
         weights = (self.weights / copies).repeat_interleave(copies)
-        return Measure(self.points.repeat_interleave(copies, dim=0), weights, s)
+        return DiscreteMeasure(self.points.repeat_interleave(copies, dim=0), weights, s)
 
-    def merged(self) -> Measure:
+    def merged(self) -> DiscreteMeasure:
         """The same measure with atoms that coincide (in position too) joined into one, in order of first appearance."""
         # Adding 0.0 makes one zero of -0.0 and 0.0, which are equal but sort apart.
         rows = self.points.detach() + 0.0
@@ -87,7 +87,7 @@ class Measure:
         order = first.argsort()
         kept = first[order]
         s = None if self.positions is None else self.positions[kept]
-        return Measure(self.points[kept], weights[order], s)
+        return DiscreteMeasure(self.points[kept], weights[order], s)
 
     def index_of(self, point: Tensor, position: Tensor | None = None) -> int:
         """The first atom at this point (and position)."""
@@ -97,14 +97,16 @@ class Measure:
         return int(torch.nonzero(same)[0])
 
 
-def as_measure(mu: Measure | Tensor, causal: bool = False) -> Measure:
+def as_measure(mu: DiscreteMeasure | Tensor, causal: bool = False) -> DiscreteMeasure:
     """Tokens X [n, d] as the measure that gives each the weight 1/n; a measure as it is."""
-    return mu if isinstance(mu, Measure) else Measure.uniform(mu, causal)
+    return mu if isinstance(mu, DiscreteMeasure) else DiscreteMeasure.uniform(mu, causal)
 
 
 def check_measure(mu: object) -> None:
-    if not isinstance(mu, Measure):
-        raise UserError(f"a Measure is expected, got {type(mu).__name__}; Measure.uniform(X) makes one of tokens X")
+    if not isinstance(mu, DiscreteMeasure):
+        raise UserError(
+            f"a DiscreteMeasure is expected, got {type(mu).__name__}; DiscreteMeasure.uniform(X) makes one of tokens X"
+        )
 
 
 def _check_points(points: Tensor) -> None:

@@ -16,7 +16,7 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
 from lipscope.mean_field.attention_on_measures import liftable, stacked
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Row:
     name: str
     equal: float
     free: float
-    measure: Measure
+    measure: DiscreteMeasure
 
 
 def gains(f: SelfAttention, X: Tensor, weights: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
 
 def largest_gain(
     f: SelfAttention, n: int, R: float, *, equal: bool = True, tries: int = 2000, seed: int = 0
-) -> tuple[float, Measure]:
+) -> tuple[float, DiscreteMeasure]:
     """The largest gain found on n tokens in the ball of radius R, and where: random draws, then the best ones improved.
 
     equal: weights 1/n; otherwise weights of every order that the dtype holds are tried too. The gain is a lower bound
@@ -95,7 +95,7 @@ def largest_gain(
         score = torch.where(better, now, score)
     top = int(score.argmax())
     positions = torch.arange(1, n + 1, dtype=X.dtype) / n if f.causal else None
-    return _beyond_rounding(score)[top].item(), Measure(X[top], level[top].softmax(dim=0), positions)
+    return _beyond_rounding(score)[top].item(), DiscreteMeasure(X[top], level[top].softmax(dim=0), positions)
 
 
 def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[Row]:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipscope._checks import check_exponent
 from lipscope._types import UserError
-from lipscope.mean_field.exponents import check_exponent
-from lipscope.mean_field.measures import Measure, check_measure
+from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
 NEGLIGIBLE = 1e-13
 """The share of an atom that rounding alone can misplace: it does not move. W_inf would count it in full."""
@@ -25,7 +25,7 @@ LARGE_P = 1e12
 """The plan of this exponent serves larger ones: its longest move is the shortest up to min(n, m)^{1/LARGE_P}."""
 
 
-def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
+def wasserstein(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2) -> float:
     """W_p for 1 <= p <= inf, in float64: sorted matching on the line, a linear program elsewhere."""
     check_pair(mu, nu, p)
     if mu.positions is not None or nu.positions is not None:
@@ -33,7 +33,7 @@ def wasserstein(mu: Measure, nu: Measure, p: float = 2) -> float:
     return atoms_distance(mu.points, mu.weights, nu.points, nu.weights, p)
 
 
-def check_pair(mu: Measure, nu: Measure, p: float) -> None:
+def check_pair(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> None:
     for given in (mu, nu):
         check_measure(given)
     check_exponent(p)

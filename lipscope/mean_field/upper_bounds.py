@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from lipscope._checks import check_exponent
 from lipscope._types import Ball, Domain, UserError
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
 from lipscope.mean_field.attention_on_measures import liftable
-from lipscope.mean_field.exponents import check_exponent
 from lipscope.theorems import geshkovski2023
 
 

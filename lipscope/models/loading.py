@@ -20,10 +20,10 @@ from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from lipscope._types import UserError
-from lipscope.models import character, embedded
+from lipscope.models import embedded
 from lipscope.models.model import Card, Model
 from lipscope.models.plug import configs
-from lipscope.models.repository import Repository, open_repository
+from lipscope.models.repository import OWN_TYPES, Repository, open_repository
 from lipscope.models.running import on_one_line
 
 DTYPES = {
@@ -184,7 +184,7 @@ def _in_force(model: PreTrainedModel) -> PreTrainedModel:
     """What was asked for is not always what is in force: a configuration may have overridden it."""
     attention = {config._attn_implementation for config in configs(model)}
     home = type(model).__module__
-    if attention != {"eager"} or not home.startswith(("transformers.models.", character.__name__)):
+    if attention != {"eager"} or not home.startswith(("transformers.models.", *OWN_TYPES.values())):
         raise UserError(f"refused: this model insists on attention {sorted(map(str, attention))} and code from {home}")
     return model
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ TOKENIZER = (
 )
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
+OWN_TYPES = {"lipscope_character": "lipscope.charlm.pretrained"}
+"""Model types of our own and the modules that register them, imported when a model asks for one."""
+
 FORBIDDEN = (
     "auto_map",
     "custom_pipelines",
@@ -71,6 +75,8 @@ class Repository:
         """The configuration, scrubbed, as a class of transformers itself."""
         raw = scrub(read_json(self.folder / "config.json", self.name))
         kind = raw.pop("model_type", None)
+        if kind in OWN_TYPES:
+            import_module(OWN_TYPES[kind])  # which registers it
         if kind not in CONFIG_MAPPING:
             raise UserError(
                 f"{self.name} is of type {kind!r}, which this version of transformers does not contain; "

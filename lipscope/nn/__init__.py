@@ -1,18 +1,64 @@
-"""Attention with a guarantee: layers with a Lipschitz constant, residuals that invert, and eyes on both in training."""
+"""Attention layers with a Lipschitz constant, residuals that invert, and what regularises them; torch alone."""
 
-from lipscope.nn.cosine_attention import CosineSelfAttention
-from lipscope.nn.dot_attention import DotSelfAttention
-from lipscope.nn.invertible import Inverse, InvertibleResidual, LogDet
-from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
-from lipscope.nn.variants import ATTENTIONS
+from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from lipscope._contents import contents
+
+_CONTENTS = {
+    "ATTENTIONS": "variants",
+    "AttentionLayer": "attention_layer",
+    "ContractiveL2Attention": "l2_attention",
+    "ContractiveMLP": "contractive_mlp",
+    "CosineSelfAttention": "cosine_attention",
+    "DotSelfAttention": "dot_attention",
+    "Inverse": "invertible",
+    "InvertibleResidual": "invertible",
+    "L2SelfAttention": "l2_attention",
+    "LogDet": "invertible",
+    "SigmaReparam": "parametrize",
+    "jasmin": "regularize",
+    "measured_sigma": "regularize",
+    "sigma_reparametrise": "parametrize",
+    "spectrally_normalise": "parametrize",
+    "unwrapped": "wrapped",
+}
+
+__getattr__, __dir__ = contents(__name__, _CONTENTS)
 __all__ = [
     "ATTENTIONS",
+    "AttentionLayer",
     "ContractiveL2Attention",
+    "ContractiveMLP",
     "CosineSelfAttention",
     "DotSelfAttention",
     "Inverse",
     "InvertibleResidual",
     "L2SelfAttention",
     "LogDet",
+    "SigmaReparam",
+    "jasmin",
+    "measured_sigma",
+    "sigma_reparametrise",
+    "spectrally_normalise",
+    "unwrapped",
 ]
+
+if TYPE_CHECKING:
+    from lipscope.nn.attention_layer import AttentionLayer as AttentionLayer
+    from lipscope.nn.contractive_mlp import ContractiveMLP as ContractiveMLP
+    from lipscope.nn.cosine_attention import CosineSelfAttention as CosineSelfAttention
+    from lipscope.nn.dot_attention import DotSelfAttention as DotSelfAttention
+    from lipscope.nn.invertible import Inverse as Inverse
+    from lipscope.nn.invertible import InvertibleResidual as InvertibleResidual
+    from lipscope.nn.invertible import LogDet as LogDet
+    from lipscope.nn.l2_attention import ContractiveL2Attention as ContractiveL2Attention
+    from lipscope.nn.l2_attention import L2SelfAttention as L2SelfAttention
+    from lipscope.nn.parametrize import SigmaReparam as SigmaReparam
+    from lipscope.nn.parametrize import sigma_reparametrise as sigma_reparametrise
+    from lipscope.nn.parametrize import spectrally_normalise as spectrally_normalise
+    from lipscope.nn.regularize import jasmin as jasmin
+    from lipscope.nn.regularize import measured_sigma as measured_sigma
+    from lipscope.nn.variants import ATTENTIONS as ATTENTIONS
+    from lipscope.nn.wrapped import unwrapped as unwrapped

@@ -7,8 +7,8 @@ import math
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
+from lipscope._checks import check_positive
 from lipscope.nn.matrix_norms import of_norm
-from lipscope.nn.positive import check_positive
 
 STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)
 """The largest slope of GELU, Phi(x) + x phi(x), attained at x = sqrt(2): about 1.129."""

@@ -15,9 +15,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lipscope._checks import check_positive
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
 from lipscope.nn.matrix_norms import spectral_upper
-from lipscope.nn.positive import check_positive
 
 
 class CosineSelfAttention(AttentionLayer):

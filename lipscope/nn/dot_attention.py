@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor, nn
 
+from lipscope._checks import check_positive
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_length
-from lipscope.nn.positive import check_positive
 
 
 class DotSelfAttention(AttentionLayer):

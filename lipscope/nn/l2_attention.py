@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lipscope._checks import check_positive
 from lipscope.attention.kernels import L2, augment
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
 from lipscope.nn.l2_bound import balanced_factors, reaction, reactions, weight_factor
 from lipscope.nn.l2_bound import value_factors as value_factors
 from lipscope.nn.matrix_norms import widened
-from lipscope.nn.positive import check_positive
 from lipscope.theorems.factored_values import FactoredAttention
 
 

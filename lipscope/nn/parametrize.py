@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
+from lipscope._checks import check_positive
 from lipscope._types import UserError
 from lipscope.nn.matrix_norms import of_norm
-from lipscope.nn.positive import check_positive
 
 MULTIHEAD = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from lipscope._types import UserError
-from lipscope.study.attack_comparison import DIRECTION, GRADIENT, RANDOM, TOKENS, Trial
+from lipscope.audit.attack_comparison import DIRECTION, GRADIENT, RANDOM, TOKENS, Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,8 +6,8 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
+from lipscope._files import for_terminal
 from lipscope._types import UserError
-from lipscope.study.printable import for_terminal
 from lipscope.study.records import COLUMNS, Row
 from lipscope.study.study import SIGMA, Study
 

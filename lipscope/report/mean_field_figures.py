@@ -15,7 +15,7 @@ from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.dirac_families import Transition, two_diracs
 from lipscope.mean_field.hardy import averaging
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.splitting_maps import SplittingMap
 from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023
 from lipscope.theorems.geshkovski2023 import masked_wasserstein_upper
@@ -105,7 +105,7 @@ def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) 
 
 def draw_masked_bounds(f: SelfAttention, radii: Sequence[float], X: torch.Tensor, ax: Axes) -> Axes:
     """In d_2, over R: causal f at the tokens R X, above the bound for attention without mask, below those that hold."""
-    measures = [Measure.uniform(R * X, causal=True) for R in radii]
+    measures = [DiscreteMeasure.uniform(R * X, causal=True) for R in radii]
     sigma = [spectral_norm(derivative(f, mu), 1e-6, solver=Solver(seed=0)).value for mu in measures]
     without = [w2_bound_geshkovski2023(replace(f, causal=False), R) for R in radii]
     hardy = [masked_wasserstein_upper(f.double(), Ball(R, 1)) for R in radii]

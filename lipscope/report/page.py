@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from lipscope._whole_file import whole_file
+from lipscope._files import whole_file
 from lipscope.report import words
 from lipscope.report.comparison import comparison, differences, verdict
 from lipscope.report.content import content, shown

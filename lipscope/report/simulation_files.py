@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lipscope import __version__
+from lipscope._files import whole_file
 from lipscope._types import UserError
-from lipscope._whole_file import whole_file
 from lipscope.dynamics.clusters import Clusters
 from lipscope.dynamics.depth_growth import DepthGrowth
 from lipscope.dynamics.integration import Progress

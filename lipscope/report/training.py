@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lipscope._whole_file import whole_file
+from lipscope._files import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
-    from lipscope.nn.training import CurvePoint
+    from lipscope.charlm.training import CurvePoint
 
 CSV, PNG = "curves.csv", "curves.png"
 

@@ -8,10 +8,10 @@ from statistics import median
 
 from lipscope._types import UserError
 from lipscope.report.content import bounds, layer_name, shown
+from lipscope.report.study_table import certificate, width
 from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
 from lipscope.study.records import Row
 from lipscope.study.study import Study, Token
-from lipscope.study.table import certificate, width
 
 NOTHING = "No value has been measured yet."
 TOP_TOKENS = 3

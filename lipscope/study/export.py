@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lipscope._files import for_spreadsheet, whole_file
 from lipscope._types import UserError
-from lipscope._whole_file import whole_file
 from lipscope.study.growth import METHOD
-from lipscope.study.printable import for_spreadsheet
 from lipscope.study.records import COLUMNS
 from lipscope.study.study import Study
 

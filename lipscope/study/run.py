@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.linalg.gap import check_gap
+from lipscope.linalg.certificate import check_gap
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.study.describe import about, identity, sample_texts

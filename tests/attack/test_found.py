@@ -66,7 +66,7 @@ def test_given_inputs_are_not_measured_with_the_seed_they_may_have_been_drawn_wi
     f, X = layer(6), tokens(4, 6)
     singular_response(f, X, seed=5)
     measured(f, [("one", X)], seed=5)
-    ls.explicit_inputs(f, Ball(1.0, 4), seed=5)
+    ls.attack.explicit_inputs(f, Ball(1.0, 4), seed=5)
     assert seeds == [fresh_seed(5, "measure")] * 3
 
 

@@ -16,7 +16,7 @@ PRELUDE = """
 import os, signal, sys
 from lipscope.cli import main
 from lipscope.cli.terminal import farewell, progress
-import lipscope.study.doctor as doctor
+import lipscope.cli.doctor as doctor
 
 def swallow():
     try:

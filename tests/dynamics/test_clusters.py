@@ -29,7 +29,7 @@ def planted(at: torch.Tensor, weights: torch.Tensor | None = None) -> Flow:
 
 def test_planted_clusters_are_found_with_their_time():
     where = torch.tensor([0, 1, 2, 3, 0, 0, 1, 1, 1, 2, 0, 0])
-    found = ls.find_clusters(planted(SQUARE[where]), tol=1e-3)
+    found = ls.dynamics.find_clusters(planted(SQUARE[where]), tol=1e-3)
     assert len(found) == 4 and found.clear and found.extreme.all()
     assert torch.allclose(found.centres[found.labels], SQUARE[where])
     assert torch.allclose(found.masses * 12, torch.tensor([5.0, 4.0, 2.0, 1.0], dtype=torch.float64))
@@ -38,41 +38,44 @@ def test_planted_clusters_are_found_with_their_time():
 
 
 def test_equal_weights_are_equal_to_the_last_digit():
-    found = ls.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
+    found = ls.dynamics.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
     assert found.masses.item() == pytest.approx(1, abs=1e-15)
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e200])
 def test_clusters_do_not_depend_on_the_unit_of_length(size):
     flow = planted(SQUARE[torch.arange(12) % 4])
-    one, other = ls.find_clusters(flow), ls.find_clusters(replace(flow, positions=size * flow.positions))
+    one, other = (
+        ls.dynamics.find_clusters(flow),
+        ls.dynamics.find_clusters(replace(flow, positions=size * flow.positions)),
+    )
     assert torch.equal(one.labels, other.labels) and torch.equal(one.counts, other.counts) and other.clear
     assert torch.allclose(other.centres / size, one.centres) and other.width / size == pytest.approx(one.width)
 
 
 def test_a_flow_that_did_not_move_shows_no_clusters():
-    found = ls.find_clusters(ls.flow(identity(), 1e200 * draw(6, 2), 3.0))
+    found = ls.dynamics.find_clusters(ls.dynamics.flow(identity(), 1e200 * draw(6, 2), 3.0))
     assert not found.clear and len(found) == 6 and math.isfinite(found.width)
     assert "has not moved" in found.status and "ended early, at t = 0" in found.status
 
 
 def test_groups_are_counted_in_words_that_are_true():
-    apart = ls.find_clusters(planted(2 * SQUARE[:2]))
+    apart = ls.dynamics.find_clusters(planted(2 * SQUARE[:2]))
     assert apart.status == "no clear clusters: each of 2 tokens is a group of its own"
     assert apart.title == "no clear clusters: 2 groups"
-    one = ls.find_clusters(planted(SQUARE[:1]))
+    one = ls.dynamics.find_clusters(planted(SQUARE[:1]))
     assert one.status == "1 cluster of 1 token, formed by t = 0" and one.title == "1 cluster at the end"
 
 
 def test_learned_weights_may_require_gradients():
     flow = planted(SQUARE[torch.arange(12) % 4])
     learned = replace(flow, f=replace(flow.f, V=flow.f.V.clone().requires_grad_()))
-    assert torch.equal(ls.find_clusters(learned).centres, ls.find_clusters(flow).centres)
+    assert torch.equal(ls.dynamics.find_clusters(learned).centres, ls.dynamics.find_clusters(flow).centres)
 
 
 def test_weights_are_masses():
     weights = torch.arange(1, 13, dtype=torch.float64) / 78
-    found = ls.find_clusters(planted(SQUARE[torch.arange(12) % 4], weights))
+    found = ls.dynamics.find_clusters(planted(SQUARE[torch.arange(12) % 4], weights))
     assert torch.allclose(found.masses * 78, torch.tensor([24.0, 21.0, 18.0, 15.0], dtype=torch.float64))
 
 
@@ -80,7 +83,7 @@ def test_an_interior_limit_point_is_no_vertex():
     where = torch.arange(12) % 4
     at = SQUARE[where]
     at[5] = torch.tensor([0.3, -0.2])
-    found = ls.find_clusters(planted(at))
+    found = ls.dynamics.find_clusters(planted(at))
     assert len(found) == 5 and found.extreme.sum() == 4
     assert not found.extreme[found.labels[5]] and "4 of 5 are vertices" in found.status
 
@@ -88,16 +91,16 @@ def test_an_interior_limit_point_is_no_vertex():
 def test_a_point_on_an_edge_is_no_vertex():
     at = SQUARE[torch.arange(12) % 4]
     at[7] = torch.tensor([1.0, 0.25])
-    assert ls.find_clusters(planted(at)).extreme.sum() == 4
+    assert ls.dynamics.find_clusters(planted(at)).extreme.sum() == 4
 
 
 def test_scattered_tokens_are_not_called_clusters():
-    found = ls.find_clusters(planted(3 * draw(12, 2, seed=1)))
+    found = ls.dynamics.find_clusters(planted(3 * draw(12, 2, seed=1)))
     assert not found.clear and "no clear clusters" in found.status
 
 
 def test_consensus_is_one_cluster():
-    found = ls.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
+    found = ls.dynamics.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
     assert len(found) == 1 and found.clear and found.extreme.all()
 
 
@@ -105,7 +108,7 @@ def test_a_late_departure_is_not_formed():
     flow = planted(SQUARE[torch.arange(12) % 4])
     positions = flow.positions.clone()
     positions[15, 0] += 1.0  # a member leaves at t = 1.5 and comes back
-    found = ls.find_clusters(replace(flow, positions=positions))
+    found = ls.dynamics.find_clusters(replace(flow, positions=positions))
     assert found.formed[found.labels[0]] == flow.times[16] and found.formed.min() < 1.01
 
 
@@ -142,7 +145,7 @@ def test_a_margin_is_a_distance():
 def test_identity_values_gather_at_vertices(seed):
     """V = A = I: vertices of their hull, and at rest under hard attention, |c|^2 = max_j <c, c_j>."""
     X = 2 * draw(40, 2, seed=seed)
-    found = ls.find_clusters(ls.flow(identity(), X, 9.0, tol=1e-5, renormalise=True))
+    found = ls.dynamics.find_clusters(ls.dynamics.flow(identity(), X, 9.0, tol=1e-5, renormalise=True))
     assert 2 <= len(found) <= 12 and found.clear and found.extreme.all()
     inner = found.centres @ found.centres.T
     assert (inner.amax(1) - inner.diagonal()).max() < 1e-6 * inner.max()
@@ -152,11 +155,11 @@ def test_identity_values_gather_at_vertices(seed):
 
 def test_on_the_line_there_are_two():
     X = draw(30, 1)
-    found = ls.find_clusters(ls.flow(identity(1), X, 12.0, tol=1e-5, renormalise=True))
+    found = ls.dynamics.find_clusters(ls.dynamics.flow(identity(1), X, 12.0, tol=1e-5, renormalise=True))
     assert len(found) == 2 and found.extreme.all()
 
 
 @pytest.mark.parametrize("tol", [0.0, 1.0, math.nan])
 def test_refusals(tol):
     with pytest.raises(ls.UserError, match="tol"):
-        ls.find_clusters(planted(SQUARE[torch.arange(12) % 4]), tol)
+        ls.dynamics.find_clusters(planted(SQUARE[torch.arange(12) % 4]), tol)

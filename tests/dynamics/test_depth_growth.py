@@ -33,7 +33,7 @@ def norm(f, X: torch.Tensor) -> float:
 @pytest.mark.parametrize("f", [random_head(), random_head(causal=True), two_heads(kernel=ls.L2())])
 def test_against_the_dense_jacobian_of_the_network(f):
     X = draw(5, 3)
-    found = ls.growth_along_depth(f, X, 0.8, layers=6, points=6, tol=1e-10)
+    found = ls.dynamics.growth_along_depth(f, X, 0.8, layers=6, points=6, tol=1e-10)
     for depth in range(1, 7):
         assert found.sigma[depth].item() == pytest.approx(norm(network(f, 0.8 * depth / 6, depth), X), rel=1e-8)
     states = found.flow.positions
@@ -55,7 +55,7 @@ def test_the_product_of_layers_and_its_adjoint():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_the_bounds(seed):
-    found = ls.growth_along_depth(random_head(seed=seed), draw(6, 3, seed=seed), 1.0, layers=10)
+    found = ls.dynamics.growth_along_depth(random_head(seed=seed), draw(6, 3, seed=seed), 1.0, layers=10)
     assert (found.sigma <= found.product * (1 + 1e-6)).all() and (found.product <= found.gronwall * (1 + 1e-6)).all()
     assert found.sigma[0] == found.product[0] == found.gronwall[0] == 1 and "can grow" in found.status
 
@@ -65,12 +65,12 @@ def test_the_flow_grows_as_finite_differences_say():
     f, X, h = random_head(2), draw(2, 2), 1e-5
 
     def end(Z: torch.Tensor) -> torch.Tensor:
-        return ls.flow(f, Z, 0.5, frames=2, tol=1e-11).positions[-1].flatten()
+        return ls.dynamics.flow(f, Z, 0.5, frames=2, tol=1e-11).positions[-1].flatten()
 
     sides = [(end(X + E), end(X - E)) for E in h * torch.eye(4, dtype=torch.float64).reshape(4, 2, 2)]
     J = torch.stack([(a - b) / (2 * h) for a, b in sides], dim=1)
     exact = torch.linalg.matrix_norm(J, 2).item()
-    coarse, fine = (ls.growth_along_depth(f, X, 0.5, layers=L, points=1).sigma[-1].item() for L in (12, 24))
+    coarse, fine = (ls.dynamics.growth_along_depth(f, X, 0.5, layers=L, points=1).sigma[-1].item() for L in (12, 24))
     assert fine - exact == pytest.approx((coarse - exact) / 2, rel=0.15)
     assert 2 * fine - coarse == pytest.approx(exact, rel=2e-3)
 
@@ -78,15 +78,15 @@ def test_the_flow_grows_as_finite_differences_say():
 def test_a_measure_grows_in_its_own_norm():
     """Copies that move together: the weighted measure is a part of what the copies can do."""
     f, X = random_head(), draw(3, 3)
-    mu = ls.Measure(X, torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64))
-    weighted = ls.growth_along_depth(f, mu, 0.5, layers=4).sigma[-1]
-    copies = ls.growth_along_depth(f, X[[0, 1, 2, 2]], 0.5, layers=4).sigma[-1]
+    mu = ls.mean_field.DiscreteMeasure(X, torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64))
+    weighted = ls.dynamics.growth_along_depth(f, mu, 0.5, layers=4).sigma[-1]
+    copies = ls.dynamics.growth_along_depth(f, X[[0, 1, 2, 2]], 0.5, layers=4).sigma[-1]
     assert 1 < weighted <= copies * (1 + 1e-9)
 
 
 def test_one_token_in_closed_form():
     """Alone, a token sees itself: the network multiplies by (1 + 1/L)^L."""
-    found = ls.growth_along_depth(identity(), draw(1, 2), 1.0, layers=10)
+    found = ls.dynamics.growth_along_depth(identity(), draw(1, 2), 1.0, layers=10)
     assert found.sigma[-1].item() == pytest.approx(1.1**10) and found.product[-1].item() == pytest.approx(1.1**10)
 
 
@@ -98,7 +98,7 @@ def test_a_network_deeper_than_the_call_stack():
 
 @pytest.mark.parametrize(("n", "time"), [(4, 1e5), (6, 500.0), (2, 1e300)])
 def test_numbers_end_before_the_first_that_overflows(n, time):
-    found = ls.growth_along_depth(identity(), draw(n, 2), time)
+    found = ls.dynamics.growth_along_depth(identity(), draw(n, 2), time)
     for numbers in (found.sigma, found.local):
         assert numbers.isfinite().all() and len(numbers) == len(found.times)
     assert not found.product.isnan().any() and not found.gronwall.isnan().any()
@@ -112,20 +112,20 @@ def test_the_depth_of_an_overflow():
         replace(identity(1), V=1e60 * torch.eye(1, dtype=torch.float64)),
         1e100 * torch.tensor([[1.0], [-1.0]]).double(),
     )
-    found = ls.growth_along_depth(f, X, 3.0, layers=3)
+    found = ls.dynamics.growth_along_depth(f, X, 3.0, layers=3)
     assert found.times.tolist() == [0] and found.overflow == 1 and found.sigma.tolist() == [1]
 
 
 def test_a_start_without_a_derivative_is_told():
-    found = ls.growth_along_depth(identity(), 1e200 * draw(3, 2), 1.0)
+    found = ls.dynamics.growth_along_depth(identity(), 1e200 * draw(3, 2), 1.0)
     assert found.times.tolist() == [0] and found.sigma.tolist() == [1] and found.local.isnan().all()
     assert "overflow" in found.status
 
 
 def test_unresolved_scores_are_told():
-    found = ls.growth_along_depth(identity(), draw(3, 2), 20.0, layers=80, points=2)
+    found = ls.dynamics.growth_along_depth(identity(), draw(3, 2), 20.0, layers=80, points=2)
     assert found.flow.unresolved is not None and "rounding decides" in found.status
-    assert "rounding" not in ls.growth_along_depth(identity(), draw(3, 2), 1.0, layers=4).status
+    assert "rounding" not in ls.dynamics.growth_along_depth(identity(), draw(3, 2), 1.0, layers=4).status
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_unresolved_scores_are_told():
 )
 def test_refusals(options, told):
     with types_unchecked(), pytest.raises(ls.UserError, match=told):
-        ls.growth_along_depth(identity(), draw(3, 2), **({"time": 1.0, "layers": 3} | options))
+        ls.dynamics.growth_along_depth(identity(), draw(3, 2), **({"time": 1.0, "layers": 3} | options))

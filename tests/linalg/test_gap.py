@@ -6,8 +6,18 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg.certificate import bounded_by, noise_floor, polynomial_bound, smallest_overlap
-from lipscope.linalg.gap import MEMORY, NOISE, SCORES, STEPS, UNCERTIFIED, check_gap
+from lipscope.linalg.certificate import (
+    MEMORY,
+    NOISE,
+    SCORES,
+    STEPS,
+    UNCERTIFIED,
+    bounded_by,
+    check_gap,
+    noise_floor,
+    polynomial_bound,
+    smallest_overlap,
+)
 from lipscope.linalg.golub_kahan import GolubKahan
 from lipscope.linalg.operator import dense_operator
 

@@ -9,7 +9,7 @@ from torch import Generator
 import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, push, query_derivative, stacked, velocity
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
 from tests.cases import problem
 from tests.checks import assert_matches_dense
@@ -34,13 +34,13 @@ CAUSAL = ["causal", "one key head", "L2, causal"]
 def test_equal_weights_recover_self_attention(kind, seed):
     f, X = problem(kind, seed)
     truth = plain_tokens(f, X)
-    mu = Measure.uniform(X)
+    mu = DiscreteMeasure.uniform(X)
     size = truth.abs().max()
     assert (push(f, mu).points - truth).abs().max() <= 1e-12 * size
     assert torch.equal(push(f, mu).points, f(X))
     # The same measure with weights that differ, so that they really enter: token 0 in two unequal parts.
     parts = torch.cat([mu.weights[:1] * 0.3, mu.weights[:1] * 0.7, mu.weights[1:]])
-    uneven = push(f, Measure(torch.cat([X[:1], X]), parts))
+    uneven = push(f, DiscreteMeasure(torch.cat([X[:1], X]), parts))
     assert (uneven.points[1:] - truth).abs().max() <= 1e-12 * size
     assert (uneven.points[0] - truth[0]).abs().max() <= 1e-12 * size
 
@@ -50,14 +50,14 @@ def test_equal_weights_recover_self_attention(kind, seed):
 def test_positions_recover_causal_attention(kind, seed):
     f, X = problem(kind, seed)
     truth = plain_tokens(f, X)
-    mu = Measure.uniform(X, causal=True)
+    mu = DiscreteMeasure.uniform(X, causal=True)
     size = truth.abs().max()
     assert (push(f, mu).points - truth).abs().max() <= 1e-12 * size
     # Atoms listed in any order: positions alone say who sees whom.
     order = torch.randperm(len(X), generator=Generator().manual_seed(seed))
-    shuffled = push(f, Measure(X[order], mu.weights[order], mu.positions[order]))
+    shuffled = push(f, DiscreteMeasure(X[order], mu.weights[order], mu.positions[order]))
     assert (shuffled.points - truth[order]).abs().max() <= 1e-12 * size
-    together = push(f, Measure(X, mu.weights, torch.full_like(mu.weights, 0.5)))  # one position: no mask
+    together = push(f, DiscreteMeasure(X, mu.weights, torch.full_like(mu.weights, 0.5)))  # one position: no mask
     assert (together.points - plain_tokens(replace(f, causal=False), X)).abs().max() <= 1e-12 * size
 
 
@@ -80,7 +80,7 @@ def test_push_and_derivatives_match_plain_sums(seed, masked):
 @pytest.mark.parametrize("kind", LIFTABLE)
 def test_the_query_derivative_is_that_of_the_velocity(kind):
     f, X = problem(kind, 1)
-    mu = Measure(X, random_weights(Generator().manual_seed(0), len(X)))
+    mu = DiscreteMeasure(X, random_weights(Generator().manual_seed(0), len(X)))
     gamma = velocity(f, mu)
     assert torch.allclose(gamma(X), push(f, mu).points, rtol=1e-12, atol=1e-12)
     J = query_derivative(f, mu).to_dense()
@@ -95,7 +95,7 @@ def test_a_stack_of_measures_is_each_of_them():
     X, w = randn(g, 5, 3, 2), torch.stack([random_weights(g, 3) for _ in range(5)])
     whole, blocks = (J.to_dense() for J in stacked(f, X, w))
     for b in range(5):
-        mu = Measure(X[b], w[b])
+        mu = DiscreteMeasure(X[b], w[b])
         assert torch.allclose(whole[b], derivative(f, mu).to_dense(), atol=1e-12)
         assert torch.allclose(blocks[3 * b : 3 * b + 3], query_derivative(f, mu).to_dense(), atol=1e-12)
     few = stacked(f, X, w)[0].take(torch.tensor([1, 3])).to_dense()
@@ -145,7 +145,7 @@ def test_tiny_weights_keep_their_accuracy():
 )
 def test_maps_that_know_tokens_by_number_are_refused(options, says):
     f = replace(one_head(torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)), **options)
-    mu = Measure.uniform(torch.eye(2, dtype=torch.float64))
+    mu = DiscreteMeasure.uniform(torch.eye(2, dtype=torch.float64))
     with pytest.raises(ls.UserError, match=says):
         push(f, mu)
 
@@ -159,4 +159,4 @@ def test_a_mismatch_is_explained():
     with pytest.raises(ls.UserError, match=r"shape \[N, 1\], got \(3, 2\)"):
         velocity(f, line([0.0, 1.0]))(torch.zeros(3, 2, dtype=torch.float64))
     with pytest.raises(ls.UserError, match="points have size 3"):
-        push(f, Measure.uniform(torch.zeros(2, 3, dtype=torch.float64)))
+        push(f, DiscreteMeasure.uniform(torch.zeros(2, 3, dtype=torch.float64)))

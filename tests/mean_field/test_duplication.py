@@ -11,7 +11,7 @@ import lipscope as ls
 from lipscope.mean_field.attention_on_measures import derivative, push, velocity
 from lipscope.mean_field.duplication import jump_ratio, split_estimate, splitting
 from lipscope.mean_field.local import local_lipschitz
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
 from tests.mean_field.weighted import dense_derivative, line, norm, one_head, randn, random_case, random_weights
 
@@ -24,8 +24,8 @@ def test_the_example_on_the_line():
     assert found.helps and found.certain and found.token == 0
     assert found.gain == pytest.approx(4 / 3.6717108047716653, rel=1e-12)
     assert found.direction.abs().tolist() == [1.0]
-    assert norm(dense_derivative(f, Measure.uniform(X))) == pytest.approx(3.6717, abs=5e-5)
-    assert norm(dense_derivative(f, Measure.uniform(X).split(2))) == pytest.approx(4.0, abs=1e-12)
+    assert norm(dense_derivative(f, DiscreteMeasure.uniform(X))) == pytest.approx(3.6717, abs=5e-5)
+    assert norm(dense_derivative(f, DiscreteMeasure.uniform(X).split(2))) == pytest.approx(4.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -47,7 +47,7 @@ def test_only_the_atoms_that_are_split_count_and_unequal_parts_do_as_well(seed):
     share = 0.05 + 0.9 * torch.rand((), generator=g, dtype=torch.float64)
     weights = torch.cat([mu.weights, mu.weights[i : i + 1] * share])
     weights[i] *= 1 - share
-    parts = Measure(torch.cat([mu.points, mu.points[i : i + 1]]), weights)
+    parts = DiscreteMeasure(torch.cat([mu.points, mu.points[i : i + 1]]), weights)
     found = splitting(f, mu)
     truth = max(found.together.value, found.per_token[i].item())
     assert norm(dense_derivative(f, parts)) == pytest.approx(truth, rel=1e-10)
@@ -116,7 +116,7 @@ def test_squared_distances_of_tied_weights_never_split(seed):
     size = 10 ** (2 * torch.rand((), generator=g, dtype=torch.float64) - 1)
     f = ls.SelfAttention(size * turn, size * turn, randn(g, d, d), kernel=ls.L2(), causal=bool(seed % 2))
     s = torch.rand(n, generator=g, dtype=torch.float64) if seed % 2 else None
-    found = splitting(f, Measure(3 * randn(g, n, d), random_weights(g, n), s))
+    found = splitting(f, DiscreteMeasure(3 * randn(g, n, d), random_weights(g, n), s))
     assert found.apart.value <= found.together.value and found.gain == 1.0
 
 

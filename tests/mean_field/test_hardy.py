@@ -11,7 +11,7 @@ import lipscope as ls
 from lipscope.mean_field.attention_on_measures import push
 from lipscope.mean_field.hardy import averaging
 from lipscope.mean_field.masked import conditional_distance
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.upper_bounds import d_p_bound
 from tests.mean_field.weighted import one_head
 
@@ -66,7 +66,7 @@ def test_attention_stretches_the_pair_it_names(p):
     """With A = 0 for good, and with any A near the origin, where scores vanish: beyond the 1 of the unmasked bound."""
     n = 50
     best = averaging(n, p)
-    mu = Measure.uniform(torch.zeros(n, 1, dtype=torch.float64), causal=True)
+    mu = DiscreteMeasure.uniform(torch.zeros(n, 1, dtype=torch.float64), causal=True)
     for A, size, rel in ((0.0, 1.0, 1e-12), (-0.7, 1e-5, 1e-9)):
         f, nu = one_head(A, causal=True), mu.moved(size * best.field / best.field.abs().max())
         ratio = conditional_distance(push(f, mu), push(f, nu), p) / conditional_distance(mu, nu, p)

@@ -5,7 +5,7 @@ import torch
 
 import lipscope as ls
 from lipscope.mean_field.local import local_lipschitz
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from tests.cases import problem
 from tests.mean_field.weighted import dense_derivative, line, norm, one_head, random_case
 
@@ -15,7 +15,7 @@ def test_tokens_and_their_uniform_measure_have_one_constant(kind):
     f, X = problem(kind, 2)
     truth = ls.local_lipschitz(f, X).value
     assert local_lipschitz(f, X).value == pytest.approx(truth, rel=1e-9)
-    assert local_lipschitz(f, Measure.uniform(X, f.causal)).value == pytest.approx(truth, rel=1e-9)
+    assert local_lipschitz(f, DiscreteMeasure.uniform(X, f.causal)).value == pytest.approx(truth, rel=1e-9)
     assert local_lipschitz(f, X, splitting=True).value >= truth * (1 - 1e-9)
 
 
@@ -39,7 +39,7 @@ def test_weights_and_splitting_are_certified():
 def test_exact_precision_recomputes_in_float64():
     f, mu = random_case(3)
     small = ls.SelfAttention(f.Q.float(), f.K.float(), f.V.float(), kernel=f.kernel)
-    coarse = Measure(mu.points.float(), mu.weights.float())
+    coarse = DiscreteMeasure(mu.points.float(), mu.weights.float())
     truth = norm(dense_derivative(small.double(), coarse.double()))
     assert local_lipschitz(small, coarse, precision="exact").value == pytest.approx(truth, rel=1e-9)
     assert local_lipschitz(small, coarse).upper == float("inf")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from tests.mean_field.weighted import line
 
 X = torch.zeros(2, 1, dtype=torch.float64)
@@ -28,7 +28,7 @@ X = torch.zeros(2, 1, dtype=torch.float64)
 )
 def test_what_is_no_measure_is_refused(points, weights, says):
     with pytest.raises(ls.UserError, match=says):
-        Measure(points, torch.tensor(weights, dtype=torch.float64))
+        DiscreteMeasure(points, torch.tensor(weights, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_a_field_that_does_not_fit_is_refused():
 
 def test_weights_of_any_size_are_accepted_down_to_rounding():
     w = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    Measure(torch.zeros(1000, 1, dtype=torch.float64), w / w.sum())
-    Measure(X, torch.tensor([1e-300, 1.0], dtype=torch.float64))
+    DiscreteMeasure(torch.zeros(1000, 1, dtype=torch.float64), w / w.sum())
+    DiscreteMeasure(X, torch.tensor([1e-300, 1.0], dtype=torch.float64))
     with pytest.raises(ls.UserError, match="sum"):
-        Measure(X, torch.tensor([0.5, 0.5 + 1e-9], dtype=torch.float64))
+        DiscreteMeasure(X, torch.tensor([0.5, 0.5 + 1e-9], dtype=torch.float64))
 
 
 def test_merging_undoes_splitting_in_order_of_first_appearance():
@@ -81,20 +81,20 @@ def test_atoms_at_different_positions_are_not_merged():
 
 def test_float32_becomes_float64_with_weights_that_sum_to_one():
     w = torch.rand(7, generator=torch.Generator().manual_seed(1))
-    mu = Measure(torch.randn(7, 2), w / w.sum(), torch.linspace(0, 1, 7)).double()
+    mu = DiscreteMeasure(torch.randn(7, 2), w / w.sum(), torch.linspace(0, 1, 7)).double()
     assert mu.points.dtype == mu.weights.dtype == mu.positions.dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_causal_positions_of_coarse_tokens_do_not_tie(dtype):
     X = torch.randn(600, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
-    mu = Measure.uniform(X, causal=True)
+    mu = DiscreteMeasure.uniform(X, causal=True)
     assert (mu.positions.diff() > 0).all() and len(mu.split(2).merged()) == 600
     f = ls.SelfAttention(*torch.eye(2, dtype=dtype).expand(3, 2, 2), causal=True)
-    assert torch.equal(ls.push(f, mu).points, f(X))
+    assert torch.equal(ls.mean_field.push(f, mu).points, f(X))
 
 
 def test_uniform_gives_equal_weights_and_causal_positions():
-    mu = Measure.uniform(torch.zeros(4, 1), causal=True)
+    mu = DiscreteMeasure.uniform(torch.zeros(4, 1), causal=True)
     assert mu.weights.tolist() == [0.25] * 4 and mu.positions.tolist() == [0.25, 0.5, 0.75, 1.0]
-    assert Measure.uniform(torch.tensor([[3.0, 4.0]])).radius == 5.0
+    assert DiscreteMeasure.uniform(torch.tensor([[3.0, 4.0]])).radius == 5.0

@@ -14,7 +14,7 @@ from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.dirac_families import transition, two_diracs
 from lipscope.mean_field.duplication import jump_ratio, splitting
 from lipscope.mean_field.hardy import averaging
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.splitting_maps import splitting_map, splitting_table
 from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023
 from lipscope.theorems.geshkovski2023 import masked_wasserstein_upper
@@ -86,7 +86,9 @@ def test_the_masked_page_puts_the_failures_where_they_are():
     assert (1 + 3 * 0.155) * math.exp(2 * 0.155) < 2 < (1 + 3 * 0.156) * math.exp(2 * 0.156)
     X = torch.tensor([1.0] + [-1.0] * 399, dtype=torch.float64)[:, None]
     for R, fails in ((0.355, True), (0.365, False)):
-        sigma = spectral_norm(derivative(one_head(-1.0, causal=True), Measure.uniform(R * X, causal=True))).value
+        sigma = spectral_norm(
+            derivative(one_head(-1.0, causal=True), DiscreteMeasure.uniform(R * X, causal=True))
+        ).value
         assert (sigma > w2_bound_geshkovski2023(one_head(-1.0), R)) == fails
 
 

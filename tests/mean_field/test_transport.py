@@ -8,7 +8,7 @@ import torch
 from torch import Generator
 
 import lipscope as ls
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import distances, wasserstein
 from tests.mean_field.weighted import line, randn, random_weights
 
@@ -33,7 +33,7 @@ def test_equal_weights_match_enumeration(p, d):
     g = Generator().manual_seed(d)
     for _ in range(5):
         x, y = randn(g, 5, d), randn(g, 5, d)
-        assert wasserstein(Measure.uniform(x), Measure.uniform(y), p) == pytest.approx(
+        assert wasserstein(DiscreteMeasure.uniform(x), DiscreteMeasure.uniform(y), p) == pytest.approx(
             by_enumeration(x, y, p), rel=1e-9
         )
 
@@ -43,7 +43,7 @@ def test_large_exponents_match_enumeration(seed):
     """From the smallest to the longest move: beside the diameter, powers of the moves vanish."""
     g = Generator().manual_seed(seed)
     x, y = randn(g, 5, 2 + seed % 2), randn(g, 5, 2 + seed % 2)
-    found = [wasserstein(Measure.uniform(x), Measure.uniform(y), p) for p in LARGE]
+    found = [wasserstein(DiscreteMeasure.uniform(x), DiscreteMeasure.uniform(y), p) for p in LARGE]
     assert found == pytest.approx([by_enumeration(x, y, p) for p in LARGE], rel=1e-12)
     assert all(low <= high * (1 + 1e-14) for low, high in itertools.pairwise(found))
 
@@ -53,8 +53,8 @@ def test_the_line_agrees_with_the_linear_program(p):
     """The same measures laid on a line in the plane, where the program runs."""
     g = Generator().manual_seed(0)
     for _ in range(10):
-        mu, nu = (Measure(randn(g, n, 1), random_weights(g, n)) for n in (6, 9))
-        lifted = [Measure(torch.cat([m.points, 0 * m.points], dim=1), m.weights) for m in (mu, nu)]
+        mu, nu = (DiscreteMeasure(randn(g, n, 1), random_weights(g, n)) for n in (6, 9))
+        lifted = [DiscreteMeasure(torch.cat([m.points, 0 * m.points], dim=1), m.weights) for m in (mu, nu)]
         assert wasserstein(mu, nu, p) == pytest.approx(wasserstein(*lifted, p), rel=1e-9)
 
 
@@ -68,9 +68,9 @@ def test_known_distances():
 @pytest.mark.parametrize("d", [1, 2])
 def test_the_same_measure_written_twice_is_at_distance_zero(d):
     g = Generator().manual_seed(3)
-    mu = Measure(randn(g, 6, d), random_weights(g, 6))
+    mu = DiscreteMeasure(randn(g, 6, d), random_weights(g, 6))
     order = torch.randperm(6, generator=g)
-    for other in (mu.split(3), Measure(mu.points[order], mu.weights[order])):
+    for other in (mu.split(3), DiscreteMeasure(mu.points[order], mu.weights[order])):
         assert [wasserstein(mu, other, p) for p in EXPONENTS] == [0.0] * 5 or d == 2
         assert max(wasserstein(mu, other, p) for p in EXPONENTS) <= 1e-7
 
@@ -80,7 +80,7 @@ def test_the_same_measure_written_twice_is_at_distance_zero(d):
 def test_close_measures_keep_their_distance(d, t):
     """Every atom moved by t, far from the origin: expanding the square would lose this to rounding."""
     g = Generator().manual_seed(4)
-    mu = Measure(100 + randn(g, 8, d), random_weights(g, 8))
+    mu = DiscreteMeasure(100 + randn(g, 8, d), random_weights(g, 8))
     step = torch.zeros(1, d, dtype=torch.float64)
     step[0, 0] = t
     for p in EXPONENTS:
@@ -96,7 +96,7 @@ def test_the_lightest_atom_is_not_forgotten(d, lightest):
     y = x.clone()
     y[0, 0] = -5.0
     w = torch.tensor([lightest, 0.5 - lightest, 0.5], dtype=torch.float64)
-    mu, nu = Measure(x, w), Measure(y, w)
+    mu, nu = DiscreteMeasure(x, w), DiscreteMeasure(y, w)
     for p in (1, 1.5, 2, 4, 8):
         assert wasserstein(mu, nu, p) == pytest.approx(5 * lightest ** (1 / p), rel=1e-9)
     for p in (8.5, 40, 1000, math.inf):
@@ -118,7 +118,7 @@ def test_weights_of_every_order(seed):
     field = randn(g, n, d)
     field = 0.2 * gap * field / field.norm(dim=1).max()
     order = torch.randperm(n, generator=g)
-    mu, nu = Measure(x, w), Measure((x + field)[order], w[order])
+    mu, nu = DiscreteMeasure(x, w), DiscreteMeasure((x + field)[order], w[order])
     length = field.norm(dim=1)
     for p in EXPONENTS:
         if math.isinf(p) and d > 1 and w.min() < 1e-10:
@@ -136,16 +136,16 @@ def test_close_pairs_in_a_wide_measure_match_enumeration(p, seed):
     x = x + 1e-7 * randn(g, 6, 2)
     y = x + 1e-7 * randn(g, 6, 2)
     truth = by_enumeration(x, y, p)
-    assert wasserstein(Measure.uniform(x), Measure.uniform(y), p) == pytest.approx(truth, rel=1e-7)
+    assert wasserstein(DiscreteMeasure.uniform(x), DiscreteMeasure.uniform(y), p) == pytest.approx(truth, rel=1e-7)
 
 
 @pytest.mark.parametrize("d", [1, 2])
 def test_scale_does_not_matter(d):
     g = Generator().manual_seed(5)
-    mu, nu = (Measure(randn(g, 4, d), random_weights(g, 4)) for _ in range(2))
+    mu, nu = (DiscreteMeasure(randn(g, 4, d), random_weights(g, 4)) for _ in range(2))
     for s in (1e-300, 1e-170, 1e-100, 1e100, 1e160, 1e306):
         for p in (1, 2, 40, math.inf):
-            far = wasserstein(Measure(s * mu.points, mu.weights), Measure(s * nu.points, nu.weights), p)
+            far = wasserstein(DiscreteMeasure(s * mu.points, mu.weights), DiscreteMeasure(s * nu.points, nu.weights), p)
             assert far == pytest.approx(s * wasserstein(mu, nu, p), rel=1e-9, abs=0)
 
 
@@ -159,6 +159,6 @@ def test_what_has_no_distance_is_refused():
     with pytest.raises(ls.UserError, match="at least 1"):
         wasserstein(line([0.0]), line([1.0]), 0.5)
     with pytest.raises(ls.UserError, match="different dimensions, 1 and 2"):
-        wasserstein(line([0.0]), Measure.uniform(torch.zeros(1, 2)))
+        wasserstein(line([0.0]), DiscreteMeasure.uniform(torch.zeros(1, 2)))
     with pytest.raises(ls.UserError, match="conditional_distance"):
         wasserstein(line([0.0], positions=[0.5]), line([1.0], positions=[0.5]))

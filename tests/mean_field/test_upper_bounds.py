@@ -10,7 +10,7 @@ from torch import Generator
 import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, push
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
 from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023, w_inf_bound, w_p_bound
 from tests.cases import problem
@@ -77,7 +77,7 @@ def test_the_sharper_bound_is_never_above_the_published_one():
 def test_no_local_constant_is_above_the_bounds(kind, seed):
     f, X = problem(kind, seed)
     g = Generator().manual_seed(seed)
-    mu = Measure(X, random_weights(g, len(X)))
+    mu = DiscreteMeasure(X, random_weights(g, len(X)))
     sigma = spectral_norm(derivative(f, mu)).value
     assert sigma <= w2_bound(f, mu.radius)
     # W_inf: a field with |xi_j| = 1 for every atom, pushed through J = W^{-1/2} D W^{1/2}.
@@ -94,11 +94,11 @@ def test_random_pairs_stay_below_the_bounds(seed):
     A = randn(g, d, d)
     A = A / norm(A) * 10 ** (2 * torch.rand((), generator=g, dtype=torch.float64) - 1)
     f = one_head(A, randn(g, d, d))
-    mu = Measure(in_ball(randn(g, n, d)), random_weights(g, n))
+    mu = DiscreteMeasure(in_ball(randn(g, n, d)), random_weights(g, n))
     if seed % 2:
-        nu = Measure(in_ball(randn(g, n + 1, d)), random_weights(g, n + 1))
+        nu = DiscreteMeasure(in_ball(randn(g, n + 1, d)), random_weights(g, n + 1))
     else:
-        nu = Measure(in_ball(mu.points + 0.01 * randn(g, n, d)), mu.weights)
+        nu = DiscreteMeasure(in_ball(mu.points + 0.01 * randn(g, n, d)), mu.weights)
     ratio = wasserstein(push(f, mu), push(f, nu)) / wasserstein(mu, nu)
     assert ratio <= w2_bound(f, 1.0) <= w2_bound_geshkovski2023(f, 1.0)
     for p in (1, 1.5, 4):

@@ -6,7 +6,7 @@ import torch
 from torch import Generator, Tensor
 
 import lipscope as ls
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from tests.naive import naive_layer
 
 
@@ -26,24 +26,26 @@ def random_weights(g: Generator, n: int) -> Tensor:
     return w / w.sum()
 
 
-def random_case(seed: int, n_max: int = 4, d_max: int = 3) -> tuple[ls.SelfAttention, Measure]:
+def random_case(seed: int, n_max: int = 4, d_max: int = 3) -> tuple[ls.SelfAttention, DiscreteMeasure]:
     """Gaussian A, V and atoms, 1 to n_max atoms in dimension 1 to d_max."""
     g = Generator().manual_seed(seed)
     n = int(torch.randint(1, n_max + 1, (), generator=g))
     d = int(torch.randint(1, d_max + 1, (), generator=g))
     f = one_head(randn(g, d, d), randn(g, d, d))
-    return f, Measure(2 * randn(g, n, d), random_weights(g, n))
+    return f, DiscreteMeasure(2 * randn(g, n, d), random_weights(g, n))
 
 
-def line(points: list[float], weights: list[float] | None = None, positions: list[float] | None = None) -> Measure:
+def line(
+    points: list[float], weights: list[float] | None = None, positions: list[float] | None = None
+) -> DiscreteMeasure:
     """Atoms on the real line."""
     x = torch.tensor(points, dtype=torch.float64)[:, None]
     w = torch.tensor(weights or [1 / len(points)] * len(points), dtype=torch.float64)
     s = None if positions is None else torch.tensor(positions, dtype=torch.float64)
-    return Measure(x, w, s)
+    return DiscreteMeasure(x, w, s)
 
 
-def naive_push(f: ls.SelfAttention, mu: Measure, X: Tensor | None = None) -> Tensor:
+def naive_push(f: ls.SelfAttention, mu: DiscreteMeasure, X: Tensor | None = None) -> Tensor:
     """One head with dot products: sum_j w_j e^{S_ij} V x_j / sum_j w_j e^{S_ij} over the j that i sees."""
     X = mu.points if X is None else X
     s = torch.zeros(len(mu)) if mu.positions is None else mu.positions
@@ -51,7 +53,7 @@ def naive_push(f: ls.SelfAttention, mu: Measure, X: Tensor | None = None) -> Ten
     return (E @ X @ f.V.T) / E.sum(dim=1, keepdim=True)
 
 
-def dense_derivative(f: ls.SelfAttention, mu: Measure) -> Tensor:
+def dense_derivative(f: ls.SelfAttention, mu: DiscreteMeasure) -> Tensor:
     """W^{1/2} J W^{-1/2} by autograd."""
     J = torch.autograd.functional.jacobian(lambda X: naive_push(f, mu, X), mu.points, vectorize=True)
     r = mu.weights.sqrt()
@@ -59,7 +61,7 @@ def dense_derivative(f: ls.SelfAttention, mu: Measure) -> Tensor:
     return J.reshape(J.shape[0] * J.shape[1], -1)
 
 
-def dense_query_norms(f: ls.SelfAttention, mu: Measure) -> Tensor:
+def dense_query_norms(f: ls.SelfAttention, mu: DiscreteMeasure) -> Tensor:
     """||V C_i A|| for every atom, from its definition."""
     X, A = mu.points, f.K.T @ f.Q
     s = torch.zeros(len(mu)) if mu.positions is None else mu.positions

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.nn.monitor import SmoothnessMonitor, SmoothnessWarning
+from lipscope.monitor.monitor import SmoothnessMonitor, SmoothnessWarning
+from tests.monitor.watched import dense_norm, unchecked
 from tests.nn.test_modules import LAYERS
-from tests.nn.watched import dense_norm, unchecked
 
 ATTENTION = [name for name in LAYERS if name != "residual"]
 DIM, TOKENS = 8, 9
@@ -68,7 +68,7 @@ def test_nothing_in_the_padding_changes_a_bit(name):
 def test_padding_does_not_cost_distant_tokens_their_distances(far):
     """Few tokens in much padding, all of them far from the origin, one of them far from the rest."""
     torch.manual_seed(0)
-    m = ls.L2SelfAttention(DIM, 2)
+    m = ls.nn.L2SelfAttention(DIM, 2)
     X, real = torch.zeros(90, DIM), torch.zeros(90, dtype=torch.bool)
     real[:12] = True
     X[real] = 3e3 + torch.randn(12, DIM)
@@ -86,7 +86,7 @@ def test_padding_does_not_cost_distant_tokens_their_distances(far):
 @pytest.mark.parametrize("norm", [2, math.inf])
 def test_the_contractive_layer_keeps_its_word_and_does_not_scale_by_the_padding(norm, causal):
     torch.manual_seed(0)
-    m = ls.ContractiveL2Attention(2, 1, 0.9, norm, causal).double()
+    m = ls.nn.ContractiveL2Attention(2, 1, 0.9, norm, causal).double()
     with torch.no_grad():
         for W in (m.query.weight, m.value.weight, m.out.weight):
             W.copy_(torch.eye(2))
@@ -159,7 +159,7 @@ def test_weights_of_padded_tokens_are_zero():
             torch.testing.assert_close(p[:, r][:, :, r], m.weights(x[r]), rtol=1e-12, atol=1e-14)
         both = real[:, None, :, None] & real[:, None, None, :]
         assert (P.masked_select(~both.expand_as(P)) == 0).all()
-        (gradient,) = torch.autograd.grad(ls.jasmin(P[:4]) + ls.jasmin(P[:4], 2), X)
+        (gradient,) = torch.autograd.grad(ls.nn.jasmin(P[:4]) + ls.nn.jasmin(P[:4], 2), X)
         assert gradient.isfinite().all() and (gradient[~real] == 0).all()
 
 

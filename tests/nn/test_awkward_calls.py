@@ -35,9 +35,9 @@ class Fixed(nn.Module):
         return self.value.expand_as(x)
 
 
-def attention_residual() -> ls.InvertibleResidual:
+def attention_residual() -> ls.nn.InvertibleResidual:
     torch.manual_seed(0)
-    return ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.9))
+    return ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.9))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,7 +45,7 @@ def test_autocast_changes_neither_inverse_nor_determinant(dtype):
     """A linear map at its constant: rounding to bfloat16 would look like a broken promise."""
     g = nn.Linear(8, 8, bias=False)
     nn.init.orthogonal_(g.weight, 0.9)
-    for r in (ls.InvertibleResidual(g, 0.9 + 1e-6), attention_residual()):
+    for r in (ls.nn.InvertibleResidual(g, 0.9 + 1e-6), attention_residual()):
         y = torch.randn(3, 6, 8).to(dtype)
         plain = r.inverse(y.float())
         with torch.autocast("cpu", torch.bfloat16):
@@ -74,7 +74,7 @@ def test_autocast_changes_neither_inverse_nor_determinant(dtype):
 )
 def test_tokens_of_any_size_take_the_same_steps(dtype, size, norm):
     torch.manual_seed(0)
-    r, y = ls.InvertibleResidual(Turn(norm)), torch.randn(3, 5, 2).to(dtype)
+    r, y = ls.nn.InvertibleResidual(Turn(norm)), torch.randn(3, 5, 2).to(dtype)
     size = 2.0 ** round(math.log2(size))
     small, large = r.inverse(y), r.inverse(y * size)
     assert small.steps.min() > 20 and (large.steps - small.steps).abs().max() <= (5 if dtype == torch.float16 else 0)
@@ -94,11 +94,11 @@ def test_large_and_small_tokens_come_back_from_attention():
 
 
 @pytest.mark.parametrize("constant", [0.5, None])
-@pytest.mark.parametrize("make", [ls.L2SelfAttention, ls.CosineSelfAttention, ls.DotSelfAttention])
+@pytest.mark.parametrize("make", [ls.nn.L2SelfAttention, ls.nn.CosineSelfAttention, ls.nn.DotSelfAttention])
 def test_attention_that_promises_no_constant_is_refused(make, constant):
     with pytest.raises(ls.UserError, match=r"ContractiveL2Attention\(") as letter:
-        ls.InvertibleResidual(make(32, 4), constant)
-    assert constant is None or ("has no" if make is ls.DotSelfAttention else "bounds it at 2 tokens") in str(letter)
+        ls.nn.InvertibleResidual(make(32, 4), constant)
+    assert constant is None or ("has no" if make is ls.nn.DotSelfAttention else "bounds it at 2 tokens") in str(letter)
 
 
 def test_the_determinant_in_inference_mode_is_the_usual_one():
@@ -115,19 +115,19 @@ def test_the_determinant_in_inference_mode_is_the_usual_one():
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_map_that_ignores_its_tokens_has_derivative_zero(learned):
     f, X = Fixed(learned), torch.randn(2, 3, 4, requires_grad=True)
-    found = ls.InvertibleResidual(f).log_det(X, terms=3, probes=2)
+    found = ls.nn.InvertibleResidual(f).log_det(X, terms=3, probes=2)
     assert (found.value == 0).all()
-    sigma = ls.measured_sigma(f, X)
+    sigma = ls.nn.measured_sigma(f, X)
     assert (sigma == 0).all()
     sigma.sum().backward()
     assert X.grad is None or not X.grad.any()
 
 
 def test_a_map_without_numbers_is_refused():
-    f = ls.DotSelfAttention(4, 1)
+    f = ls.nn.DotSelfAttention(4, 1)
     nn.init.constant_(f.out.weight, math.nan)
     with pytest.raises(ls.UserError, match="look for NaN in its weights"):
-        ls.measured_sigma(f, torch.randn(3, 4))
+        ls.nn.measured_sigma(f, torch.randn(3, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,7 +143,7 @@ def test_measuring_moves_no_statistics(dtype):
     torch.manual_seed(0)
     f = Normed().to(dtype)
     before = [b.clone() for b in f.buffers()]
-    sigma = ls.measured_sigma(f, torch.randn(6, 4).to(dtype))
+    sigma = ls.nn.measured_sigma(f, torch.randn(6, 4).to(dtype))
     sigma.backward()
     assert f.training and f.out.weight.grad.abs().max() > 0
     assert all(torch.equal(a, b) for a, b in zip(before, f.buffers(), strict=True))

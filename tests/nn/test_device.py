@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import lipscope as ls
+from lipscope.monitor.sigma_table import Reading
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
-from lipscope.nn.sigma_table import Reading
 from lipscope.nn.variants import ATTENTIONS
+from tests.monitor.watched import trained
 from tests.nn.test_modules import compiled
-from tests.nn.watched import trained
 
 DIM, HEADS, TOKENS = 32, 4, 48
 
@@ -70,7 +70,7 @@ def test_bounds_are_those_of_the_cpu_and_hold(name, norm):
 @pytest.mark.parametrize("norm", [2, math.inf])
 def test_an_inverse_is_found(norm):
     torch.manual_seed(0)
-    block = ls.InvertibleResidual(ls.ContractiveL2Attention(DIM, HEADS, 0.9, norm=norm)).cuda()
+    block = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(DIM, HEADS, 0.9, norm=norm)).cuda()
     X = tokens().cuda()
     found = block.inverse(block(X))
     assert found.value.is_cuda and (found.value - X).abs().max() < 1e-5
@@ -97,10 +97,10 @@ def test_parametrized_weights_have_their_norm(change):
 
 def test_the_measured_sigma_has_its_gradient():
     f, X = layer("dot").cuda(), tokens()[0].cuda()
-    sigma = ls.measured_sigma(f, X)
+    sigma = ls.nn.measured_sigma(f, X)
     sigma.backward()
     true = layer("dot").double()
-    exact = ls.measured_sigma(true, tokens()[0].double())
+    exact = ls.nn.measured_sigma(true, tokens()[0].double())
     exact.backward()
     assert_near(sigma.detach(), exact.detach(), 1e-4)
     assert_near(f.query.weight.grad, true.query.weight.grad, 1e-2)

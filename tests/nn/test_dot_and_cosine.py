@@ -18,7 +18,7 @@ def by_the_formula(layer, X: Tensor) -> Tensor:
     for h in range(layer.heads):
         rows = slice(h * k, (h + 1) * k)
         q, key, v = (X @ part.weight[rows].T for part in (layer.query, layer.key, layer.value))
-        if isinstance(layer, ls.CosineSelfAttention):
+        if isinstance(layer, ls.nn.CosineSelfAttention):
             q, key, v = (y / (y.square().sum(-1, keepdim=True) + layer.eps).sqrt() for y in (q, key, v))
             scores = layer.log_tau[h].exp() * q @ key.T
         else:
@@ -34,10 +34,10 @@ def by_the_formula(layer, X: Tensor) -> Tensor:
 
 
 MAKERS = {
-    "dot": lambda causal: ls.DotSelfAttention(6, 2, causal),
-    "cool": lambda causal: ls.DotSelfAttention(6, 2, causal, temperature=4.0),
-    "qk_norm": lambda causal: ls.DotSelfAttention(6, 2, causal, qk_norm=True, temperature=0.5),
-    "cosine": lambda causal: ls.CosineSelfAttention(6, 2, causal, tau=3.0, eps=0.1),
+    "dot": lambda causal: ls.nn.DotSelfAttention(6, 2, causal),
+    "cool": lambda causal: ls.nn.DotSelfAttention(6, 2, causal, temperature=4.0),
+    "qk_norm": lambda causal: ls.nn.DotSelfAttention(6, 2, causal, qk_norm=True, temperature=0.5),
+    "cosine": lambda causal: ls.nn.CosineSelfAttention(6, 2, causal, tau=3.0, eps=0.1),
 }
 
 
@@ -93,7 +93,7 @@ def test_dot_product_attention_has_no_constant(name):
 @pytest.mark.parametrize("eps", [1e-4, 1.0])
 def test_cosine_attention_keeps_its_bound(eps, causal):
     torch.manual_seed(1)
-    layer = ls.CosineSelfAttention(4, 2, causal, tau=2.0, eps=eps).double()
+    layer = ls.nn.CosineSelfAttention(4, 2, causal, tau=2.0, eps=eps).double()
     for norm, name in NORMS:
         for size in (0.0, 1.0):
             X = size * math.sqrt(eps) * torch.randn(5, 4).double() + 1e-9
@@ -105,7 +105,7 @@ def test_cosine_attention_keeps_its_bound(eps, causal):
 def test_cosine_attention_keeps_its_bound_on_long_climbs(causal):
     """pytest -m slow tests/nn/test_dot_and_cosine.py"""
     for n, eps, tau in itertools.product((2, 9, 30), (1e-6, 1e-2), (0.1, 2.0, 10.0)):
-        layer = ls.CosineSelfAttention(4, 2, causal, tau=tau, eps=eps).double()
+        layer = ls.nn.CosineSelfAttention(4, 2, causal, tau=tau, eps=eps).double()
         for norm, name in NORMS:
             for size in (0.3, 3.0):
                 X = size * math.sqrt(eps) * torch.randn(n, 4).double()
@@ -115,7 +115,7 @@ def test_cosine_attention_keeps_its_bound_on_long_climbs(causal):
 def test_the_cosine_bound_is_within_reach():
     """At tokens near 0 the values turn at the full rate 1 / sqrt(eps): no bound can be much below."""
     torch.manual_seed(0)
-    layer = ls.CosineSelfAttention(4, 1, tau=1e-3, eps=1e-4).double()
+    layer = ls.nn.CosineSelfAttention(4, 1, tau=1e-3, eps=1e-4).double()
     measured = ls.local_lipschitz(layer, 1e-9 * torch.randn(3, 4).double()).value
     exact = torch.linalg.matrix_norm(layer.out.weight @ layer.value.weight, 2) / 1e-2
     assert measured == pytest.approx(exact.item(), rel=1e-6)
@@ -125,10 +125,10 @@ def test_the_cosine_bound_is_within_reach():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ls.DotSelfAttention(8, 2, temperature=0), "temperature must be a positive number, got 0"),
-        (lambda: ls.CosineSelfAttention(8, 2, eps=0), "eps must be a positive number"),
-        (lambda: ls.CosineSelfAttention(8, 3), "multiple of heads=3"),
-        (lambda: ls.DotSelfAttention(8, 2)(torch.randn(2, 3, 4, 8)), r"got torch.float32 \(2, 3, 4, 8\)"),
+        (lambda: ls.nn.DotSelfAttention(8, 2, temperature=0), "temperature must be a positive number, got 0"),
+        (lambda: ls.nn.CosineSelfAttention(8, 2, eps=0), "eps must be a positive number"),
+        (lambda: ls.nn.CosineSelfAttention(8, 3), "multiple of heads=3"),
+        (lambda: ls.nn.DotSelfAttention(8, 2)(torch.randn(2, 3, 4, 8)), r"got torch.float32 \(2, 3, 4, 8\)"),
     ],
 )
 def test_errors_say_what_to_do(call, words):

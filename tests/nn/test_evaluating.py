@@ -8,15 +8,15 @@ from torch import nn
 from torch.nn.utils import spectral_norm, weight_norm
 
 import lipscope as ls
+from lipscope.monitor.monitor import SmoothnessMonitor
 from lipscope.nn.evaluating import evaluating
-from lipscope.nn.monitor import SmoothnessMonitor
-from tests.nn.test_undisturbed import run
-from tests.nn.watched import DIM, HEADS, Kept, batches, dense_norm
+from tests.monitor.test_undisturbed import run
+from tests.monitor.watched import DIM, HEADS, Kept, batches, dense_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-def hooked(kind=ls.DotSelfAttention):
+def hooked(kind=ls.nn.DotSelfAttention):
     layer = kind(DIM, HEADS)
     spectral_norm(layer.query)
     weight_norm(layer.out)
@@ -39,7 +39,7 @@ class Reading(nn.Module):
     ("make", "layers"),
     [
         (hooked, None),
-        (lambda: hooked(ls.L2SelfAttention), None),
+        (lambda: hooked(ls.nn.L2SelfAttention), None),
         (lambda: nn.Sequential(hooked()), ["0"]),
         (lambda: Kept(spectral_norm), None),
         (Reading, None),
@@ -55,7 +55,7 @@ def test_the_training_is_bit_identical(make, layers):
     assert len(readings) == 4 and all(reading.sigma > 0 for reading in readings)
 
 
-@pytest.mark.parametrize("kind", [ls.DotSelfAttention, ls.L2SelfAttention, ls.CosineSelfAttention, "torch"])
+@pytest.mark.parametrize("kind", [ls.nn.DotSelfAttention, ls.nn.L2SelfAttention, ls.nn.CosineSelfAttention, "torch"])
 def test_they_are_measured_at_the_weights_after_the_step(kind):
     torch.manual_seed(0)
 
@@ -87,6 +87,6 @@ def test_everything_is_put_back():
         assert layer.weight is not weight and not model[0].training
         model(batches(1)[0])
     assert layer.weight is weight and model.training and model[0].training and not model[1].training
-    ls.measured_sigma(model[0], batches(1)[0][0]).backward()
+    ls.nn.measured_sigma(model[0], batches(1)[0][0]).backward()
     assert layer.weight is weight and layer.weight_orig.grad.abs().max() > 0
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())

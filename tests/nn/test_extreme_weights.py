@@ -16,8 +16,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 SCALED = {
-    "contractive": lambda: ls.ContractiveL2Attention(16, 2, 0.9),
-    "contractive, inf": lambda: ls.ContractiveL2Attention(16, 2, 0.9, math.inf, causal=True),
+    "contractive": lambda: ls.nn.ContractiveL2Attention(16, 2, 0.9),
+    "contractive, inf": lambda: ls.nn.ContractiveL2Attention(16, 2, 0.9, math.inf, causal=True),
     "mlp": lambda: ContractiveMLP(16, 32, 0.9),
     "spectral": lambda: spectrally_normalise(nn.Linear(16, 16, bias=False), 0.9),
     "sigma": lambda: sigma_reparametrise(nn.Linear(16, 16, bias=False)),
@@ -79,7 +79,7 @@ def test_the_scale_is_taken_before_it_is_rounded(name, dtype, size):
 def test_the_closed_form_is_below_the_constant_where_the_bound_is_attained(dim, dtype):
     """One token makes a linear map, and identity weights up to a factor attain its bound."""
     for factor in torch.linspace(0.3, 3, 40).tolist():
-        layer = ls.ContractiveL2Attention(dim, 1, 0.9).to(dtype)
+        layer = ls.nn.ContractiveL2Attention(dim, 1, 0.9).to(dtype)
         with torch.no_grad():
             for W in layer.parameters():
                 W.copy_(factor * torch.eye(dim))
@@ -94,14 +94,14 @@ def test_the_closed_form_is_below_the_constant_where_the_bound_is_attained(dim, 
 def test_a_bound_of_huge_weights_is_a_bound(norm):
     """It is of degree two in Q and one in V and O, until float64 ends: then it is infinite."""
     torch.manual_seed(0)
-    layer = ls.L2SelfAttention(6, 2).double()
+    layer = ls.nn.L2SelfAttention(6, 2).double()
     start = layer.lipschitz_bound(5, norm)
     for size in (1e-9, 1e60):
         grown = copy.deepcopy(layer)
         for W in grown.parameters():
             W.data.mul_(size)
         assert grown.lipschitz_bound(5, norm) == pytest.approx(start * size**4, rel=1e-9)
-        scaled = ls.ContractiveL2Attention(6, 2, 0.9).double()
+        scaled = ls.nn.ContractiveL2Attention(6, 2, 0.9).double()
         scaled.load_state_dict(grown.state_dict())
         assert math.isfinite(scaled.lipschitz_bound(5, math.inf))
     for W in grown.parameters():

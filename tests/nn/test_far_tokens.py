@@ -12,7 +12,7 @@ FAR = [1e3, 1e6, 1e10]
 POSITIONS = [0, 5, 15]
 
 
-def soft(layer: ls.L2SelfAttention, size: float = 0.3) -> ls.L2SelfAttention:
+def soft(layer: ls.nn.L2SelfAttention, size: float = 0.3) -> ls.nn.L2SelfAttention:
     """Identity weights times size: tokens of length one attend to each other."""
     with torch.no_grad():
         for W in layer.parameters():
@@ -25,12 +25,12 @@ def soft(layer: ls.L2SelfAttention, size: float = 0.3) -> ls.L2SelfAttention:
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 3e-6), (torch.bfloat16, 0.03)])
 def test_the_past_does_not_see_how_far_the_future_is(dtype, tol, far, position):
     torch.manual_seed(0)
-    layer = soft(ls.L2SelfAttention(16, 1, causal=True)).to(dtype)
+    layer = soft(ls.nn.L2SelfAttention(16, 1, causal=True)).to(dtype)
     X = 2 * torch.randn(16, 16).to(dtype)
     Z = X.clone()
     Z[position] = far
     near = [i for i in range(16) if i != position]
-    exact = soft(ls.L2SelfAttention(16, 1, causal=True).double())(Z.double())
+    exact = soft(ls.nn.L2SelfAttention(16, 1, causal=True).double())(Z.double())
     assert (layer(Z).double() - exact)[near].norm() < tol * exact[near].norm()
     if position:
         past = slice(0, position)
@@ -42,7 +42,7 @@ def test_the_past_does_not_see_how_far_the_future_is(dtype, tol, far, position):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_constant_holds_beside_a_far_token(far, causal):
     torch.manual_seed(2)
-    layer = soft(ls.ContractiveL2Attention(4, 1, 0.9, causal=causal), 1.0)
+    layer = soft(ls.nn.ContractiveL2Attention(4, 1, 0.9, causal=causal), 1.0)
     X = 10 * torch.randn(16, 4)
     X[-1] = far
     J = torch.autograd.functional.jacobian(layer, X).reshape(64, 64).double()
@@ -73,7 +73,7 @@ def close_pairs(scale: float, gap: float, n: int, d: int) -> torch.Tensor:
     return x
 
 
-def exactly(g: ls.ContractiveL2Attention, X: mpmath.matrix) -> mpmath.matrix:
+def exactly(g: ls.nn.ContractiveL2Attention, X: mpmath.matrix) -> mpmath.matrix:
     """One head of L2 attention in 40 digits, X [n, d]."""
     n, d = X.rows, X.cols
     Q, O, M = (mpmath.matrix(W.detach().double().tolist()) for W in (g.query.weight, g.out.weight, g.value_map(n)[0]))
@@ -92,10 +92,10 @@ def test_far_pairs_are_not_called_a_broken_promise_and_their_error_is_bounded(dt
     with mpmath.workdps(40):
         for seed in range(3):
             torch.manual_seed(seed)
-            g = ls.ContractiveL2Attention(2, 1, 0.9).to(dtype)
+            g = ls.nn.ContractiveL2Attention(2, 1, 0.9).to(dtype)
             for scale in scales:
-                y = ls.InvertibleResidual(g)(close_pairs(scale, 0.7, 5, 2).to(dtype)).detach()
-                found = ls.InvertibleResidual(g).inverse(y)
+                y = ls.nn.InvertibleResidual(g)(close_pairs(scale, 0.7, 5, 2).to(dtype)).detach()
+                found = ls.nn.InvertibleResidual(g).inverse(y)
                 noisy += int(found.noisy)
                 start, Y = (mpmath.matrix(t.double().tolist()) for t in (found.value, y))
                 z = start
@@ -112,7 +112,7 @@ def test_rounding_of_g_in_float64_is_inside_the_error_bound():
     unseen = 0
     for seed in range(40):
         torch.manual_seed(seed)
-        r = ls.InvertibleResidual(ls.ContractiveL2Attention(1, 1, 0.5)).double()
+        r = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(1, 1, 0.5)).double()
         with torch.no_grad():
             for W in r.parameters():
                 W.mul_(3)
@@ -134,7 +134,7 @@ def test_a_layer_with_a_proof_is_never_accused():
     """Not even where points next to x say nothing of how rounding moves g a step away from it."""
     for seed in range(4):
         torch.manual_seed(seed)
-        r = ls.InvertibleResidual(ls.ContractiveL2Attention(4, 1, 0.9)).double()
+        r = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(4, 1, 0.9)).double()
         with torch.no_grad():
             for W in r.parameters():
                 W.mul_(3)
@@ -144,7 +144,7 @@ def test_a_layer_with_a_proof_is_never_accused():
     for seed in range(8):
         torch.manual_seed(seed)
         dtype, scale = ((torch.float32, 3e3), (torch.float64, 1e7))[seed % 2]
-        r = ls.InvertibleResidual(ls.ContractiveL2Attention(4, 1, 0.9).to(dtype))
+        r = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(4, 1, 0.9).to(dtype))
         x = torch.stack([close_pairs(scale * 10 ** (i / 40), 0.7, 8, 4) for i in range(100)]).to(dtype)
         noisy += int(r.inverse(r(x)).noisy.sum())
     assert noisy > 10
@@ -168,5 +168,5 @@ def test_far_pairs_hide_no_broken_promise(slope, dtype):
     for scale in (1.0, 1e5, 1e9):
         x = close_pairs(scale, 0.7, 6, 2).to(dtype)
         with pytest.raises(ls.UserError, match=r"no contraction with constant 0\.5"):
-            ls.InvertibleResidual(Steep(slope, 0.5)).inverse(x)
-        assert not ls.InvertibleResidual(Steep(0.5, 0.5)).inverse(x).noisy
+            ls.nn.InvertibleResidual(Steep(slope, 0.5)).inverse(x)
+        assert not ls.nn.InvertibleResidual(Steep(0.5, 0.5)).inverse(x).noisy

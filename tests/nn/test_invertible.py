@@ -12,12 +12,12 @@ from lipscope.nn.contractive_mlp import ContractiveMLP
 from lipscope.nn.determinant_series import power_series, remainder, series_weights
 from lipscope.nn.invertible import theory_steps
 from lipscope.nn.parametrize import SpectralNormalised
-from tests.nn.watched import unchecked
+from tests.monitor.watched import unchecked
 
 
-def residual(constant: float, seed: int = 0, norm: float = 2, causal: bool = False) -> ls.InvertibleResidual:
+def residual(constant: float, seed: int = 0, norm: float = 2, causal: bool = False) -> ls.nn.InvertibleResidual:
     torch.manual_seed(seed)
-    return ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, constant, norm, causal))
+    return ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, constant, norm, causal))
 
 
 class Turn(nn.Module):
@@ -51,7 +51,7 @@ def test_float32_tokens_come_back(constant, norm, size):
         assert found.error_bound.shape == found.steps.shape == (3,)
 
 
-def exact_inverse(r: ls.InvertibleResidual, y: Tensor) -> Tensor:
+def exact_inverse(r: ls.nn.InvertibleResidual, y: Tensor) -> Tensor:
     """Far more float64 steps than are needed: the local rate is below 0.1."""
     r, y = r.double(), y.double()
     x = y
@@ -75,7 +75,7 @@ def test_the_error_bound_covers_the_error_in_its_norm(norm, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_map_that_attains_its_constant_takes_the_steps_of_theory(constant, dtype):
     """Every step shrinks by exactly c until rounding stops it; the value is (x - g(x)) / (1 + c^2)."""
-    r = ls.InvertibleResidual(Turn(constant))
+    r = ls.nn.InvertibleResidual(Turn(constant))
     y = torch.randn(5, 3, 2).to(dtype)
     found = r.inverse(y)
     first = r.g(y).flatten(1).norm(dim=1)
@@ -104,28 +104,37 @@ def test_a_broken_promise_is_noticed():
             return -1.5 * x
 
     with pytest.raises(ls.UserError, match=r"no contraction with constant 0\.5: two points"):
-        ls.InvertibleResidual(Liar(), constant=0.5).inverse(torch.randn(4, 3))
+        ls.nn.InvertibleResidual(Liar(), constant=0.5).inverse(torch.randn(4, 3))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ls.InvertibleResidual(ls.DotSelfAttention(8, 2)), "states no Lipschitz constant"),
-        (lambda: ls.InvertibleResidual(ls.DotSelfAttention(8, 2), 0.5), "has no Lipschitz constant, whatever its weig"),
+        (lambda: ls.nn.InvertibleResidual(ls.nn.DotSelfAttention(8, 2)), "states no Lipschitz constant"),
         (
-            lambda: ls.InvertibleResidual(ls.L2SelfAttention(8, 2), 0.5),
+            lambda: ls.nn.InvertibleResidual(ls.nn.DotSelfAttention(8, 2), 0.5),
+            "has no Lipschitz constant, whatever its weig",
+        ),
+        (
+            lambda: ls.nn.InvertibleResidual(ls.nn.L2SelfAttention(8, 2), 0.5),
             "with its present weights .* bounds it at 2 tok",
         ),
-        (lambda: ls.InvertibleResidual(residual(0.9)), "its g has the constant 0.9, it has 1.9"),
-        (lambda: ls.InvertibleResidual(residual(0.9), 0.95), "one after the other"),
-        (lambda: ls.InvertibleResidual(nn.DataParallel(residual(0.9)), 0.95), "one after the other"),
-        (lambda: ls.InvertibleResidual(SpectralNormalised(0.5)), "is a parametrization of weights"),
-        (lambda: ls.InvertibleResidual(Named("0.5")), "strictly between 0 and 1, got '0.5'"),
-        (lambda: ls.InvertibleResidual(Named(0.5, norm=1)), "norm must be 2 .* got 1"),
-        (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 1.0)), "strictly between 0 and 1, got 1.0"),
-        (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.5), 1), "strictly between 0 and 1, got 1"),
-        (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.5), -0.5), "strictly between 0 and 1"),
-        (lambda: ls.InvertibleResidual(ls.ContractiveL2Attention(8, 2, 0.9), 0.5), "below the constant 0.9"),
+        (lambda: ls.nn.InvertibleResidual(residual(0.9)), "its g has the constant 0.9, it has 1.9"),
+        (lambda: ls.nn.InvertibleResidual(residual(0.9), 0.95), "one after the other"),
+        (lambda: ls.nn.InvertibleResidual(nn.DataParallel(residual(0.9)), 0.95), "one after the other"),
+        (lambda: ls.nn.InvertibleResidual(SpectralNormalised(0.5)), "is a parametrization of weights"),
+        (lambda: ls.nn.InvertibleResidual(Named("0.5")), "strictly between 0 and 1, got '0.5'"),
+        (lambda: ls.nn.InvertibleResidual(Named(0.5, norm=1)), "norm must be 2 .* got 1"),
+        (
+            lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 1.0)),
+            "strictly between 0 and 1, got 1.0",
+        ),
+        (
+            lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.5), 1),
+            "strictly between 0 and 1, got 1",
+        ),
+        (lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.5), -0.5), "strictly between 0 and 1"),
+        (lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.9), 0.5), "below the constant 0.9"),
         (lambda: residual(0.5).inverse(torch.full((3, 8), math.nan)), r"X holds nan at index \[0, 0\]"),
         (lambda: residual(0.5).inverse(torch.randn(3, 7)), "got torch.float32"),
         (lambda: residual(0.5).log_det(torch.randn(3, 8), terms=0), "terms must be a positive integer"),
@@ -139,7 +148,7 @@ def test_errors_say_what_to_do(make, words):
 @pytest.mark.parametrize("g", [lambda x: 0.5 * x, torch.tanh])
 def test_a_plain_function_is_refused_at_once(g):
     with unchecked(), pytest.raises(ls.UserError, match=r"must be a torch.nn.Module.* got .*function"):
-        ls.InvertibleResidual(g, 0.5)
+        ls.nn.InvertibleResidual(g, 0.5)
 
 
 def test_broken_weights_are_named():
@@ -152,7 +161,7 @@ def test_broken_weights_are_named():
 def test_a_norm_layer_inside_g_is_no_norm():
     g = nn.Linear(4, 4)
     g.norm = nn.LayerNorm(4)
-    assert ls.InvertibleResidual(g, 0.5).norm == 2
+    assert ls.nn.InvertibleResidual(g, 0.5).norm == 2
 
 
 def test_a_constant_that_changes_is_asked_anew():
@@ -166,7 +175,7 @@ def test_a_constant_that_changes_is_asked_anew():
             use(torch.randn(3, 8))
 
 
-def dense_log_det(r: ls.InvertibleResidual, x: Tensor) -> Tensor:
+def dense_log_det(r: ls.nn.InvertibleResidual, x: Tensor) -> Tensor:
     J = torch.autograd.functional.jacobian(r, x, create_graph=True).reshape(x.numel(), x.numel())
     return torch.linalg.slogdet(J)[1]
 
@@ -184,11 +193,11 @@ class Bend(nn.Module):
         return 0.8 / torch.linalg.matrix_norm(self.W, 2) * torch.tanh(x) @ self.W.T
 
 
-def problems() -> list[tuple[ls.InvertibleResidual, Tensor]]:
+def problems() -> list[tuple[ls.nn.InvertibleResidual, Tensor]]:
     torch.manual_seed(0)
-    attention = ls.InvertibleResidual(ls.ContractiveL2Attention(2, 1, 0.8)).double()
+    attention = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(2, 1, 0.8)).double()
     return [
-        (ls.InvertibleResidual(Bend()).double(), 0.5 * torch.randn(3, 2, 3).double()),
+        (ls.nn.InvertibleResidual(Bend()).double(), 0.5 * torch.randn(3, 2, 3).double()),
         (attention, 0.3 * torch.randn(2, 3, 2).double()),
     ]
 
@@ -259,7 +268,7 @@ def padded_tokens():
 @pytest.mark.parametrize("norm", [2, math.inf])
 def test_padded_sequences_invert_as_they_do_alone(norm):
     torch.manual_seed(0)
-    r = ls.InvertibleResidual(ls.ContractiveL2Attention(4, 2, 0.9, norm)).double()
+    r = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(4, 2, 0.9, norm)).double()
     x, real = padded_tokens()
     y = r(x, real)
     found = r.inverse(y, real)
@@ -272,7 +281,7 @@ def test_padded_sequences_invert_as_they_do_alone(norm):
 
 def test_padded_tokens_have_no_part_in_the_determinant():
     torch.manual_seed(0)
-    r = ls.InvertibleResidual(ls.ContractiveL2Attention(4, 1, 0.9)).double()
+    r = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(4, 1, 0.9)).double()
     with torch.no_grad():
         r.g.query.weight.mul_(3)
     x, real = padded_tokens()
@@ -286,6 +295,6 @@ def test_padded_tokens_have_no_part_in_the_determinant():
     (gradient,) = torch.autograd.grad(found.value.sum(), x)
     assert gradient.isfinite().all() and (gradient[~real] == 0).all() and gradient[real].abs().min() > 0
     with pytest.raises(ls.UserError, match="padding is for attention, and g is a ContractiveMLP"):
-        ls.InvertibleResidual(ContractiveMLP(4, 8, 0.5)).double()(x, real)
+        ls.nn.InvertibleResidual(ContractiveMLP(4, 8, 0.5)).double()(x, real)
     with pytest.raises(ls.UserError, match="padding must be a boolean tensor"):
         r.inverse(x.detach(), real[:2])

@@ -14,7 +14,7 @@ from lipscope.nn.l2_bound import reaction
 NORMS = [(2, "2"), (math.inf, "inf")]
 
 
-def by_the_formula(layer: ls.L2SelfAttention, X: Tensor) -> Tensor:
+def by_the_formula(layer: ls.nn.L2SelfAttention, X: Tensor) -> Tensor:
     """[P^h X A_h W_V^h]_h W_O, A_h = W_Q W_Q' / sqrt(k), multiplied out head by head as the paper has it."""
     k, heads = layer.dim // layer.heads, []
     for h in range(layer.heads):
@@ -28,9 +28,9 @@ def by_the_formula(layer: ls.L2SelfAttention, X: Tensor) -> Tensor:
     return torch.cat(heads, 1) @ layer.out.weight.T
 
 
-def unit_layer(n_heads: int = 1) -> ls.L2SelfAttention:
+def unit_layer(n_heads: int = 1) -> ls.nn.L2SelfAttention:
     """D = H = 1 with A_h = W_V = W_O = 1."""
-    layer = ls.L2SelfAttention(1, n_heads).double()
+    layer = ls.nn.L2SelfAttention(1, n_heads).double()
     with torch.no_grad():
         layer.query.weight.fill_(1.0)
         layer.value.weight.fill_(1 / 3)
@@ -70,12 +70,14 @@ def climbed(f: ls.SelfAttention, X: Tensor, norm: str, steps: int) -> float:
 @pytest.mark.parametrize(("dim", "heads"), [(6, 1), (6, 3), (8, 2), (1, 1)])
 def test_the_layer_is_the_formula(dim, heads, causal):
     torch.manual_seed(dim)
-    layer, X = ls.L2SelfAttention(dim, heads, causal).double(), torch.randn(7, dim).double() * 2
+    layer, X = ls.nn.L2SelfAttention(dim, heads, causal).double(), torch.randn(7, dim).double() * 2
     torch.testing.assert_close(layer(X), by_the_formula(layer, X), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(layer(torch.stack([X, -X]))[1], layer(-X), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("make", [ls.L2SelfAttention, lambda d, h, c: ls.ContractiveL2Attention(d, h, 0.7, causal=c)])
+@pytest.mark.parametrize(
+    "make", [ls.nn.L2SelfAttention, lambda d, h, c: ls.nn.ContractiveL2Attention(d, h, 0.7, causal=c)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_as_map_is_the_layer(make, causal):
     torch.manual_seed(0)
@@ -95,7 +97,7 @@ def test_the_bound_is_at_most_those_of_the_theorems():
     torch.manual_seed(0)
     gains = []
     for causal in (False, True):
-        layer = ls.L2SelfAttention(8, 2, causal).double()
+        layer = ls.nn.L2SelfAttention(8, 2, causal).double()
         for n in (1, 2, 9, 40):
             for norm, name in NORMS:
                 rows = ls.bounds(layer.as_map(n), ls.Everywhere(n), norm=name)
@@ -112,7 +114,7 @@ def test_the_bound_is_at_most_those_of_the_theorems():
 def test_one_head_and_identity_weights_give_the_theorems_bound(norm):
     """Nothing is gained and nothing is lost where there is nothing to reorder; causal and full."""
     for causal in (False, True):
-        layer = ls.L2SelfAttention(3, 1, causal).double()
+        layer = ls.nn.L2SelfAttention(3, 1, causal).double()
         with torch.no_grad():
             layer.query.weight.copy_(torch.eye(3))
             layer.value.weight.copy_(torch.eye(3).double() / 3)
@@ -125,7 +127,7 @@ def test_one_head_and_identity_weights_give_the_theorems_bound(norm):
 @pytest.mark.parametrize("norm", [2, math.inf])
 def test_the_bound_is_differentiable_in_every_weight(norm):
     torch.manual_seed(3)
-    layer = ls.L2SelfAttention(4, 2).double()
+    layer = ls.nn.L2SelfAttention(4, 2).double()
     weights = tuple(layer.parameters())
     assert torch.autograd.gradcheck(lambda *_: layer.bound_tensor(5, norm), weights, eps=1e-6)
 
@@ -158,7 +160,7 @@ def test_one_dimension_almost_attains_the_bound():
         assert 4 * phi - 1 < measured < unit_layer().lipschitz_bound(N, math.inf)
 
 
-def one_among_two(layer: ls.L2SelfAttention, n: int) -> Tensor:
+def one_among_two(layer: ls.nn.L2SelfAttention, n: int) -> Tensor:
     """The worst input of one dimension, along the direction that the first head sees best, and a little noise."""
     Q = layer.query.weight[: layer.head_size].detach()
     phi = (reaction(n, 1, False, math.inf) - 1) / 4
@@ -176,7 +178,7 @@ def ratios(n: int, seed: int, steps: int) -> dict[tuple[str, str], float]:
     # Rows of the Jacobian take n^2 numbers each.
     dim, found = heads * (1 + seed // 2 % 3 if n <= 64 else 1), {}
     for causal in (False, True):
-        layer = ls.L2SelfAttention(dim, heads, causal).double()
+        layer = ls.nn.L2SelfAttention(dim, heads, causal).double()
         size = 10 ** float(torch.rand(()) * 2 - 0.5)
         with torch.no_grad():
             layer.query.weight.mul_(size)
@@ -207,7 +209,7 @@ def test_no_long_climb_exceeds_the_bound(n):
 def test_long_sequences_with_several_heads_stay_below_the_bound(causal):
     """N = 256: the whole norm 2, and in norm inf the rows of the last token, which sees all."""
     torch.manual_seed(0)
-    layer = ls.L2SelfAttention(6, 2, causal).double()
+    layer = ls.nn.L2SelfAttention(6, 2, causal).double()
     f, last = layer.as_map(256), torch.zeros(6, 256, 6).double()
     last[torch.arange(6), -1, torch.arange(6)] = 1
     X = torch.stack([one_among_two(layer, 256), *(s * torch.randn(256, 6).double() for s in (0.5, 3.0, 30.0))])
@@ -222,7 +224,7 @@ def test_long_sequences_with_several_heads_stay_below_the_bound(causal):
 def test_the_contractive_layer_keeps_its_promise(norm, name, causal):
     for seed, constant in enumerate((0.9, 3.0)):
         torch.manual_seed(seed)
-        layer = ls.ContractiveL2Attention(4, 2, constant, norm, causal).double()
+        layer = ls.nn.ContractiveL2Attention(4, 2, constant, norm, causal).double()
         with torch.no_grad():
             layer.query.weight.mul_(5 * seed + 0.2)
             layer.out.weight.mul_(10)
@@ -236,14 +238,14 @@ def test_the_contractive_layer_keeps_its_promise(norm, name, causal):
 def test_the_constant_can_almost_be_reached():
     """With one token the layer is linear, and the bound is its norm."""
     torch.manual_seed(0)
-    layer = ls.ContractiveL2Attention(1, 1, 0.9).double()
+    layer = ls.nn.ContractiveL2Attention(1, 1, 0.9).double()
     assert ls.local_lipschitz(layer.as_map(1), torch.ones(1, 1).double()).value == pytest.approx(0.9, rel=1e-9)
 
 
 def test_the_scale_is_differentiable_and_the_same_in_every_dtype():
     torch.manual_seed(0)
-    layer = ls.ContractiveL2Attention(4, 2, 0.9)
-    wide = ls.ContractiveL2Attention(4, 2, 0.9).double()
+    layer = ls.nn.ContractiveL2Attention(4, 2, 0.9)
+    wide = ls.nn.ContractiveL2Attention(4, 2, 0.9).double()
     wide.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer.value_map(10), wide.value_map(10), rtol=1e-6, atol=0)
     X = torch.randn(2, 3, 4).double()
@@ -257,7 +259,7 @@ def test_the_scale_is_differentiable_and_the_same_in_every_dtype():
 
 
 def test_zero_weights_make_the_zero_map():
-    layer = ls.ContractiveL2Attention(8, 2, 0.9)
+    layer = ls.nn.ContractiveL2Attention(8, 2, 0.9)
     for weight in layer.parameters():
         torch.nn.init.zeros_(weight)
     X = torch.randn(3, 8, requires_grad=True)
@@ -269,20 +271,20 @@ def test_zero_weights_make_the_zero_map():
 @pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, True, "0.9"])
 def test_a_constant_is_positive(bad):
     with pytest.raises(Exception, match=r"constant|violates type hint"):
-        ls.ContractiveL2Attention(8, 2, bad)
+        ls.nn.ContractiveL2Attention(8, 2, bad)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ls.L2SelfAttention(8, 3), "multiple of heads=3"),
-        (lambda: ls.L2SelfAttention(0, 1), "dim must be a positive integer"),
-        (lambda: ls.ContractiveL2Attention(8, 2, 0.9, norm=1), "norm must be 2"),
-        (lambda: ls.L2SelfAttention(8, 2)(torch.randn(5, 7)), r"\[B, n, 8\], got torch.float32 \(5, 7\)"),
-        (lambda: ls.L2SelfAttention(8, 2)(torch.randn(8)), r"got torch.float32 \(8,\)"),
-        (lambda: ls.L2SelfAttention(8, 2)(torch.zeros(5, 8).long()), "floating-point tokens"),
-        (lambda: ls.L2SelfAttention(8, 2).lipschitz_bound(0), "at least 1, got 0"),
-        (lambda: ls.L2SelfAttention(8, 2).lipschitz_bound(4, 3), "norm must be 2"),
+        (lambda: ls.nn.L2SelfAttention(8, 3), "multiple of heads=3"),
+        (lambda: ls.nn.L2SelfAttention(0, 1), "dim must be a positive integer"),
+        (lambda: ls.nn.ContractiveL2Attention(8, 2, 0.9, norm=1), "norm must be 2"),
+        (lambda: ls.nn.L2SelfAttention(8, 2)(torch.randn(5, 7)), r"\[B, n, 8\], got torch.float32 \(5, 7\)"),
+        (lambda: ls.nn.L2SelfAttention(8, 2)(torch.randn(8)), r"got torch.float32 \(8,\)"),
+        (lambda: ls.nn.L2SelfAttention(8, 2)(torch.zeros(5, 8).long()), "floating-point tokens"),
+        (lambda: ls.nn.L2SelfAttention(8, 2).lipschitz_bound(0), "at least 1, got 0"),
+        (lambda: ls.nn.L2SelfAttention(8, 2).lipschitz_bound(4, 3), "norm must be 2"),
     ],
 )
 def test_errors_say_what_to_do(call, words):
@@ -291,7 +293,7 @@ def test_errors_say_what_to_do(call, words):
 
 
 def test_a_bound_of_broken_weights_is_refused():
-    layer = ls.L2SelfAttention(8, 2)
+    layer = ls.nn.L2SelfAttention(8, 2)
     layer.out.weight.data[0, 0] = math.nan
     with pytest.raises(ls.UserError, match=r"out\.weight is not finite"):
         layer.lipschitz_bound(4)

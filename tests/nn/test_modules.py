@@ -17,10 +17,12 @@ from lipscope.nn import ATTENTIONS
 
 LAYERS = {
     **ATTENTIONS,
-    "qk_norm": lambda dim, heads, causal: ls.DotSelfAttention(dim, heads, causal, qk_norm=True),
-    "cool": lambda dim, heads, causal: ls.DotSelfAttention(dim, heads, causal, temperature=3.0),
-    "inf": lambda dim, heads, causal: ls.ContractiveL2Attention(dim, heads, 0.9, math.inf, causal),
-    "residual": lambda dim, heads, causal: ls.InvertibleResidual(ls.ContractiveL2Attention(dim, heads, 0.9, 2, causal)),
+    "qk_norm": lambda dim, heads, causal: ls.nn.DotSelfAttention(dim, heads, causal, qk_norm=True),
+    "cool": lambda dim, heads, causal: ls.nn.DotSelfAttention(dim, heads, causal, temperature=3.0),
+    "inf": lambda dim, heads, causal: ls.nn.ContractiveL2Attention(dim, heads, 0.9, math.inf, causal),
+    "residual": lambda dim, heads, causal: ls.nn.InvertibleResidual(
+        ls.nn.ContractiveL2Attention(dim, heads, 0.9, 2, causal)
+    ),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import lipscope as ls
 from lipscope.nn.parametrize import LeftAsTheyAre, sigma_reparametrise, spectrally_normalise
-from tests.nn.watched import unchecked
+from tests.monitor.watched import unchecked
 
 both = pytest.mark.parametrize("normalise", [spectrally_normalise, sigma_reparametrise])
 
@@ -22,7 +22,7 @@ def norm(W: torch.Tensor) -> float:
 @pytest.mark.parametrize("normalise", [lambda m: spectrally_normalise(m, 2.0), sigma_reparametrise])
 def test_normalised_weights_have_their_norm_and_train(normalise):
     torch.manual_seed(0)
-    m, X = normalise(ls.DotSelfAttention(8, 2)), torch.randn(2, 5, 8)
+    m, X = normalise(ls.nn.DotSelfAttention(8, 2)), torch.randn(2, 5, 8)
     norms = [torch.linalg.matrix_norm(part.weight.double(), 2).item() for part in (m.query, m.key, m.value, m.out)]
     expected = 1.0 if normalise is sigma_reparametrise else 2.0
     assert norms == pytest.approx([expected] * 4, rel=1e-6)
@@ -34,7 +34,7 @@ def test_normalised_weights_have_their_norm_and_train(normalise):
     gammas = [p.abs().item() for name, p in m.named_parameters() if name.endswith("gamma")] or [2.0] * 4
     norms = [torch.linalg.matrix_norm(part.weight.double(), 2).item() for part in (m.query, m.key, m.value, m.out)]
     assert sorted(norms) == pytest.approx(sorted(gammas), rel=1e-6)
-    again = normalise(ls.DotSelfAttention(8, 2))
+    again = normalise(ls.nn.DotSelfAttention(8, 2))
     again.load_state_dict(m.state_dict())
     assert torch.equal(again(X), m(X))
     torch.testing.assert_close(copy.deepcopy(m).bfloat16()(X.bfloat16()).float(), m(X), rtol=0.1, atol=0.05)

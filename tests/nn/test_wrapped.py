@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.nn.monitor import SmoothnessMonitor, SmoothnessWarning
-from tests.nn.watched import DIM, HEADS, Small, batches
+from lipscope.monitor.monitor import SmoothnessMonitor, SmoothnessWarning
+from tests.monitor.watched import DIM, HEADS, Small, batches
 
 ONE_PROCESS = """
 import warnings
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 torch.set_num_threads(1)
 import lipscope as ls
 from lipscope.nn.wrapped import SHARDED
-from tests.nn.watched import Small, batches, trained
+from tests.monitor.watched import Small, batches, trained
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -57,7 +57,7 @@ def flat(model):
 
 for wrap in (parallel, sharded, flat):
     try:
-        ls.convert(wrap(Small()), "l2", batches(1)[0])
+        ls.convert_model(wrap(Small()), "l2", batches(1)[0])
         raise AssertionError(f"converted: {wrap}")
     except ls.UserError as error:
         expected = "wrapped in DistributedDataParallel" if wrap is parallel else SHARDED
@@ -93,7 +93,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 torch.set_num_threads(1)
 import lipscope as ls
 from lipscope.nn.wrapped import SHARDED
-from tests.nn.watched import Small, batches
+from tests.monitor.watched import Small, batches
 warnings.simplefilter("ignore")
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
@@ -131,7 +131,7 @@ def test_a_process_that_measures_does_not_wait_for_the_others(tmp_path):
 
 def test_weights_whose_storage_was_freed_are_not_touched():
     """As FSDP leaves them between steps."""
-    layer = ls.DotSelfAttention(DIM, HEADS)
+    layer = ls.nn.DotSelfAttention(DIM, HEADS)
     model = nn.Sequential(layer)
     monitor = SmoothnessMonitor(model, every=1)
     model(batches(1)[0])
@@ -139,7 +139,7 @@ def test_weights_whose_storage_was_freed_are_not_touched():
     with pytest.warns(SmoothnessWarning, match=r"no readings of 0: its weights are sharded among processes"):
         monitor.step()
     with pytest.raises(ls.UserError, match="sharded"):
-        ls.convert(model, "l2", batches(1)[0])
+        ls.convert_model(model, "l2", batches(1)[0])
 
 
 def test_layers_of_a_wrapped_model_go_by_their_own_names():
@@ -152,6 +152,6 @@ def test_layers_of_a_wrapped_model_go_by_their_own_names():
         assert [r.layer for r in monitor.step()] == ["l2"]
         monitor.close()
     with pytest.raises(ls.UserError, match=r"wrapped in DataParallel, which would go on with the old layers; convert"):
-        ls.convert(wrapped, "l2", batches(1)[0])
+        ls.convert_model(wrapped, "l2", batches(1)[0])
     with pytest.raises(ls.UserError, match="Small has no layer 'cosin'; did you mean 'cosine'"):
         SmoothnessMonitor(wrapped, ["cosin"])

@@ -4,8 +4,8 @@ import matplotlib
 import pytest
 
 from lipscope._types import UserError
+from lipscope.audit.attack_comparison import TOKENS, Trial
 from lipscope.report.attack_figures import LOOKS, adversarial_growth_figure, contest_figure
-from lipscope.study.attack_comparison import TOKENS, Trial
 
 matplotlib.use("Agg")
 

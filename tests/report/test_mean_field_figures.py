@@ -9,7 +9,7 @@ import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.hardy import averaging
-from lipscope.mean_field.measures import Measure
+from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.splitting_maps import splitting_map
 from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023
 from lipscope.report import mean_field_figures as figures
@@ -41,7 +41,7 @@ def curve(ax, name):
 
 def test_transitions(ax):
     f = one_head(-1.0)
-    found = {R: ls.transition(f, R, 1e30, per_decade=1) for R in (1.0, 3.0, 12.0)}
+    found = {R: ls.mean_field.transition(f, R, 1e30, per_decade=1) for R in (1.0, 3.0, 12.0)}
     assert figures.draw_transitions(found, ax) is ax
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert curve(ax, "R = 3") == found[3.0].sigma.tolist()
@@ -66,7 +66,7 @@ def test_two_diracs(ax):
     assert figures.draw_two_diracs(f, radii, ax) is ax
     below, sigma = curve(ax, "proved from below"), curve(ax, "‖D_μF‖")
     assert sigma == [
-        pytest.approx(spectral_norm(derivative(f, ls.two_diracs(f, R).measure), 1e-9).value) for R in radii
+        pytest.approx(spectral_norm(derivative(f, ls.mean_field.two_diracs(f, R).measure), 1e-9).value) for R in radii
     ]
     assert curve(ax, "sharper") == [w2_bound(f, R) for R in radii]
     assert curve(ax, "published") == [w2_bound_geshkovski2023(f, R) for R in radii]
@@ -83,7 +83,7 @@ def test_averaging(ax):
 def test_masked_bounds(ax):
     f, X, radii = one_head(-1.0, causal=True), torch.tensor([[1.0], [-1.0]] * 20, dtype=torch.float64), [0.1, 0.9]
     assert figures.draw_masked_bounds(f, radii, X, ax) is ax
-    truth = [spectral_norm(derivative(f, Measure.uniform(R * X, causal=True))).value for R in radii]
+    truth = [spectral_norm(derivative(f, DiscreteMeasure.uniform(R * X, causal=True))).value for R in radii]
     assert curve(ax, "‖D_μF‖ of 40") == pytest.approx(truth, rel=1e-5)
     assert curve(ax, "corrected, exponent") == [d_p_bound(f, R, 2) for R in radii]
     assert curve(ax, "corrected: ") == [pytest.approx(a + 2 * (1 + 2 * a) * math.exp(2 * a)) for a in (0.01, 0.81)]

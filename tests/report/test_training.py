@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from lipscope.nn.training import CurvePoint
+from lipscope.charlm.training import CurvePoint
 from lipscope.report.training import curve_table, curves_csv, draw_curves, write_curves
 
 CURVE = [

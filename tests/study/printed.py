@@ -6,9 +6,9 @@ import io
 
 from rich.console import Console
 
+from lipscope.report.study_table import summary
 from lipscope.study.export import write_csv
 from lipscope.study.study import Study
-from lipscope.study.table import summary
 
 
 def exported(study: Study) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lipscope._types import UserError
+from lipscope.linalg.certificate import NOISE
 from lipscope.linalg.differentiate import jacobian
-from lipscope.linalg.gap import NOISE
 from lipscope.models.loading import load
 from lipscope.study.records import Settings
 from lipscope.study.run import measure

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from lipscope._files import for_spreadsheet, for_terminal
 from lipscope._types import UserError
 from lipscope.study.export import write_csv, write_parquet
-from lipscope.study.printable import for_spreadsheet, for_terminal
 from lipscope.study.records import COLUMNS, Row, Sample
 from lipscope.study.store import Store
 from lipscope.study.study import Study

@@ -1,0 +1,22 @@
+"""Checks of arguments that several packages share."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+from lipscope._types import UserError
+
+
+def check_positive(name: str, value: object) -> None:
+    """Finite, and no bool: True is 1 to Python and a slip to everybody else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{name} must be a positive number, got {value!r}")
+
+
+def check_exponent(p: object) -> None:
+    """The exponent p of the distances W_p and d_p."""
+    if isinstance(p, bool) or not isinstance(p, Real):
+        raise UserError(f"p must be a number, at least 1 (math.inf for the longest move), got {p!r}")
+    if not float(p) >= 1:
+        raise UserError(f"p must be at least 1 (math.inf for the longest move), got {p!r}")

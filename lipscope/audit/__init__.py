@@ -1,0 +1,1 @@
+"""Bounds and attacks over the heads of a model."""

@@ -1,0 +1,1 @@
+"""The character language model of `lipscope train`."""

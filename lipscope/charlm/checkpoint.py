@@ -1,0 +1,87 @@
+"""One file that holds a whole training: tensors and facts, there entirely or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope._files import whole_file
+from lipscope._types import UserError
+
+FILE, LOCK = "training.safetensors", "training.lock"
+FACTS = "lipscope.training"
+"""The key of the facts in the file's own metadata."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
+    """Writes beside the old file, to disk, and then takes its place: a reader sees the old file or the new one."""
+    from safetensors.torch import save
+
+    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {"format": "pt"} if facts is None else {"format": "pt", FACTS: json.dumps(facts)}
+    with whole_file(path) as draft:
+        draft.write_bytes(save(content, metadata))
+
+
+def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Tensors and facts of a training, or None where none has been kept yet."""
+    from safetensors import safe_open
+
+    path = directory / FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {})[FACTS])
+            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 (it is no dict)
+    except Exception as error:  # safetensors has errors of its own
+        raise UserError(f"{path} is not a checkpoint of lipscope train ({error}); give another --out") from error
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """The directory, made where needed, for this process alone; refused where it holds something else."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file; --out takes a directory")
+    if directory.is_dir() and not (directory / LOCK).exists():
+        strangers = sorted(path.name for path in directory.iterdir())
+        if strangers:
+            raise UserError(
+                f"{directory} is not a training and not empty (it holds {strangers[0]}); "
+                "give --out a new or empty directory"
+            )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / LOCK, "a")  # noqa: SIM115 (closed below, with the lock on it)
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error.strerror}; give another --out") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                f"another training is writing to {directory}; wait for it, or give another --out"
+            ) from error
+        yield
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
+    """The state of an optimiser, by parameter name and quantity."""
+    state = optimizer.state_dict()["state"]
+    return {f"{names[i]}/{quantity}": value for i, held in state.items() for quantity, value in held.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+    whole = optimizer.state_dict()
+    held: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, quantity = key.rsplit("/", 1)
+        held.setdefault(names.index(name), {})[quantity] = value
+    optimizer.load_state_dict({"state": held, "param_groups": whole["param_groups"]})

@@ -1,0 +1,32 @@
+"""The local Lipschitz constant of every attention layer of a model at the tokens that reach it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.linalg.local import local_lipschitz
+from lipscope.linalg.spectral import Solver
+from lipscope.monitor.modules import ModuleWatch
+
+TOL = 1e-3
+"""Relative residual of the solve: plenty for a curve, and a handful of products. The seed is fixed, so that a training
+that was interrupted has the same curve."""
+
+
+def layer_constants(model: nn.Module, ids: Tensor) -> list[float]:
+    """sigma of each attention layer of the model, first to last, where it reads `model(ids)`; ids is one sequence."""
+    watch = ModuleWatch(model)
+    watch.arm()
+    try:
+        with torch.no_grad():
+            model(ids[None])
+        seen = [sight for name in watch.names if (sight := watch.sight(name)) is not None]
+    finally:
+        watch.release()
+    return [
+        float(local_lipschitz(f, X, tol=TOL, solver=Solver(seed=0)).value) if X.isfinite().all() else math.nan
+        for f, X in seen
+    ]

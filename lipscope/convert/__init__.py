@@ -1,0 +1,1 @@
+"""Other attention in the place of a model's own, measured before and after."""

@@ -1,0 +1,208 @@
+"""Other attention in a live module or transformers model, measured before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lipscope._types import UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.convert.modules import (
+    SUPPORTED,
+    Conversion,
+    Slot,
+    Target,
+    check_length,
+    convert_module,
+    exchange,
+    measure_map,
+)
+from lipscope.convert.replacement import Replacement, constant_part, make_layer
+from lipscope.models.closed import same
+from lipscope.models.loading import load
+from lipscope.models.maps import Rerun
+from lipscope.models.plug import configs
+from lipscope.models.running import on_one_line
+from lipscope.models.sites import Survey
+from lipscope.monitor.models import INPUTS, numbered, one_sample
+from lipscope.monitor.modules import listed
+from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.wrapped import check_bare
+
+
+def convert_model(
+    model: nn.Module,
+    to: str,
+    inputs: Any,
+    *,
+    layers: Sequence[Any] | None = None,
+    constant: float | None = None,
+    fresh: bool = False,
+) -> Conversion:
+    """Replace the attention of a live model, in place: all the layers asked for, or, if one cannot be, none.
+
+    to:       "dot", "l2", "contractive" or "cosine", the layers of lipscope.nn
+    inputs:   a sample to run the model on, tokens of which every layer is measured at before and after; a tensor (of
+              token ids, for a transformers model), a tuple of arguments, or a dictionary of them (a tokenizer's output)
+    layers:   numbers for a transformers model; names, patterns or modules for any other; all attention by default
+    constant: the Lipschitz constant of contractive layers
+    fresh:    random weights, drawn by torch's generator, in place of those carried over
+
+    print(convert_model(...)) shows the table. What is carried over and what is not: docs/monitor.md.
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"convert takes a torch module, got {type(model).__name__}; lipscope.load(...).trunk is one")
+    check_bare(model)
+    target = Target(to, constant, fresh)
+    layers = None if layers is None else listed(layers)
+    own = [name for name, m in model.named_modules() if isinstance(m, AttentionLayer)]
+    if not isinstance(model, PreTrainedModel) or own:
+        if isinstance(model, PreTrainedModel) and any(isinstance(layer, int) for layer in layers or ()):
+            raise UserError(
+                f"{type(model).__name__} has lipscope's attention in it: that goes by name, as in layers=[{own[0]!r}]; "
+                "to convert more of its old attention, begin with the model as it was"
+            )
+        return convert_module(model, target, inputs, layers)
+    sample = _first_sample(inputs, model.device)
+    loaded = load(model)
+    if not loaded.preflight.routed:
+        raise UserError(f"{loaded.preflight.reason}, so it cannot be converted; supported are {SUPPORTED}")
+    chosen = numbered(layers, loaded.layers)
+    survey = loaded.survey(**sample)
+    if "pixel_values" not in sample:
+        check_length(next(iter(sample.values())).shape[1])
+    slots = [_slot(survey, i, target) for i in chosen]
+    return _without_cache(model, slots, sample)
+
+
+def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
+    """What the model reads of the inputs, one sample without padding, where the model is."""
+    if isinstance(inputs, tuple) and len(inputs) == 1:
+        inputs = inputs[0]
+    given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    names = [name for name in (*INPUTS, "attention_mask") if given.get(name) is not None]
+    try:
+        tensors = {name: torch.as_tensor(given[name], device=device) for name in names}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            "inputs must be token ids [samples, tokens] or a dictionary of the model's arguments "
+            f"({on_one_line(error)}); a text is encoded first: tokenizer(text, return_tensors='pt')"
+        ) from error
+    return one_sample({name: x[:1] if x.ndim > 1 else x[None] for name, x in tensors.items()})
+
+
+class TransformersReplacement(Replacement):
+    """In the place of a transformers attention module, called as that was; no cache, no attention weights.
+
+    names: what the old module called its arguments, in their order, tokens first
+    """
+
+    def __init__(self, layer: AttentionLayer, bias: Tensor | None, names: tuple[str, ...]) -> None:
+        super().__init__(layer, bias)
+        self.names = names
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if given.get("past_key_values") is not None:
+            raise UserError("converted attention keeps no cache; call the model with use_cache=False")
+        if given.get("encoder_hidden_states") is not None:
+            raise UserError("this attention was converted: it is self-attention, and reads no other hidden states")
+        for name, value in given.items():
+            if "mask" in name and name != "attention_mask" and value is not None:
+                raise UserError(f"converted attention is given {name}, and knows attention_mask alone")
+        mask = given.get("attention_mask")
+        real = None if mask is None else _real_tokens(mask, self.layer.causal)
+        return self.attended(given[self.names[0]], real), None
+
+
+def _real_tokens(mask: Tensor, causal: bool) -> Tensor:
+    """Which tokens [B, n] a mask of transformers calls real: [B, n], or [B, 1, n, n] boolean or additive."""
+    if mask.ndim == 2:
+        return mask.to(torch.bool)
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    n = visible.shape[-1]
+    # A real token sees itself, whatever else is hidden.
+    real = visible[:, 0].diagonal(dim1=-2, dim2=-1)
+    if real.shape[-1] != n:
+        raise UserError(f"attention_mask of shape {tuple(mask.shape)} is no mask of tokens among themselves")
+    expected = real[:, None, :].expand(-1, n, -1)
+    if causal:
+        expected = expected & torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
+    wrong = (visible != expected[:, None]) & real[:, None, :, None]
+    if bool(wrong.any()):
+        raise UserError(
+            "attention_mask hides more than padding" + (" and what comes later" if causal else "") + "; "
+            "converted attention takes no other mask (no packed sequences, no windows)"
+        )
+    return real
+
+
+def _slot(survey: Survey, i: int, target: Target) -> Slot:
+    parts = survey.layers[i]
+    core, projection = parts.core, parts.projection
+    what = f"layer {i} ({type(core or parts.block).__name__})"
+    try:
+        site = survey.site("attention", i)
+        f = site.f
+        if not isinstance(f, SelfAttention):
+            raise UserError("it is not plain self-attention")
+        assert core is not None and projection is not None and f.O is not None
+        f = _unmasked(f)
+        if sum(layer.core is core for layer in survey.layers) > 1:
+            raise UserError("it serves several layers")
+        inside = projection in set(core.modules())
+        seen = survey.trace.cores[i]
+        assert seen is not None
+        own = Rerun(survey.host, core, seen.call, seen.single)(site.X)
+        expected = site.value() if inside else replace(f, O=None)(site.X)
+        if own.shape != expected.shape or not same(own, expected):
+            raise UserError("it does more than attend (a gate, a norm or a residual inside)")
+        dtype = next(core.parameters()).dtype
+        layer = make_layer(f.to(dtype), target.to, target.constant, target.fresh)
+    except UserError as error:
+        raise UserError(f"{what} cannot be converted: {error}; supported are {SUPPORTED}") from error
+    bias = None if target.fresh else constant_part(f, site.offset)
+    bias = None if bias is None or not bias.any() else bias.detach().to(dtype)
+    new = TransformersReplacement(layer, bias, tuple(signature(core.forward).parameters))
+    changes: tuple[tuple[nn.Module, nn.Module], ...] = ((core, new),)
+    if not inside:
+        changes += ((projection, nn.Identity()),)
+    return Slot(str(i), core, f, measure_map(f, site.X[0]), layer, changes)
+
+
+def _unmasked(f: SelfAttention) -> SelfAttention:
+    """f, if causal order is all its rules."""
+    kernel = f.kernel
+    rules = {
+        "a mask": f.mask is not None and not bool(f.mask.all() if f.mask.dtype == torch.bool else (f.mask == 0).all()),
+        "a sliding window": f.window is not None,
+        "a soft cap": kernel.softcap is not None,
+        "attention sinks": kernel.sinks is not None,
+    }
+    for rule, there in rules.items():
+        if there:
+            raise UserError(f"it has {rule}, for which the new layer has no place")
+    return replace(f, mask=None)
+
+
+def _without_cache(model: PreTrainedModel, slots: Sequence[Slot], sample: dict[str, Tensor]) -> Conversion:
+    """The exchange, with the model told that there is no cache; both undone together."""
+    holders = [*configs(model), *filter(None, [getattr(model, "generation_config", None)])]
+    before = [(holder, holder.use_cache) for holder in holders if "use_cache" in vars(holder)]
+    try:
+        for holder, _ in before:
+            holder.use_cache = False
+        return exchange(model, slots, lambda: model(**sample))
+    except BaseException as error:
+        for holder, value in before:
+            holder.use_cache = value
+        if isinstance(error, UserError) or not isinstance(error, Exception):
+            raise
+        name = type(model).__name__
+        raise UserError(f"{name} does not run with other attention ({on_one_line(error)})") from error

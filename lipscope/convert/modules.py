@@ -1,0 +1,264 @@
+"""Other attention in a live model, all layers or none, with the constant of each measured before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.convert.replacement import TorchReplacement, constant_part, is_causal_mask, left_behind, make_layer
+from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.local import local_lipschitz
+from lipscope.monitor.modules import ModuleWatch
+from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.evaluating import evaluating
+from lipscope.nn.variants import ATTENTIONS
+
+SUPPORTED = (
+    "nn.MultiheadAttention used as self-attention, lipscope's attention layers, and transformers models "
+    "whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, GPT-NeoX, Llama, Cohere, ViT and their like)"
+)
+
+Run = Callable[[], Any]
+"""One forward pass of the model on the sample."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What attention becomes: a name in ATTENTIONS, the constant of a contractive layer, fresh weights or not."""
+
+    to: str
+    constant: float | None = None
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.to, str) or self.to not in ATTENTIONS:
+            raise UserError(f"there is no attention {self.to!r} to convert to; choose one of {', '.join(ATTENTIONS)}")
+        if self.constant is not None and self.to != "contractive":
+            raise UserError(f"constant={self.constant!r} is for to='contractive'; {self.to} attention takes none")
+
+
+@dataclass(frozen=True, eq=False)
+class ConvertedLayer:
+    """One layer, at the tokens it reads in the old model and in the new one.
+
+    before, after: ||D_X f||_2 with its certificate; bound: what no input of this length exceeds, infinity if nothing
+    left:          what the old layer had and the new one has not
+    """
+
+    name: str
+    old: str
+    new: str
+    before: Estimate
+    after: Estimate
+    bound: float
+    left: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """The model, converted in place, and what became of each layer."""
+
+    model: nn.Module
+    tokens: int
+    layers: list[ConvertedLayer]
+
+    def __str__(self) -> str:
+        head = ("layer", "from", "to", "sigma before", "sigma after", "bound", "left behind")
+        rows = [
+            (x.name, x.old, x.new, f"{x.before.value:.4g}", f"{x.after.value:.4g}", _bound(x.bound), ", ".join(x.left))
+            for x in self.layers
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+        return "\n".join([f"local constants at {self.tokens} tokens", *(line.rstrip() for line in lines)])
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A layer to be replaced: the old modules with what takes their places, and the old map with its tokens [n, d]."""
+
+    name: str
+    old: nn.Module
+    f: SelfAttention
+    before: Estimate
+    layer: AttentionLayer
+    changes: tuple[tuple[nn.Module, nn.Module], ...]
+
+
+def convert_module(
+    model: nn.Module, target: Target, inputs: Any, layers: Sequence[str | nn.Module] | None = None
+) -> Conversion:
+    """Replace nn.MultiheadAttention and lipscope's own layers; `inputs` goes into model(inputs) or model(**inputs)."""
+    _check_call(model, inputs, layers)
+    watch = ModuleWatch(model, layers)
+    with _watching(watch, model, lambda: _first_run(model, inputs)):
+        slots = [_slot(watch, name, target) for name in watch.names]
+    return exchange(model, slots, lambda: call(model, inputs))
+
+
+def _check_call(model: nn.Module, inputs: Any, layers: Sequence[str | nn.Module] | None) -> None:
+    if layers is None and not any(isinstance(m, AttentionLayer | nn.MultiheadAttention) for m in model.modules()):
+        raise UserError(f"{type(model).__name__} has no attention that can be converted; supported are {SUPPORTED}")
+    if not isinstance(inputs, Tensor | tuple | Mapping):
+        raise UserError(
+            f"inputs must be a tensor, a tuple of the model's arguments or a dictionary of them, got "
+            f"{type(inputs).__name__}; a model that takes one is given (inputs,)"
+        )
+
+
+def _first_run(model: nn.Module, inputs: Any) -> None:
+    """The model as it came: what goes wrong here is the inputs' fault."""
+    try:
+        call(model, inputs)
+    except UserError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"{type(model).__name__} does not run on the inputs ({why})") from error
+
+
+def exchange(model: nn.Module, slots: Sequence[Slot], run: Run) -> Conversion:
+    """Put every replacement in its place, run the model and measure; if anything fails, everything as it was."""
+    changes = [change for slot in slots for change in slot.changes]
+    places = [(parent, name, new) for old, new in changes for parent, name in _places(model, old)]
+    before = [(parent, name, parent._modules[name]) for parent, name, _ in places]
+    nesting = _nesting(model)
+    try:
+        for slot in slots:
+            trained = any(p.requires_grad for old, _ in slot.changes for p in old.parameters())
+            for _, new in slot.changes:
+                new.requires_grad_(trained)
+        for parent, name, new in places:
+            new.train(parent.training)
+            parent._modules[name] = new
+        for encoder, _ in nesting:
+            encoder.use_nested_tensor = False  # it would read weights that are not there
+        watch = ModuleWatch(model, [slot.layer for slot in slots])
+        with _watching(watch, model, run):
+            after = [_measured(watch, name) for name in watch.names]
+    except BaseException:
+        for parent, name, old in before:
+            parent._modules[name] = old
+        for encoder, flag in nesting:
+            encoder.use_nested_tensor = flag
+        raise
+    rows = [_row(slot, *found) for slot, found in zip(slots, after, strict=True)]
+    return Conversion(model, after[0][0], rows)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model on its inputs, positional or by name."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def check_length(n: int) -> None:
+    """One token by itself looks the same to causal attention and to any other: the new layer could be either."""
+    if n < 2:
+        raise UserError(f"the first sample has {n} token{'s' * (n != 1)}, padding apart; give two or more")
+
+
+def measure_map(f: Any, X: Tensor) -> Estimate:
+    """The constant in float64, with both bounds."""
+    return local_lipschitz(f, X, precision="exact")
+
+
+def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:
+    module = watch.module(name)
+    if not isinstance(module, AttentionLayer | nn.MultiheadAttention):
+        raise UserError(f"{name} is a {type(module).__name__}, which cannot be converted; supported are {SUPPORTED}")
+    try:
+        sight = watch.sight(name)
+        if sight is None:
+            raise UserError("it did not run on the sample; convert the layers that do, by layers=[...]")
+        g, X = sight
+        f = g if isinstance(g, SelfAttention) else _weights_alone(module)
+        f, X = _plain(f, X)
+        check_length(X.shape[0])
+        before = measure_map(f if isinstance(g, SelfAttention) else g, X)
+        layer = make_layer(f.to(_dtype(module)), target.to, target.constant, target.fresh)
+    except UserError as error:
+        raise UserError(f"{name} ({type(module).__name__}) cannot be converted: {error}") from error
+    new: nn.Module = layer
+    if isinstance(module, nn.MultiheadAttention):
+        bias = None if target.fresh else constant_part(f, module.out_proj.bias)
+        bias = None if bias is None else bias.detach().to(_dtype(module), copy=True)
+        new = TorchReplacement(layer, bias, module.batch_first)
+    return Slot(name, module, f, before, layer, ((module, new),))
+
+
+def _plain(f: SelfAttention, X: Tensor) -> tuple[SelfAttention, Tensor]:
+    """f with its mask told by `causal`, at the tokens that are no padding."""
+    if f.mask is not None:
+        hidden = ~f.mask if f.mask.dtype == torch.bool else f.mask
+        f = replace(f, mask=None, causal=is_causal_mask(hidden, X.shape[0]))
+    if f.padding is not None:
+        f, X = replace(f, padding=None), X[f.padding]
+    return f, X
+
+
+def _weights_alone(module: nn.Module) -> SelfAttention:
+    """The projections of a layer that is no map of the papers (cosine attention, QK-norm)."""
+    assert isinstance(module, AttentionLayer)
+    Q, K, V, O = (module.get_parameter(f"{name}.weight").detach() for name in ("query", "key", "value", "out"))
+    return SelfAttention(Q, K, V, O, heads=module.heads, causal=module.causal)
+
+
+def _measured(watch: ModuleWatch, name: str) -> tuple[int, Estimate]:
+    sight = watch.sight(name)
+    assert sight is not None, f"{name} did not run after the conversion"
+    return sight[1].shape[0], measure_map(*sight)
+
+
+def _row(slot: Slot, n: int, after: Estimate) -> ConvertedLayer:
+    old, new, left = type(slot.old).__name__, type(slot.layer).__name__, left_behind(slot.f, slot.layer)
+    return ConvertedLayer(slot.name, old, new, slot.before, after, slot.layer.lipschitz_bound(n), left)
+
+
+@contextmanager
+def _watching(watch: ModuleWatch, model: nn.Module, run: Run) -> Iterator[None]:
+    """One pass in evaluation mode, seen by the watch, on tensors that are not nested."""
+    nesting = _nesting(model)
+    watch.arm()
+    try:
+        for encoder, _ in nesting:
+            encoder.use_nested_tensor = False
+        with torch.no_grad(), evaluating(model):
+            run()
+        yield
+    finally:
+        watch.release()
+        for encoder, flag in nesting:
+            encoder.use_nested_tensor = flag
+
+
+def _nesting(model: nn.Module) -> list[tuple[nn.TransformerEncoder, bool]]:
+    """torch's encoders, each with its word on packing padded batches into nested tensors."""
+    return [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+
+
+def _places(model: nn.Module, old: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Everywhere the module sits; it may serve several parents."""
+    found = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
+    if not found:
+        raise UserError(
+            f"the model itself is a {type(old).__name__}: there is nothing to put another into; "
+            "make a layer of lipscope in its stead, or give the model around it"
+        )
+    return found
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def _bound(x: float) -> str:
+    return "none" if x == float("inf") else f"{x:.4g}"

@@ -1,0 +1,1 @@
+"""The constants of layers while a model trains."""

@@ -1,0 +1,145 @@
+"""The layers of a transformers model, watched while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lipscope._types import UserError
+from lipscope.models.loading import load
+from lipscope.models.model import Model
+from lipscope.models.sites import Survey
+from lipscope.monitor.compiled import entries, hook, uncompiled
+from lipscope.monitor.modules import Sight, listed, wide
+from lipscope.monitor.seen_call import to_be_kept
+from lipscope.nn.evaluating import attributes_kept, evaluating
+from lipscope.nn.wrapped import check_whole, unwrapped
+
+WATCHED = ("attention", "normed", "residual", "block")
+INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
+
+
+def watch(model: nn.Module, layers: Sequence[int] | None = None, scope: str = "attention") -> ModelWatch:
+    """Layers of a live transformers model for a SmoothnessMonitor: SmoothnessMonitor(watch(model), every=50).
+
+    layers: by number, from 0; all by default
+    scope:  attention (all heads and the output projection), normed, residual or block, as in docs/scopes.md
+    """
+    called, model = model, unwrapped(model) if isinstance(model, nn.Module) else model
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"watch takes a transformers model, got {type(model).__name__}; give any other module to SmoothnessMonitor"
+        )
+    check_whole(model)
+    if scope not in WATCHED:
+        raise UserError(f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}")
+    with uncompiled(model):
+        loaded = load(model, dtype=wide(model.dtype))
+        loaded.check_scopes([scope])
+    chosen = numbered(layers, loaded.layers)
+    return ModelWatch(loaded, called, chosen, scope)
+
+
+def numbered(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """The layers asked for, of a model of `count` layers."""
+    chosen = tuple(range(count) if layers is None else listed(layers))
+    for i in chosen:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count:
+            raise UserError(f"layer {i!r} does not exist: the model has layers 0 to {count - 1}")
+        if chosen.count(i) > 1:
+            raise UserError(f"layer {i} is asked for {chosen.count(i)} times; once is enough")
+    return chosen
+
+
+class ModelWatch:
+    """A Watch of a transformers model: what it reads is kept, and run once more, one sample, when it is measured.
+
+    The second pass is in evaluation mode on lipscope's attention; padding is cut off, token types and positions of the
+    caller's own are left out.
+
+    called: the model as the training calls it, in its wrappers
+    """
+
+    def __init__(self, model: Model, called: nn.Module, layers: tuple[int, ...], scope: str):
+        self.model, self.called, self.scope = model, called, scope
+        self._layers = {f"{scope}.{i}": i for i in layers}
+        self.names = tuple(self._layers)
+        self._remove: Callable[[], None] | None = None
+        self._tap = _InputTap()
+        self._survey: Survey | None = None
+        self._kept = ExitStack()
+
+    def arm(self) -> None:
+        self.release()
+        self._tap = _InputTap()
+        trunk = self.model.trunk
+        around = [entry.part for entry in entries(self.called) if trunk in set(entry.part.modules())]
+        self._remove = hook(around[0] if around else trunk, self._tap)
+
+    def sight(self, name: str) -> Sight | None:
+        self._shut()  # the pass below is ours
+        trunk = self.model.trunk
+        if self._survey is None:
+            inputs = self._tap.inputs
+            if isinstance(inputs, UserError):
+                raise inputs
+            if inputs is None:
+                return None
+            check_whole(trunk)
+            self._kept.enter_context(attributes_kept(trunk))
+            with uncompiled(trunk):
+                self._survey = self.model.survey(**one_sample(inputs))
+        with evaluating(trunk):  # weights that torch's spectral_norm makes stay as they are
+            site = self._survey.site(self.scope, self._layers[name])
+        return site.f, site.X[0]
+
+    def release(self) -> None:
+        self._shut()
+        self._kept.close()
+        self._survey, self._tap = None, _InputTap()
+
+    def _shut(self) -> None:
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+
+
+class _InputTap:
+    """A hook that keeps the first sample of what its model last read. A copy of the model gets an empty one."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Tensor] | UserError | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not to_be_kept():
+            return
+        given = {**dict(zip(INPUTS, args[:1], strict=False)), **kwargs}
+        kept = {name: given[name] for name in (*INPUTS, "attention_mask") if isinstance(given.get(name), Tensor)}
+        try:
+            self.inputs = {name: value[:1].detach().clone() for name, value in kept.items()}
+        except Exception as error:  # told when a layer is measured: a forward pass must not fail for being watched
+            self.inputs = UserError(str(error))
+
+    def __reduce__(self) -> tuple[type[_InputTap], tuple[()]]:
+        return _InputTap, ()
+
+
+def one_sample(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sample without its padding, by the name the model takes it under."""
+    given = {name: inputs[name] for name in INPUTS if name in inputs}
+    if len(given) != 1:
+        raise UserError(f"the model was given {', '.join(given) or 'no tokens'}; one of {', '.join(INPUTS)} is due")
+    mask = inputs.get("attention_mask")
+    if mask is None or "pixel_values" in given:
+        return given
+    if mask.ndim != 2:
+        raise UserError(f"attention_mask has shape {tuple(mask.shape)}; a watched model is given [samples, tokens]")
+    real = mask[0].to(torch.bool)
+    if not real.any():
+        raise UserError("the first sample of the batch is padding only")
+    return {name: value[:, real] for name, value in given.items()}

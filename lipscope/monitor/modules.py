@@ -1,0 +1,256 @@
+"""Layers watched while their model trains: the tokens that last went into each, and the map it makes of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
+
+from lipscope._types import UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import Map
+from lipscope.monitor.compiled import Entry, entries, uncompiled
+from lipscope.monitor.seen_call import Call, first_sample, real_tokens, to_be_kept
+from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.evaluating import evaluating
+from lipscope.nn.wrapped import check_whole, named_layers, unwrapped
+
+Sight = tuple[Map, Tensor]
+"""A map and the tokens [n, d] to measure it at."""
+
+
+@runtime_checkable
+class Watch(Protocol):
+    """Layers by name; between `arm` and `release` what a forward pass shows of them is kept, the last call counts."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def arm(self) -> None: ...
+
+    def sight(self, name: str) -> Sight | None:
+        """The layer as a map at the present weights, and the tokens it read; None if it has not run since `arm`.
+
+        From the first sight on nothing more is kept: what runs then is the measurement.
+        """
+        ...
+
+    def release(self) -> None: ...
+
+
+class ModuleWatch:
+    """The layers of any module, by forward pre-hooks that exist while armed only; one sample of a batch is kept.
+
+    called: the model as the training calls it; layers in a compiled part of it are seen when that part runs again,
+            without the compiler
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str | nn.Module] | None = None):
+        self.called = model
+        self._modules = _chosen(model, layers)
+        self.names = tuple(self._modules)
+        self._taps = {name: _Tap() for name in self.names}
+        self._handles: list[RemovableHandle] = []
+        self._entries: list[Entry] = []
+
+    def arm(self) -> None:
+        self.release()
+        wanted = set(self._modules.values())
+        self._entries = [entry for entry in entries(self.called) if wanted & set(entry.part.modules())]
+        for entry in self._entries:
+            entry.arm()
+        inside = {module for entry in self._entries for module in entry.part.modules()}
+        self._hook(wanted - inside)
+
+    def _hook(self, modules: set[nn.Module]) -> None:
+        for name, module in self._modules.items():
+            if module in modules:
+                self._taps[name].open = True
+                self._handles.append(module.register_forward_pre_hook(self._taps[name], with_kwargs=True))
+
+    def sight(self, name: str) -> Sight | None:
+        self._shut()  # a layer that is run for its measurement may hold others
+        check_whole(self._modules[name])
+        for entry in self._entries:
+            if self._modules[name] in set(entry.part.modules()):
+                self._hook(set(entry.part.modules()))
+                entry.rerun()
+                self._shut()
+        call = self._taps[name].call
+        if isinstance(call, UserError):
+            raise call
+        if call is None:
+            return None
+        module = self._modules[name]
+        with evaluating(module):  # in training, torch's spectral_norm changes with every look at the weight
+            return _read(module, call)
+
+    def module(self, name: str) -> nn.Module:
+        return self._modules[name]
+
+    def release(self) -> None:
+        self._shut()
+        for entry in self._entries:
+            entry.release()
+        for tap in self._taps.values():
+            tap.call = None
+
+    def _shut(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for tap in self._taps.values():
+            tap.open = False
+
+
+class _Tap:
+    """A hook that, while open, keeps the last call of its module.
+
+    A copy of the module, or a file of it, gets a closed one. One tap serves all steps: for another a compiled module
+    would be compiled again.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self.call: Call | UserError | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not to_be_kept() or not self.open:
+            return
+        try:
+            with torch.no_grad():
+                self.call = first_sample(module, args, kwargs)
+        except Exception as error:  # told when the layer is measured: a forward pass must not fail for being watched
+            self.call = UserError(str(error))
+
+    def __reduce__(self) -> tuple[type[_Tap], tuple[()]]:
+        return _Tap, ()
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """x [n, d] -> the layer's output, weights detached, in evaluation mode, buffers out of reach."""
+
+    module: nn.Module
+    call: Call
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        lent = {name: _lend(t, self.dtype) for name, t in tensors}
+        args = tuple(x[None] if i == 0 else self._cast(arg) for i, arg in enumerate(self.call.args))
+        kwargs = {key: self._cast(value) for key, value in self.call.kwargs.items()}
+        with evaluating(self.module), uncompiled(self.module):
+            output = functional_call(self.module, lent, args, kwargs)
+        y = output[0] if isinstance(output, tuple | list) else output
+        return y[0]
+
+    def double(self) -> Frozen:
+        return replace(self, dtype=torch.float64)
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def attention_map(module: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None) -> SelfAttention:
+    """torch's attention as the papers' map, at the present weights, in float32 or finer.
+
+    mask is additive or boolean in torch's sense (True = hidden), padding [n] in the papers' (True = a real token).
+    """
+    if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+        raise UserError("this nn.MultiheadAttention has kdim, vdim, bias_k or add_zero_attn: it is no map of one input")
+    dtype = wide(module.out_proj.weight.dtype)
+    Q, K, V = module.in_proj_weight.detach().to(dtype).chunk(3)
+    biases = None
+    if module.in_proj_bias is not None:
+        bq, bk, bv = module.in_proj_bias.detach().to(dtype).chunk(3)
+        biases = (bq, bk, bv)
+    if mask is not None:
+        mask = ~mask if mask.dtype == torch.bool else mask.to(dtype)
+    O = module.out_proj.weight.detach().to(dtype)
+    return SelfAttention(Q, K, V, O, heads=module.num_heads, biases=biases, mask=mask, padding=padding)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is measured in: singular values of a map in bfloat16 are those of its rounding."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[str, nn.Module]:
+    """Layers by name, asked for by name, by pattern or by themselves; attention modules where nothing is said."""
+    known = named_layers(model)
+    model = unwrapped(model)
+    if layers is None:
+        found = {name: m for name, m in known.items() if _is_attention(m)}
+        if not found:
+            raise UserError(
+                f"{type(model).__name__} has no attention that is known by itself (lipscope's modules and "
+                "nn.MultiheadAttention are); name layers, e.g. layers=['blocks.*'], and for a transformers model "
+                "use SmoothnessMonitor(lipscope.watch(model))"
+            )
+        return {name or type(model).__name__: m for name, m in found.items()}
+    chosen: dict[str, nn.Module] = {}
+    for layer in listed(layers):
+        if not isinstance(layer, str | nn.Module):
+            raise UserError(
+                f"layers of {type(model).__name__} go by name or are given themselves, got {layer!r}; numbers are for "
+                "transformers models, by lipscope.watch and lipscope.convert"
+            )
+        if isinstance(layer, str):
+            found = {name: m for name, m in known.items() if name == layer or fnmatchcase(name, layer)}
+        else:
+            found = {name: m for name, m in known.items() if m is unwrapped(layer)}
+        if not found:
+            close = difflib.get_close_matches(layer, known) if isinstance(layer, str) else []
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            asked = repr(layer) if isinstance(layer, str) else f"this {type(layer).__name__}"
+            raise UserError(f"{type(model).__name__} has no layer {asked}{hint}")
+        chosen |= {name or type(model).__name__: m for name, m in found.items()}
+    return chosen
+
+
+def listed(layers: Iterable[Any]) -> list[Any]:
+    """The layers that somebody asks for, one at least."""
+    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+        given = f"[{layers!r}]" if isinstance(layers, str | int) else "[...]"
+        raise UserError(f"layers must be a list of layers, as in layers={given}, got {type(layers).__name__}")
+    chosen = list(layers)
+    if not chosen:
+        raise UserError("layers is empty: name one at least, or leave it out for all attention")
+    return chosen
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, AttentionLayer | nn.MultiheadAttention)
+
+
+def _read(module: nn.Module, call: Call) -> Sight:
+    """The closed form where the layer has one, else the layer itself, for autograd."""
+    X = call.args[0][0]
+    dtype = wide(next((p.dtype for p in module.parameters()), X.dtype))
+    X = X.to(dtype)
+    if isinstance(module, nn.MultiheadAttention):
+        padding, mask = (call.kwargs.get(name) for name in ("key_padding_mask", "attn_mask"))
+        return attention_map(module, mask, None if padding is None else real_tokens(padding[0])), X
+    f = _closed_form(module, X.shape[0])
+    return (Frozen(module, call, dtype) if f is None else f.to(dtype)), X
+
+
+def _closed_form(module: nn.Module, n: int) -> SelfAttention | None:
+    """What the module says it is on n tokens; None where it has no such map."""
+    try:
+        return module.as_map(n) if isinstance(module, AttentionLayer) else None
+    except UserError:
+        return None
+
+
+def _lend(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()

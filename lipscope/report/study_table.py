@@ -1,0 +1,167 @@
+"""A study on the terminal: layers and scopes, their growth, and the tokens behind the largest number."""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, Context
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lipscope._files import for_terminal
+from lipscope.study.growth import MIN_LENGTHS, Growth
+from lipscope.study.records import Identity, Row
+from lipscope.study.study import Study, Token
+
+TOP_TOKENS = 3
+IMPRECISE = "imprecise"
+
+
+def summary(study: Study) -> RenderableType:
+    """What `lipscope measure` and `lipscope show` print; it fits 80 columns."""
+    about, dtype = study.info.about, study.info.identity.dtype
+    parts: list[RenderableType] = [
+        Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}, {dtype}\n", style="bold")
+    ]
+    if study.sigma:
+        parts += [_table(study), Text(f"\n{_legend(study)}\n", style="dim"), _peak(study)]
+    else:
+        parts.append(Text("No value has been measured yet."))
+    if study.failed:
+        reason = for_terminal(study.failed[0].status, 200)
+        parts.append(Text(f"\n{len(study.failed)} rows have no value; the first says: {reason}", style="red"))
+    return Group(*parts)
+
+
+def _table(study: Study) -> Table:
+    longest = max(row.n for row in study.sigma)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("layer", justify="right")
+    table.add_column("scope")
+    table.add_column(f"σ at n = {longest}")
+    table.add_column("α in σ ~ C nᵅ")
+    table.add_column("rms")
+    table.add_column("R(n)")
+    before: object = "none yet"
+    for scope, layer in study.maps:
+        rows = study.largest(scope, layer)
+        name = "" if layer == before else "all" if layer is None else str(layer)
+        sigma = _spread([row.value for row in rows if row.n == longest])
+        growth = _exponent(study.law(scope, layer))
+        table.add_row(name, scope, sigma, *growth, _ends(study.radius(scope, layer)))
+        before = layer
+    return table
+
+
+def _spread(values: list[float]) -> str:
+    return f"{median(values):.3g} [{min(values):.3g}, {max(values):.3g}]" if values else "-"
+
+
+def _exponent(law: Growth | None) -> tuple[str, str]:
+    if law is None:
+        return "-", ""
+    alpha, low, high = (round(x, 2) + 0.0 for x in (law.alpha, law.low, law.high))  # + 0.0: no minus before a zero
+    return f"{alpha:.2f} [{low:.2f}, {high:.2f}]", f"{law.rms:.2f}"
+
+
+def _ends(radius: dict[int, float]) -> str:
+    """R at the shortest and at the longest length."""
+    ends = dict.fromkeys((min(radius), max(radius)))
+    return " → ".join(f"{radius[n]:.3g}" for n in ends)
+
+
+def _legend(study: Study) -> str:
+    lengths = sorted({row.n for row in study.sigma})
+    heads = "; heads: the largest" if any(row.scope == "heads" for row in study.sigma) else ""
+    ends = f"n = {lengths[0]} → {lengths[-1]}" if len(lengths) > 1 else f"n = {lengths[0]}"
+    growth = (
+        "α: least squares in log-log, all samples [95 %]; rms: what is left, in log σ."
+        if len(lengths) >= MIN_LENGTHS
+        else f"α: a fit needs at least {MIN_LENGTHS} lengths."
+    )
+    return (
+        f"σ: local Lipschitz constant, median [range] over samples{heads}.\n{growth}\n"
+        f"R(n): largest norm of a token at the map's input, {ends}.\n{certificate(study)}"
+        f"{_comparison(study)}"
+    )
+
+
+def _comparison(study: Study) -> str:
+    """How well the model runs on lipscope's attention; a model that cannot has blocks alone to measure."""
+    if all(row.scope in ("block", "model") for row in study.sigma):
+        return ""
+    return f"\nThe model on lipscope's attention and on its own differ by {study.info.about.difference_to_eager:.0e}."
+
+
+def certificate(study: Study) -> str:
+    """What the bounds of a study are worth, and what to try where there are none."""
+    bounded = [ratio for row in study.sigma if (ratio := width(row)) < math.inf]
+    unbounded = sum(row.upper == math.inf for row in study.sigma)
+    drowned = len(study.sigma) - len(bounded) - unbounded
+    text = "Every σ has a lower bound and no upper one"
+    if bounded:
+        text = f"Every σ lies between its lower and upper bound, at most a factor {max(bounded):.4g} apart"
+    if bounded and unbounded:
+        text += f", but {unbounded} have no upper one"
+    if unbounded:
+        text += _remedy(study.info.identity)
+    if drowned:
+        text += f"; {drowned} have no lower bound above 0, for rounding may exceed them"
+    return f"{text}.{joint(study)}{_imprecise(study)}{_missed(study)}"
+
+
+def joint(study: Study) -> str:
+    """With what probability all upper bounds hold together; nothing where there are none."""
+    if not study.certified:
+        return ""
+    count, odds = len(study.certified), _rounded_up(study.joint_failure)
+    who = f"All {count} upper bounds hold together" if count > 1 else "The upper bound holds"
+    return f"\n{who} with probability at least 1 - {odds}."
+
+
+def _rounded_up(x: float) -> str:
+    """Two digits of a probability, never below it."""
+    return f"{float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(x))):g}"
+
+
+def width(row: Row) -> float:
+    """upper / lower; 1 where both are 0."""
+    return row.upper / row.lower if row.lower > 0 else 1.0 if row.upper == 0 else math.inf
+
+
+def _remedy(identity: Identity) -> str:
+    """What to try where there is no upper bound; a gap asked for is what to try, and its rows say why it failed."""
+    if identity.dtype != "float64":
+        return "; an upper bound needs --dtype float64"
+    return "; --gap goes on until there is one" if identity.gap is None else ""
+
+
+def _imprecise(study: Study) -> str:
+    """How many rows rounding leaves without two digits."""
+    count = sum(row.status.split(":")[0] == IMPRECISE for row in study.sigma)
+    return f"\n{count} of {len(study.sigma)} rows are imprecise: rounding may exceed 1 % of σ." if count else ""
+
+
+def _missed(study: Study) -> str:
+    """How many rows are wider than asked for, and why."""
+    rows = [row for row in study.sigma if row.missed]
+    if not rows:
+        return ""
+    asked, reason = study.info.identity.gap, for_terminal(rows[0].status, 200)
+    return f"\n{len(rows)} of {len(study.sigma)} rows miss the gap of {asked:g}; the first says: {reason}."
+
+
+def _peak(study: Study) -> Text:
+    row = study.peak()
+    where = "the whole model" if row.layer is None else f"layer {row.layer}"
+    text = Text(f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, sample {row.sample}.")
+    for verb, part in (("It reacts most to", "right"), ("The change shows most at", "left")):
+        tokens = sorted(study.tokens_of(row), key=lambda token: -getattr(token, part))[:TOP_TOKENS]
+        text.append(f"\n{verb} " + ", ".join(_named(token, getattr(token, part)) for token in tokens) + ".")
+    return text
+
+
+def _named(token: Token, norm: float) -> str:
+    return f"“{for_terminal(token.token, 16)}” ({token.position}: {norm:.2f})"

@@ -1,0 +1,76 @@
+"""`lipscope bounds`: sound rows for every head, kept in the study, and a table that says how tight they are."""
+
+import pytest
+
+from lipscope.attack.ascent import Climb
+from lipscope.audit.heads import BOUND, REGIME, WORST, audit_model
+from lipscope.cli import main
+from lipscope.models.loading import load
+from lipscope.study.study import SIGMA, Study
+
+SHORT = Climb(steps=2, restarts=1)
+
+
+@pytest.fixture(scope="module")
+def audited(tiny, prose):
+    return audit_model(load(tiny), prose, (8,), layers=[1], climb=SHORT)
+
+
+def test_upper_bounds_lie_above_sigma_and_bounds_on_the_ball_above_the_worst_found(audited):
+    rows = {(r.head, r.probe): r for r in audited.study.rows}
+    heads = {r.head for r in audited.study.sigma}
+    assert heads == {0, 1}
+    for head in heads:
+        sigma, worst = rows[head, SIGMA], rows[head, WORST]
+        assert worst.value >= sigma.value * (1 - 1e-6) and worst.radius >= sigma.radius
+        assert rows[head, BOUND + "input-dependent"].value >= sigma.value
+        assert rows[head, BOUND + "compact"].value >= worst.value
+        assert rows[head, BOUND + "tuned gap"].value <= rows[head, BOUND + "compact"].value
+        assert rows[head, REGIME].value >= 0
+
+
+def test_what_is_not_offered_says_why(audited):
+    assert "distances" in audited.not_offered["L2 attention"]
+
+
+def test_a_larger_ball_has_larger_bounds(tiny, prose, audited):
+    wide = audit_model(load(tiny), prose, (8,), layers=[1], heads=[0], radius=50, climb=SHORT)
+    name = BOUND + "compact"
+    (small,) = (r for r in audited.study.rows if r.probe == name and r.head == 0)
+    (large,) = (r for r in wide.study.rows if r.probe == name)
+    assert large.radius == 50 and large.value > small.value
+
+
+def test_the_command_prints_ratios_and_its_rows_join_the_study(tiny, prose, tmp_path, capsys):
+    text, out = tmp_path / "prose.txt", tmp_path / "study"
+    text.write_text(prose)
+    words = ["bounds", tiny, "--text", str(text), "--layers", "0", "--lengths", "8", "--out", str(out)]
+    assert main(["measure", tiny, "--text", str(text), "--samples", "1", "--lengths", "8", "--out", str(out)]) == 0
+    before = len(Study.open(out).rows)
+    capsys.readouterr()
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    for part in ("input-dependent", "tightness", "worst", "regime"):
+        assert part in said
+    study = Study.open(out)
+    assert len(study.rows) > before and {r.probe for r in study.rows} >= {SIGMA, WORST, BOUND + "compact"}
+    assert main(words) == 0
+    assert [r for r in Study.open(out).rows if r.probe == WORST] == [r for r in study.rows if r.probe == WORST]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--radius", "0"], "radius R > 0"),
+        (["--radius", "-2"], "radius R > 0"),
+        (["--radius", "0.001"], "outside the ball"),
+        (["--layers", "9"], "layer 9 does not exist"),
+        (["--lengths", "9999"], "9999"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(tiny, options, says, tmp_path, prose, capsys):
+    text = tmp_path / "prose.txt"
+    text.write_text(prose)
+    given = [*options, *([] if "--lengths" in options else ["--lengths", "8"])]
+    assert main(["bounds", tiny, "--text", str(text), *given]) == 2
+    assert says in capsys.readouterr().err
