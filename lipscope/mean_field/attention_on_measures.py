@@ -67,7 +67,7 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
         raise UserError(f"the points have size {d}; the weights of f read tokens of size {f.Q.shape[1]}")
     if f.causal != (mu.positions is not None):
         raise UserError(
-            "f is causal and the measure has no positions; use DiscreteMeasure.uniform(X, causal=True) or pass positions"
+            "f is causal and the measure has no positions; use uniform(X, causal=True) or pass positions"
             if f.causal
             else "the measure has positions and f is not causal; make f causal, or leave the positions out"
         )
