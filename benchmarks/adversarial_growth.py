@@ -23,7 +23,12 @@ from lipscope.report.attack_figures import adversarial_growth_figure
 from lipscope.study.growth import fit
 from lipscope.study.reading import Choice, read
 
-REAL, TOKENS, NEAR, BALL = "real text", "3 tokens replaced", "ascent within 0.1 R of the text", "ascent in the ball"
+REAL, TOKENS, NEAR, BALL = (
+    "real text",
+    "3 tokens replaced",
+    "ascent within 0.1 R of the text",
+    "ascent in the ball",
+)
 CROWD, ZERO = "one token against a crowd (Castin et al.)", "one token at zero (Kim et al.)"
 COMPACT, CASTIN = "upper bound: compact", "upper bound: Castin et al."
 CLIMB, NEAR_RADIUS = ls.attack.Climb(steps=20, restarts=1), 0.1
@@ -47,7 +52,9 @@ def main() -> None:
         adversarial_growth_figure(curves, title).savefig(options.figure, dpi=150)
 
 
-def at_length(models: tuple[ls.Model, ls.Model], text: Path | None, layer: int, n: int) -> dict[str, float]:
+def at_length(
+    models: tuple[ls.Model, ls.Model], text: Path | None, layer: int, n: int
+) -> dict[str, float]:
     """Every number of one length, in float64; the ball has the radius of the text's longest token."""
     exact, quick = models
     ids = read(exact, text, None, Choice((n,), 1, 0, special_tokens=False)).inputs.batch(n, (0,))[0]
@@ -86,7 +93,9 @@ def show(curves: dict[str, dict[int, float]], lengths: list[int]) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, help="the embedded prose unless given")
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8, 16, 32, 64, 128])

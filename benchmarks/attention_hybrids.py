@@ -19,7 +19,9 @@ class DotScoresL2Values(AttentionLayer):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, heads, causal=True)
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
 
     def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k = (self.split(part(X)) for part in (self.query, self.key))

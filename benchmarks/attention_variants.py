@@ -32,13 +32,21 @@ SHARES = [2.0**-j for j in range(10)]
 
 VARIANTS: dict[str, Callable[[int, bool], nn.Module]] = {
     "dot product": lambda dim, causal: ls.nn.DotSelfAttention(dim, HEADS, causal),
-    "temperature 4": lambda dim, causal: ls.nn.DotSelfAttention(dim, HEADS, causal, temperature=4.0),
+    "temperature 4": lambda dim, causal: ls.nn.DotSelfAttention(
+        dim, HEADS, causal, temperature=4.0
+    ),
     "QK-norm": lambda dim, causal: ls.nn.DotSelfAttention(dim, HEADS, causal, qk_norm=True),
-    "spectral normalisation": lambda dim, causal: spectrally_normalise(ls.nn.DotSelfAttention(dim, HEADS, causal)),
-    "sigma-reparam": lambda dim, causal: sigma_reparametrise(ls.nn.DotSelfAttention(dim, HEADS, causal)),
+    "spectral normalisation": lambda dim, causal: spectrally_normalise(
+        ls.nn.DotSelfAttention(dim, HEADS, causal)
+    ),
+    "sigma-reparam": lambda dim, causal: sigma_reparametrise(
+        ls.nn.DotSelfAttention(dim, HEADS, causal)
+    ),
     "scaled cosine": lambda dim, causal: ls.nn.CosineSelfAttention(dim, HEADS, causal),
     "L2": lambda dim, causal: ls.nn.L2SelfAttention(dim, HEADS, causal),
-    "contractive L2, 0.9, norm 2": lambda dim, causal: ls.nn.ContractiveL2Attention(dim, HEADS, 0.9, causal=causal),
+    "contractive L2, 0.9, norm 2": lambda dim, causal: ls.nn.ContractiveL2Attention(
+        dim, HEADS, 0.9, causal=causal
+    ),
     "contractive L2, 0.9, norm inf": lambda dim, causal: ls.nn.ContractiveL2Attention(
         dim, HEADS, 0.9, math.inf, causal
     ),
@@ -104,11 +112,15 @@ def untied_rows() -> list[tuple[float, float, float, float]]:
     one, two = torch.ones(1, 1, dtype=torch.float64), 2 * torch.ones(1, 1, dtype=torch.float64)
     untied = ls.SelfAttention(one, two, one, kernel=ls.L2())
     tied = ls.SelfAttention(one, one, one, kernel=ls.L2())
-    (bound, *_) = sorted(row.value for row in ls.bounds(tied, ls.Everywhere(3)) if row.kind == "upper")
+    (bound, *_) = sorted(
+        row.value for row in ls.bounds(tied, ls.Everywhere(3)) if row.kind == "upper"
+    )
     found = []
     for L in (1.0, 10.0, 100.0, 1000.0):
         X = L * torch.tensor([[6.0], [2.0], [4.0]], dtype=torch.float64)
-        found.append((L, ls.local_lipschitz(untied, X).value, ls.local_lipschitz(tied, X).value, bound))
+        found.append(
+            (L, ls.local_lipschitz(untied, X).value, ls.local_lipschitz(tied, X).value, bound)
+        )
     return found
 
 
@@ -118,7 +130,9 @@ def test_losses(name: str, text: CharacterText) -> list[float]:
     for seed in range(SEEDS):
         small = Architecture(len(text.alphabet), "dot", depth=2, width=64, heads=HEADS, context=64)
         recipe = replace(RECIPE, seed=seed)
-        training = Training(text, small, recipe, torch.device("cpu"), lambda a: VARIANTS[name](a.width, True))
+        training = Training(
+            text, small, recipe, torch.device("cpu"), lambda a: VARIANTS[name](a.width, True)
+        )
         for _ in range(recipe.steps):
             training.advance()
         found.append(training.read().test)
@@ -131,16 +145,23 @@ def shown(value: float) -> str:
 
 def print_losses(path: Path) -> None:
     text = read_characters(path, context=64)
-    print(f"{RECIPE}, {SEEDS} seeds; frequencies alone cost {text.unigram_loss:.3f}, pairs {text.bigram_loss:.3f}\n")
+    print(
+        f"{RECIPE}, {SEEDS} seeds; frequencies alone cost {text.unigram_loss:.3f}, pairs {text.bigram_loss:.3f}\n"
+    )
     print("| layer | test loss, mean | standard deviation |")
     print("|---|---|---|")
     for name in VARIANTS:
         losses = test_losses(name, text)
-        print(f"| {name} | {statistics.mean(losses):.3f} | {statistics.stdev(losses):.3f} |", flush=True)
+        print(
+            f"| {name} | {statistics.mean(losses):.3f} | {statistics.stdev(losses):.3f} |",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path)
     text = parser.parse_args().text
     print_losses(text) if text else print_constants()
@@ -148,7 +169,9 @@ def main() -> None:
 
 def print_constants() -> None:
     cost = costs()
-    print(f"n = {TOKENS}, dim = {DIM}, {HEADS} heads, float64, as initialised; cost: forward + backward, float32,")
+    print(
+        f"n = {TOKENS}, dim = {DIM}, {HEADS} heads, float64, as initialised; cost: forward + backward, float32,"
+    )
     print(f"n = {COST_TOKENS}, dim = {COST_DIM}, batch {COST_BATCH}, a multiple of dot product\n")
     print("| layer | random | R = 6 | R = 60 | R = 600 | bound, 2 | bound, inf | cost |")
     print("|---|---|---|---|---|---|---|---|")

@@ -55,14 +55,21 @@ def solve(name: str, n: int, seconds: float, gibibytes: float) -> list[Row]:
     torch.cuda.synchronize()
     elapsed, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
     residual, solved = float(estimate.residual), estimate.status is ls.Status.CONVERGED
-    print(f"{name}: sigma {estimate.value:.6f} in {estimate.steps} steps, {estimate.status.value}", flush=True)
+    print(
+        f"{name}: sigma {estimate.value:.6f} in {estimate.steps} steps, {estimate.status.value}",
+        flush=True,
+    )
     rows = [
-        Row(name, n, True, "float32", elapsed, "s", residual, seconds, solved and elapsed <= seconds),
+        Row(
+            name, n, True, "float32", elapsed, "s", residual, seconds, solved and elapsed <= seconds
+        ),
         Row(name, n, True, "float32", held, "GiB", residual, gibibytes, held <= gibibytes),
     ]
     if n <= 131072:
         error = abs(estimate.value / ls.local_lipschitz(f, X, tol=1e-4).value - 1)
-        rows.append(Row(name, n, True, "float32", error, "relative error", residual, 1e-4, error <= 1e-4))
+        rows.append(
+            Row(name, n, True, "float32", error, "relative error", residual, 1e-4, error <= 1e-4)
+        )
     return rows
 
 
@@ -77,7 +84,9 @@ def storage(n: int) -> list[Row]:
         e = ls.local_lipschitz(f, X, tol=1e-2, solver=ls.Solver(seed=0, basis=basis))
         torch.cuda.synchronize()
         elapsed, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
-        print(f"basis {basis}: sigma {e.value:.7f} in {e.steps} steps, {e.status.value}", flush=True)
+        print(
+            f"basis {basis}: sigma {e.value:.7f} in {e.steps} steps, {e.status.value}", flush=True
+        )
         for value, unit in ((elapsed, "s"), (held, "GiB")):
             rows.append(Row(f"basis_{basis}", n, True, "float32", value, unit, float(e.residual)))
     return rows
@@ -99,7 +108,17 @@ def accuracy(n: int, causal: bool) -> Row:
     mine, exact = ls.local_lipschitz(f, X, tol=1e-5), f.double()
     truth = ls.local_lipschitz(lambda x: eager(exact, x), X.double(), tol=1e-9)
     error = abs(float(mine.value) / float(truth.value) - 1)
-    return Row("sigma_error", n, causal, "float32", error, "relative", float(mine.residual), 1e-5, error <= 1e-5)
+    return Row(
+        "sigma_error",
+        n,
+        causal,
+        "float32",
+        error,
+        "relative",
+        float(mine.residual),
+        1e-5,
+        error <= 1e-5,
+    )
 
 
 def jvp_flash(n: int) -> list[Row]:
@@ -129,21 +148,34 @@ def save(rows: list[Row], whole: bool = False) -> None:
     out.parent.mkdir(exist_ok=True)
     names = {row.name for row in rows}
     before = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    versions = {"lipscope": ls.__version__, "torch": torch.__version__, "triton": triton.__version__}
+    versions = {
+        "lipscope": ls.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
     kept = [row for row in before["rows"] if row["name"] not in names]
     earlier = {row["name"] for row in kept} if whole else {*before.get("earlier", ())} - names
     rows_now = [asdict(row) for row in rows]
-    report = {"device": device, "versions": versions, "earlier": sorted(earlier), "rows": kept + rows_now}
+    report = {
+        "device": device,
+        "versions": versions,
+        "earlier": sorted(earlier),
+        "rows": kept + rows_now,
+    }
     out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {out}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--million", action="store_true", help="only the layer of 1,048,576 tokens")
     parser.add_argument("--layer", action="store_true", help="only the layer of 131,072 tokens")
     options = parser.parse_args()
-    ls.local_lipschitz(*layer(16384, causal=True, seed=0), tol=1e-2)  # compiles what the solves below use
+    ls.local_lipschitz(
+        *layer(16384, causal=True, seed=0), tol=1e-2
+    )  # compiles what the solves below use
     if options.million:
         save([show(row) for row in solve("million", 1 << 20, seconds=480, gibibytes=130)])
         return

@@ -21,7 +21,12 @@ from lipscope.attention import library_vjp, tiled, triton_forward, triton_jvp, t
 from lipscope.attention.pattern import Pattern
 
 WIDTH = 768
-GOALS = {("tangent", False): 0.75, ("tangent", True): 0.65, ("pair", False): 0.62, ("pair", True): 0.62}
+GOALS = {
+    ("tangent", False): 0.75,
+    ("tangent", True): 0.65,
+    ("pair", False): 0.62,
+    ("pair", True): 0.62,
+}
 """Fractions of the matrix product's rate, at n = 131072."""
 
 
@@ -71,7 +76,9 @@ def peak_bytes(f: Callable[[], object]) -> int:
 
 def gemm() -> Row:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return Row("gemm", 8192, False, "bfloat16", 2 * 8192**3 / seconds(lambda: a @ b) / 1e12, "TFLOP/s")
+    return Row(
+        "gemm", 8192, False, "bfloat16", 2 * 8192**3 / seconds(lambda: a @ b) / 1e12, "TFLOP/s"
+    )
 
 
 def problem(n: int, head: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -100,7 +107,9 @@ def fused(n: int, head: int, causal: bool, dtype: torch.dtype, ceiling: float) -
     rows = []
     for name, rate in (("tangent", 1 / t), ("pair", 2 / (t + u))):
         value = operations(n, causal) * rate / 1e12
-        goal = GOALS.get((name, causal)) if (n, head, dtype) == (131072, 64, torch.bfloat16) else None
+        goal = (
+            GOALS.get((name, causal)) if (n, head, dtype) == (131072, 64, torch.bfloat16) else None
+        )
         target = None if goal is None else goal * ceiling
         met = None if target is None else value >= target
         rows.append(Row(name, n, causal, str(dtype)[6:], value, "TFLOP/s", None, target, met))
@@ -115,12 +124,16 @@ def eager(n: int, head: int) -> list[Row]:
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v, dq, dk, dv = (x.to(dtype) for x in (*point, *tangent))
         o, lse = triton_forward.forward(q, k, v, Pattern())
-        mine, near = seconds_and_bytes(lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), Pattern()))  # noqa: B023
+        mine, near = seconds_and_bytes(
+            lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), Pattern())
+        )  # noqa: B023
         slower, larger, kind = reference / mine, far / near, str(dtype)[6:]
         goal = 25.0 if dtype == torch.bfloat16 else None
         met = None if goal is None else slower >= goal
         rows.append(Row("eager", n, False, kind, slower, "times as slow", None, goal, met))
-        rows.append(Row("eager", n, False, kind, larger, "times the memory", None, 10.0, larger >= 10))
+        rows.append(
+            Row("eager", n, False, kind, larger, "times the memory", None, 10.0, larger >= 10)
+        )
     return rows
 
 
@@ -145,11 +158,15 @@ def accuracy(n: int, head: int, causal: bool, dtype: torch.dtype) -> list[Row]:
     do = triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), pattern)[:, :, rows].double()
     gq = back(q, k, v, o, lse, g, pattern)[0][:, :, rows].double()
     part = replace(pattern, shift=rows.start)
-    q, dq, g, k, v, dk, dv = (x.double() for x in (q[:, :, rows], dq[:, :, rows], g[:, :, rows], k, v, dk, dv))
+    q, dq, g, k, v, dk, dv = (
+        x.double() for x in (q[:, :, rows], dq[:, :, rows], g[:, :, rows], k, v, dk, dv)
+    )
     _, lse = tiled.forward(q, k, v, part)
     found = []
     truths = tiled.jvp(q, k, v, lse, (dq, dk, dv), part), tiled.vjp(q, k, v, lse, g, part)[0]
-    for name, mine, truth in zip(("tangent_error", "cotangent_error"), (do, gq), truths, strict=True):
+    for name, mine, truth in zip(
+        ("tangent_error", "cotangent_error"), (do, gq), truths, strict=True
+    ):
         error = ((mine - truth).norm() / truth.norm()).item()
         target = None if name != "tangent_error" else 5e-3 if dtype == torch.bfloat16 else 1e-6
         met = None if target is None else error <= target
@@ -158,9 +175,14 @@ def accuracy(n: int, head: int, causal: bool, dtype: torch.dtype) -> list[Row]:
 
 
 def show(row: Row) -> Row:
-    verdict = "" if row.met is None else f"   target {row.target:.3g}: {'met' if row.met else 'MISSED'}"
+    verdict = (
+        "" if row.met is None else f"   target {row.target:.3g}: {'met' if row.met else 'MISSED'}"
+    )
     causal = "causal" if row.causal else ""
-    print(f"{row.name:14} {row.n:8} {causal:7} {row.dtype:9} {row.value:10.4g} {row.unit}{verdict}", flush=True)
+    print(
+        f"{row.name:14} {row.n:8} {causal:7} {row.dtype:9} {row.value:10.4g} {row.unit}{verdict}",
+        flush=True,
+    )
     return row
 
 
@@ -169,7 +191,9 @@ def measure(lengths: list[int], head: int) -> list[Row]:
     rows = [show(gemm())]
     for n in lengths:
         for dtype in (torch.bfloat16, torch.float32):
-            rows += [show(r) for c in (False, True) for r in fused(n, head, c, dtype, rows[0].value)]
+            rows += [
+                show(r) for c in (False, True) for r in fused(n, head, c, dtype, rows[0].value)
+            ]
             rows += [show(r) for c in (False, True) for r in accuracy(n - 1, head, c, dtype)]
     if 16384 in lengths:
         rows += [show(r) for r in eager(16384, head)]
@@ -177,7 +201,9 @@ def measure(lengths: list[int], head: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--n", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
     parser.add_argument("--head", type=int, default=64, help="head dimension; heads x head = 768")
     options = parser.parse_args()

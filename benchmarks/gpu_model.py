@@ -51,16 +51,23 @@ def rows(lengths: list[int]) -> list[Row]:
             torch.cuda.synchronize()
             elapsed, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() - before
             residual = float(e.residual)
-            print(f"{scope}: sigma {e[0].value:.6f} in {e[0].steps} steps, {e[0].status.value}", flush=True)
+            print(
+                f"{scope}: sigma {e[0].value:.6f} in {e[0].steps} steps, {e[0].status.value}",
+                flush=True,
+            )
             name = f"model_{scope}"
             found.append(show(Row(name, n, True, "float32", elapsed, "s", residual)))
-            found.append(show(Row(name, n, True, "float32", held / n / 1024, "KiB per token", residual)))
+            found.append(
+                show(Row(name, n, True, "float32", held / n / 1024, "KiB per token", residual))
+            )
             del site, e
     return found[4:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--n", type=int, nargs="+", default=[8192, 32768, 131072])
     rows(parser.parse_args().n)
 

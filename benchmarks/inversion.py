@@ -37,7 +37,9 @@ def inverse_rows() -> list[tuple[float, float, float, float, int, int]]:
             y = r(X).detach()
             back = r.inverse(y)
             first = r.g(y).detach().flatten(1).norm(dim=1)
-            theory = theory_steps(constant, first, torch.finfo(y.dtype).eps * (y.flatten(1).norm(dim=1) + first))
+            theory = theory_steps(
+                constant, first, torch.finfo(y.dtype).eps * (y.flatten(1).norm(dim=1) + first)
+            )
             error = (back.value - X).abs().max().item()
             bound = back.error_bound.max().item()
             found.append((constant, scale, error, bound, int(back.steps.max()), int(theory.max())))
@@ -88,16 +90,35 @@ def draw(scales: list[tuple[float, float, float, float]], path: str) -> None:
     figure = Figure(figsize=(9.5, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for constant, errors in courses():
-        left.semilogy(range(len(errors)), errors, "o-", markersize=3, label=f"contractive, constant {constant}")
-        left.semilogy(range(len(errors)), [errors[0] * constant**k for k in range(len(errors))], ":", color="grey")
+        left.semilogy(
+            range(len(errors)),
+            errors,
+            "o-",
+            markersize=3,
+            label=f"contractive, constant {constant}",
+        )
+        left.semilogy(
+            range(len(errors)),
+            [errors[0] * constant**k for k in range(len(errors))],
+            ":",
+            color="grey",
+        )
     left.plot([], [], ":", color="grey", label="guaranteed rate")
     left.set_xlabel("fixed-point steps")
     left.set_ylabel("relative error of the inverse, float32")
     left.set_ylim(1e-8, 1)
     left.legend()
     scale, _, dot, calm = zip(*scales, strict=True)
-    right.loglog(scale, [max(e, 1e-17) for e in dot], "o-", color="tab:red", label="dot-product attention")
-    right.loglog(scale, [max(e, 1e-17) for e in calm], "o-", color="tab:blue", label="contractive L2 attention, 0.9")
+    right.loglog(
+        scale, [max(e, 1e-17) for e in dot], "o-", color="tab:red", label="dot-product attention"
+    )
+    right.loglog(
+        scale,
+        [max(e, 1e-17) for e in calm],
+        "o-",
+        color="tab:blue",
+        label="contractive L2 attention, 0.9",
+    )
     right.set_xlabel("scale of the tokens (standard deviation)")
     right.set_ylabel("relative error after 400 steps, float64")
     right.legend()
@@ -108,7 +129,9 @@ def draw(scales: list[tuple[float, float, float, float]], path: str) -> None:
 
 def main() -> None:
     print(f"contractive L2 attention, float32, 8 x {TOKENS} tokens of size {DIM}, {HEADS} heads")
-    print(f"{'constant':>8} {'scale':>6} {'largest error':>14} {'error bound':>12} {'steps':>6} {'theory':>7}")
+    print(
+        f"{'constant':>8} {'scale':>6} {'largest error':>14} {'error bound':>12} {'steps':>6} {'theory':>7}"
+    )
     for constant, scale, error, bound, steps, theory in inverse_rows():
         print(f"{constant:>8} {scale:>6} {error:>14.1e} {bound:>12.1e} {steps:>6} {theory:>7}")
     print("\nx + f(x) inverted by 400 steps in float64")

@@ -13,7 +13,31 @@ from torch import Tensor
 
 import lipscope as ls
 
-LENGTHS = [2, 3, 4, 5, 6, 8, 10, 13, 17, 23, 31, 42, 56, 75, 101, 135, 181, 243, 325, 435, 583, 781, 1000]
+LENGTHS = [
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    10,
+    13,
+    17,
+    23,
+    31,
+    42,
+    56,
+    75,
+    101,
+    135,
+    181,
+    243,
+    325,
+    435,
+    583,
+    781,
+    1000,
+]
 
 
 def unit_layer() -> ls.nn.L2SelfAttention:
@@ -39,7 +63,9 @@ def climbed(N: int, phi: float) -> Tensor:
     share = torch.rand(24, 1, generator=g, dtype=torch.float64)
     side = torch.where(torch.rand(24, N - 1, generator=g, dtype=torch.float64) < share, 1.0, -1.0)
     alternating = 1.0 - 2.0 * (torch.arange(N - 1) % 2).double().expand(8, -1)
-    sizes = math.sqrt(1 + phi) * (1 + 0.1 * torch.randn(32, N - 1, generator=g, dtype=torch.float64))
+    sizes = math.sqrt(1 + phi) * (
+        1 + 0.1 * torch.randn(32, N - 1, generator=g, dtype=torch.float64)
+    )
     noise = 1.5 * torch.randn(8, N - 1, generator=g, dtype=torch.float64)
     y = torch.cat([sizes * torch.cat([side, alternating]), noise]).requires_grad_(True)
     optimiser = torch.optim.Adam([y], lr=0.03)
@@ -47,7 +73,10 @@ def climbed(N: int, phi: float) -> Tensor:
     for step in range(600):
         value = row_sum(y)
         better = value > best
-        best, where = torch.where(better, value, best).detach(), torch.where(better[:, None], y, where).detach()
+        best, where = (
+            torch.where(better, value, best).detach(),
+            torch.where(better[:, None], y, where).detach(),
+        )
         optimiser.param_groups[0]["lr"] = 0.03 * (1 - step / 600)
         optimiser.zero_grad()
         (-value.sum()).backward()
@@ -63,7 +92,9 @@ def rows() -> list[tuple[int, float, float, float]]:
         phi = (bound - 1) / 4
         first = torch.zeros(N, 1, dtype=torch.float64)
         first[0] = 1
-        best = ls.jacobian(layer.as_map(N), climbed(N, phi)).rmv(first).abs().sum().item()  # a row of the layer's own J
+        best = (
+            ls.jacobian(layer.as_map(N), climbed(N, phi)).rmv(first).abs().sum().item()
+        )  # a row of the layer's own J
         found.append((N, best, 4 * phi + (1 - phi) / (1 + phi), bound))
     return found
 
@@ -75,7 +106,12 @@ def draw(table: list[tuple[int, float, float, float]], path: str) -> None:
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axes = figure.subplots()
     axes.plot(N, bound, color="black", label="bound, $4x + 1$")
-    axes.plot(N, closed, color="tab:blue", label=r"closed form, $4x + \frac{1-x}{1+x}$ (attained for odd $N$)")
+    axes.plot(
+        N,
+        closed,
+        color="tab:blue",
+        label=r"closed form, $4x + \frac{1-x}{1+x}$ (attained for odd $N$)",
+    )
     axes.plot(N, best, "o", color="tab:orange", markersize=4, label="best found by ascent")
     axes.set_xscale("log")
     axes.set_xlabel("number of tokens $N$")

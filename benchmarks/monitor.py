@@ -29,9 +29,16 @@ class Character(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(256, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.attention = nn.ModuleList(ls.nn.DotSelfAttention(WIDTH, HEADS, causal=True) for _ in range(DEPTH))
+        self.attention = nn.ModuleList(
+            ls.nn.DotSelfAttention(WIDTH, HEADS, causal=True) for _ in range(DEPTH)
+        )
         self.mlp = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            nn.Sequential(
+                nn.LayerNorm(WIDTH),
+                nn.Linear(WIDTH, 4 * WIDTH),
+                nn.GELU(),
+                nn.Linear(4 * WIDTH, WIDTH),
+            )
             for _ in range(DEPTH)
         )
         self.norm = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(DEPTH))
@@ -49,7 +56,13 @@ def bare() -> nn.Module:
 
 
 def transformers_gpt2() -> nn.Module:
-    sizes = {"n_embd": WIDTH, "n_layer": DEPTH, "n_head": HEADS, "n_positions": TOKENS, "vocab_size": 256}
+    sizes = {
+        "n_embd": WIDTH,
+        "n_layer": DEPTH,
+        "n_head": HEADS,
+        "n_positions": TOKENS,
+        "vocab_size": 256,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
 
 
@@ -64,11 +77,15 @@ class Twin:
         if folder is not None:
             gpt2 = isinstance(self.model, GPT2LMHeadModel)
             target = ls.watch(self.model) if gpt2 else self.model
-            self.monitor = ls.SmoothnessMonitor(target, every=EVERY, csv=f"{folder}/sigma.csv", max_sigma=1e6)
+            self.monitor = ls.SmoothnessMonitor(
+                target, every=EVERY, csv=f"{folder}/sigma.csv", max_sigma=1e6
+            )
 
     def step(self, text: Tensor, number: int) -> float:
         """Processor seconds of one step of training."""
-        where = torch.randint(len(text) - TOKENS - 1, (BATCH,), generator=torch.Generator().manual_seed(number))
+        where = torch.randint(
+            len(text) - TOKENS - 1, (BATCH,), generator=torch.Generator().manual_seed(number)
+        )
         batch = torch.stack([text[i : i + TOKENS + 1] for i in where.tolist()])
         torch.set_rng_state(self.random)
         began = time.process_time()
@@ -110,15 +127,22 @@ def compare(make: Callable[[], nn.Module], text: Tensor, windows: int) -> None:
     first, last = statistics.mean(products[:DEPTH]), statistics.mean(products[-DEPTH:])
     inside = 100 * watched.inside / (total - watched.inside)
     print(f"{'':20} {inside:.2f} % of the training's time spent inside the monitor")
-    print(f"{'':20} {first:.0f} products a layer at first, {last:.0f} at last; the losses are bit-equal")
+    print(
+        f"{'':20} {first:.0f} products a layer at first, {last:.0f} at last; the losses are bit-equal"
+    )
 
 
 def words(kinds: int = 1000, count: int = 20_000) -> Tensor:
     """Bytes of a text of random words, the r-th as frequent as 1 / r: the same one in every run."""
     generator = torch.Generator().manual_seed(1)
     sizes = torch.randint(1, 9, (kinds,), generator=generator)
-    vocabulary = [torch.randint(ord("a"), ord("z") + 1, (size,), generator=generator) for size in sizes.tolist()]
-    drawn = torch.multinomial(1 / torch.arange(1.0, kinds + 1), count, replacement=True, generator=generator)
+    vocabulary = [
+        torch.randint(ord("a"), ord("z") + 1, (size,), generator=generator)
+        for size in sizes.tolist()
+    ]
+    drawn = torch.multinomial(
+        1 / torch.arange(1.0, kinds + 1), count, replacement=True, generator=generator
+    )
     space = torch.tensor([ord(" ")])
     return torch.cat([part for i in drawn.tolist() for part in (vocabulary[i], space)])
 
@@ -127,7 +151,9 @@ def main() -> None:
     torch.set_num_threads(1)
     text = words()
     windows = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    print(f"every {EVERY} steps, batch {BATCH} x {TOKENS} tokens, width {WIDTH}, {DEPTH} x {HEADS} heads, one thread")
+    print(
+        f"every {EVERY} steps, batch {BATCH} x {TOKENS} tokens, width {WIDTH}, {DEPTH} x {HEADS} heads, one thread"
+    )
     for make in (bare, transformers_gpt2):
         compare(make, text, windows)
 

@@ -71,8 +71,12 @@ def embedded_encoder() -> tuple[list[ls.SelfAttention], list[int], torch.nn.Modu
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    ids = tokenizer.encode(" ".join(topics[t] for t in sorted(topics)), add_special_tokens=False).ids
-    model = BertModel.from_pretrained(folder, add_pooling_layer=False, attn_implementation="eager").eval()
+    ids = tokenizer.encode(
+        " ".join(topics[t] for t in sorted(topics)), add_special_tokens=False
+    ).ids
+    model = BertModel.from_pretrained(
+        folder, add_pooling_layer=False, attn_implementation="eager"
+    ).eval()
     layers = []
     for layer in model.encoder.layer:
         s, out = layer.attention.self, layer.attention.output.dense
@@ -85,15 +89,21 @@ def embedded_encoder() -> tuple[list[ls.SelfAttention], list[int], torch.nn.Modu
 def random_encoder(generator: torch.Generator, d: int = 384) -> list[ls.SelfAttention]:
     """Stands in where no pretrained weights are at hand: same sizes, Gaussian weights."""
     return [
-        ls.SelfAttention(*(torch.randn(d, d, generator=generator) / math.sqrt(d) for _ in range(4)), heads=12)
+        ls.SelfAttention(
+            *(torch.randn(d, d, generator=generator) / math.sqrt(d) for _ in range(4)), heads=12
+        )
         for _ in range(6)
     ]
 
 
-def inputs(encoder, layers: list[ls.SelfAttention], n: int, generator: torch.Generator) -> dict[int, Tensor]:
+def inputs(
+    encoder, layers: list[ls.SelfAttention], n: int, generator: torch.Generator
+) -> dict[int, Tensor]:
     """Ten inputs of n tokens for each layer, [10, n, d]."""
     if encoder is None:
-        return {i: torch.randn(INPUTS, n, layers[0].Q.shape[1], generator=generator) for i in LAYERS}
+        return {
+            i: torch.randn(INPUTS, n, layers[0].Q.shape[1], generator=generator) for i in LAYERS
+        }
     _, ids, model = encoder
     starts = torch.randint(0, len(ids) - n, (INPUTS,), generator=generator)
     batch = torch.tensor([ids[s : s + n] for s in starts.tolist()])
@@ -118,7 +128,10 @@ def measure(n: int, encoder, layers: list[ls.SelfAttention], generator: torch.Ge
         began = time.perf_counter()
         found = [power_method(reference, x, generator) for x in X]
         seconds["power"] += time.perf_counter() - began
-        for name, values in (("lipscope", estimate.value), ("power", torch.tensor([v for v, _ in found]))):
+        for name, values in (
+            ("lipscope", estimate.value),
+            ("power", torch.tensor([v for v, _ in found])),
+        ):
             errors[name] = max(errors[name], ((values - exact).abs() / exact).max().item())
         steps["lipscope"] += estimate.steps.tolist()
         steps["power"] += [s for _, s in found]
@@ -135,17 +148,26 @@ def measure(n: int, encoder, layers: list[ls.SelfAttention], generator: torch.Ge
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--every", type=int, default=7, help="take every k-th n of 2..100")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads for both methods")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "paper_workload_cpu.json")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads for both methods"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "paper_workload_cpu.json"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(0)
     encoder = embedded_encoder()
     layers = encoder[0] if encoder else random_encoder(generator)
     measure(50, encoder, layers, generator)  # warm-up
-    rows = [measure(n, encoder, layers, generator) for n in track(range(2, 101, args.every), "measuring")]
+    rows = [
+        measure(n, encoder, layers, generator)
+        for n in track(range(2, 101, args.every), "measuring")
+    ]
     mean = math.exp(statistics.mean(math.log(r["ratio"]) for r in rows))
     worst = max(r["lipscope_error"] for r in rows)
     table = Table(
@@ -155,9 +177,13 @@ def main() -> None:
         table.add_column(column, justify="right")
     for r in rows:
         numbers = (f"{r['ratio']:.1f}", f"{r['power_steps']:.1f}", f"{r['lipscope_steps']:.1f}")
-        table.add_row(str(r["n"]), *numbers, f"{r['power_error']:.0e}", f"{r['lipscope_error']:.0e}")
+        table.add_row(
+            str(r["n"]), *numbers, f"{r['power_error']:.0e}", f"{r['lipscope_error']:.0e}"
+        )
     Console().print(table)
-    print(f"geometric mean of the ratio {mean:.1f} (target 20); largest lipscope error {worst:.1e} (target 1e-5)")
+    print(
+        f"geometric mean of the ratio {mean:.1f} (target 20); largest lipscope error {worst:.1e} (target 1e-5)"
+    )
     result = {
         "encoder": "all-MiniLM-L6-v2" if encoder else "random",
         "threads": args.threads,

@@ -75,7 +75,9 @@ def to_the_end(n: int) -> dict[str, float | int | str]:
     """The whole flow, with its peak of memory and what it gathered into."""
     X = tokens_of(PRESETS["clusters"], n, 2, 0)
     before, wall, cpu = peak_mib(), time.perf_counter(), time.process_time()
-    flow = ls.dynamics.flow(layer_of(PRESETS["clusters"], 2), X, 10.0, frames=33, tol=1e-4, renormalise=True)
+    flow = ls.dynamics.flow(
+        layer_of(PRESETS["clusters"], 2), X, 10.0, frames=33, tol=1e-4, renormalise=True
+    )
     clock = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     clusters = ls.dynamics.find_clusters(flow)
     return {
@@ -90,15 +92,21 @@ def to_the_end(n: int) -> dict[str, float | int | str]:
 
 
 def child(*arguments: str) -> str:
-    return subprocess.run([sys.executable, __file__, *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, __file__, *arguments], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--n", type=int, default=10_000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--one", choices=[*WAYS, "flow"])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "particles_cpu.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "particles_cpu.json"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.one:
@@ -120,9 +128,20 @@ def main() -> None:
         f" ({min(pairs):.2f} to {max(pairs):.2f} in {ROUNDS} pairs)"
     )
     end = json.loads(child("--one", "flow", *sizes))
-    print("to t = 10: {status}; {clusters}; {mib:.0f} MiB, {cpu_s:.0f} s of the processor".format(**end))
+    print(
+        "to t = 10: {status}; {clusters}; {mib:.0f} MiB, {cpu_s:.0f} s of the processor".format(
+            **end
+        )
+    )
     args.out.parent.mkdir(exist_ok=True)
-    found = {"n": args.n, "threads": args.threads, "dtype": "float64", "ways": rows, "ratios": ratios, "flow": end}
+    found = {
+        "n": args.n,
+        "threads": args.threads,
+        "dtype": "float64",
+        "ways": rows,
+        "ratios": ratios,
+        "flow": end,
+    }
     args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -16,7 +16,12 @@ from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
 from lipscope.charlm.characters import CharacterText
-from lipscope.charlm.language_model import Architecture, CharacterTransformer, MakeAttention, make_attention
+from lipscope.charlm.language_model import (
+    Architecture,
+    CharacterTransformer,
+    MakeAttention,
+    make_attention,
+)
 
 BETAS, EPS = (0.9, 0.98), 1e-8
 ALIGNED = 64
@@ -62,7 +67,9 @@ class Stack:
             models = [self._fresh(seed) for seed in seeds]
         shapes = {name: tuple(p.shape) for name, p in models[0].named_parameters()}
         self._shapes = shapes
-        self._sizes = [-(-torch.Size(shape).numel() // ALIGNED) * ALIGNED for shape in shapes.values()]
+        self._sizes = [
+            -(-torch.Size(shape).numel() // ALIGNED) * ALIGNED for shape in shapes.values()
+        ]
         rows = [self._flatten(dict(model.named_parameters())) for model in models]
         self.theta = torch.stack(rows).to(device).requires_grad_(True)
         self._skeleton = copy.deepcopy(models[0]).to("meta")
@@ -82,7 +89,9 @@ class Stack:
         parts = theta.split(self._sizes, dim=-1)
         named = zip(self._shapes.items(), parts, strict=True)
         return {
-            name: part[..., : torch.Size(shape).numel()].unflatten(-1, shape) if shape else part[..., 0]
+            name: part[..., : torch.Size(shape).numel()].unflatten(-1, shape)
+            if shape
+            else part[..., 0]
             for (name, shape), part in named
         }
 
@@ -105,12 +114,21 @@ class Stack:
     @torch.no_grad()
     def test_losses(self, text: CharacterText, most: int) -> Tensor:
         """The loss of each member on held-out windows."""
-        windows = [t.to(self.theta.device) for t in text.test_windows(most, self.architecture.context)]
-        pieces = [self.losses(self.theta, x, y) * len(x) for x, y in zip(*(t.split(32) for t in windows), strict=True)]
+        windows = [
+            t.to(self.theta.device) for t in text.test_windows(most, self.architecture.context)
+        ]
+        pieces = [
+            self.losses(self.theta, x, y) * len(x)
+            for x, y in zip(*(t.split(32) for t in windows), strict=True)
+        ]
         return torch.stack(pieces).sum(0) / len(windows[0])
 
     def train(
-        self, text: CharacterText, schedule: Schedule, every: int, note: Callable[[int, Tensor], None]
+        self,
+        text: CharacterText,
+        schedule: Schedule,
+        every: int,
+        note: Callable[[int, Tensor], None],
     ) -> History:
         """Runs the schedule; `note` gets the step and the members' mean training losses since the last note."""
         step = _Step(self, text, schedule)
@@ -129,7 +147,10 @@ class Stack:
         """Where the windows of each step start, [steps, M, B], and the factor of its learning rate."""
         places = len(text.learned) - self.architecture.context
         shape = schedule.steps, schedule.batch
-        draws = {s: torch.randint(places, shape, generator=torch.Generator().manual_seed(s)) for s in set(self.seeds)}
+        draws = {
+            s: torch.randint(places, shape, generator=torch.Generator().manual_seed(s))
+            for s in set(self.seeds)
+        }
         starts = torch.stack([draws[seed] for seed in self.seeds], dim=1)
         factors = torch.tensor([schedule.rate(i) for i in range(schedule.steps)])
         return starts.to(self.theta.device), factors.to(self.theta.device)
@@ -143,8 +164,13 @@ class _Step:
         self.stack, self.schedule = stack, schedule
         self.text = text.learned.to(theta.device)
         self.window = torch.arange(stack.architecture.context, device=theta.device)
-        self.starts = torch.zeros(len(stack.seeds), schedule.batch, dtype=torch.long, device=theta.device)
-        self.factor, self.count = torch.zeros((), device=theta.device), torch.zeros((), device=theta.device)
+        self.starts = torch.zeros(
+            len(stack.seeds), schedule.batch, dtype=torch.long, device=theta.device
+        )
+        self.factor, self.count = (
+            torch.zeros((), device=theta.device),
+            torch.zeros((), device=theta.device),
+        )
         self.seen = torch.zeros(3, len(stack.seeds), device=theta.device)
         self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
         self.run: Callable[[], None] = self._advance

@@ -20,7 +20,20 @@ HEADS, LAYERS, LENGTHS = 20, 25, (8, 16, 32, 64, 128)
 
 INFO = StudyInfo(
     Identity("w", "c", "", "t", "x", False, "float64", "none", 1e-6, 0, 1),
-    About("a model", "Model", LAYERS, HEADS, "cpu", "a text", 1000, {"heads": "each head"}, 0.0, 1.0, {}, ""),
+    About(
+        "a model",
+        "Model",
+        LAYERS,
+        HEADS,
+        "cpu",
+        "a text",
+        1000,
+        {"heads": "each head"},
+        0.0,
+        1.0,
+        {},
+        "",
+    ),
 )
 
 
@@ -28,13 +41,17 @@ def write(place: Path, rows: int) -> int:
     """A study of about `rows` rows, one transaction per layer, length and sample; the number of transactions."""
     samples = max(1, rows // (HEADS * LAYERS * len(LENGTHS)))
     store, jobs = Store.create(place, INFO), 0
-    store.write_samples(Sample(n, s, tuple(f"t{i}" for i in range(n))) for n in LENGTHS for s in range(samples))
+    store.write_samples(
+        Sample(n, s, tuple(f"t{i}" for i in range(n))) for n in LENGTHS for s in range(samples)
+    )
     for n in LENGTHS:
         norms = (n**-0.5,) * n
         for sample in range(samples):
             for layer in range(LAYERS):
                 job = [row(layer, head, n, sample) for head in range(HEADS)]
-                store.write(job, [Sensitivity("heads", layer, r.head, n, sample, norms, norms) for r in job])
+                store.write(
+                    job, [Sensitivity("heads", layer, r.head, n, sample, norms, norms) for r in job]
+                )
                 jobs += 1
     store.close()
     return jobs
@@ -44,7 +61,21 @@ def row(layer: int, head: int, n: int, sample: int) -> Row:
     sigma = (1 + layer) * n**0.25 + head / 97 + sample / 1009
     bounds = (sigma, sigma * (1 - 1e-12), sigma * 1.01)
     return Row(
-        "sigma", "heads", layer, head, n, sample, "local", "2", *bounds, 1e-7, "converged", 3.0, "float64", "cpu", 0.01
+        "sigma",
+        "heads",
+        layer,
+        head,
+        n,
+        sample,
+        "local",
+        "2",
+        *bounds,
+        1e-7,
+        "converged",
+        3.0,
+        "float64",
+        "cpu",
+        0.01,
     )
 
 
@@ -63,7 +94,9 @@ def main() -> None:
         jobs = write(place, rows)
         wrote = time.perf_counter() - began
         size = sum(path.stat().st_size for path in place.iterdir()) / 2**20
-        print(f"write        {wrote:7.2f} s   {jobs} transactions, {1e3 * wrote / jobs:.2f} ms each, {size:.0f} MiB")
+        print(
+            f"write        {wrote:7.2f} s   {jobs} transactions, {1e3 * wrote / jobs:.2f} ms each, {size:.0f} MiB"
+        )
         for command in ("show", "export"):
             best = min(seconds(command, str(place)) for _ in range(3))
             print(f"{command:<12} {best:7.2f} s   {'within' if best < 2 else 'OVER'} 2 s")

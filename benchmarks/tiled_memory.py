@@ -65,7 +65,9 @@ CASES = {f.__name__: f for f in (equal_tokens, causal_average)}
 def one(name: str, n: int) -> dict[str, float | str | int]:
     """One case in this process: a product each way, compared with the closed form."""
     if n * n * 8 <= linearization.CACHE:
-        raise SystemExit(f"n = {n} is too small: the weights would be kept, not recomputed by tiles")
+        raise SystemExit(
+            f"n = {n} is too small: the weights would be kept, not recomputed by tiles"
+        )
     g = torch.Generator().manual_seed(0)
     f, X, product, adjoint = CASES[name](n, g)
     E, U = random(g, n, D), random(g, n, D)
@@ -79,10 +81,14 @@ def one(name: str, n: int) -> dict[str, float | str | int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--n", type=int, default=16384)
     parser.add_argument("--case", choices=list(CASES))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tiled_memory_cpu.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "tiled_memory_cpu.json"
+    )
     args = parser.parse_args()
     if args.case:
         print(json.dumps(one(args.case, args.n)))
@@ -91,7 +97,11 @@ def main() -> None:
     for name in CASES:
         command = [sys.executable, __file__, "--case", name, "--n", str(args.n)]
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print("{case}: n = {n}, {mib:.0f} MiB above the start, relative error {error:.0e}".format(**row))
+        print(
+            "{case}: n = {n}, {mib:.0f} MiB above the start, relative error {error:.0e}".format(
+                **row
+            )
+        )
         rows.append(row)
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps({"limit_mib": 1024, "d": D, "rows": rows}, indent=1) + "\n")

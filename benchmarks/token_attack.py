@@ -21,7 +21,13 @@ from rich.progress import track
 from rich.table import Table
 
 import lipscope as ls
-from lipscope.attack.tokens import Swapped, duplicated_tokens, guided_swaps, projected_swaps, random_swaps
+from lipscope.attack.tokens import (
+    Swapped,
+    duplicated_tokens,
+    guided_swaps,
+    projected_swaps,
+    random_swaps,
+)
 from lipscope.audit.attack_comparison import texts_in
 from lipscope.audit.token_target import layer_sigma
 from lipscope.models.embedded import default_text
@@ -32,7 +38,9 @@ def main() -> None:
     torch.set_num_threads(1)
     quick, exact = ls.load(dtype="float32"), ls.load()
     lines = default_text().split("\n\n") if options.text is None else texts_in(options.text)
-    texts = [ids[: options.length] for line in lines if len(ids := quick.encode(line)) >= options.length]
+    texts = [
+        ids[: options.length] for line in lines if len(ids := quick.encode(line)) >= options.length
+    ]
     texts = texts[:: max(1, len(texts) // options.texts)][: options.texts]
     found: dict[str, list[dict]] = defaultdict(list)
     for i, ids in enumerate(track(texts, console=Console(stderr=True), transient=True)):
@@ -40,18 +48,29 @@ def main() -> None:
         for seed in range(options.seeds):
             for one in attacks(quick, ids, options, seed):
                 after = sigma(exact, one.ids, options.layer)
-                row = {"text": i, "seed": seed, "before": before, "after": after, "measured": one.measured}
+                row = {
+                    "text": i,
+                    "seed": seed,
+                    "before": before,
+                    "after": after,
+                    "measured": one.measured,
+                }
                 found[one.method].append(row | {"positions": one.positions})
     show(found, len(texts), options)
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def attacks(model: ls.Model, ids: list[int], options: argparse.Namespace, seed: int) -> list[Swapped]:
+def attacks(
+    model: ls.Model, ids: list[int], options: argparse.Namespace, seed: int
+) -> list[Swapped]:
     """The guided search and random texts with every seed; what the seed hardly touches with the first."""
     target = layer_sigma(model, options.layer, seed=seed)
     guided = guided_swaps(target, ids, options.swaps, width=options.width, seed=2 * seed)
-    found = [guided, random_swaps(target, ids, options.swaps, tries=guided.measured - 1, seed=2 * seed + 1)]
+    found = [
+        guided,
+        random_swaps(target, ids, options.swaps, tries=guided.measured - 1, seed=2 * seed + 1),
+    ]
     if seed == 0:
         found.append(duplicated_tokens(target, ids, options.swaps, width=options.width))
         found.append(projected_swaps(target, ids, options.swaps))
@@ -65,25 +84,45 @@ def sigma(model: ls.Model, ids: list[int] | tuple[int, ...], layer: int) -> floa
 
 def show(found: dict[str, list[dict]], texts: int, options: argparse.Namespace) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("method", "runs", "sigma after / before: median [range]", "texts measured: median"):
+    for name in (
+        "method",
+        "runs",
+        "sigma after / before: median [range]",
+        "texts measured: median",
+    ):
         table.add_column(name)
     for method, rows in found.items():
         factors = [row["after"] / row["before"] for row in rows]
         spread = f"{median(factors):.3f} [{min(factors):.3f}, {max(factors):.3f}]"
-        table.add_row(method, str(len(rows)), spread, f"{median(row['measured'] for row in rows):.0f}")
+        table.add_row(
+            method, str(len(rows)), spread, f"{median(row['measured'] for row in rows):.0f}"
+        )
     pairs = list(zip(found["gradient"], found["random"], strict=True))
     wins = sum(a["after"] > b["after"] for a, b in pairs)
     gains = [(a["after"] - a["before"]) / max(b["after"] - b["before"], 1e-9) for a, b in pairs]
-    Console().print(f"layer {options.layer}, {texts} texts of {options.length} tokens, {options.swaps} replaced\n")
+    Console().print(
+        f"layer {options.layer}, {texts} texts of {options.length} tokens, {options.swaps} replaced\n"
+    )
     Console().print(table)
-    Console().print(f"\nguided above random: {wins} of {len(pairs)}; its rise over theirs: median {median(gains):.2f}")
+    Console().print(
+        f"\nguided above random: {wins} of {len(pairs)}; its rise over theirs: median {median(gains):.2f}"
+    )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, help="one text per line")
     parser.add_argument("--out", type=Path, help="keep the numbers as JSON")
-    for name, default in (("texts", 8), ("seeds", 2), ("layer", 3), ("length", 32), ("swaps", 3), ("width", 16)):
+    for name, default in (
+        ("texts", 8),
+        ("seeds", 2),
+        ("layer", 3),
+        ("length", 32),
+        ("swaps", 3),
+        ("width", 16),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
 

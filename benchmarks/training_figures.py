@@ -31,7 +31,12 @@ def draw_grid(results: dict[str, Any]) -> Figure:
         look = {"color": COLOURS[variant], "linestyle": STYLES[::-1][plan["depths"].index(depth)]}
         _, members = best_rate(cell)
         curve = [mean(point["test"][m] for m in members) for point in cell["curve"]]
-        loss.plot([p["step"] for p in cell["curve"]], curve, label=f"{NAMES[variant]}, depth {depth}", **look)
+        loss.plot(
+            [p["step"] for p in cell["curve"]],
+            curve,
+            label=f"{NAMES[variant]}, depth {depth}",
+            **look,
+        )
         values = cell["sigma"][str(members[0])]
         sigma.plot(range(len(values)), values, marker=".", **look)
     _levels(loss, results)
@@ -60,15 +65,30 @@ def _draw_plan(panel: Axes, results: dict[str, Any], name: str) -> None:
         ends = outcomes(cell, unigram)
         means = {rate: mean(end.learned) for rate, end in ends.items() if end.learned}
         panel.plot(
-            list(means), list(means.values()), color=colour, linestyle=style, marker=".", label=_label(variant, depth)
+            list(means),
+            list(means.values()),
+            color=colour,
+            linestyle=style,
+            marker=".",
+            label=_label(variant, depth),
         )
         lost = {rate: end.broken + end.stuck for rate, end in ends.items() if not end.fine}
         height = ROOF + ROW * row
-        panel.scatter(list(lost), [height] * len(lost), [18 * count for count in lost.values()], colour, marker="x")
-        panel.annotate(f"{depth}", (1.01, height), xycoords=ACROSS, color=colour, va="center", size="x-small")
+        panel.scatter(
+            list(lost),
+            [height] * len(lost),
+            [18 * count for count in lost.values()],
+            colour,
+            marker="x",
+        )
+        panel.annotate(
+            f"{depth}", (1.01, height), xycoords=ACROSS, color=colour, va="center", size="x-small"
+        )
     _levels(panel, results)
     title = TITLES.get(name, name)
-    panel.set(title=title, xscale="log", xlabel="learning rate", ylabel=LOSS, ylim=(1.6, ROOF + 0.6))
+    panel.set(
+        title=title, xscale="log", xlabel="learning rate", ylabel=LOSS, ylim=(1.6, ROOF + 0.6)
+    )
     panel.set_xticks(plan["rates"], [f"{rate:g}" for rate in plan["rates"]], fontsize="small")
     panel.minorticks_off()
     if panel.lines[2:]:
@@ -81,7 +101,10 @@ def _label(variant: str, depth: int) -> str:
 
 def _levels(panel: Axes, results: dict[str, Any]) -> None:
     """What frequencies of characters and of pairs cost."""
-    for level, words in ((results["settings"]["unigram_loss"], "frequencies"), (results["bigram_loss"], "pairs")):
+    for level, words in (
+        (results["settings"]["unigram_loss"], "frequencies"),
+        (results["bigram_loss"], "pairs"),
+    ):
         panel.axhline(level, color="gray", linewidth=0.8)
         panel.annotate(
             words,

@@ -37,19 +37,35 @@ HOPELESS = 10.0
 """A test loss above which nobody wants to know sigma."""
 
 
-def run_cell(plan: Plan, variant: str, depth: int, text: CharacterText, device: str) -> dict[str, Any]:
+def run_cell(
+    plan: Plan, variant: str, depth: int, text: CharacterText, device: str
+) -> dict[str, Any]:
     """Train every seed at every learning rate together; losses by rate, then seed."""
     kind = VARIANTS[variant]
     architecture = plan.architecture(len(text.alphabet), kind, depth)
     members = [(rate, seed) for rate in plan.rates for seed in range(plan.seeds)]
     start = time.perf_counter()
-    stack = Stack(architecture, [seed for _, seed in members], [rate for rate, _ in members], device, kind.make)
+    stack = Stack(
+        architecture,
+        [seed for _, seed in members],
+        [rate for rate, _ in members],
+        device,
+        kind.make,
+    )
     curve: list[dict[str, Any]] = []
 
     def note(step: int, learned: torch.Tensor) -> None:
-        curve.append({"step": step, "training": learned.tolist(), "test": stack.test_losses(text, 64).tolist()})
+        curve.append(
+            {
+                "step": step,
+                "training": learned.tolist(),
+                "test": stack.test_losses(text, 64).tolist(),
+            }
+        )
 
-    history = stack.train(text, Schedule(plan.steps, plan.batch, plan.rate, plan.clip), plan.every, note)
+    history = stack.train(
+        text, Schedule(plan.steps, plan.batch, plan.rate, plan.clip), plan.every, note
+    )
     trained = time.perf_counter() - start
     final = stack.test_losses(text, plan.tested).tolist()
     tested = time.perf_counter() - start
@@ -84,7 +100,9 @@ def described(history: History) -> dict[str, Any]:
     losses = history.losses.double().nan_to_num(math.inf)
     rose = ~(losses <= losses.cummin(0).values + 0.5) | losses.isinf()
     rise = [int(column.nonzero()[0]) if column.any() else None for column in rose.T]
-    before = torch.arange(len(losses))[:, None] < torch.tensor([len(losses) if r is None else r for r in rise])
+    before = torch.arange(len(losses))[:, None] < torch.tensor(
+        [len(losses) if r is None else r for r in rise]
+    )
     sizes = {"gradient": history.gradients, "weights": history.weights}
     return {
         "opening": history.losses[:OPENING].tolist(),
@@ -139,13 +157,17 @@ def settings(text: CharacterText, plans: dict[str, Plan], device: str) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("text", type=Path)
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--match", default="", help="only cells whose name has this pattern")
     parser.add_argument("--steps", type=int, help="another number of steps, to try things out")
     parser.add_argument("--size", choices=list(SIZES), default="full")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no cell after so many"
+    )
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,7 +178,9 @@ def main() -> None:
     if options.file.exists():
         found = json.loads(options.file.read_text())
         if found["settings"] != content["settings"]:
-            raise SystemExit(f"{options.file} holds an experiment with other settings; give another --file")
+            raise SystemExit(
+                f"{options.file} holds an experiment with other settings; give another --file"
+            )
         content = found
     content["bigram_loss"] = strict(text.bigram_loss)
     start = time.perf_counter()
@@ -169,8 +193,15 @@ def main() -> None:
             cell = run_cell(plan, variant, depth, text, device)
             content["cells"][key] = cell
             keep(options.file, content)
-            spent = ", ".join(f"{part} {cell[f'seconds_{part}']:.1f} s" for part in ("training", "testing", "sigma"))
-            print(f"{key}: {spent}, {cell['gibibytes']} GiB; test", *map("{:.3f}".format, cell["final"]), flush=True)
+            spent = ", ".join(
+                f"{part} {cell[f'seconds_{part}']:.1f} s"
+                for part in ("training", "testing", "sigma")
+            )
+            print(
+                f"{key}: {spent}, {cell['gibibytes']} GiB; test",
+                *map("{:.3f}".format, cell["final"]),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

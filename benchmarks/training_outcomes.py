@@ -52,7 +52,9 @@ def outcomes(cell: dict[str, Any], unigram: float) -> dict[float, Outcome]:
     """Of every learning rate of a cell."""
     found = {}
     for rate, members in by_rate(cell).items():
-        finals = [(cell["final"][m], [point["test"][m] for point in cell["curve"]]) for m in members]
+        finals = [
+            (cell["final"][m], [point["test"][m] for point in cell["curve"]]) for m in members
+        ]
         unbroken = [final for final, curve in finals if not broke(final, curve, unigram)]
         learned = [final for final in unbroken if not stuck(final, unigram)]
         found[rate] = Outcome(learned, len(members) - len(unbroken), len(unbroken) - len(learned))
@@ -69,7 +71,9 @@ def by_rate(cell: dict[str, Any]) -> dict[float, list[int]]:
 
 def best_rate(cell: dict[str, Any]) -> tuple[float, list[int]]:
     """The learning rate with the lowest mean test loss, and its members."""
-    return min(by_rate(cell).items(), key=lambda item: mean(cell["final"][m] or 1e9 for m in item[1]))
+    return min(
+        by_rate(cell).items(), key=lambda item: mean(cell["final"][m] or 1e9 for m in item[1])
+    )
 
 
 def breaking_plans(results: dict[str, Any]) -> dict[str, Any]:
@@ -82,4 +86,6 @@ def cells_of(results: dict[str, Any], plan: str) -> dict[tuple[str, int], dict[s
     settings = results["settings"]["plans"][plan]
     places = [(variant, depth) for variant in settings["variants"] for depth in settings["depths"]]
     names = {(variant, depth): f"{plan}/{variant}/{depth}" for variant, depth in places}
-    return {place: results["cells"][name] for place, name in names.items() if name in results["cells"]}
+    return {
+        place: results["cells"][name] for place, name in names.items() if name in results["cells"]
+    }

@@ -14,7 +14,14 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks.training_figures import draw_breaking, draw_grid
-from benchmarks.training_outcomes import NAMES, best_rate, breaking_plans, by_rate, cells_of, outcomes
+from benchmarks.training_outcomes import (
+    NAMES,
+    best_rate,
+    breaking_plans,
+    by_rate,
+    cells_of,
+    outcomes,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "training_h200.json"
@@ -26,7 +33,9 @@ NOT_RUN = "not run"
 def grid_table(results: dict[str, Any], plan: str) -> str:
     """A line a cell: the test loss at the best of its rates and what the others came to, and sigma by layer."""
     settings, cells = results["settings"]["plans"][plan], cells_of(results, plan)
-    lines = ["| attention | depth | parameters | test loss | at rate | other rates | sigma by layer | seconds |"]
+    lines = [
+        "| attention | depth | parameters | test loss | at rate | other rates | sigma by layer | seconds |"
+    ]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for variant in settings["variants"]:
         for depth in settings["depths"]:
@@ -51,7 +60,11 @@ def long_table(results: dict[str, Any]) -> str:
     plan, cells = results["settings"]["plans"]["long"], cells_of(results, "long")
     noted = range(plan["every"], plan["steps"] + 1, plan["every"])
     steps = sorted({noted[len(noted) * i // 5 - 1] for i in range(1, 6)})
-    lines = ["| attention | " + " | ".join(f"{step} steps" for step in steps) + " | at the end, all windows |"]
+    lines = [
+        "| attention | "
+        + " | ".join(f"{step} steps" for step in steps)
+        + " | at the end, all windows |"
+    ]
     lines += ["|---" * (len(steps) + 2) + "|"]
     for variant in plan["variants"]:
         cell = cells.get((variant, plan["depths"][0]))
@@ -73,8 +86,14 @@ def breaking_table(results: dict[str, Any], plan: str) -> str:
     """For each learning rate: the mean test loss of the seeds that learned, and how many did not."""
     settings, cells = results["settings"]["plans"][plan], cells_of(results, plan)
     places = [(variant, depth) for variant in settings["variants"] for depth in settings["depths"]]
-    ends = {place: outcomes(cell, results["settings"]["unigram_loss"]) for place, cell in cells.items()}
-    lines = ["| learning rate | " + " | ".join(f"{SHORT[variant]}, {depth}" for variant, depth in places) + " |"]
+    ends = {
+        place: outcomes(cell, results["settings"]["unigram_loss"]) for place, cell in cells.items()
+    }
+    lines = [
+        "| learning rate | "
+        + " | ".join(f"{SHORT[variant]}, {depth}" for variant, depth in places)
+        + " |"
+    ]
     lines += ["|---" * (len(places) + 1) + "|"]
     for rate in settings["rates"]:
         entries = [str(ends[place][rate]) if place in ends else NOT_RUN for place in places]
@@ -105,9 +124,14 @@ def rises_table(results: dict[str, Any]) -> str:
     cells = {variant: cell for (variant, _), cell in cells_of(results, "why").items()}
     lines = ["| | " + " | ".join(SHORT[variant] for variant in plan["variants"]) + " |"]
     lines += ["|---" * (len(plan["variants"]) + 1) + "|"]
-    columns = [_rises(cells[variant], plan["rates"]) if variant in cells else None for variant in plan["variants"]]
+    columns = [
+        _rises(cells[variant], plan["rates"]) if variant in cells else None
+        for variant in plan["variants"]
+    ]
     for row, name in enumerate(["first gradient", *(f"{rate:g}" for rate in plan["rates"])]):
-        lines.append(f"| {name} | " + " | ".join(NOT_RUN if c is None else c[row] for c in columns) + " |")
+        lines.append(
+            f"| {name} | " + " | ".join(NOT_RUN if c is None else c[row] for c in columns) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -115,26 +139,52 @@ def _rises(cell: dict[str, Any], rates: list[float]) -> list[str]:
     words = [f"{median(cell['gradient']['start']):.3g}"]
     for members in (by_rate(cell)[rate] for rate in rates):
         steps = [cell["rise"][member] for member in members]
-        worst = [max(math.inf if row[m] is None else row[m] for row in cell["opening"]) for m in members]
-        words.append(f"{', '.join('never' if s is None else str(s) for s in steps)} ({median(worst):.3g})")
+        worst = [
+            max(math.inf if row[m] is None else row[m] for row in cell["opening"]) for m in members
+        ]
+        words.append(
+            f"{', '.join('never' if s is None else str(s) for s in steps)} ({median(worst):.3g})"
+        )
     return words
 
 
 def settings_table(results: dict[str, Any]) -> str:
     s = results["settings"]
-    words = {"warmup": "warm-up steps", "clip": "gradient norm at most", "decay": "cosine decay to a tenth"}
+    words = {
+        "warmup": "warm-up steps",
+        "clip": "gradient norm at most",
+        "decay": "cosine decay to a tenth",
+    }
     lines = ["| | " + " | ".join(s["plans"]) + " |", "|---" * (len(s["plans"]) + 1) + "|"]
-    for name in ("width", "heads", "context", "batch", "steps", "seeds", "norm", "warmup", "decay", "clip", "rates"):
+    for name in (
+        "width",
+        "heads",
+        "context",
+        "batch",
+        "steps",
+        "seeds",
+        "norm",
+        "warmup",
+        "decay",
+        "clip",
+        "rates",
+    ):
         row = [plan[name] for plan in s["plans"].values()]
         shown = [", ".join(f"{x:g}" for x in v) if isinstance(v, list) else _word(v) for v in row]
         lines.append(f"| {words.get(name, name)} | " + " | ".join(shown) + " |")
     lines += ["", f"{s['optimiser']}; {s['arithmetic']}; {s['device']}, torch {s['torch']}. "]
-    lines[-1] += f"Frequencies of characters alone cost {s['unigram_loss']:.3f}, of pairs {results['bigram_loss']:.3f}."
+    lines[-1] += (
+        f"Frequencies of characters alone cost {s['unigram_loss']:.3f}, of pairs {results['bigram_loss']:.3f}."
+    )
     return "\n".join(lines)
 
 
 def _word(value: Any) -> str:
-    return {True: "yes", False: "no", None: "no"}[value] if isinstance(value, bool | None) else str(value)
+    return (
+        {True: "yes", False: "no", None: "no"}[value]
+        if isinstance(value, bool | None)
+        else str(value)
+    )
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:

@@ -66,7 +66,9 @@ class Plan:
         )
 
 
-GRID = Plan(depths=(2, 6, 12), rates=(1e-3, 3e-3, 1e-2), variants=("dot", "l2", "contractive", "invertible"))
+GRID = Plan(
+    depths=(2, 6, 12), rates=(1e-3, 3e-3, 1e-2), variants=("dot", "l2", "contractive", "invertible")
+)
 HYBRIDS = ("dot, l2 values", "l2, dot values")
 HARD = Plan(
     depths=(12, 24),
@@ -86,7 +88,9 @@ PLANS = {
     "grid": GRID,
     "halves": replace(GRID, depths=(6,), variants=HYBRIDS),
     "long": replace(GRID, depths=(6,), rates=(3e-3,), variants=("l2",), steps=4000, every=200),
-    "post norm": replace(HARD, depths=(6, 12, 18), rates=GENTLE, variants=("dot", "l2"), norm="post", steps=250),
+    "post norm": replace(
+        HARD, depths=(6, 12, 18), rates=GENTLE, variants=("dot", "l2"), norm="post", steps=250
+    ),
     "pre norm": replace(HARD, rates=HARD.rates[1:], variants=("dot", "l2"), norm="pre"),
     "no norm": HARD,
     "why": replace(HARD, depths=(12,), rates=FINE, variants=("dot", *HYBRIDS, "l2")),
@@ -96,6 +100,15 @@ PLANS = {
 SIZES: dict[str, dict[str, Any]] = {
     "full": {},
     "small": {"width": 32, "heads": 2, "context": 32, "batch": 8, "seeds": 2, "tested": 256},
-    "tiny": {"width": 16, "heads": 2, "context": 16, "batch": 4, "seeds": 2, "tested": 8, "steps": 6, "every": 3},
+    "tiny": {
+        "width": 16,
+        "heads": 2,
+        "context": 16,
+        "batch": 4,
+        "seeds": 2,
+        "tested": 8,
+        "steps": 6,
+        "every": 3,
+    },
 }
 """The experiment, the same in minutes on a CPU, and in seconds to see that it runs."""

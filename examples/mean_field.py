@@ -33,7 +33,11 @@ def line(A: float, causal: bool = False) -> ls.SelfAttention:
 def transition() -> Figure:
     figure, ax = plt.subplots(figsize=(7, 4.6), layout="constrained")
     figures.draw_transitions(
-        {R: ls.mean_field.transition(line(-1.0), R, 1e30, per_decade=8) for R in (1.0, 2.0, 3.0, 4.0, 5.0)}, ax
+        {
+            R: ls.mean_field.transition(line(-1.0), R, 1e30, per_decade=8)
+            for R in (1.0, 2.0, 3.0, 4.0, 5.0)
+        },
+        ax,
     )
     ax.set_title("A = -1, V = 1: one token at R, a crowd at -R")
     return figure
@@ -65,20 +69,32 @@ def maps() -> Figure:
     at = torch.linspace(-6, 6, 241, dtype=torch.float64)
     for ax, causal in zip(axes, (False, True), strict=True):
         figures.draw_splitting_map(splitting_map(line(-1.0, causal), at), ax)
-        ax.set_title("A = -1, V = 1, masked: token 1 comes first" if causal else "A = -1, V = 1, without mask")
+        ax.set_title(
+            "A = -1, V = 1, masked: token 1 comes first"
+            if causal
+            else "A = -1, V = 1, without mask"
+        )
     return figure
 
 
 def table(two: list[Row], three: list[Row]) -> str:
     """Largest gains found in the plane, V = I, radius 16, with two and three tokens, equal and free weights."""
-    lines = ["| map | 2 tokens, equal weights | 2, free weights | 3, equal | 3, free |", "|---|---|---|---|---|"]
+    lines = [
+        "| map | 2 tokens, equal weights | 2, free weights | 3, equal | 3, free |",
+        "|---|---|---|---|---|",
+    ]
     for few, more in zip(two, three, strict=True):
         gains = (few.equal, few.free, more.equal, more.free)
         lines.append(" | ".join([f"| {few.name}", *(f"{gain:.4f}" for gain in gains)]) + " |")
     return "\n".join(lines) + "\n"
 
 
-PICTURES = {"transition": transition, "two_diracs": two_diracs, "masked": masked, "splitting_map": maps}
+PICTURES = {
+    "transition": transition,
+    "two_diracs": two_diracs,
+    "masked": masked,
+    "splitting_map": maps,
+}
 
 
 def main(folder: Path) -> None:

@@ -17,6 +17,8 @@ def check_positive(name: str, value: object) -> None:
 def check_exponent(p: object) -> None:
     """The exponent p of the distances W_p and d_p."""
     if isinstance(p, bool) or not isinstance(p, Real):
-        raise UserError(f"p must be a number, at least 1 (math.inf for the longest move), got {p!r}")
+        raise UserError(
+            f"p must be a number, at least 1 (math.inf for the longest move), got {p!r}"
+        )
     if not float(p) >= 1:
         raise UserError(f"p must be at least 1 (math.inf for the longest move), got {p!r}")

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def contents(package: str, table: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def contents(
+    package: str, table: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """__getattr__ and __dir__ of a package whose public names are the keys of `table`.
 
     A value is the module that holds the name, "" where the name is a package itself.

@@ -22,7 +22,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         _sync(draft, os.O_RDWR)
         os.replace(draft, path)
     except OSError as error:
-        before = "the one from before is still there" if path.exists() else "there was none before, nor is now"
+        before = (
+            "the one from before is still there"
+            if path.exists()
+            else "there was none before, nor is now"
+        )
         raise UserError(f"cannot write {path}: {error.strerror or error}; {before}") from error
     finally:
         with suppress(OSError):
@@ -42,10 +46,17 @@ def _sync(path: Path, mode: int) -> None:
 
 def for_terminal(text: str, width: int | None = None) -> str:
     """Control, bidi and other invisible characters become visible escapes: no token drives the terminal."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in text
+    )
     return shown if width is None or len(shown) <= width else shown[: width - 1] + "…"
 
 
 def for_spreadsheet(text: str) -> str:
     """Text that a spreadsheet would run as a formula is quoted by a leading apostrophe."""
-    return "'" + text if text.lstrip()[:1] in ("=", "+", "-", "@") or text[:1] in ("\t", "\r", "\n") else text
+    return (
+        "'" + text
+        if text.lstrip()[:1] in ("=", "+", "-", "@") or text[:1] in ("\t", "\r", "\n")
+        else text
+    )

@@ -20,11 +20,19 @@ class Status(Enum):
 
     CONVERGED = "converged: the relative residual is at most tol"
     BREAKDOWN = "exact: the Krylov space became invariant, the value is exact up to rounding"
-    RESOLUTION = "converged to the resolution of this dtype, coarser than tol; use precision='exact'"
-    IMPRECISE = "rounding alone may exceed 1 % of the value; use precision='exact' or rescale the input"
+    RESOLUTION = (
+        "converged to the resolution of this dtype, coarser than tol; use precision='exact'"
+    )
+    IMPRECISE = (
+        "rounding alone may exceed 1 % of the value; use precision='exact' or rescale the input"
+    )
     MAX_STEPS = "not converged: a lower bound only; raise max_steps or tol"
-    OVERFLOW = "the scores or the output overflow this dtype; rescale the input or use precision='exact'"
-    NON_FINITE = "the derivative is not finite at this input; the map may not be differentiable there"
+    OVERFLOW = (
+        "the scores or the output overflow this dtype; rescale the input or use precision='exact'"
+    )
+    NON_FINITE = (
+        "the derivative is not finite at this input; the map may not be differentiable there"
+    )
 
     @property
     def ok(self) -> bool:
@@ -91,9 +99,13 @@ def _check_tokens(X: Tensor, name: str) -> None:
     shape = tuple(getattr(X, "shape", ()))
     if len(shape) != 2 or 0 in shape:
         got = f"shape {shape}" if shape else type(X).__name__
-        raise UserError(f"{name} needs one sequence of tokens, a tensor X of shape [n, d], got {got}")
+        raise UserError(
+            f"{name} needs one sequence of tokens, a tensor X of shape [n, d], got {got}"
+        )
     if not X.dtype.is_floating_point or not bool(X.isfinite().all()):
-        raise UserError(f"{name} needs finite floating-point tokens, got X of {X.dtype} with other values in it")
+        raise UserError(
+            f"{name} needs finite floating-point tokens, got X of {X.dtype} with other values in it"
+        )
 
 
 def _check_radius(radius: float, name: str, letter: str) -> None:

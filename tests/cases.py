@@ -21,7 +21,9 @@ def _int(g: Generator, low: int, high: int) -> int:
     return int(torch.randint(low, high + 1, (), generator=g))
 
 
-def plain(g: Generator, heads: int = 1, groups: int | None = None, project: bool = False, **options) -> Problem:
+def plain(
+    g: Generator, heads: int = 1, groups: int | None = None, project: bool = False, **options
+) -> Problem:
     """Gaussian weights and tokens, d, k, m from 1 to 6 and n from 2 to 8, at a score scale of 0.1 to 10."""
     groups = groups or heads
     d, k, m, n = _int(g, 1, 6), 2 * _int(g, 1, 3), _int(g, 1, 5), _int(g, 2, 8)

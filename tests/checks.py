@@ -20,13 +20,19 @@ def assert_adjoint(J: ls.LinearOperator, seed: int = 0, tol: float = 1e-12) -> N
         return x.reshape(*J.leading, -1)
 
     left, right = (flat(JE) * flat(U)).sum(-1), (flat(E) * flat(JU)).sum(-1)
-    size = flat(JE).norm(dim=-1) * flat(U).norm(dim=-1) + flat(E).norm(dim=-1) * flat(JU).norm(dim=-1)
-    assert ((left - right).abs() <= tol * size).all(), f"adjoint defect {((left - right).abs() / size).max():.1e}"
+    size = flat(JE).norm(dim=-1) * flat(U).norm(dim=-1) + flat(E).norm(dim=-1) * flat(JU).norm(
+        dim=-1
+    )
+    assert ((left - right).abs() <= tol * size).all(), (
+        f"adjoint defect {((left - right).abs() / size).max():.1e}"
+    )
 
 
 def assert_matches_dense(J: ls.LinearOperator, dense: Tensor, tol: float = 1e-12) -> None:
     """J is the matrix `dense` and its adjoint is the transpose, relative to the norm of the matrix."""
-    size = torch.linalg.matrix_norm(dense, 2).clamp_min(torch.finfo(dense.dtype).tiny)[..., None, None]
+    size = torch.linalg.matrix_norm(dense, 2).clamp_min(torch.finfo(dense.dtype).tiny)[
+        ..., None, None
+    ]
     for product, matrix in ((J, dense), (J.T, dense.mT)):
         got = product.to_dense()
         assert got.shape == matrix.shape

@@ -12,7 +12,9 @@ import torch
 
 torch.set_num_threads(1)
 # An int may stand for a float, as PEP 484 and mypy have it.
-jaxtyping.install_import_hook("lipscope", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+jaxtyping.install_import_hook(
+    "lipscope", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
 pytest.register_assert_rewrite("tests.checks")
 
 

@@ -10,7 +10,18 @@ from torch import Tensor
 import lipscope as ls
 
 
-def naive_attend(q, k, v, scale=None, causal=False, window=None, mask=None, padding=None, softcap=None, sinks=None):
+def naive_attend(
+    q,
+    k,
+    v,
+    scale=None,
+    causal=False,
+    window=None,
+    mask=None,
+    padding=None,
+    softcap=None,
+    sinks=None,
+):
     """Same contract as lipscope.attend, with keys repeated for groups and the softmax spelled out."""
     repeat = q.shape[-3] // k.shape[-3]
     k, v = k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
@@ -32,7 +43,9 @@ def naive_softmax(S, n, m, causal, window, mask, padding, softcap, sinks):
     elif mask is not None:
         S, seen = S + mask.clamp_min(-1e300), seen & (mask > -math.inf)
     if padding is not None:
-        seen = seen & padding[..., None, None, :] & (padding[..., None, :, None] if n == m else True)
+        seen = (
+            seen & padding[..., None, None, :] & (padding[..., None, :, None] if n == m else True)
+        )
     seen = seen.expand(S.shape)
     top = torch.where(seen, S, -math.inf).amax(-1, keepdim=True)
     if sinks is not None:
@@ -58,9 +71,15 @@ def naive_layer(f: ls.SelfAttention, X: Tensor) -> Tensor:
         q, k = rotate(q, f.kernel.rope), rotate(k, f.kernel.rope)
     k, v = k.repeat_interleave(f.heads // f.groups, 0), v.repeat_interleave(f.heads // f.groups, 0)
     scale = f.kernel.scale or 1 / math.sqrt(q.shape[-1])
-    S = -scale * (q[:, :, None] - k[:, None]).square().sum(-1) if isinstance(f.kernel, ls.L2) else scale * (q @ k.mT)
+    S = (
+        -scale * (q[:, :, None] - k[:, None]).square().sum(-1)
+        if isinstance(f.kernel, ls.L2)
+        else scale * (q @ k.mT)
+    )
     n = X.shape[0]
-    P = naive_softmax(S, n, n, f.causal, f.window, f.mask, f.padding, f.kernel.softcap, f.kernel.sinks)
+    P = naive_softmax(
+        S, n, n, f.causal, f.window, f.mask, f.padding, f.kernel.softcap, f.kernel.sinks
+    )
     joined = (P @ v).transpose(0, 1).flatten(1)
     return joined if f.O is None else joined @ f.O.T
 

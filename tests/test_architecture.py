@@ -64,7 +64,9 @@ def imports(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[st
             source = ".".join(part for part in (base, node.module) if part)
             yield from ((f"{source}.{alias.name}", function) for alias in node.names)
         else:
-            inner = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+            inner = (
+                node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
+            )
             yield from imports(node, module, inner)
 
 
@@ -102,7 +104,9 @@ def file_violations(path: str, source: str) -> list[str]:
 def loaded_by(statement: str) -> set[str]:
     """The top-level packages a fresh interpreter holds after `statement`."""
     code = f"import sys; {statement}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -133,7 +137,13 @@ def test_every_file_is_short_and_says_what_it_is():
 
 def test_importing_lipscope_is_light():
     require(".")
-    assert not loaded_by("import lipscope") & {"torch", "transformers", "numpy", "pydantic", "typer"}
+    assert not loaded_by("import lipscope") & {
+        "torch",
+        "transformers",
+        "numpy",
+        "pydantic",
+        "typer",
+    }
 
 
 @pytest.mark.parametrize("room", ["linalg", "attention", "nn"])
@@ -185,7 +195,10 @@ def test_no_tracked_file_names_a_path_of_one_machine():
         ("from lipscope import local_lipschitz", "lipscope.study.run"),
         ("from lipscope.report import page", "lipscope.study.run"),
         ("if True:\n    import transformers.models", "lipscope.attention.layer"),
-        ("class C:\n    def f(self):\n        from pandas import DataFrame", "lipscope.models.sites"),
+        (
+            "class C:\n    def f(self):\n        from pandas import DataFrame",
+            "lipscope.models.sites",
+        ),
         ("import torch", "lipscope.utils"),
     ],
 )
@@ -196,7 +209,10 @@ def test_a_planted_import_is_caught(source, module):
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from .operator import LinearOperator\nfrom .._types import Status", "lipscope.linalg.spectral"),
+        (
+            "from .operator import LinearOperator\nfrom .._types import Status",
+            "lipscope.linalg.spectral",
+        ),
         ("from lipscope import __version__, linalg", "lipscope.study.records"),
         ("def plot_growth():\n    from lipscope.report import figures", "lipscope.study.records"),
         ("import transformers\nimport torch", "lipscope.models.loading"),
@@ -210,4 +226,6 @@ def test_a_planted_file_or_path_is_caught():
     assert file_violations("a.py", "x = 1\n") != []
     assert file_violations("a.py", '"""One idea."""\n' + "x = 1\n" * 500) != []
     assert file_violations("a.py", '"""One idea."""\n' + "x = 1\n" * 299) == []
-    assert MACHINE_PATH.search("see /" + "work/main") and not MACHINE_PATH.search("example.org/home/page")
+    assert MACHINE_PATH.search("see /" + "work/main") and not MACHINE_PATH.search(
+        "example.org/home/page"
+    )

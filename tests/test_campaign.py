@@ -25,7 +25,9 @@ def check(kind: str, seed: int) -> None:
     assert abs(e.value - exact) <= MISS * exact, f"{kind} {seed}: {e.value} against {exact}"
     # The dense Jacobian is computed in float64 too, and has an error of its own of the stated size.
     slack = float(ls.jacobian(f, X).rounding) * exact
-    assert e.lower <= exact + slack and exact - slack <= e.upper, f"{kind} {seed}: {exact} not in {e}"
+    assert e.lower <= exact + slack and exact - slack <= e.upper, (
+        f"{kind} {seed}: {exact} not in {e}"
+    )
 
 
 def test_there_are_enough_kinds():
@@ -58,5 +60,7 @@ def test_campaign_batched(kind: str):
         assert ((e.value - exact).abs() <= MISS * exact).all(), f"{kind} {seed}"
         apart = ls.local_lipschitz(f.heads_apart(), batch, tol=TOL).value.reshape(3, f.heads)
         for h in range(f.heads):
-            alone = torch.stack([torch.linalg.matrix_norm(dense_jacobian(f.head(h), x), 2) for x in batch])
+            alone = torch.stack(
+                [torch.linalg.matrix_norm(dense_jacobian(f.head(h), x), 2) for x in batch]
+            )
             assert ((apart[:, h] - alone).abs() <= MISS * alone).all(), f"{kind} {seed} head {h}"

@@ -42,7 +42,14 @@ def big(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("big") / "study"
     store = Store.create(place, info())
     rows = [
-        row("heads", layer, head, n, sample, value=(1 + layer) * n**0.25 + head / 100 + sample / 1000)
+        row(
+            "heads",
+            layer,
+            head,
+            n,
+            sample,
+            value=(1 + layer) * n**0.25 + head / 100 + sample / 1000,
+        )
         for n in (8, 16, 32, 64, 128)
         for sample in range(40)
         for layer in range(25)
@@ -64,9 +71,28 @@ def run(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_measure_show_and_export_agree(tiny, text, tmp_path, capsys):
     out = str(tmp_path / "s")
-    shown = run("measure", tiny, "--text", text, "--lengths", "4,8,16", "--samples", "2", "--out", out, capsys=capsys)
+    shown = run(
+        "measure",
+        tiny,
+        "--text",
+        text,
+        "--lengths",
+        "4,8,16",
+        "--samples",
+        "2",
+        "--out",
+        out,
+        capsys=capsys,
+    )
     assert shown == run("show", out, capsys=capsys)
-    for piece in ("prose.txt", "σ at n = 16", "heads", "attention", "R(n)", "Most sensitive: layer"):
+    for piece in (
+        "prose.txt",
+        "σ at n = 16",
+        "heads",
+        "attention",
+        "R(n)",
+        "Most sensitive: layer",
+    ):
         assert piece in shown
     assert max(map(len, shown.splitlines())) <= 80
     table = list(csv.DictReader(io.StringIO(run("export", out, "--csv", capsys=capsys))))
@@ -80,7 +106,18 @@ def test_measure_show_and_export_agree(tiny, text, tmp_path, capsys):
 
 def test_json_holds_every_number(tiny, text, tmp_path, capsys):
     out = str(tmp_path / "s")
-    told = run("measure", tiny, "--text", text, "--lengths", "4,8,16", "--json", "--out", out, capsys=capsys)
+    told = run(
+        "measure",
+        tiny,
+        "--text",
+        text,
+        "--lengths",
+        "4,8,16",
+        "--json",
+        "--out",
+        out,
+        capsys=capsys,
+    )
     found = json.loads(told)
     assert found == json.loads(run("show", out, "--json", capsys=capsys))
     study = Study.open(out)
@@ -89,7 +126,11 @@ def test_json_holds_every_number(tiny, text, tmp_path, capsys):
     assert found["most_sensitive"]["value"] == study.peak().value
     assert len(found["most_sensitive"]["tokens"]) == 16
     assert found["identity"]["tol"] == 1e-6 and found["failed"] == 0
-    assert found["joint_confidence"] == study.joint_confidence == pytest.approx(1 - len(study.rows) * 1e-9)
+    assert (
+        found["joint_confidence"]
+        == study.joint_confidence
+        == pytest.approx(1 - len(study.rows) * 1e-9)
+    )
 
 
 def test_the_recorded_command_measures_the_same(tiny, text, tmp_path, capsys, monkeypatch):
@@ -112,7 +153,17 @@ def test_the_recorded_command_measures_the_same(tiny, text, tmp_path, capsys, mo
         "--tol",
         "1e-4",
     ]
-    run("measure", tiny, "--text", text, *options, "--special-tokens", "--out", str(first), capsys=capsys)
+    run(
+        "measure",
+        tiny,
+        "--text",
+        text,
+        *options,
+        "--special-tokens",
+        "--out",
+        str(first),
+        capsys=capsys,
+    )
     study = Study.open(first)
     words = study.info.about.command.split()
     assert words[:2] == ["lipscope", "measure"]
@@ -166,7 +217,9 @@ def test_ctrl_c_says_how_to_go_on(tiny, text, tmp_path):
         "--out",
         str(out),
     ]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     while not out.joinpath("study.sqlite-wal").exists() or not Study.open(out).rows:
         time.sleep(0.02)
         assert child.poll() is None
@@ -194,12 +247,20 @@ def test_100_000_rows_without_torch(big, command):
         "heavy = {'torch', 'transformers'} & set(sys.modules); "
         "print(*heavy, file=sys.stderr, end=''); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code, command, str(big)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, str(big)], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 100_001 if command == "export" else "Most sensitive" in done.stdout
+    assert (
+        len(done.stdout.splitlines()) == 100_001
+        if command == "export"
+        else "Most sensitive" in done.stdout
+    )
 
 
 def test_help_needs_no_torch():
     code = "import sys; import lipscope.cli as cli; cli.main(['measure', '--help']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert not {"torch", "transformers"} & set(done.stdout.split())

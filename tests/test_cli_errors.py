@@ -28,7 +28,9 @@ def place(tmp_path_factory) -> Path:
         shutil.copytree(good, place / name)
     weights = load_file(good / "model.safetensors")
     key = "encoder.layer.0.attention.self.query.weight"
-    save_file({**weights, key: weights[key].to(torch.float8_e4m3fn)}, place / "fp8" / "model.safetensors")
+    save_file(
+        {**weights, key: weights[key].to(torch.float8_e4m3fn)}, place / "fp8" / "model.safetensors"
+    )
     (place / "pickled" / "model.safetensors").rename(place / "pickled" / "pytorch_model.bin")
     for path in (place / "silent").glob("tokenizer*"):
         path.unlink()
@@ -68,7 +70,10 @@ CASES = [
     Case("measure @tiny --text @latin1", "latin1 is not UTF-8 text (byte 3)"),
     Case("measure @tiny --text @short", "the text has 3 tokens, too few for length 8"),
     Case(f"{TINY} --lengths 8,301", "length 301 is above the 48 positions"),
-    Case("measure @tiny --text @short --lengths 2,4 --out @out", "too few for length 4; give a longer text"),
+    Case(
+        "measure @tiny --text @short --lengths 2,4 --out @out",
+        "too few for length 4; give a longer text",
+    ),
     Case(f"{TINY} --lengths 8,49", "length 49 is above the 48 positions"),
     Case(f"{TINY} --lengths eight", "--lengths takes whole numbers and ranges"),
     Case(f"{TINY} --lengths 8,,16", "--lengths takes whole numbers and ranges"),
@@ -81,7 +86,10 @@ CASES = [
     Case(f"{TINY} --layers 2", "layer 2 does not exist"),
     Case(f"{TINY} --layers last", "--layers takes whole numbers"),
     Case(f"{TINY} --heads 0,2", "head 2 does not exist"),
-    Case(f"{TINY} --scope smoothness", "there is no scope 'smoothness'; the scopes are heads, attention"),
+    Case(
+        f"{TINY} --scope smoothness",
+        "there is no scope 'smoothness'; the scopes are heads, attention",
+    ),
     Case(f"{TINY} --scope normed", "normalise"),
     Case(f"{TINY} --tol 0", "tol, a relative residual, must lie between 0 and 1"),
     Case(f"{TINY} --tol small", "--tol"),
@@ -96,12 +104,17 @@ CASES = [
     Case("measure @broken --text @text --out @out", "config.json cannot be read"),
     Case("measure @empty --text @text --out @out", "config.json"),
     Case("measure ./no/such/model --text @text --out @out", "is not a folder with a model"),
-    Case("measure owner/unknown --text @text --out @out", "there is no model 'owner/unknown' on the hub"),
+    Case(
+        "measure owner/unknown --text @text --out @out",
+        "there is no model 'owner/unknown' on the hub",
+    ),
     Case("measure owner/gated --text @text --out @out", "owner/gated is gated"),
     Case("measure owner/offline --text @text --out @out", "not in the local cache"),
     Case("measure @tiny --text @text --out @text", "is a file; --out takes a directory"),
     Case("measure @tiny --text @text --out @text/below", "cannot write to"),
-    Case("measure @tiny --text @text --out @mine", "not a study and not empty (it holds thesis.tex)"),
+    Case(
+        "measure @tiny --text @text --out @mine", "not a study and not empty (it holds thesis.tex)"
+    ),
     Case("measure @tiny --text @text --out @study", "is a study of another model"),
     Case("measure @tiny --text @text --out @newer", "newer lipscope"),
     Case("show", "Missing argument 'DIR'. Try `lipscope show --help`"),
@@ -132,7 +145,9 @@ def test_a_mistake_is_told_in_a_line(case, place, monkeypatch, capsys):
     monkeypatch.setattr("lipscope.models.repository.hf_hub_download", hub)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(case.stdin)))
     before = snapshot(place)
-    words = [str(place / word[1:]) if word.startswith("@") else word for word in case.command.split()]
+    words = [
+        str(place / word[1:]) if word.startswith("@") else word for word in case.command.split()
+    ]
     assert main(words) == 2
     said = capsys.readouterr()
     assert case.told in said.err
@@ -143,7 +158,11 @@ def test_a_mistake_is_told_in_a_line(case, place, monkeypatch, capsys):
 
 def snapshot(place: Path) -> dict[Path, bytes]:
     """Every file, locks aside: they hold nothing and may stay."""
-    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and path.name != "study.lock"}
+    return {
+        path: path.read_bytes()
+        for path in place.rglob("*")
+        if path.is_file() and path.name != "study.lock"
+    }
 
 
 def test_there_are_enough_of_them():

@@ -16,7 +16,20 @@ from lipscope.cli import main
 from lipscope.cli.terminal import Report
 
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
-SMALL = ["--depth", "2", "--width", "8", "--heads", "2", "--context", "8", "--steps", "20", "--every", "10"]
+SMALL = [
+    "--depth",
+    "2",
+    "--width",
+    "8",
+    "--heads",
+    "2",
+    "--context",
+    "8",
+    "--steps",
+    "20",
+    "--every",
+    "10",
+]
 
 
 @pytest.fixture
@@ -26,14 +39,28 @@ def text(tmp_path) -> str:
 
 
 @pytest.mark.parametrize(
-    "extra", [["--attention", "cosine"], ["--attention", "contractive", "--invertible"], ["--norm", "post"]]
+    "extra",
+    [["--attention", "cosine"], ["--attention", "contractive", "--invertible"], ["--norm", "post"]],
 )
 def test_a_trained_model_is_measured(tmp_path, text, extra, capsys):
     out = str(tmp_path / "model")
     assert main(["train", "--text", text, *SMALL, *extra, "--out", out]) == 0
     assert "test loss" in capsys.readouterr().out
-    assert {"curves.csv", "curves.png", "config.json", "model.safetensors"} <= {p.name for p in Path(out).iterdir()}
-    command = ["measure", out, "--text", text, "--lengths", "4,8", "--samples", "1", "--scope", "attention"]
+    assert {"curves.csv", "curves.png", "config.json", "model.safetensors"} <= {
+        p.name for p in Path(out).iterdir()
+    }
+    command = [
+        "measure",
+        out,
+        "--text",
+        text,
+        "--lengths",
+        "4,8",
+        "--samples",
+        "1",
+        "--scope",
+        "attention",
+    ]
     assert main(command) == 0
     assert "attention" in capsys.readouterr().out
 
@@ -67,11 +94,20 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
     [
         (["--attention", "linear"], "choose one of dot, l2, contractive, cosine"),
         (["--invertible"], "choose attention contractive"),
-        (["--attention", "contractive", "--constant", "0"], "constant must be a positive number, got 0.0"),
+        (
+            ["--attention", "contractive", "--constant", "0"],
+            "constant must be a positive number, got 0.0",
+        ),
         (["--attention", "contractive", "--constant", "-1"], "constant must be a positive number"),
         (["--attention", "contractive", "--invertible", "--constant", "1"], "below 1"),
-        (["--constant", "0.5"], "--constant is for --attention contractive; l2 attention takes none"),
-        (["--attention", "dot", "--constant", "0.9"], "--constant is for --attention contractive; dot attention"),
+        (
+            ["--constant", "0.5"],
+            "--constant is for --attention contractive; l2 attention takes none",
+        ),
+        (
+            ["--attention", "dot", "--constant", "0.9"],
+            "--constant is for --attention contractive; dot attention",
+        ),
         (["--norm", "batch"], "choose one of pre, post, none"),
         (["--attention", "contractive", "--invertible", "--norm", "post"], "choose norm pre"),
         (["--width", "9"], "multiple of the number of heads"),
@@ -81,7 +117,10 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
         (["--warmup", "-1"], "warmup must be a whole number from 0 to 9223372036854775807, got -1"),
         (["--weight-decay", "-1"], "weight_decay must be 0 or a positive number"),
         (["--clip", "0"], "clip must be a positive number"),
-        (["--seed", "9" * 20], "seed must be a whole number from 0 to 9223372036854775807, got 99999999999999999999"),
+        (
+            ["--seed", "9" * 20],
+            "seed must be a whole number from 0 to 9223372036854775807, got 99999999999999999999",
+        ),
         (["--width", "1" + "0" * 400], "width must be a whole number from 1 to"),
         (["--device", "nonsense"], "cannot be used here"),
         (["--device", "meta"], "cannot be used here"),
@@ -90,7 +129,9 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
         (["--text", "nowhere"], "cannot be read"),
     ],
 )
-def test_mistakes_are_told_in_a_line_and_nothing_is_left(tmp_path, text, options, complaint, capsys):
+def test_mistakes_are_told_in_a_line_and_nothing_is_left(
+    tmp_path, text, options, complaint, capsys
+):
     out = tmp_path / "model"
     assert main(["train", "--text", text, *SMALL, "--out", str(out), *options]) == 2
     told = capsys.readouterr().err
@@ -100,10 +141,33 @@ def test_mistakes_are_told_in_a_line_and_nothing_is_left(tmp_path, text, options
 
 def test_every_option_of_the_optimiser_arrives(tmp_path, text):
     out = tmp_path / "model"
-    given = {"steps": 4, "batch": 3, "lr": 0.02, "warmup": 5, "weight_decay": 0.06, "clip": 0.7, "seed": 8, "every": 2}
+    given = {
+        "steps": 4,
+        "batch": 3,
+        "lr": 0.02,
+        "warmup": 5,
+        "weight_decay": 0.06,
+        "clip": 0.7,
+        "seed": 8,
+        "every": 2,
+    }
     given |= {"depth": 1, "width": 6, "heads": 3, "context": 9, "norm": "none", "constant": 0.4}
-    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = ["train", "--text", text, "--attention", "contractive", "--invertible", *options, "--out", str(out)]
+    options = [
+        word
+        for name, value in given.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    command = [
+        "train",
+        "--text",
+        text,
+        "--attention",
+        "contractive",
+        "--invertible",
+        *options,
+        "--out",
+        str(out),
+    ]
     assert main(command) == 0
     found = read_checkpoint(out)
     assert found is not None
@@ -139,10 +203,22 @@ def test_the_bar_says_how_well_it_goes(tmp_path, text, monkeypatch):
 
 
 PLACES = {
-    "lipscope.charlm.characters.read_characters": ("before a step was taken; nothing has changed. Give the same", []),
-    "lipscope.charlm.training.Training.read": ("nothing is kept in {} yet. The same command begins again", []),
-    "lipscope.charlm.folder.write_json": ("step 0 of 20 is kept in {}. The same command goes on", []),
-    "lipscope.report.training.draw_curves": ("step 20 of 20 is kept in {}. The same command", ["model.safetensors"]),
+    "lipscope.charlm.characters.read_characters": (
+        "before a step was taken; nothing has changed. Give the same",
+        [],
+    ),
+    "lipscope.charlm.training.Training.read": (
+        "nothing is kept in {} yet. The same command begins again",
+        [],
+    ),
+    "lipscope.charlm.folder.write_json": (
+        "step 0 of 20 is kept in {}. The same command goes on",
+        [],
+    ),
+    "lipscope.report.training.draw_curves": (
+        "step 20 of 20 is kept in {}. The same command",
+        ["model.safetensors"],
+    ),
     "lipscope.report.training.curve_table": (
         "the training is done, and its model and curves are in {}",
         ["curves.png"],
@@ -162,7 +238,9 @@ def test_ctrl_c_says_what_is_kept_wherever_it_comes(tmp_path, text, place, monke
         patch.setattr(place, stop)
         assert main(command) == 130
     said = capsys.readouterr()
-    assert said.err.startswith(f"lipscope: Stopped{'' if words.startswith('before') else ';'} {words.format(out)}")
+    assert said.err.startswith(
+        f"lipscope: Stopped{'' if words.startswith('before') else ';'} {words.format(out)}"
+    )
     assert said.err.count("\n") == 1 and said.out == ""
     assert all((out / name).exists() for name in there) and not list(out.glob(".*"))
     assert main(command) == 0
@@ -179,18 +257,34 @@ def test_a_full_disk_leaves_no_draft_and_is_told_as_it_is(tmp_path, text):
     command = [sys.executable, "-c", code, "train", "--text", text, *SMALL, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr == f"lipscope: cannot write {out / FILE}: File too large; there was none before, nor is now\n"
+    assert (
+        done.stderr
+        == f"lipscope: cannot write {out / FILE}: File too large; there was none before, nor is now\n"
+    )
     assert [path.name for path in out.iterdir()] == [LOCK]
 
 
 @pytest.mark.slow
 def test_kills_of_the_whole_command_change_no_bit(tmp_path, text):
-    command = [sys.executable, "-m", "lipscope.cli", "train", "--text", text, *SMALL, "--steps", "300", "--out"]
+    command = [
+        sys.executable,
+        "-m",
+        "lipscope.cli",
+        "train",
+        "--text",
+        text,
+        *SMALL,
+        "--steps",
+        "300",
+        "--out",
+    ]
     torn = tmp_path / "torn"
     for _ in range(5):
         before = (torn / FILE).stat().st_mtime_ns if (torn / FILE).exists() else 0
         child = subprocess.Popen([*command, str(torn)], stdout=subprocess.DEVNULL)
-        while child.poll() is None and (not (torn / FILE).exists() or (torn / FILE).stat().st_mtime_ns == before):
+        while child.poll() is None and (
+            not (torn / FILE).exists() or (torn / FILE).stat().st_mtime_ns == before
+        ):
             time.sleep(0.005)
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
@@ -208,5 +302,8 @@ def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path, text, cap
 
 def test_a_text_in_another_encoding_is_refused(tmp_path, capsys):
     (tmp_path / "latin").write_bytes("né à Rouen".encode("latin-1") * 50)
-    assert main(["train", "--text", str(tmp_path / "latin"), *SMALL, "--out", str(tmp_path / "model")]) == 2
+    assert (
+        main(["train", "--text", str(tmp_path / "latin"), *SMALL, "--out", str(tmp_path / "model")])
+        == 2
+    )
     assert "is not UTF-8 (byte 1)" in capsys.readouterr().err

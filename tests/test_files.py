@@ -17,12 +17,17 @@ def test_what_was_written_takes_its_place(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["rows.csv"]
 
 
-@pytest.mark.parametrize(("before", "told"), [(True, "the one from before is still there"), (False, "nor is now")])
+@pytest.mark.parametrize(
+    ("before", "told"), [(True, "the one from before is still there"), (False, "nor is now")]
+)
 def test_a_failure_leaves_what_was_there(tmp_path, before, told):
     path = tmp_path / "rows.csv"
     if before:
         path.write_text("before")
-    with pytest.raises(UserError, match=f"cannot write .*No space left on device; .*{told}"), whole_file(path) as draft:
+    with (
+        pytest.raises(UserError, match=f"cannot write .*No space left on device; .*{told}"),
+        whole_file(path) as draft,
+    ):
         draft.write_text("half")
         raise OSError(28, "No space left on device")
     with pytest.raises(KeyboardInterrupt), whole_file(path) as draft:

@@ -18,7 +18,11 @@ def test_a_mutant_can_be_planted_and_its_tests_exist(mutant):
 
 
 def test_no_mutant_is_planted_twice():
-    assert len({m.bug for m in MUTANTS}) == len({(m.file, m.old, m.new) for m in MUTANTS}) == len(MUTANTS)
+    assert (
+        len({m.bug for m in MUTANTS})
+        == len({(m.file, m.old, m.new) for m in MUTANTS})
+        == len(MUTANTS)
+    )
 
 
 @pytest.mark.parametrize("text", ["a text that is not in the source", "import"])

@@ -18,11 +18,22 @@ from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 
 TEXT = CharacterText.of("to be, or not to be: that is the question. " * 9, 8)
-QUICK = {"depths": (1,), "width": 8, "heads": 2, "context": 8, "batch": 2, "steps": 3, "seeds": 2, "every": 2}
+QUICK = {
+    "depths": (1,),
+    "width": 8,
+    "heads": 2,
+    "context": 8,
+    "batch": 2,
+    "steps": 3,
+    "seeds": 2,
+    "every": 2,
+}
 
 
 def test_every_plan_and_variant_reaches_the_page(tmp_path):
-    plans = {name: replace(plan, **QUICK, rates=plan.rates[:2], tested=2) for name, plan in PLANS.items()}
+    plans = {
+        name: replace(plan, **QUICK, rates=plan.rates[:2], tested=2) for name, plan in PLANS.items()
+    }
     assert {variant for plan in plans.values() for variant in plan.variants} == set(VARIANTS)
     cells = {
         f"{name}/{variant}/1": run_cell(plan, variant, 1, TEXT, "cpu")
@@ -55,7 +66,10 @@ def twin(hybrid, layer):
 
 @pytest.mark.parametrize(
     ("hybrid", "scores", "values"),
-    [(DotScoresL2Values, DotSelfAttention, L2SelfAttention), (L2ScoresDotValues, L2SelfAttention, DotSelfAttention)],
+    [
+        (DotScoresL2Values, DotSelfAttention, L2SelfAttention),
+        (L2ScoresDotValues, L2SelfAttention, DotSelfAttention),
+    ],
 )
 def test_a_hybrid_has_the_scores_of_one_and_the_values_of_the_other(hybrid, scores, values):
     torch.manual_seed(0)

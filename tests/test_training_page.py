@@ -11,7 +11,9 @@ from benchmarks.training_page import PAGE, RESULTS, filled, largest_rates, rises
 
 def test_the_tables_are_those_of_the_results():
     page = PAGE.read_text()
-    assert filled(page, json.loads(RESULTS.read_text())) == page, "run python -m benchmarks.training_page"
+    assert filled(page, json.loads(RESULTS.read_text())) == page, (
+        "run python -m benchmarks.training_page"
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,22 +33,38 @@ def test_breaking(final, curve, expected):
 CELL = {
     "members": [[0.001, 0], [0.001, 1], [0.01, 0], [0.01, 1], [0.1, 0], [0.1, 1]],
     "final": [2.0, 2.2, 2.1, None, 3.25, 3.29],
-    "curve": [{"test": [2.1, 2.3, 2.5, 2.5, 3.28, 3.3]}, {"test": [2.0, 2.2, 2.1, None, 3.25, 3.29]}],
+    "curve": [
+        {"test": [2.1, 2.3, 2.5, 2.5, 3.28, 3.3]},
+        {"test": [2.0, 2.2, 2.1, None, 3.25, 3.29]},
+    ],
 }
 
 
 def test_outcomes_are_told_by_rate():
-    assert [str(end) for end in outcomes(CELL, unigram=3.3).values()] == ["2.100", "2.100, 1 broke", "stuck"]
+    assert [str(end) for end in outcomes(CELL, unigram=3.3).values()] == [
+        "2.100",
+        "2.100, 1 broke",
+        "stuck",
+    ]
     assert [str(end) for end in outcomes(CELL, unigram=3.27).values()][2] == "1 broke, 1 stuck"
 
 
 def test_the_largest_rate_is_one_at_which_every_seed_learned():
-    hard = {"variants": ["dot", "l2"], "depths": [6, 9], "rates": [0.001, 0.01, 0.1], "decay": False}
+    hard = {
+        "variants": ["dot", "l2"],
+        "depths": [6, 9],
+        "rates": [0.001, 0.01, 0.1],
+        "decay": False,
+    }
     plans = {"grid": {"decay": True}, "hard": hard}
     calm = {**CELL, "final": [2.0] * 6, "curve": [{"test": [2.0] * 6}]}
     results = {
         "settings": {"plans": plans, "unigram_loss": 3.3},
-        "cells": {"hard/dot/6": CELL, "hard/l2/6": calm, "hard/dot/9": {**CELL, "final": [None] * 6}},
+        "cells": {
+            "hard/dot/6": CELL,
+            "hard/l2/6": calm,
+            "hard/dot/9": {**CELL, "final": [None] * 6},
+        },
     }
     assert largest_rates(results).splitlines() == [
         "- hard, depth 6: dot 0.001; L2 0.1 (the largest tried)",

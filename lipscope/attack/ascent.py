@@ -50,11 +50,18 @@ class Climb:
 
     def __post_init__(self) -> None:
         if self.steps < 0 or self.restarts < 1:
-            raise UserError(f"a climb has steps >= 0 and restarts >= 1, got {self.steps} and {self.restarts}")
+            raise UserError(
+                f"a climb has steps >= 0 and restarts >= 1, got {self.steps} and {self.restarts}"
+            )
 
 
 def ascend(
-    f: Map, domain: Domain | Normed, climb: Climb | None = None, *, d: int | None = None, starts: Sequence[Tensor] = ()
+    f: Map,
+    domain: Domain | Normed,
+    climb: Climb | None = None,
+    *,
+    d: int | None = None,
+    starts: Sequence[Tensor] = (),
 ) -> Found:
     """The input of largest sigma found in the domain: Ball(R, n), Around(X, r) or Normed(weight, n).
 
@@ -78,7 +85,9 @@ def sigma_gradient(f: Map, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
     x = X.detach().clone().requires_grad_(True)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         y = f(x)
-        (pulled,) = torch.autograd.grad(y, x, left.reshape(y.shape), create_graph=True, materialize_grads=True)
+        (pulled,) = torch.autograd.grad(
+            y, x, left.reshape(y.shape), create_graph=True, materialize_grads=True
+        )
         if not pulled.requires_grad:
             return torch.zeros_like(X)
         (gradient,) = torch.autograd.grad((pulled * right).sum(), x, materialize_grads=True)
@@ -92,7 +101,9 @@ def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Ten
     top = spectral_norm(jacobian(f, X), WARM_TOL, solver=Solver(seed=climb.seed))
     value, left, right = top.value.nan_to_num(nan=0.0), top.left, top.right
     stride = torch.full_like(value, FIRST * region.size)
-    slope = region.tokens(torch.ones_like(Z)) - region.tokens(torch.zeros_like(Z))  # dX = slope * dZ
+    slope = region.tokens(torch.ones_like(Z)) - region.tokens(
+        torch.zeros_like(Z)
+    )  # dX = slope * dZ
     course = torch.zeros_like(Z)
     for _ in range(climb.steps):
         uphill = _unit(slope * sigma_gradient(f, X, left, right))
@@ -101,7 +112,9 @@ def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Ten
         moved = region.tokens(trial)
         noise = torch.randn(right.shape, generator=generator, dtype=torch.float64).to(right)
         start = right + NOISE * noise / noise.norm(dim=(1, 2), keepdim=True)
-        warm = spectral_norm(jacobian(f, moved), WARM_TOL, start=start, solver=Solver(max_steps=WARM_STEPS))
+        warm = spectral_norm(
+            jacobian(f, moved), WARM_TOL, start=start, solver=Solver(max_steps=WARM_STEPS)
+        )
         higher = warm.value > value
         value = torch.where(higher, warm.value, value)
         where = higher[:, None, None].to(Z.device)
@@ -116,7 +129,9 @@ def _unit(Z: Tensor) -> Tensor:
     return Z / Z.norm(dim=(1, 2), keepdim=True).clamp_min(1e-300)
 
 
-def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, starts: Sequence[Tensor]) -> Tensor:
+def _starts(
+    f: Map, domain: Domain | Normed, region: Region, climb: Climb, starts: Sequence[Tensor]
+) -> Tensor:
     """The best of many random inputs, and the best of what is known: given starts and constructions.
 
     A construction comes with a noisy twin, for its symmetry is a trap.
@@ -124,7 +139,12 @@ def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, start
     generator = torch.Generator().manual_seed(climb.seed)
     drawn = region.draw(SIEVE * climb.restarts, generator)
     known = [region.coordinates(x.double()) for x in starts]
-    if isinstance(f, SelfAttention) and isinstance(f.kernel, Dot) and isinstance(domain, Ball) and domain.n > 1:
+    if (
+        isinstance(f, SelfAttention)
+        and isinstance(f.kernel, Dot)
+        and isinstance(domain, Ball)
+        and domain.n > 1
+    ):
         # Their order decides the noise of each, so it must not depend on the start of the last solve.
         own = fresh_seed(climb.seed, "constructions")
         exact = [one.X for one in explicit_inputs(f, domain, seed=own)]
@@ -132,7 +152,9 @@ def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, start
         known += exact + list(torch.stack(exact) + 0.01 * domain.R * noise)
     for x in known:
         if x.shape != drawn.shape[1:]:
-            raise UserError(f"a start must have shape {tuple(drawn.shape[1:])}, got {tuple(x.shape)}")
+            raise UserError(
+                f"a start must have shape {tuple(drawn.shape[1:])}, got {tuple(x.shape)}"
+            )
     chosen = [_best(f, region, drawn, climb)]
     if known:
         chosen.append(_best(f, region, region.project(torch.stack(known)), climb))
@@ -141,7 +163,9 @@ def _starts(f: Map, domain: Domain | Normed, region: Region, climb: Climb, start
 
 def _best(f: Map, region: Region, Z: Tensor, climb: Climb) -> Tensor:
     """As many as there are restarts, by a rough sigma."""
-    rough = spectral_norm(jacobian(f, region.tokens(Z)), WARM_TOL, solver=Solver(max_steps=WARM_STEPS, seed=0))
+    rough = spectral_norm(
+        jacobian(f, region.tokens(Z)), WARM_TOL, solver=Solver(max_steps=WARM_STEPS, seed=0)
+    )
     return Z[rough.value.nan_to_num(nan=0.0).topk(min(climb.restarts, len(Z))).indices]
 
 
@@ -153,11 +177,15 @@ def _token_size(f: Map, domain: Domain | Normed, d: int | None) -> int:
     if isinstance(domain, Point | Around):
         return domain.X.shape[1]
     if d is None:
-        raise UserError("in a Ball the size d of a token must be given for a map that is not a SelfAttention")
+        raise UserError(
+            "in a Ball the size d of a token must be given for a map that is not a SelfAttention"
+        )
     return d
 
 
-def _in_fewer_dimensions(f: SelfAttention, ball: Ball, climb: Climb, starts: Sequence[Tensor]) -> Found:
+def _in_fewer_dimensions(
+    f: SelfAttention, ball: Ball, climb: Climb, starts: Sequence[Tensor]
+) -> Found:
     """Attention reads X through the rows of Q, K, V only: the largest sigma of the ball lies in their span."""
     basis = torch.linalg.qr(torch.cat([f.Q, f.K, f.V]).T)[0]
     narrow = replace(f, Q=f.Q @ basis, K=f.K @ basis, V=f.V @ basis)

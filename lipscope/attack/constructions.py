@@ -61,7 +61,9 @@ def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Fo
 def regime(f: SelfAttention, R: float) -> Regime:
     """The regime of a single head on B_R."""
     if f.heads != 1 or not isinstance(f.kernel, Dot):
-        raise UserError(f"a regime belongs to one head with dot-product scores, got {f.heads} heads; use f.head(h)")
+        raise UserError(
+            f"a regime belongs to one head with dot-product scores, got {f.heads} heads; use f.head(h)"
+        )
     low, high = _extreme_directions(_plain(f.double(), 0))
     gamma = max(-low[0], high[0] / 8, 0.0)
     return Regime(gamma, 2 * gamma * R * R)
@@ -110,10 +112,14 @@ def _plain(f: SelfAttention, h: int) -> SelfAttention:
         V = f.O[:, h * m : (h + 1) * m] @ V
     bias = one.biases[0] if one.biases else None
     kernel = Dot(scale=default_scale(one.kernel, one.Q.shape[0]))
-    return replace(one, V=V, O=None, biases=None if bias is None else (bias, None, None), kernel=kernel)
+    return replace(
+        one, V=V, O=None, biases=None if bias is None else (bias, None, None), kernel=kernel
+    )
 
 
-def _extreme_directions(one: SelfAttention) -> tuple[tuple[float, Tensor | None], tuple[float, Tensor | None]]:
+def _extreme_directions(
+    one: SelfAttention,
+) -> tuple[tuple[float, Tensor | None], tuple[float, Tensor | None]]:
     """The least and the greatest real eigenvalue of A = s K'Q with unit eigenvectors; (0, None) where there is none.
 
     s Q K' w = g w gives A K'w = g K'w: the small matrix has the eigenvalues of A other than 0.
@@ -139,7 +145,11 @@ def _extreme_directions(one: SelfAttention) -> tuple[tuple[float, Tensor | None]
 def check_constructible(f: SelfAttention, ball: Domain) -> None:
     """Refuse what the constructions were not made for."""
     if not isinstance(f, SelfAttention) or not isinstance(f.kernel, Dot):
-        what = type(f.kernel).__name__ + " scores" if isinstance(f, SelfAttention) else type(f).__name__
+        what = (
+            type(f.kernel).__name__ + " scores"
+            if isinstance(f, SelfAttention)
+            else type(f).__name__
+        )
         raise UserError(
             f"the constructions are inputs of a SelfAttention with dot-product scores, got {what}; "
             "ascent (ls.attack.ascend, --kind ascent) takes any map"
@@ -147,4 +157,6 @@ def check_constructible(f: SelfAttention, ball: Domain) -> None:
     if not isinstance(ball, Ball):
         raise UserError(f"the constructions live in a Ball(R, n), got {type(ball).__name__}")
     if ball.n < 2:
-        raise UserError(f"the constructions set one token against a crowd and need n >= 2, got n={ball.n}")
+        raise UserError(
+            f"the constructions set one token against a crowd and need n >= 2, got n={ball.n}"
+        )

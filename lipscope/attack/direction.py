@@ -34,7 +34,9 @@ class Response:
         return self.sigma.right
 
 
-def singular_response(f: Map, X: Tensor, etas: Sequence[float] = ETAS, *, seed: int = 0) -> Response:
+def singular_response(
+    f: Map, X: Tensor, etas: Sequence[float] = ETAS, *, seed: int = 0
+) -> Response:
     """How f changes along its most sensitive direction at X [n, d]."""
     if X.ndim != 2:
         raise UserError(f"the response is taken at one input X [n, d], got shape {tuple(X.shape)}")
@@ -44,7 +46,8 @@ def singular_response(f: Map, X: Tensor, etas: Sequence[float] = ETAS, *, seed: 
     with torch.no_grad():
         here = f(X)
         ratios, opposite = (
-            tuple(_length(f(X + sign * eta * sigma.right) - here) / eta for eta in etas) for sign in (1, -1)
+            tuple(_length(f(X + sign * eta * sigma.right) - here) / eta for eta in etas)
+            for sign in (1, -1)
         )
     return Response(tuple(etas), ratios, opposite, sigma)
 

@@ -40,7 +40,9 @@ def singular_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, seed: i
     return torch.where(better[:, None, None], ahead, back)
 
 
-def gradient_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, steps: int = 20, seed: int = 0) -> Tensor:
+def gradient_perturbations(
+    f: Map, X: Tensor, radii: Sequence[float], *, steps: int = 20, seed: int = 0
+) -> Tensor:
     """Projected gradient ascent on ||f(X + E) - f(X)|| over the sphere ||E|| = r, from a random E and from -E.
 
     As r goes to 0 the gradient is a multiple of J'J E, and the ascent a power iteration; for larger r the two starts
@@ -58,7 +60,10 @@ def gradient_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, steps: 
         higher, there = _slope(f, X, here, trial)
         better = higher > value
         value = torch.where(better, higher, value)
-        E, slope = (torch.where(better[:, None, None], new, old) for new, old in ((trial, E), (there, slope)))
+        E, slope = (
+            torch.where(better[:, None, None], new, old)
+            for new, old in ((trial, E), (there, slope))
+        )
         stride = stride * torch.where(better, LONGER, SHORTER)
     (ahead, back), (there, behind) = value.chunk(2), E.chunk(2)
     return torch.where((ahead >= back)[:, None, None], there, behind)

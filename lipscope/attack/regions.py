@@ -25,7 +25,9 @@ class Normed:
     centred: bool = True
 
     def __post_init__(self) -> None:
-        if self.weight.ndim != 1 or (self.bias is not None and self.bias.shape != self.weight.shape):
+        if self.weight.ndim != 1 or (
+            self.bias is not None and self.bias.shape != self.weight.shape
+        ):
             shapes = [tuple(x.shape) for x in (self.weight, self.bias) if x is not None]
             raise UserError(
                 f"Normed needs a weight [d] and, if any, a bias [d] of a normalisation, got shapes {shapes}"
@@ -112,7 +114,9 @@ class _NormedRegion:
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         d = len(self.normed.weight)
-        return self.project(torch.randn(count, self.normed.n, d, generator=generator, dtype=torch.float64))
+        return self.project(
+            torch.randn(count, self.normed.n, d, generator=generator, dtype=torch.float64)
+        )
 
     def project(self, Z: Tensor) -> Tensor:
         Z = Z - Z.mean(dim=-1, keepdim=True) if self.normed.centred else Z

@@ -84,7 +84,9 @@ def guided_swaps(
         if turn == swaps:
             beam, values = _best(torch.cat([beam, explored]), torch.cat([values, found]))
         share = -(-width // len(beam))
-        candidates = [_candidates(target, one, _open_places(one, text, turn, swaps), share) for one in beam]
+        candidates = [
+            _candidates(target, one, _open_places(one, text, turn, swaps), share) for one in beam
+        ]
         new = torch.unique(torch.cat(candidates), dim=0)
         measured += len(new)
         beam, values = _best(torch.cat([beam, new]), torch.cat([values, target.measure(new)]))
@@ -108,13 +110,19 @@ def _open_places(one: Tensor, text: Tensor, turn: int, swaps: int) -> list[int]:
     return [replaced[turn % swaps]]
 
 
-def duplicated_tokens(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, width: int = 32) -> Swapped:
+def duplicated_tokens(
+    target: TextTarget, ids: Sequence[int], swaps: int = 3, *, width: int = 32
+) -> Swapped:
     """The same search when only tokens that the text has already may be put into it."""
-    own = TextTarget(target.measure, target.slope, target.embedding, torch.unique(torch.tensor(list(ids))))
+    own = TextTarget(
+        target.measure, target.slope, target.embedding, torch.unique(torch.tensor(list(ids)))
+    )
     return guided_swaps(own, ids, swaps, width=width, method="duplicates")
 
 
-def random_swaps(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, tries: int = 200, seed: int = 0) -> Swapped:
+def random_swaps(
+    target: TextTarget, ids: Sequence[int], swaps: int = 3, *, tries: int = 200, seed: int = 0
+) -> Swapped:
     """The best of `tries` texts with that many tokens replaced at random."""
     text = _checked(target, ids, swaps)
     before = target.measure(text[None])[0].item()
@@ -123,7 +131,9 @@ def random_swaps(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, trie
     return _swapped("random", ids, texts[values.argmax()], before, values.max().item(), tries + 1)
 
 
-def projected_swaps(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, steps: int = 20) -> Swapped:
+def projected_swaps(
+    target: TextTarget, ids: Sequence[int], swaps: int = 3, *, steps: int = 20
+) -> Swapped:
     """Climb with embeddings that need not be tokens, then go to the nearest rows of the vocabulary and measure.
 
     Only the positions of steepest slope move, no further from 0 than the longest row. The best of the nearest texts is
@@ -146,17 +156,27 @@ def projected_swaps(target: TextTarget, ids: Sequence[int], swaps: int = 3, *, s
         if higher > value:
             E, value, gradient = trial, higher, slope
     rows = target.choices
-    near = torch.cdist(E[places], target.embedding[rows]).topk(min(NEAREST, len(rows)), largest=False).indices
+    near = (
+        torch.cdist(E[places], target.embedding[rows])
+        .topk(min(NEAREST, len(rows)), largest=False)
+        .indices
+    )
     texts = []
     for words in product(*rows[near].tolist()):
         texts.append(text.clone())
         texts[-1][places] = torch.tensor(words)
     values = target.measure(torch.stack(texts))
-    return _swapped("projection", ids, texts[int(values.argmax())], before, values.max().item(), 1 + len(texts))
+    return _swapped(
+        "projection", ids, texts[int(values.argmax())], before, values.max().item(), 1 + len(texts)
+    )
 
 
 def _random_texts(target: TextTarget, text: Tensor, swaps: int, tries: int, seed: int) -> Tensor:
-    generator, choices, texts = torch.Generator().manual_seed(seed), target.choices, text.repeat(tries, 1)
+    generator, choices, texts = (
+        torch.Generator().manual_seed(seed),
+        target.choices,
+        text.repeat(tries, 1),
+    )
     for row in texts:
         places = torch.randperm(len(text), generator=generator)[:swaps]
         row[places] = choices[torch.randint(len(choices), (swaps,), generator=generator)]
@@ -195,7 +215,9 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     return torch.stack([order // per, top.indices.flatten()[order]])
 
 
-def _swapped(method: str, ids: Sequence[int], text: Tensor, before: float, value: float, measured: int) -> Swapped:
+def _swapped(
+    method: str, ids: Sequence[int], text: Tensor, before: float, value: float, measured: int
+) -> Swapped:
     positions = tuple(i for i, (a, b) in enumerate(zip(ids, text.tolist(), strict=True)) if a != b)
     return Swapped(method, tuple(text.tolist()), positions, before, value, measured)
 
@@ -203,7 +225,9 @@ def _swapped(method: str, ids: Sequence[int], text: Tensor, before: float, value
 def _checked(target: TextTarget, ids: Sequence[int], swaps: int) -> Tensor:
     size = len(target.embedding)
     if swaps < 1 or len(ids) < swaps:
-        raise UserError(f"the text has {len(ids)} tokens; cannot replace {swaps} of them. Give 1 to {len(ids)} swaps.")
+        raise UserError(
+            f"the text has {len(ids)} tokens; cannot replace {swaps} of them. Give 1 to {len(ids)} swaps."
+        )
     foreign = [i for i in (*ids, *target.choices.tolist()) if not 0 <= i < size]
     if foreign:
         raise UserError(

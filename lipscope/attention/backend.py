@@ -35,7 +35,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
     return o, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:
+def jvp(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern
+) -> Tensor:
     if not fused(q, k, v, pattern):
         return tiled.jvp(q, k, v, lse, tangent, pattern)
     from lipscope.attention import triton_jvp
@@ -43,7 +45,9 @@ def jvp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple
     return triton_jvp.jvp(q, k, v, o, lse, tangent, pattern)
 
 
-def vjp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
+def vjp(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern
+) -> Triple:
     """The library's own backward where dtype and pattern fit it, ours where they do not."""
     if not fused(q, k, v, pattern):
         return tiled.vjp(q, k, v, lse, g, pattern)

@@ -19,7 +19,9 @@ class Rope:
     sin: Tensor
 
     @staticmethod
-    def standard(n: int, size: int, base: float = 10000.0, dtype: torch.dtype = torch.float64) -> Rope:
+    def standard(
+        n: int, size: int, base: float = 10000.0, dtype: torch.dtype = torch.float64
+    ) -> Rope:
         """theta_j = base^(-2j/k), both halves of a head sharing the same angles."""
         frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
         angle = torch.arange(n, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
@@ -88,7 +90,9 @@ def common_centre(k: Tensor) -> Tensor:
     and all others would lose theirs, those of a causal layer to a token they do not see.
     """
     few = k.detach()[..., :: -(-k.shape[-2] // SEEN), :]
-    return few.sort(dim=-2).values[..., few.shape[-2] // 2, :][..., None, :].mean(dim=-3, keepdim=True)
+    return (
+        few.sort(dim=-2).values[..., few.shape[-2] // 2, :][..., None, :].mean(dim=-3, keepdim=True)
+    )
 
 
 def augment(kernel: L2, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,5 +102,7 @@ def augment(kernel: L2, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     q, k = q - centre, k - centre
     one = torch.ones_like(q[..., :1])
     q_long = torch.cat([2 * s * q, -s * q.square().sum(-1, keepdim=True), one], dim=-1)
-    k_long = torch.cat([k, torch.ones_like(k[..., :1]), -s * k.square().sum(-1, keepdim=True)], dim=-1)
+    k_long = torch.cat(
+        [k, torch.ones_like(k[..., :1]), -s * k.square().sum(-1, keepdim=True)], dim=-1
+    )
     return q_long, k_long

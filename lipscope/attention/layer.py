@@ -105,7 +105,10 @@ class SelfAttention:
         group = h * self.groups // self.heads
         size, values = self.Q.shape[0] // self.heads, self.V.shape[0] // self.groups
         own = slice(h * size, (h + 1) * size)
-        keys, vals = slice(group * size, (group + 1) * size), slice(group * values, (group + 1) * values)
+        keys, vals = (
+            slice(group * size, (group + 1) * size),
+            slice(group * values, (group + 1) * values),
+        )
         bq, bk, bv = self.biases or (None, None, None)
 
         def part(b: Tensor | None, cut: slice) -> Tensor | None:
@@ -182,19 +185,29 @@ def _check_weights(f: SelfAttention) -> None:
             raise UserError(f"{name} must have shape [{count} * size, {d}], got {tuple(W.shape)}")
     size, values = f.Q.shape[0] // f.heads, f.V.shape[0] // f.groups
     if f.K.shape[0] // f.groups != size:
-        raise UserError(f"Q has {size} rows a head and K {f.K.shape[0] // f.groups}; they must agree")
+        raise UserError(
+            f"Q has {size} rows a head and K {f.K.shape[0] // f.groups}; they must agree"
+        )
     if f.O is not None and f.O.shape[1] != f.heads * values:
-        raise UserError(f"O must have shape [d, {f.heads * values}] (heads * rows of V a head), got {tuple(f.O.shape)}")
-    for name, b, W in zip(("bq", "bk", "bv"), f.biases or (None,) * 3, (f.Q, f.K, f.V), strict=True):
+        raise UserError(
+            f"O must have shape [d, {f.heads * values}] (heads * rows of V a head), got {tuple(f.O.shape)}"
+        )
+    for name, b, W in zip(
+        ("bq", "bk", "bv"), f.biases or (None,) * 3, (f.Q, f.K, f.V), strict=True
+    ):
         if b is not None:
             if b.shape != W.shape[:1]:
                 raise UserError(f"{name} must have shape [{W.shape[0]}], got {tuple(b.shape)}")
             check_tensor(name, b)
             if b.dtype != f.Q.dtype:
-                raise UserError(f"{name} is {b.dtype} and Q is {f.Q.dtype}; give all weights one dtype")
+                raise UserError(
+                    f"{name} is {b.dtype} and Q is {f.Q.dtype}; give all weights one dtype"
+                )
     check_options(f.mask, f.padding, f.kernel.sinks, f.kernel.softcap, f.window)
     if f.kernel.sinks is not None and f.kernel.sinks.shape != (f.heads,):
-        raise UserError(f"sinks must have shape [{f.heads}], a logit per head, got {tuple(f.kernel.sinks.shape)}")
+        raise UserError(
+            f"sinks must have shape [{f.heads}], a logit per head, got {tuple(f.kernel.sinks.shape)}"
+        )
     if f.mask is not None and f.mask.dtype.is_floating_point and f.mask.dtype != f.Q.dtype:
         raise UserError(f"mask is {f.mask.dtype} and Q is {f.Q.dtype}; convert one")
 
@@ -203,9 +216,13 @@ def _check_tokens(f: SelfAttention, X: Tensor) -> None:
     check_input(X)
     d = f.Q.shape[1]
     if X.shape[-1] != d:
-        raise UserError(f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); the weights read tokens of size {d}")
+        raise UserError(
+            f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); the weights read tokens of size {d}"
+        )
     if X.dtype != f.Q.dtype:
-        raise UserError(f"X is {X.dtype} and the weights are {f.Q.dtype}; convert one, e.g. f.to(X.dtype)")
+        raise UserError(
+            f"X is {X.dtype} and the weights are {f.Q.dtype}; convert one, e.g. f.to(X.dtype)"
+        )
     n, B = X.shape[-2], X.shape[0] if X.ndim == 3 else None
     allowed = [(n, n)] if B is None else [(n, n), (B, n, n)]
     if f.mask is not None and tuple(f.mask.shape) not in allowed:
@@ -217,4 +234,6 @@ def _check_tokens(f: SelfAttention, X: Tensor) -> None:
         raise UserError("mask holds NaN or +inf; an additive mask is finite or -inf")
     shapes = [(n,)] if B is None else [(n,), (B, n)]
     if f.padding is not None and tuple(f.padding.shape) not in shapes:
-        raise UserError(f"padding must have shape {' or '.join(map(str, shapes))}, got {tuple(f.padding.shape)}")
+        raise UserError(
+            f"padding must have shape {' or '.join(map(str, shapes))}, got {tuple(f.padding.shape)}"
+        )

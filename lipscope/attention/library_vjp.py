@@ -14,7 +14,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None
     """Why the library cannot do this, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16) or {q.dtype, k.dtype, v.dtype} != {q.dtype}:
         return f"the library multiplies bfloat16 or float16; q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
-    more = (pattern.window, pattern.softcap, pattern.mask, pattern.queries, pattern.keys, pattern.sinks)
+    more = (
+        pattern.window,
+        pattern.softcap,
+        pattern.mask,
+        pattern.queries,
+        pattern.keys,
+        pattern.sinks,
+    )
     if any(x is not None for x in more):
         return "the library knows causal order, but no window, softcap, mask, padding or sinks"
     if pattern.causal and (pattern.shift or q.shape[-2] != k.shape[-2]):
@@ -30,13 +37,17 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None
 def backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
     """The fastest backward torch has for these tensors here: "cudnn", "flash" (slower) or None."""
     grouped = q.shape[-3] != k.shape[-3]
-    params = torch.backends.cuda.SDPAParams(_flat(q), _flat(k), _flat(v), None, 0.0, causal, grouped)
+    params = torch.backends.cuda.SDPAParams(
+        _flat(q), _flat(k), _flat(v), None, 0.0, causal, grouped
+    )
     if torch.backends.cuda.can_use_cudnn_attention(params):
         return "cudnn"
     return "flash" if torch.backends.cuda.can_use_flash_attention(params) else None
 
 
-def vjp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
+def vjp(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern
+) -> Triple:
     """gq, gk, gv from g [..., H, n, m]; the scale of the score is in q already."""
     flat = [_flat(x) for x in (g, q, k, v, o.to(q.dtype))]
     lse = lse.reshape(-1, *lse.shape[-2:]).contiguous()
@@ -44,7 +55,18 @@ def vjp(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, patt
     n, n_keys, causal = q.shape[-2], k.shape[-2], pattern.causal
     if backend(q, k, v, causal) == "cudnn":
         out = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *flat, lse[..., None], unused, unused, None, None, None, n, n_keys, 0.0, causal, scale=1.0
+            *flat,
+            lse[..., None],
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            n,
+            n_keys,
+            0.0,
+            causal,
+            scale=1.0,
         )
     else:
         out = torch.ops.aten._scaled_dot_product_flash_attention_backward(

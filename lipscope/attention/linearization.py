@@ -64,9 +64,13 @@ class State:
         """dX [M, n, r] -> dq, dk, dv."""
         H, G = self.q.shape[1], self.k.shape[1]
         size = (self.W.shape[1] - G * self.v.shape[-1]) // (H + G)
-        y = E @ (self.W[0].T if self.W.shape[0] == 1 else self.W.mT)  # one weight for all members: one product
+        y = E @ (
+            self.W[0].T if self.W.shape[0] == 1 else self.W.mT
+        )  # one weight for all members: one product
         dq, dk, dv = y.split([H * size, G * size, G * self.v.shape[-1]], dim=-1)
-        dq, dk, dv = (x.unflatten(-1, (c, -1)).transpose(-3, -2) for x, c in ((dq, H), (dk, G), (dv, G)))
+        dq, dk, dv = (
+            x.unflatten(-1, (c, -1)).transpose(-3, -2) for x, c in ((dq, H), (dk, G), (dv, G))
+        )
         if self.rope is not None:
             dq, dk = self.rope.turn(dq), self.rope.turn(dk)
         if self.distance is not None:
@@ -107,7 +111,9 @@ class State:
             return self.write_back(*reference.vjp(self.weights, self.q, self.k, self.v, g))
         if self.tiles:
             return self.write_back(*tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern))
-        return self.write_back(*backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern))
+        return self.write_back(
+            *backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern)
+        )
 
     def take(self, members: Tensor) -> State:
         """Some of the members."""
@@ -130,7 +136,9 @@ class State:
     def rough(self) -> State:
         """The same in bfloat16, for steps that only look for the vector; output and log-sum-exp stay exact."""
         low = self._each(lambda x: x.to(torch.bfloat16) if x.dtype.is_floating_point else x)
-        return replace(low, o=self.o, lse=self.lse, O=None if self.O is None else self.O.to(torch.bfloat16))
+        return replace(
+            low, o=self.o, lse=self.lse, O=None if self.O is None else self.O.to(torch.bfloat16)
+        )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> State:
         """The same change to everything that leads with members."""
@@ -162,7 +170,9 @@ class Rounding:
         return Rounding(change(self.condition), change(self.worst), size)
 
 
-def linearize(f: SelfAttention, X: Tensor, apart: bool, weights: Tensor | None = None) -> LinearOperator:
+def linearize(
+    f: SelfAttention, X: Tensor, apart: bool, weights: Tensor | None = None
+) -> LinearOperator:
     """The Jacobian of f at X; with `apart`, of each head alone, as a batch (member-major, then head).
 
     weights: of the tokens, [n] or [B, n], where rounding is to be stated for W^(1/2) J W^(-1/2).
@@ -219,7 +229,9 @@ def _state(
     if f.padding is not None:
         X = X * f.padding[..., None]  # whatever stands there is not read
     if f.kernel.sinks is None and f.biases is not None:
-        f = replace(f, biases=(*f.biases[:2], None))  # a shift of all values, which the Jacobian does not see
+        f = replace(
+            f, biases=(*f.biases[:2], None)
+        )  # a shift of all values, which the Jacobian does not see
     q, k, v = (x.contiguous() for x in f.project(X))
     distance = None
     if isinstance(f.kernel, L2):
@@ -233,14 +245,19 @@ def _state(
         # The Jacobian sees keys and values through differences only: without their common part rounding is smaller.
         v = v - _centre(v)
         k = k if f.kernel.softcap is not None or distance else k - _centre(k)
-    pattern = Pattern(f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks)
+    pattern = Pattern(
+        f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks
+    )
     summed = _summed(f, X, norms)
     condition, worst = _rounding_growth(f, summed, pattern, *(distance or (q, k, 1.0)))
     weights, tiles = None, False
     if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
         o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
     else:
-        lost = q.dtype == torch.float32 and not 8 * torch.finfo(q.dtype).eps * condition.max() <= UNRESOLVED
+        lost = (
+            q.dtype == torch.float32
+            and not 8 * torch.finfo(q.dtype).eps * condition.max() <= UNRESOLVED
+        )
         tiles = lost and backend.fused(q, k, v, pattern)
         o, lse = (tiled if tiles else backend).forward(q, k, v, pattern)
     O = None if f.O is None or apart else f.O.detach()
@@ -311,11 +328,16 @@ def _directions(f: SelfAttention, apart: bool) -> Tensor:
     Q = f.Q * default_scale(f.kernel, f.Q.shape[0] // f.heads) if isinstance(f.kernel, Dot) else f.Q
     if not apart:
         return torch.cat([Q, f.K, f.V])[None]
-    K, V = (w.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0) for w in (f.K, f.V))
+    K, V = (
+        w.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0)
+        for w in (f.K, f.V)
+    )
     return torch.cat([Q.unflatten(0, (f.heads, -1)), K, V], dim=1)
 
 
-def _operator(state: State, in_shape: tuple[int, int], batch: int | None, rounding: Rounding) -> LinearOperator:
+def _operator(
+    state: State, in_shape: tuple[int, int], batch: int | None, rounding: Rounding
+) -> LinearOperator:
     out_size = state.q.shape[1] * state.v.shape[-1] if state.O is None else state.O.shape[0]
 
     def lead(x: Tensor) -> Tensor:
@@ -345,7 +367,9 @@ def _operator(state: State, in_shape: tuple[int, int], batch: int | None, roundi
         else lambda m: _operator(state.take(m), in_shape, len(m), rounding.each(lambda x: x[m])),
     )
     kernels = backend.fused(state.q, state.k, state.v, state.pattern)
-    kernels = kernels and state.q.dtype == torch.float32 and state.weights is None and not state.tiles
+    kernels = (
+        kernels and state.q.dtype == torch.float32 and state.weights is None and not state.tiles
+    )
     if not (kernels and rounding.condition.max() <= ROUGH_SCORES):
         return exact
     mv, rmv = products(state.rough())

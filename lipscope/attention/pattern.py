@@ -57,7 +57,9 @@ class Pattern:
             return x if x is None or x.ndim < members else change(x)
 
         mask = None if self.mask is None else distinct(self.mask, dims=(-2, -1))
-        return replace(self, mask=apply(mask, 4), queries=apply(self.queries, 2), keys=apply(self.keys, 2))
+        return replace(
+            self, mask=apply(mask, 4), queries=apply(self.queries, 2), keys=apply(self.keys, 2)
+        )
 
     def columns(self, rows: slice, n_keys: int) -> slice:
         """The keys that causal order and window leave to these rows."""

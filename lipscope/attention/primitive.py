@@ -60,10 +60,14 @@ class _Rules:
     shift: int
 
 
-def make_pattern(mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: _Rules) -> Pattern:
+def make_pattern(
+    mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: _Rules
+) -> Pattern:
     """A padded token is neither read nor, in self-attention, reads."""
     queries = padding if rules.shift == 0 else None
-    return Pattern(rules.causal, rules.window, rules.softcap, mask, queries, padding, sinks, rules.shift)
+    return Pattern(
+        rules.causal, rules.window, rules.softcap, mask, queries, padding, sinks, rules.shift
+    )
 
 
 def _wanted(ctx, inputs: slice) -> bool:
@@ -72,11 +76,17 @@ def _wanted(ctx, inputs: slice) -> bool:
     Of a leaf (it has a variable) the engine does not tell.
     """
     nodes = [node for node, _ in ctx.next_functions[inputs] if node is not None]
-    return any(hasattr(node, "variable") or torch._C._will_engine_execute_node(node) for node in nodes)
+    return any(
+        hasattr(node, "variable") or torch._C._will_engine_execute_node(node) for node in nodes
+    )
 
 
-def _or_zeros(tangents: tuple[Tensor | None, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True))
+def _or_zeros(
+    tangents: tuple[Tensor | None, ...], like: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (
+        torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True)
+    )
     return dq, dk, dv
 
 
@@ -100,13 +110,21 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, _):
         q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
-        return *_Vjp.apply(q, k, v, g.to(q.dtype), o, lse, mask, padding, sinks, ctx.rules), None, None, None, None
+        return (
+            *_Vjp.apply(q, k, v, g.to(q.dtype), o, lse, mask, padding, sinks, ctx.rules),
+            None,
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
     def jvp(ctx, dq, dk, dv, *_):
         q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
         dq, dk, dv = _or_zeros((dq, dk, dv), (q, k, v))
-        return _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules).to(o.dtype), None
+        return _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules).to(
+            o.dtype
+        ), None
 
 
 class _Jvp(torch.autograd.Function):
@@ -170,7 +188,9 @@ class _Vjp(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, eq, ek, ev, dg, *_):
         q, k, v, g, *state = ctx.saved_tensors
-        bent = _SecondVjp.apply(q, k, v, *_or_zeros((eq, ek, ev), (q, k, v)), g, *state[1:], ctx.rules)
+        bent = _SecondVjp.apply(
+            q, k, v, *_or_zeros((eq, ek, ev), (q, k, v)), g, *state[1:], ctx.rules
+        )
         moved = _Vjp.apply(q, k, v, torch.zeros_like(g) if dg is None else dg, *state, ctx.rules)
         return tuple(x + y for x, y in zip(bent, moved, strict=True))
 
@@ -193,9 +213,7 @@ class _Last(torch.autograd.Function):
         raise UserError(THIRD)
 
 
-THIRD = (
-    "attend can be differentiated twice, and a third derivative was asked for; spell it out with torch.softmax there"
-)
+THIRD = "attend can be differentiated twice, and a third derivative was asked for; spell it out with torch.softmax there"
 
 
 class _SecondVjp(_Last):
@@ -203,7 +221,9 @@ class _SecondVjp(_Last):
 
     @staticmethod
     def forward(q, k, v, dq, dk, dv, g, lse, mask, padding, sinks, rules):
-        return backend.second_vjp(q, k, v, lse, (dq, dk, dv), g, make_pattern(mask, padding, sinks, rules))
+        return backend.second_vjp(
+            q, k, v, lse, (dq, dk, dv), g, make_pattern(mask, padding, sinks, rules)
+        )
 
 
 class _SecondJvp(_Last):
@@ -222,7 +242,9 @@ def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
                 f"{name} must be a floating-point tensor [..., heads, tokens, size], got {x.dtype} {tuple(x.shape)}"
             )
         if x.shape[-2] == 0:
-            raise UserError(f"{name} is empty, shape {tuple(x.shape)}: a sequence needs at least one token")
+            raise UserError(
+                f"{name} is empty, shape {tuple(x.shape)}: a sequence needs at least one token"
+            )
     (H, n, size), (G, n_keys) = q.shape[-3:], k.shape[-3:-1]
     if k.shape[-1] != size or v.shape[-3:-1] != k.shape[-3:-1]:
         raise UserError(
@@ -230,28 +252,48 @@ def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
             "q and k need the same last dimension, k and v the same heads and tokens"
         )
     if H % G:
-        raise UserError(f"{H} query heads cannot share {G} key heads evenly; the second must divide the first")
+        raise UserError(
+            f"{H} query heads cannot share {G} key heads evenly; the second must divide the first"
+        )
     check_options(mask, padding, sinks, softcap, window)
-    if mask is not None and (mask.ndim < 2 or mask.shape[-1] not in (1, n_keys) or mask.shape[-2] not in (1, n)):
-        raise UserError(f"mask must broadcast to [..., {H}, {n}, {n_keys}], got {tuple(mask.shape)}")
+    if mask is not None and (
+        mask.ndim < 2 or mask.shape[-1] not in (1, n_keys) or mask.shape[-2] not in (1, n)
+    ):
+        raise UserError(
+            f"mask must broadcast to [..., {H}, {n}, {n_keys}], got {tuple(mask.shape)}"
+        )
     if padding is not None and padding.shape[-1] != n_keys:
-        raise UserError(f"padding must be boolean [..., {n_keys}], True for real tokens, got {tuple(padding.shape)}")
+        raise UserError(
+            f"padding must be boolean [..., {n_keys}], True for real tokens, got {tuple(padding.shape)}"
+        )
     if sinks is not None and sinks.shape != (H,):
-        raise UserError(f"sinks must be a detached tensor of shape [{H}], a logit per head, got {tuple(sinks.shape)}")
+        raise UserError(
+            f"sinks must be a detached tensor of shape [{H}], a logit per head, got {tuple(sinks.shape)}"
+        )
 
 
 def check_options(
-    mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, softcap: float | None, window: int | None
+    mask: Tensor | None,
+    padding: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    window: int | None,
 ) -> None:
     """What can be said of the options before the tokens are known."""
     if mask is not None and mask.requires_grad:
-        raise UserError("mask requires grad, and attend treats it as a constant; pass mask.detach()")
+        raise UserError(
+            "mask requires grad, and attend treats it as a constant; pass mask.detach()"
+        )
     if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise UserError(f"mask must be boolean (True = may attend) or floating point (added), got {mask.dtype}")
+        raise UserError(
+            f"mask must be boolean (True = may attend) or floating point (added), got {mask.dtype}"
+        )
     if padding is not None and padding.dtype != torch.bool:
         raise UserError(f"padding must be boolean, True for real tokens, got {padding.dtype}")
     if sinks is not None and sinks.requires_grad:
-        raise UserError("sinks require grad, and attend treats them as constants; pass sinks.detach()")
+        raise UserError(
+            "sinks require grad, and attend treats them as constants; pass sinks.detach()"
+        )
     if softcap is not None and not softcap > 0:
         raise UserError(f"softcap must be positive, got {softcap!r}")
     if window is not None and window < 1:

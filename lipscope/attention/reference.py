@@ -98,7 +98,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
     return o, lse
 
 
-def forward_and_weights(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor, Weights]:
+def forward_and_weights(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern
+) -> tuple[Tensor, Tensor, Weights]:
     """The same, with the weights on the way."""
     S, t, level = logits(q, k, pattern)
     sinks = _sinks(pattern, k.shape[-3], q.shape[-2], level, S)

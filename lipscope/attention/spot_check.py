@@ -65,7 +65,9 @@ def _rows(product: Tensor) -> tuple[Tensor, Tensor]:
     rest = torch.ones(n, dtype=torch.bool)
     rest[top.cpu()] = False
     others = torch.nonzero(rest)[:, 0]
-    drawn = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: ROWS // 2]]
+    drawn = others[
+        torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: ROWS // 2]
+    ]
     share = torch.ones(len(top) + len(drawn), dtype=torch.float64)
     share[len(top) :] = len(others) / len(drawn)
     return torch.cat([top, drawn.to(top)]), share.to(product.device)

@@ -72,7 +72,9 @@ def vjp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, pattern: Patter
     return queries.total, keys.total, values.total
 
 
-def second_vjp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern) -> Triple:
+def second_vjp(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern
+) -> Triple:
     dq, dk, dv = tangent
     queries, keys, values = _Whole(q.shape[-2]), _Whole(k.shape[-2]), _Whole(k.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
@@ -85,7 +87,9 @@ def second_vjp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g:
     return queries.total, keys.total, values.total
 
 
-def second_jvp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: Triple, other: Triple, pattern: Pattern) -> Tensor:
+def second_jvp(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: Triple, other: Triple, pattern: Pattern
+) -> Tensor:
     whole = _Whole(q.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
         q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]

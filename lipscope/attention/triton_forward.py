@@ -61,7 +61,10 @@ def _forward(
         if run > 0 or window is not None:
             for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 kj, vj = read(k, b, g, j, N, K), read(v, b, g, j, N, V)
-                kj_low, vj_low = read_low(k, b, g, j, kj, PRODUCT), read_low(v, b, g, j, vj, PRODUCT)
+                kj_low, vj_low = (
+                    read_low(k, b, g, j, kj, PRODUCT),
+                    read_low(v, b, g, j, vj, PRODUCT),
+                )
                 t = scores(qi, qi_low, kj, kj_low, PRODUCT)
                 t, _ = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
@@ -111,7 +114,9 @@ TILES = {
 }
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair") -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair"
+) -> tuple[Tensor, Tensor]:
     """o [..., H, n, m] and lse [..., H, n], both in float32; the scale of the score is in q already."""
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)

@@ -71,8 +71,14 @@ def _jvp(
             for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
                 vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
-                kj_low, dkj_low = read_low(k, b, g, j, kj, PRODUCT), read_low(dk, b, g, j, dkj, PRODUCT)
-                vj_low, dvj_low = read_low(v, b, g, j, vj, PRODUCT), read_low(dv, b, g, j, dvj, PRODUCT)
+                kj_low, dkj_low = (
+                    read_low(k, b, g, j, kj, PRODUCT),
+                    read_low(dk, b, g, j, dkj, PRODUCT),
+                )
+                vj_low, dvj_low = (
+                    read_low(v, b, g, j, vj, PRODUCT),
+                    read_low(dv, b, g, j, dvj, PRODUCT),
+                )
                 t = scores(qi, qi_low, kj, kj_low, PRODUCT)
                 dt = add_low(tl.zeros([M, N], tl.float32), dqi, dqi_low, kj, kj_low, PRODUCT)
                 dt = add_low(dt, qi, qi_low, dkj, dkj_low, PRODUCT)
@@ -88,11 +94,15 @@ def _jvp(
                 w = p * dt
                 if softcap is not None:
                     w *= slope
-                w = rounded(w, PRODUCT)  # once for both sums: where P is nearly one-hot, W v and (W 1) o cancel
+                w = rounded(
+                    w, PRODUCT
+                )  # once for both sums: where P is nearly one-hot, W v and (W 1) o cancel
                 drift += tl.sum(w, 1)
                 acc = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
                 acc = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
-    acc = (acc - (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)) * rest[:, None]
+    acc = (acc - (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)) * rest[
+        :, None
+    ]
     acc = add_earlier(acc, do, start, b, h, i)
     do.store([b, h, i, 0], acc.to(do.dtype).reshape(1, 1, M, V))
 

@@ -65,16 +65,27 @@ def aligned(x: Tensor) -> Tensor:
     """x [..., H, n, k] as [B, H, n, k]; a copy unless its rows are contiguous and 16-byte aligned."""
     x = x.reshape(-1, *x.shape[-3:])
     step = 16 // x.element_size()
-    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides):
+    strides = [
+        stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1
+    ]
+    if (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(s > 0 and s % step == 0 for s in strides)
+    ):
         return x
     return blank(tuple(x.shape), x.dtype, x.device).copy_(x)
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """x [B, H, n, k], to be read or written `rows` rows at a time."""
-    step = 16 // x.element_size()  # a dimension of size one may have any stride in torch; here it must be aligned
-    strides = [stride if size > 1 else step for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+    step = (
+        16 // x.element_size()
+    )  # a dimension of size one may have any stride in torch; here it must be aligned
+    strides = [
+        stride if size > 1 else step
+        for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    ]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block(x.shape[-1])])
 
 
@@ -90,11 +101,15 @@ def powers(*tensors: Tensor) -> tuple[Tensor, ...]:
     return torch.ldexp(torch.ones_like(peaks), exponents).unbind()
 
 
-def as_operands(tensors: Sequence[Tensor], factors: Sequence[Tensor] | None, product: str) -> list[Tensor]:
+def as_operands(
+    tensors: Sequence[Tensor], factors: Sequence[Tensor] | None, product: str
+) -> list[Tensor]:
     """The tensors as [B, H, n, k]; with factors, in fp16, a pair's low halves as batches B .. 2 B."""
     if factors is None:
         return [aligned(x) for x in tensors]
-    return [_split(x, factor, product == "pair") for x, factor in zip(tensors, factors, strict=True)]
+    return [
+        _split(x, factor, product == "pair") for x, factor in zip(tensors, factors, strict=True)
+    ]
 
 
 def _split(x: Tensor, factor: Tensor, pair: bool) -> Tensor:
@@ -107,14 +122,20 @@ def _split(x: Tensor, factor: Tensor, pair: bool) -> Tensor:
     return out
 
 
-def spans(n: int, product: str, pattern: Pattern, group: int = 1) -> list[tuple[int | None, int | None]]:
+def spans(
+    n: int, product: str, pattern: Pattern, group: int = 1
+) -> list[tuple[int | None, int | None]]:
     """The stretches (start, end) of n tokens that are summed over in one launch each; (None, None) for all of them.
 
     The rounding of a running sum grows like the square root of its length. In float32 that would show beside the
     products' own, so sums are kept short and added up at the end; coarser products have no such digits.
     """
     length = max(SPAN // group // TALLEST, 1) * TALLEST
-    if product != "pair" or n <= length or (pattern.window is not None and pattern.window <= length):
+    if (
+        product != "pair"
+        or n <= length
+        or (pattern.window is not None and pattern.window <= length)
+    ):
         return [(None, None)]
     return [(start, start + length) for start in range(0, n, length)]
 

@@ -75,7 +75,9 @@ def rounded(a, PRODUCT: tl.constexpr):
 
     fl(65537 a) - 65536 a is a in bf16, computed in float32: cheaper than to convert there and back.
     """
-    return tl.fma(a, tl.full(a.shape, -65536.0, tl.float32), a * 65537.0) if PRODUCT == "plain" else a
+    return (
+        tl.fma(a, tl.full(a.shape, -65536.0, tl.float32), a * 65537.0) if PRODUCT == "plain" else a
+    )
 
 
 @triton.jit
@@ -122,7 +124,9 @@ def visible(i, j, n_keys, shift, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def key_range(i, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def key_range(
+    i, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
     """Queries i .. i + M see keys from start to stop in three runs of tiles: cut left, whole, cut right."""
     first, whole = 0, 0
     if start is not None:
@@ -139,7 +143,9 @@ def key_range(i, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constex
 
 @triton.jit
 @no_type_check
-def query_range(j, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def query_range(
+    j, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
     """Keys j .. j + N are seen by queries from start to stop in three runs of tiles: cut left, whole, cut right.
 
     A last tile that ends beyond the queries is whole: its missing rows have no weight (`read_top`).
@@ -166,7 +172,9 @@ def read_top(lse, offset, rows, n):
     """
     value = tl.load(lse + offset.to(tl.int64) + rows, mask=rows < n, other=float("inf"))
     top = tl.where(value == float("-inf"), float("inf"), value * LOG2E)
-    rest = tl.where(top == float("inf"), 0.0, tl.fma(value, tl.full(value.shape, LOG2E, tl.float32), -top))
+    rest = tl.where(
+        top == float("inf"), 0.0, tl.fma(value, tl.full(value.shape, LOG2E, tl.float32), -top)
+    )
     return top, tl.exp2(-rest)
 
 

@@ -71,7 +71,10 @@ def _onto_queries(
         if run > 0 or window is not None:
             for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 kj, vj = read(k, b, group, j, N, K), read(v, b, group, j, N, V)
-                kj_low, vj_low = read_low(k, b, group, j, kj, PRODUCT), read_low(v, b, group, j, vj, PRODUCT)
+                kj_low, vj_low = (
+                    read_low(k, b, group, j, kj, PRODUCT),
+                    read_low(v, b, group, j, vj, PRODUCT),
+                )
                 t = scores(qi, qi_low, kj, kj_low, PRODUCT)
                 dp = scores(gi, gi_low, vj, vj_low, PRODUCT)
                 t, slope = cap(t, score_unit, softcap)
@@ -121,10 +124,15 @@ def _onto_keys(
             if run == 1 or (CAUSAL and run == 0) or window is not None:
                 for i in tl.range(bounds[2 * run], bounds[2 * run + 1], M):
                     qi, gi = read(q, b, h, i, M, K), read(g, b, h, i, M, V)
-                    qi_low, gi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(g, b, h, i, gi, PRODUCT)
+                    qi_low, gi_low = (
+                        read_low(q, b, h, i, qi, PRODUCT),
+                        read_low(g, b, h, i, gi, PRODUCT),
+                    )
                     columns = i + tl.arange(0, M)
                     top, rest = read_top(lse, offset, columns, n)
-                    mean = tl.load(delta + offset.to(tl.int64) + columns, mask=columns < n, other=0.0)
+                    mean = tl.load(
+                        delta + offset.to(tl.int64) + columns, mask=columns < n, other=0.0
+                    )
                     t = scores(kj, kj_low, qi, qi_low, PRODUCT)
                     dp = scores(vj, vj_low, gi, gi_low, PRODUCT)
                     t, slope = cap(t, score_unit, softcap)
@@ -132,7 +140,9 @@ def _onto_keys(
                     if PRODUCT == "pair":
                         p *= rest[None, :]
                     if run != 1:
-                        seen = visible(columns[None, :], rows[:, None], n_keys, shift, window, CAUSAL)
+                        seen = visible(
+                            columns[None, :], rows[:, None], n_keys, shift, window, CAUSAL
+                        )
                         p = tl.where(seen, p, 0.0)
                     z = p * (dp * dp_unit - mean[None, :])
                     if softcap is not None:
@@ -142,7 +152,10 @@ def _onto_keys(
     if keys is not None:
         real = are_real(keys, b, rows, n_keys)[:, None]
         on_k, on_v = tl.where(real, on_k, 0.0), tl.where(real, on_v, 0.0)
-    on_k, on_v = add_earlier(on_k, gk, start, b, group, j), add_earlier(on_v, gv, start, b, group, j)
+    on_k, on_v = (
+        add_earlier(on_k, gk, start, b, group, j),
+        add_earlier(on_v, gv, start, b, group, j),
+    )
     gk.store([b, group, j, 0], on_k.to(gk.dtype).reshape(1, 1, N, K))
     gv.store([b, group, j, 0], on_v.to(gv.dtype).reshape(1, 1, N, V))
 

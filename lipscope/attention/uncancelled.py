@@ -52,7 +52,9 @@ def weight_norms(f: SelfAttention) -> WeightNorms:
     """The norms of the layer's weights, head by head [H]; grouped keys and values are repeated."""
     repeat = f.heads // f.groups
     Q = f.Q.detach().unflatten(0, (f.heads, -1))
-    K, V = (W.detach().unflatten(0, (f.groups, -1)).repeat_interleave(repeat, dim=0) for W in (f.K, f.V))
+    K, V = (
+        W.detach().unflatten(0, (f.groups, -1)).repeat_interleave(repeat, dim=0) for W in (f.K, f.V)
+    )
     O = None if f.O is None else f.O.detach().unflatten(1, (f.heads, -1)).transpose(0, 1)
     return WeightNorms(
         q=norm_above(Q),
@@ -156,11 +158,18 @@ def block_norms(
     for rows, cols, P in _weights(s):
         means = P @ moments[..., cols, :].to(P)
         v_mean, k_mean, v_square, k_square = means.split([v.shape[-1], k.shape[-1], 1, 1], dim=-1)
-        v_row = _deviation(v_square, _lengths_squared(v_mean, None)) * top.v[..., None] + off.v[..., None]
+        v_row = (
+            _deviation(v_square, _lengths_squared(v_mean, None)) * top.v[..., None]
+            + off.v[..., None]
+        )
         k_row = _deviation(k_square, _lengths_squared(k_mean, norms.q_gram)) * top.k[..., None]
         k_row = k_row + off.k[..., None]
         queries[..., rows] = gain * k_row * v_row
-        shares = [torch.ones_like(v_row), q_row[..., rows] * v_row / row_top[..., None], v_row / v_top[..., None]]
+        shares = [
+            torch.ones_like(v_row),
+            q_row[..., rows] * v_row / row_top[..., None],
+            v_row / v_top[..., None],
+        ]
         into = torch.stack(shares, dim=-2).square()
         into = into if w is None else into * w[:, None, None, rows]
         columns[..., cols] += (into.to(P) @ P).double().cpu()

@@ -20,7 +20,11 @@ from torch import Tensor
 
 from lipscope._files import whole_file
 from lipscope._types import UserError
-from lipscope.attack.perturbation import gradient_perturbations, random_perturbations, singular_perturbations
+from lipscope.attack.perturbation import (
+    gradient_perturbations,
+    random_perturbations,
+    singular_perturbations,
+)
 from lipscope.attack.tokens import guided_swaps
 from lipscope.audit.sentence import TextReader, sentence_embedding
 from lipscope.audit.token_target import output_change
@@ -31,7 +35,12 @@ from lipscope.study.reading import check_vocabulary, read_file, special_frame
 from lipscope.study.work import threads_for
 from lipscope.study.writer import Progress
 
-TOKENS, DIRECTION, GRADIENT, RANDOM = "token swap", "singular direction", "projected gradient", "random"
+TOKENS, DIRECTION, GRADIENT, RANDOM = (
+    "token swap",
+    "singular direction",
+    "projected gradient",
+    "random",
+)
 SHARES = (0.01, 0.03, 0.1, 0.3)
 """Norms below that of one swap, as shares of it."""
 
@@ -121,9 +130,13 @@ def _victims(model: Model, texts: Sequence[str], contest: Contest) -> list[Victi
     every = {tuple(model.encode(text)[: contest.length]): text for text in texts}
     short = next((text for ids, text in every.items() if len(ids) < contest.swaps), None)
     if short is not None:
-        raise UserError(f"the text {short[:40]!r} has too few tokens to replace {contest.swaps} of them.")
+        raise UserError(
+            f"the text {short[:40]!r} has too few tokens to replace {contest.swaps} of them."
+        )
     if len(every) < 3:
-        raise UserError(f"a nearest neighbour can change among at least 3 different texts, got {len(every)}.")
+        raise UserError(
+            f"a nearest neighbour can change among at least 3 different texts, got {len(every)}."
+        )
     found = []
     for ids in every:
         check_vocabulary(model, ids)
@@ -139,10 +152,15 @@ def nearest_other(sentences: Tensor, own: int) -> Callable[[Tensor], Tensor]:
     return lambda s: (s @ sentences.T).masked_fill(left_out, -torch.inf).argmax(dim=1)
 
 
-def _duel(model: Model, v: Victim, text: int, nearest: Callable[[Tensor], Tensor], contest: Contest) -> list[Trial]:
+def _duel(
+    model: Model, v: Victim, text: int, nearest: Callable[[Tensor], Tensor], contest: Contest
+) -> list[Trial]:
     """All attacks on one text: the swaps first, for they set the norms."""
     target = output_change(model, v.ids, reader=v.reader, seed=contest.seed)
-    swapped = [guided_swaps(target, v.ids, k, width=WIDTH, seed=contest.seed).ids for k in range(1, contest.swaps + 1)]
+    swapped = [
+        guided_swaps(target, v.ids, k, width=WIDTH, seed=contest.seed).ids
+        for k in range(1, contest.swaps + 1)
+    ]
     by_tokens = v.reader.rows[torch.tensor(swapped)] - v.X
     norms = by_tokens.norm(dim=(1, 2)).tolist()
     budgets = [*SHARES, *range(1, contest.swaps + 1)]
@@ -162,25 +180,36 @@ def _duel(model: Model, v: Victim, text: int, nearest: Callable[[Tensor], Tensor
         changes = ((after - v.hidden).norm(dim=(1, 2)) / v.hidden.norm()).tolist()
         moved = (nearest(sentence_embedding(after)) != before).tolist()
         sizes = E.norm(dim=(1, 2)).tolist()
-        trials += [Trial(text, attack, *row) for row in zip(given, sizes, changes, moved, strict=True)]
+        trials += [
+            Trial(text, attack, *row) for row in zip(given, sizes, changes, moved, strict=True)
+        ]
     return trials
 
 
 def comparison_table(trials: Sequence[Trial]) -> Table:
     """Median and range of the change over texts, and how many texts have another neighbour, norm by norm."""
     about = "norm: median over texts; success: texts whose nearest neighbour, by sentence embedding, changed"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=about, caption_justify="left")
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=about, caption_justify="left"
+    )
     for name in ("norm of", "norm", "attack", "change of the output", "success"):
         table.add_column(name)
     attacks = list(dict.fromkeys(one.attack for one in trials))
     for budget in sorted({one.budget for one in trials}):
-        rows = {attack: [t for t in trials if (t.attack, t.budget) == (attack, budget)] for attack in attacks}
+        rows = {
+            attack: [t for t in trials if (t.attack, t.budget) == (attack, budget)]
+            for attack in attacks
+        }
         size = median(t.norm for here in rows.values() for t in here)
         label = (f"{budget:g} swap" + ("s" if budget > 1 else ""), f"{size:.3g}")
-        for attack in sorted((a for a in attacks if rows[a]), key=lambda a: -median(t.change for t in rows[a])):
+        for attack in sorted(
+            (a for a in attacks if rows[a]), key=lambda a: -median(t.change for t in rows[a])
+        ):
             changes = [t.change for t in rows[attack]]
             spread = f"{median(changes):.3g} [{min(changes):.3g}, {max(changes):.3g}]"
-            table.add_row(*label, attack, spread, f"{sum(t.success for t in rows[attack])} of {len(changes)}")
+            table.add_row(
+                *label, attack, spread, f"{sum(t.success for t in rows[attack])} of {len(changes)}"
+            )
             label = ("", "")
     return table
 

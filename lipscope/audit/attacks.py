@@ -18,7 +18,13 @@ from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.direction import singular_response
-from lipscope.attack.tokens import Swapped, duplicated_tokens, guided_swaps, projected_swaps, random_swaps
+from lipscope.attack.tokens import (
+    Swapped,
+    duplicated_tokens,
+    guided_swaps,
+    projected_swaps,
+    random_swaps,
+)
 from lipscope.attention.layer import SelfAttention
 from lipscope.audit.heads import QUICK, for_one_sequence
 from lipscope.audit.token_target import layer_sigma
@@ -53,7 +59,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UserError(f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)} and compare.")
+            raise UserError(
+                f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)} and compare."
+            )
         if self.kind == "tokens" and not 1 <= self.swaps <= self.length:
             raise UserError(
                 f"cannot replace {self.swaps} tokens in a text of {self.length}: swaps must be 1 to {self.length}."
@@ -100,12 +108,21 @@ class Scene:
 
 
 def attack_model(
-    model: Any, text: Text, plan: Plan, *, out: str | os.PathLike[str] | None = None, progress: Progress | None = None
+    model: Any,
+    text: Text,
+    plan: Plan,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Study, list[Line]]:
     """Attacks the attention of each layer asked for; with `out` the results join the study there."""
     model = model if isinstance(model, Model) else load(model)
-    study = measure(model, text, (plan.length,), 1, plan.layers, None, ("attention",), seed=plan.seed, out=out)
-    inputs = read(model, text, None, Choice((plan.length,), 1, plan.seed, special_tokens=False)).inputs
+    study = measure(
+        model, text, (plan.length,), 1, plan.layers, None, ("attention",), seed=plan.seed, out=out
+    )
+    inputs = read(
+        model, text, None, Choice((plan.length,), 1, plan.seed, special_tokens=False)
+    ).inputs
     seen = survey(model, inputs, plan.length, (0,))
     ids = inputs.batch(plan.length, (0,))[0].tolist()
     store = study._store if out is None else Store.create(Path(out), study.info)
@@ -121,7 +138,9 @@ def attack_model(
                 f, X = for_one_sequence(f).double(), X.double()
             with threads_for(tokens=1):
                 found = KINDS[plan.kind](Scene(model, plan, layer, ids, f, X))
-            (sigma,) = (r for r in study.largest("attention", layer) if (r.n, r.sample) == (plan.length, 0))
+            (sigma,) = (
+                r for r in study.largest("attention", layer) if (r.n, r.sample) == (plan.length, 0)
+            )
             store.write(_row(sigma, plan.kind, line) for line in found)
             lines += found
     finally:
@@ -136,10 +155,19 @@ def attack_table(study: Study, lines: Sequence[Line]) -> Table:
     for name in ("layer", "σ at the text", "attack", "found", "factor", "where"):
         table.add_column(name)
     for line in lines:
-        text = next(r.value for r in study.largest("attention", line.layer) if (r.n, r.sample) == (line.n, 0))
+        text = next(
+            r.value
+            for r in study.largest("attention", line.layer)
+            if (r.n, r.sample) == (line.n, 0)
+        )
         ratio = f"{line.value / text:.3g}" if text > 0 else "-"
         table.add_row(
-            str(line.layer), f"{text:.4g}", line.name, f"{line.value:.4g}", ratio, for_terminal(line.detail, 80)
+            str(line.layer),
+            f"{text:.4g}",
+            line.name,
+            f"{line.value:.4g}",
+            ratio,
+            for_terminal(line.detail, 80),
         )
     return table
 
@@ -171,8 +199,14 @@ def _ascent(scene: Scene) -> list[Line]:
     f, climb = scene.plain(), Climb(QUICK.steps, QUICK.restarts, scene.plan.seed)
     ball, near = scene.ball, Around(scene.X, NEAR * scene.ball.R)
     return [
-        scene.line("in the ball", ascend(f, ball, climb, starts=[scene.X]).sigma, f"ball of radius {ball.R:.4g}"),
-        scene.line("near the text", ascend(f, near, climb).sigma, f"within {near.r:.4g} of the text"),
+        scene.line(
+            "in the ball",
+            ascend(f, ball, climb, starts=[scene.X]).sigma,
+            f"ball of radius {ball.R:.4g}",
+        ),
+        scene.line(
+            "near the text", ascend(f, near, climb).sigma, f"within {near.r:.4g} of the text"
+        ),
     ]
 
 
@@ -193,11 +227,20 @@ def _direction(scene: Scene) -> list[Line]:
 
 
 def _tokens(scene: Scene) -> list[Line]:
-    target, ids, swaps = layer_sigma(scene.model, scene.layer, seed=scene.plan.seed), scene.ids, scene.plan.swaps
+    target, ids, swaps = (
+        layer_sigma(scene.model, scene.layer, seed=scene.plan.seed),
+        scene.ids,
+        scene.plan.swaps,
+    )
     guided = guided_swaps(target, ids, swaps)
     found = [guided, duplicated_tokens(target, ids, swaps), projected_swaps(target, ids, swaps)]
-    found.append(random_swaps(target, ids, swaps, tries=guided.measured - 1, seed=scene.plan.seed + 1))
-    return [scene.line(one.method, _measured(scene, one), _in_words(scene.model, ids, one)) for one in found]
+    found.append(
+        random_swaps(target, ids, swaps, tries=guided.measured - 1, seed=scene.plan.seed + 1)
+    )
+    return [
+        scene.line(one.method, _measured(scene, one), _in_words(scene.model, ids, one))
+        for one in found
+    ]
 
 
 def _measured(scene: Scene, one: Swapped) -> Estimate:

@@ -91,7 +91,9 @@ def audit_model(
             with threads_for(tokens=1):
                 found, why = _bound_rows(target)
                 refused |= why
-                if not math.isclose(known.get(_place(target.sigma), math.nan), target.R, rel_tol=1e-9):
+                if not math.isclose(
+                    known.get(_place(target.sigma), math.nan), target.R, rel_tol=1e-9
+                ):
                     found += _search_rows(target, climb)
             store.write(found)
     finally:
@@ -100,7 +102,9 @@ def audit_model(
     return Audit(Study(store) if out is None else Study.open(Path(out)), refused)
 
 
-def _asked(row: Row, reading: Reading, layers: Sequence[int] | None, heads: Sequence[int] | None) -> bool:
+def _asked(
+    row: Row, reading: Reading, layers: Sequence[int] | None, heads: Sequence[int] | None
+) -> bool:
     """Whether a row of the study, which may hold more, is part of this request."""
     here = (row.n, row.sample) in reading.inputs.pairs and row.scope == "heads"
     return here and (layers is None or row.layer in layers) and (heads is None or row.head in heads)
@@ -110,7 +114,9 @@ def _place(row: Row) -> tuple[Any, ...]:
     return row.layer, row.head, row.n, row.sample
 
 
-def _targets(model: Model, reading: Reading, rows: list[Row], radius: float | None) -> Iterator[Target]:
+def _targets(
+    model: Model, reading: Reading, rows: list[Row], radius: float | None
+) -> Iterator[Target]:
     """The heads behind rows of sigma, sample by sample and layer by layer, one forward pass a sample."""
     for n, sample in sorted({(row.n, row.sample) for row in rows}):
         seen = survey(model, reading.inputs, n, (sample,))
@@ -124,12 +130,19 @@ def _targets(model: Model, reading: Reading, rows: list[Row], radius: float | No
                 )
             for row in (r for r in here if r.layer == layer and r.head is not None):
                 assert row.head is not None
-                yield Target(row, for_one_sequence(site.f.layer.head(row.head)), site.X[0], _radius(row, radius))
+                yield Target(
+                    row,
+                    for_one_sequence(site.f.layer.head(row.head)),
+                    site.X[0],
+                    _radius(row, radius),
+                )
 
 
 def for_one_sequence(f: SelfAttention) -> SelfAttention:
     """A layer that was recorded in a batch of one, for a sequence alone."""
-    mask, padding = (x if x is None or x.ndim == size else x[0] for x, size in ((f.mask, 2), (f.padding, 1)))
+    mask, padding = (
+        x if x is None or x.ndim == size else x[0] for x, size in ((f.mask, 2), (f.padding, 1))
+    )
     return replace(f, mask=mask, padding=padding)
 
 
@@ -149,7 +162,9 @@ def _bound_rows(target: Target) -> tuple[list[Row], dict[str, str]]:
     sigma, f, X, R = target
     f, rows, refused = f.double(), [], {}
     for bound in REGISTRY:
-        domain = enclosing(Point(X) if bound.domain is Point else Ball(R, sigma.n), bound.domain, bound.kind)
+        domain = enclosing(
+            Point(X) if bound.domain is Point else Ball(R, sigma.n), bound.domain, bound.kind
+        )
         if bound.norm != "2" or domain is None:
             continue
         name, kind, layer = bound.name, bound.kind, f
@@ -157,7 +172,11 @@ def _bound_rows(target: Target) -> tuple[list[Row], dict[str, str]]:
         if why is not None:
             refused[name] = why
             name, kind, layer = name + LEFT_OUT, REFERENCE, replace(f, biases=None)
-            if why != NO_QUERY_BIAS.says or bound.kind == "lower" or failed_hypothesis(bound, layer, domain):
+            if (
+                why != NO_QUERY_BIAS.says
+                or bound.kind == "lower"
+                or failed_hypothesis(bound, layer, domain)
+            ):
                 continue
         began = time.perf_counter()
         value = evaluate(bound, layer, domain)
@@ -177,14 +196,25 @@ def _search_rows(target: Target, climb: Climb) -> list[Row]:
     began = time.perf_counter()
     e = ascend(f, Ball(R, sigma.n), climb, starts=[X]).sigma
     seconds = time.perf_counter() - began
-    rows = [_row(target, WORST, "local", (e.value, e.lower, e.upper, e.residual, e.status.name.lower(), seconds))]
+    rows = [
+        _row(
+            target,
+            WORST,
+            "local",
+            (e.value, e.lower, e.upper, e.residual, e.status.name.lower(), seconds),
+        )
+    ]
     if isinstance(f.kernel, Dot):
         reach = regime(f, R).reach
-        rows.append(_row(target, REGIME, "log length", (reach, reach, reach, 0.0, "evaluated", 0.0)))
+        rows.append(
+            _row(target, REGIME, "log length", (reach, reach, reach, 0.0, "evaluated", 0.0))
+        )
     return rows
 
 
-def _row(target: Target, probe: str, kind: str, numbers: tuple[float, float, float, float, str, float]) -> Row:
+def _row(
+    target: Target, probe: str, kind: str, numbers: tuple[float, float, float, float, str, float]
+) -> Row:
     """value, lower, upper, residual, status and seconds, in the place and on the device of the target's sigma."""
     value, lower, upper, residual, status, seconds = numbers
     return target.sigma._replace(

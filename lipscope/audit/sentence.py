@@ -25,7 +25,9 @@ class TextReader:
         self.rows = token_rows(model)
         first = torch.zeros(n, dtype=torch.long).tolist()
         self._host = model.survey([[*before, *first, *after]]).host
-        self._before, self._after = (self.rows[torch.tensor(list(ids), dtype=torch.long)] for ids in (before, after))
+        self._before, self._after = (
+            self.rows[torch.tensor(list(ids), dtype=torch.long)] for ids in (before, after)
+        )
 
     def hidden(self, E: Tensor) -> Tensor:
         """Embeddings [B, n, d] -> last hidden states [B, n and the special tokens, d]."""
@@ -49,5 +51,7 @@ def token_rows(model: Model) -> Tensor:
     """The rows that stand for token ids, before positions are added."""
     embedding = model.trunk.get_input_embeddings()
     if not isinstance(embedding, torch.nn.Embedding):
-        raise UserError(f"{model.card.name} has no table of token embeddings, so its text cannot be attacked.")
+        raise UserError(
+            f"{model.card.name} has no table of token embeddings, so its text cannot be attacked."
+        )
     return embedding.weight.detach().to(model.dtype)

@@ -26,17 +26,28 @@ def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -
     The error of a well separated sigma is about the square of tol: enough to rank texts, to be measured again after.
     """
     if not 0 <= layer < model.layers:
-        raise UserError(f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}.")
+        raise UserError(
+            f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}."
+        )
     rows, solver = token_rows(model), Solver(seed=seed)
 
     def measure(ids: Tensor) -> Tensor:
-        return torch.cat([_sigma(model.survey(part), layer, tol, solver) for part in ids.split(AT_ONCE)])
+        return torch.cat(
+            [_sigma(model.survey(part), layer, tol, solver) for part in ids.split(AT_ONCE)]
+        )
 
-    return TextTarget(measure, partial(_slope, model, layer, tol, solver), rows, _words(model, len(rows)))
+    return TextTarget(
+        measure, partial(_slope, model, layer, tol, solver), rows, _words(model, len(rows))
+    )
 
 
 def output_change(
-    model: Model, ids: Sequence[int], *, reader: TextReader | None = None, tol: float = 1e-2, seed: int = 0
+    model: Model,
+    ids: Sequence[int],
+    *,
+    reader: TextReader | None = None,
+    tol: float = 1e-2,
+    seed: int = 0,
 ) -> TextTarget:
     """||F(text) - F(ids)||_F, F the last hidden state: 0 at `ids` itself, where its slope is the steepest direction.
 
@@ -78,7 +89,9 @@ def _slope(model: Model, layer: int, tol: float, solver: Solver, E: Tensor) -> t
     assert core is not None
     e = E.detach().clone()[None].requires_grad_(True)
     with torch.enable_grad():
-        X = run_to(survey.host, survey.host.trunk, Call((), {"inputs_embeds": e}, e), Tap(core, "input"))
+        X = run_to(
+            survey.host, survey.host.trunk, Call((), {"inputs_embeds": e}, e), Tap(core, "input")
+        )
         (gradient,) = torch.autograd.grad(X, e, there)
     return top.value[0].item(), gradient[0]
 
@@ -89,4 +102,6 @@ def _words(model: Model, size: int) -> Tensor | None:
         return None
     names = model.tokenizer.convert_ids_to_tokens(range(min(size, len(model.tokenizer))))
     special = set(model.tokenizer.all_special_ids)
-    return torch.tensor([i for i, name in enumerate(names) if i not in special and not name.startswith("[unused")])
+    return torch.tensor(
+        [i for i, name in enumerate(names) if i not in special and not name.startswith("[unused")]
+    )

@@ -38,11 +38,15 @@ class CharacterText:
             )
         alphabet = "".join(sorted({*text, UNKNOWN}))
         if len(set(text)) < 2:
-            raise UserError(f"the text is one character, {text[0]!r}, over and over: there is nothing to learn")
+            raise UserError(
+                f"the text is one character, {text[0]!r}, over and over: there is nothing to learn"
+            )
         place = {character: i for i, character in enumerate(alphabet)}
         ids = torch.tensor([place[character] for character in text])
         cut = len(text) - len(text) // HELD_OUT
-        return CharacterText(alphabet, ids[:cut], ids[cut:], hashlib.sha256(text.encode()).hexdigest())
+        return CharacterText(
+            alphabet, ids[:cut], ids[cut:], hashlib.sha256(text.encode()).hexdigest()
+        )
 
     @property
     def unigram_loss(self) -> float:
@@ -54,7 +58,12 @@ class CharacterText:
     def bigram_loss(self) -> float:
         """The same for how frequent each pair of characters is: what a model without attention can learn."""
         size = len(self.alphabet)
-        pairs = torch.bincount(self.learned[:-1] * size + self.learned[1:], minlength=size * size).double() + 1
+        pairs = (
+            torch.bincount(
+                self.learned[:-1] * size + self.learned[1:], minlength=size * size
+            ).double()
+            + 1
+        )
         chances = pairs.view(size, size) / pairs.view(size, size).sum(1, keepdim=True)
         return float(-chances.log()[self.held_out[:-1], self.held_out[1:]].mean())
 
@@ -78,7 +87,9 @@ def read_characters(text: str | Path, context: int) -> CharacterText:
     except OSError as error:
         raise UserError(f"the text {text} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"the text {text} is not UTF-8 (byte {error.start}); convert it first") from error
+        raise UserError(
+            f"the text {text} is not UTF-8 (byte {error.start}); convert it first"
+        ) from error
 
 
 def _windows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:

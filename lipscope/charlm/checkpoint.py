@@ -20,7 +20,9 @@ FACTS = "lipscope.training"
 """The key of the facts in the file's own metadata."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None
+) -> None:
     """Writes beside the old file, to disk, and then takes its place: a reader sees the old file or the new one."""
     from safetensors.torch import save
 
@@ -42,7 +44,9 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
             facts = json.loads((file.metadata() or {})[FACTS])
             return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 (it is no dict)
     except Exception as error:  # safetensors has errors of its own
-        raise UserError(f"{path} is not a checkpoint of lipscope train ({error}); give another --out") from error
+        raise UserError(
+            f"{path} is not a checkpoint of lipscope train ({error}); give another --out"
+        ) from error
 
 
 @contextmanager
@@ -61,7 +65,9 @@ def claimed(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / LOCK, "a")  # noqa: SIM115 (closed below, with the lock on it)
     except OSError as error:
-        raise UserError(f"cannot write to {directory}: {error.strerror}; give another --out") from error
+        raise UserError(
+            f"cannot write to {directory}: {error.strerror}; give another --out"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,10 +81,16 @@ def claimed(directory: Path) -> Iterator[None]:
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
     """The state of an optimiser, by parameter name and quantity."""
     state = optimizer.state_dict()["state"]
-    return {f"{names[i]}/{quantity}": value for i, held in state.items() for quantity, value in held.items()}
+    return {
+        f"{names[i]}/{quantity}": value
+        for i, held in state.items()
+        for quantity, value in held.items()
+    }
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, Tensor]) -> None:
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, Tensor]
+) -> None:
     whole = optimizer.state_dict()
     held: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():

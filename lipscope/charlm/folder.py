@@ -32,7 +32,10 @@ def save_character_model(directory: Path, model: CharacterTransformer, alphabet:
     write_json(directory / "tokenizer.json", character_tokenizer(alphabet))
     write_json(
         directory / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.architecture.context},
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": model.architecture.context,
+        },
     )
     state = {f"network.{name}": value for name, value in model.state_dict().items()}
     write_tensors(directory / "model.safetensors", state)

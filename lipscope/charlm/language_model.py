@@ -54,13 +54,17 @@ class Architecture:
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
-            raise UserError(f"there is no attention {self.attention!r}; choose one of {', '.join(ATTENTIONS)}")
+            raise UserError(
+                f"there is no attention {self.attention!r}; choose one of {', '.join(ATTENTIONS)}"
+            )
         if self.norm not in NORMS:
             raise UserError(f"there is no norm {self.norm!r}; choose one of {', '.join(NORMS)}")
         for name in ("vocabulary", "depth", "width", "heads", "context"):
             check_whole(name, getattr(self, name), 1)
         if self.width % self.heads:
-            raise UserError(f"width {self.width} must be a multiple of the number of heads, {self.heads}")
+            raise UserError(
+                f"width {self.width} must be a multiple of the number of heads, {self.heads}"
+            )
         if not 0 < self.constant < math.inf:
             raise UserError(f"constant must be a positive number, got {self.constant!r}")
         if self.invertible and self.attention != "contractive":
@@ -102,7 +106,9 @@ def make_attention(architecture: Architecture) -> AttentionLayer:
 class CharacterTransformer(nn.Module):
     """Character numbers [..., n] to the logits of what follows each of them [..., n, vocabulary]."""
 
-    def __init__(self, architecture: Architecture, attention: MakeAttention = make_attention) -> None:
+    def __init__(
+        self, architecture: Architecture, attention: MakeAttention = make_attention
+    ) -> None:
         super().__init__()
         a = self.architecture = architecture
         self.embedding = nn.Embedding(a.vocabulary, a.width)
@@ -141,7 +147,9 @@ class CharacterTransformer(nn.Module):
     def trunk_inverse(self, Y: Tensor) -> Tensor:
         """The embedded characters that the trunk maps to Y; only an invertible trunk has them."""
         if not self.architecture.invertible:
-            raise UserError("the blocks of this model are not invertible; make it with invertible=True")
+            raise UserError(
+                "the blocks of this model are not invertible; make it with invertible=True"
+            )
         with torch.no_grad():
             for block in reversed(self.blocks):
                 assert isinstance(block, InvertibleBlock)
@@ -158,7 +166,9 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = norm(a.width), norm(a.width)
         self.attention = attention
         self.mlp = nn.Sequential(
-            nn.Linear(a.width, EXPANSION * a.width), nn.GELU(), nn.Linear(EXPANSION * a.width, a.width)
+            nn.Linear(a.width, EXPANSION * a.width),
+            nn.GELU(),
+            nn.Linear(EXPANSION * a.width, a.width),
         )
 
     def forward(self, X: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ def layer_constants(model: nn.Module, ids: Tensor) -> list[float]:
     finally:
         watch.release()
     return [
-        float(local_lipschitz(f, X, tol=TOL, solver=Solver(seed=0)).value) if X.isfinite().all() else math.nan
+        float(local_lipschitz(f, X, tol=TOL, solver=Solver(seed=0)).value)
+        if X.isfinite().all()
+        else math.nan
         for f, X in seen
     ]

@@ -14,7 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipscope.attention.layer import SelfAttention
 from lipscope.charlm.folder import MODEL_TYPE, NAMES, config_fields
-from lipscope.charlm.language_model import Architecture, CharacterTransformer, make_attention, norm_in_words
+from lipscope.charlm.language_model import (
+    Architecture,
+    CharacterTransformer,
+    make_attention,
+    norm_in_words,
+)
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
@@ -30,7 +35,9 @@ class CharacterConfig(PretrainedConfig):
     model_type = MODEL_TYPE
     attribute_map = NAMES
 
-    def __init__(self, **held: Any) -> None:  # fields of an architecture, and what every configuration may hold
+    def __init__(
+        self, **held: Any
+    ) -> None:  # fields of an architecture, and what every configuration may hold
         for name, default in config_fields(SMALLEST).items():
             value = held.pop(name, default)
             setattr(self, name, norm_in_words(value) if name == "norm" else value)
@@ -38,7 +45,9 @@ class CharacterConfig(PretrainedConfig):
 
     @property
     def architecture(self) -> Architecture:
-        return Architecture(**{field.name: getattr(self, field.name) for field in fields(Architecture)})
+        return Architecture(
+            **{field.name: getattr(self, field.name) for field in fields(Architecture)}
+        )
 
     @staticmethod
     def of(a: Architecture) -> CharacterConfig:
@@ -79,7 +88,9 @@ class RoutedContractive(ContractiveL2Attention, Routed):
     """Contractive L2 attention on the attention function in force; its scale is in the values."""
 
 
-ROUTED = {kind.__bases__[0]: kind for kind in (RoutedDot, RoutedL2, RoutedCosine, RoutedContractive)}
+ROUTED = {
+    kind.__bases__[0]: kind for kind in (RoutedDot, RoutedL2, RoutedCosine, RoutedContractive)
+}
 """The routed class of each layer that make_attention gives."""
 
 
@@ -103,7 +114,9 @@ class CharacterModel(PreTrainedModel):
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.network.embed(input_ids)
-        return BaseModelOutput(last_hidden_state=self.network.norm(self.network.trunk(inputs_embeds)))
+        return BaseModelOutput(
+            last_hidden_state=self.network.norm(self.network.trunk(inputs_embeds))
+        )
 
     def get_input_embeddings(self) -> nn.Module:
         return self.network.embedding

@@ -14,7 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from lipscope._types import UserError
 from lipscope.charlm.characters import CharacterText
-from lipscope.charlm.checkpoint import FILE, optimizer_tensors, read_checkpoint, restore_optimizer, write_tensors
+from lipscope.charlm.checkpoint import (
+    FILE,
+    optimizer_tensors,
+    read_checkpoint,
+    restore_optimizer,
+    write_tensors,
+)
 from lipscope.charlm.language_model import (
     Architecture,
     CharacterTransformer,
@@ -50,7 +56,9 @@ class Recipe:
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be a positive number, got {getattr(self, name)!r}")
         if not 0 <= self.weight_decay < math.inf:
-            raise UserError(f"weight_decay must be 0 or a positive number, got {self.weight_decay!r}")
+            raise UserError(
+                f"weight_decay must be 0 or a positive number, got {self.weight_decay!r}"
+            )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -84,7 +92,9 @@ class Training:
         attention: MakeAttention = make_attention,
     ) -> None:
         if len(text.alphabet) != architecture.vocabulary:
-            raise UserError(f"the text has {len(text.alphabet)} characters and the model {architecture.vocabulary}")
+            raise UserError(
+                f"the text has {len(text.alphabet)} characters and the model {architecture.vocabulary}"
+            )
         _check_memory(architecture, recipe, device)
         self.text, self.architecture, self.recipe, self.device = text, architecture, recipe, device
         self.generator = torch.Generator().manual_seed(recipe.seed)
@@ -92,7 +102,10 @@ class Training:
             torch.manual_seed(recipe.seed)
             self.model = CharacterTransformer(architecture, attention).to(device)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
+            self.model.parameters(),
+            lr=recipe.lr,
+            betas=(0.9, 0.98),
+            weight_decay=recipe.weight_decay,
         )
         self.step = 0
         self.curve: list[CurvePoint] = []
@@ -100,7 +113,9 @@ class Training:
 
     def advance(self) -> None:
         """One step of the optimiser."""
-        inputs, targets = self.text.draw(self.recipe.batch, self.architecture.context, self.generator)
+        inputs, targets = self.text.draw(
+            self.recipe.batch, self.architecture.context, self.generator
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.step)
         loss = _loss(self.model, inputs.to(self.device), targets.to(self.device))
@@ -115,7 +130,10 @@ class Training:
         """Losses and constants now; they leave no trace in the training."""
         learned = float(torch.stack(self._losses).mean()) if self._losses else math.nan
         self._losses = []
-        inputs, targets = (t.to(self.device) for t in self.text.test_windows(TEST_WINDOWS, self.architecture.context))
+        inputs, targets = (
+            t.to(self.device)
+            for t in self.text.test_windows(TEST_WINDOWS, self.architecture.context)
+        )
         with torch.no_grad():
             test = sum(
                 float(_loss(self.model, x, y)) * len(x)
@@ -139,9 +157,15 @@ class Training:
         """Model, optimiser, randomness, step and curve in one file, at once."""
         names = [name for name, _ in self.model.named_parameters()]
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"optimizer.{k}": v for k, v in optimizer_tensors(self.optimizer, names).items()}
+        tensors |= {
+            f"optimizer.{k}": v for k, v in optimizer_tensors(self.optimizer, names).items()
+        }
         tensors["generator"] = self.generator.get_state()
-        facts = {"step": self.step, "settings": self.settings, "curve": [asdict(r) for r in self.curve]}
+        facts = {
+            "step": self.step,
+            "settings": self.settings,
+            "curve": [asdict(r) for r in self.curve],
+        }
         write_tensors(directory / FILE, tensors, facts)
 
     def restore(self, directory: Path) -> bool:
@@ -151,13 +175,17 @@ class Training:
             return False
         tensors, facts = found
         there = facts["settings"]
-        _check_same({**there, "norm": norm_in_words(there.get("norm", "unknown"))}, self.settings, directory)
+        _check_same(
+            {**there, "norm": norm_in_words(there.get("norm", "unknown"))}, self.settings, directory
+        )
         self.model.load_state_dict(_under("model.", tensors))
         names = [name for name, _ in self.model.named_parameters()]
         restore_optimizer(self.optimizer, names, _under("optimizer.", tensors))
         self.generator.set_state(tensors["generator"])
         self.step, self._losses = facts["step"], []
-        self.curve = [CurvePoint(**{**r, "constants": tuple(r["constants"])}) for r in facts["curve"]]
+        self.curve = [
+            CurvePoint(**{**r, "constants": tuple(r["constants"])}) for r in facts["curve"]
+        ]
         return True
 
 
@@ -212,7 +240,11 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _check_same(there: dict[str, Any], asked: dict[str, Any], directory: Path) -> None:

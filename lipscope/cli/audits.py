@@ -12,15 +12,31 @@ from lipscope.cli.terminal import numbers, progress, read_text, show_table
 
 
 def bounds(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
-    text: Annotated[str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")] = None,
-    layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Tokens per sample.", show_default="64")] = None,
-    radius: Annotated[float | None, typer.Option(help="Of the ball.", show_default="the text's")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens per sample.", show_default="64")
+    ] = None,
+    radius: Annotated[
+        float | None, typer.Option(help="Of the ball.", show_default="the text's")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")
+    ] = None,
 ) -> None:
     """Hold every theorem against each head: bounds, the worst input found, and how tight they are."""
-    sizes, where, words = numbers("lengths", lengths), numbers("layers", layers), text and read_text(text)
+    sizes, where, words = (
+        numbers("lengths", lengths),
+        numbers("layers", layers),
+        text and read_text(text),
+    )
     with progress() as report:
         from lipscope.audit.heads import audit_model
         from lipscope.report.bound_table import bound_summary
@@ -31,9 +47,15 @@ def bounds(
 
 def attack(
     kind: Annotated[str, typer.Option(help="construction, ascent, direction, tokens or compare.")],
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
-    text: Annotated[str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")] = None,
-    layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens of the text.")] = 32,
     swaps: Annotated[int, typer.Option(help="Tokens to replace, at most.")] = 3,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study.")] = None,
@@ -54,10 +76,18 @@ def attack(
     show_table(attack_table(*found))
 
 
-def _compare(model: str | None, text: str | None, length: int, swaps: int, out: Path | None) -> None:
+def _compare(
+    model: str | None, text: str | None, length: int, swaps: int, out: Path | None
+) -> None:
     """Prints the table; with `out` also leaves attacks.csv and attacks.png there."""
     with progress() as report:
-        from lipscope.audit.attack_comparison import Contest, compare_attacks, comparison_table, texts_in, write_trials
+        from lipscope.audit.attack_comparison import (
+            Contest,
+            compare_attacks,
+            comparison_table,
+            texts_in,
+            write_trials,
+        )
 
         texts = None if text is None else texts_in(read_text(text))
         trials = compare_attacks(model, texts, Contest(swaps, length), progress=report)

@@ -29,7 +29,9 @@ class Commands(TyperGroup):
             raise StoppedError(getattr(stop, "__notes__", [FAREWELL])[0]) from stop
 
 
-app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+)
 app.command(cls=studies.MeasureCommand)(studies.measure)
 app.command(cls=simulating.SimulateCommand)(simulating.simulate)
 for command in (
@@ -45,7 +47,9 @@ for command in (
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     """How strongly does attention react to its input? Local Lipschitz constants, with certificates."""
     if version:
         typer.echo(f"lipscope {__version__}")
@@ -63,7 +67,9 @@ def run(arguments: Sequence[str] | None) -> int:
             return tell(FAREWELL, INTERRUPTED)
         if isinstance(error, UserError):
             return tell(str(error), WRONG_INPUT)
-        if not hasattr(error, "format_message"):  # the parser's own complaints, whose class typer does not export
+        if not hasattr(
+            error, "format_message"
+        ):  # the parser's own complaints, whose class typer does not export
             raise
         context = getattr(error, "ctx", None)
         remedy = f" Try `{context.command_path} --help`." if context else ""

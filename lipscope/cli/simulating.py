@@ -25,17 +25,25 @@ class SimulateCommand(TyperCommand):
         super().format_help(ctx, formatter)
         typer.echo(" Presets\n")
         for name, preset in PRESETS.items():
-            typer.echo(f"   {name:<10} {preset.about}\n{'':<14}n = {preset.n}, d = {preset.dim}, t = {preset.time:g}")
+            typer.echo(
+                f"   {name:<10} {preset.about}\n{'':<14}n = {preset.n}, d = {preset.dim}, t = {preset.time:g}"
+            )
 
 
 def simulate(
     preset: Annotated[str, typer.Option(help="Which flow, see below.")] = "clusters",
-    n: Annotated[int | None, typer.Option("--n", help="Tokens.", show_default="the preset's")] = None,
-    dim: Annotated[int | None, typer.Option(help="Size of a token.", show_default="the preset's")] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", help="Tokens.", show_default="the preset's")
+    ] = None,
+    dim: Annotated[
+        int | None, typer.Option(help="Size of a token.", show_default="the preset's")
+    ] = None,
     time: Annotated[float | None, typer.Option(help="Depth.", show_default="the preset's")] = None,
     device: Annotated[str, typer.Option(help="As in cpu, cuda, cuda:1.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Decides where tokens start.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", show_default="simulation-PRESET")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", show_default="simulation-PRESET")
+    ] = None,
 ) -> None:
     """Let tokens flow through infinitely many layers of attention; write an animation, a figure and the numbers."""
     with progress("simulating") as report:

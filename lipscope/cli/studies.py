@@ -32,33 +32,53 @@ class MeasureCommand(TyperCommand):
 
 
 def measure(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")
+    ] = None,
     text: Annotated[
         str | None,
-        typer.Option(metavar="FILE|-", help="UTF-8 text; - is stdin.", show_default="embedded prose"),
+        typer.Option(
+            metavar="FILE|-", help="UTF-8 text; - is stdin.", show_default="embedded prose"
+        ),
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Tokens per sample.", show_default="8,16,...,256")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens per sample.", show_default="8,16,...,256")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Samples per length.")] = 3,
-    layers: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")
+    ] = None,
     heads: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
     scope: Annotated[
         list[str] | None,
         typer.Option(help="Which map, see below; repeat it.", show_default="heads, attention"),
     ] = None,
-    random_init: Annotated[int | None, typer.Option(metavar="SEED", help="Random weights instead.")] = None,
-    special_tokens: Annotated[bool, typer.Option("--special-tokens", help="Frame samples with them.")] = False,
+    random_init: Annotated[
+        int | None, typer.Option(metavar="SEED", help="Random weights instead.")
+    ] = None,
+    special_tokens: Annotated[
+        bool, typer.Option("--special-tokens", help="Frame samples with them.")
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
     tol: Annotated[float, typer.Option(help="Relative residual at which a solve ends.")] = 1e-6,
     gap: Annotated[float | None, typer.Option(help="Go on to upper / lower - 1 <= this.")] = None,
-    device: Annotated[str | None, typer.Option(help="As in cpu, cuda, cuda:1.", show_default="cpu")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="As in cpu, cuda, cuda:1.", show_default="cpu")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float64 certifies, float32 is faster.")] = "float64",
     seed: Annotated[int, typer.Option(help="Decides samples and solver starts.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes; 1 is this one.")] = 1,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """DiscreteMeasure how smooth every attention layer of a model is on a text, and how that grows with length."""
-    sizes, where, which = numbers("lengths", lengths), numbers("layers", layers), numbers("heads", heads)
+    sizes, where, which = (
+        numbers("lengths", lengths),
+        numbers("layers", layers),
+        numbers("heads", heads),
+    )
     words = None if text is None else read_text(text)
     with progress() as report:
         from lipscope.models.loading import load
@@ -99,14 +119,22 @@ def show(
 
 def report(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a measure.")],
-    other: Annotated[Path | None, typer.Argument(metavar="[DIR2]", help="A second study, side by side.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", show_default="DIR/report.html")] = None,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[DIR2]", help="A second study, side by side.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default="DIR/report.html")
+    ] = None,
 ) -> None:
     """Write a study, or two side by side, as one page that opens anywhere."""
     from lipscope.study.study import Study
 
     against = None if other is None else Study.open(other)
-    _write_report(Study.open(directory), out or directory / (REPORT if against is None else COMPARISON), against)
+    _write_report(
+        Study.open(directory),
+        out or directory / (REPORT if against is None else COMPARISON),
+        against,
+    )
 
 
 def export(
@@ -114,7 +142,9 @@ def export(
     file: Annotated[Path | None, typer.Argument(help="Where to.", show_default="stdout")] = None,
     csv: Annotated[bool, typer.Option("--csv", help="CSV, the default.")] = False,
     parquet: Annotated[bool, typer.Option("--parquet", help="Parquet; needs FILE.")] = False,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Tokens and their norms, not rows.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Tokens and their norms, not rows.")
+    ] = False,
 ) -> None:
     """Write a study as CSV or Parquet."""
     from lipscope.study.export import write_csv, write_file

@@ -36,9 +36,13 @@ def numbers(name: str, value: str | None) -> list[int] | None:
     for part in value.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--{name} takes whole numbers and ranges, as in 0,2,5-7; {part.strip()!r} is neither.")
+            raise UserError(
+                f"--{name} takes whole numbers and ranges, as in 0,2,5-7; {part.strip()!r} is neither."
+            )
         if dash and int(last) < int(first):
-            raise UserError(f"--{name}: the range {part.strip()} is empty; write the smaller number first.")
+            raise UserError(
+                f"--{name}: the range {part.strip()} is empty; write the smaller number first."
+            )
         found += range(int(first), int(last or first) + 1)
     return found
 
@@ -51,7 +55,9 @@ def read_text(source: str) -> str | Path:
         text = sys.stdin.buffer.read().decode("utf-8")
         return io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)
     except UnicodeDecodeError as error:
-        raise UserError(f"the text on stdin is not UTF-8 (byte {error.start}); convert it first.") from error
+        raise UserError(
+            f"the text on stdin is not UTF-8 (byte {error.start}); convert it first."
+        ) from error
 
 
 class Report:
@@ -70,11 +76,24 @@ class Report:
 def progress(doing: str = "measuring") -> Iterator[Report]:
     """A bar with the time left, on a terminal; stdout stays clean."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         yield Report(bar, doing)
 
 

@@ -28,10 +28,15 @@ def train(
     width: Annotated[int, of_model(help="Size of a token.")] = 64,
     heads: Annotated[int, of_model(help="Heads of a layer.")] = 4,
     context: Annotated[int, of_model(help="Characters the model sees at once.")] = 64,
-    norm: Annotated[str, of_model(help="LayerNorm before branches or after sums: pre, post or none.")] = "pre",
-    invertible: Annotated[bool, of_model("--invertible", help="Invertible blocks, no norms.")] = False,
+    norm: Annotated[
+        str, of_model(help="LayerNorm before branches or after sums: pre, post or none.")
+    ] = "pre",
+    invertible: Annotated[
+        bool, of_model("--invertible", help="Invertible blocks, no norms.")
+    ] = False,
     constant: Annotated[
-        float | None, of_model(help="Lipschitz constant of contractive branches.", show_default="0.9")
+        float | None,
+        of_model(help="Lipschitz constant of contractive branches.", show_default="0.9"),
     ] = None,
     steps: Annotated[int, of_optimiser(help="Steps.")] = 2000,
     batch: Annotated[int, of_optimiser(help="Windows a step.")] = 16,
@@ -43,7 +48,10 @@ def train(
     every: Annotated[int, of_run(help="Steps between readings and checkpoints.")] = 200,
     device: Annotated[str, of_run(help="As in cpu, cuda, cuda:1.")] = "cpu",
     out: Annotated[
-        Path | None, of_run(metavar="DIR", help="Keep the training; resume it.", show_default="trained-ATTENTION")
+        Path | None,
+        of_run(
+            metavar="DIR", help="Keep the training; resume it.", show_default="trained-ATTENTION"
+        ),
     ] = None,
 ) -> None:
     """Train a character language model; its folder resumes after a kill, and `lipscope measure` reads it."""
@@ -55,7 +63,14 @@ def train(
         from lipscope.linalg.device import usable_device
 
         recipe = Recipe(
-            steps=steps, batch=batch, lr=lr, warmup=warmup, weight_decay=weight_decay, clip=clip, seed=seed, every=every
+            steps=steps,
+            batch=batch,
+            lr=lr,
+            warmup=warmup,
+            weight_decay=weight_decay,
+            clip=clip,
+            seed=seed,
+            every=every,
         )
         shape = Architecture(
             vocabulary=2,
@@ -70,9 +85,13 @@ def train(
         if constant is not None:
             shape = replace(shape, constant=constant)
             if attention != "contractive":
-                raise UserError(f"--constant is for --attention contractive; {attention} attention takes none")
+                raise UserError(
+                    f"--constant is for --attention contractive; {attention} attention takes none"
+                )
         learned = read_characters(read_text(text), context)
-        training = Training(learned, replace(shape, vocabulary=len(learned.alphabet)), recipe, usable_device(device))
+        training = Training(
+            learned, replace(shape, vocabulary=len(learned.alphabet)), recipe, usable_device(device)
+        )
         directory = out or Path(f"trained-{attention}")
         _run(training, directory, report)
     _show(training, directory)
@@ -101,4 +120,7 @@ def _show(training: Training, directory: Path) -> None:
 
         show_table(curve_table(training.curve, training.text.unigram_loss))
     if sys.stderr.isatty():
-        typer.echo(f"The model and its curves are in {directory}; try `lipscope measure {directory}`.", err=True)
+        typer.echo(
+            f"The model and its curves are in {directory}; try `lipscope measure {directory}`.",
+            err=True,
+        )

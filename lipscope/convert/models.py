@@ -57,13 +57,17 @@ def convert_model(
     print(convert_model(...)) shows the table. What is carried over and what is not: docs/monitor.md.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(f"convert takes a torch module, got {type(model).__name__}; lipscope.load(...).trunk is one")
+        raise UserError(
+            f"convert takes a torch module, got {type(model).__name__}; lipscope.load(...).trunk is one"
+        )
     check_bare(model)
     target = Target(to, constant, fresh)
     layers = None if layers is None else listed(layers)
     own = [name for name, m in model.named_modules() if isinstance(m, AttentionLayer)]
     if not isinstance(model, PreTrainedModel) or own:
-        if isinstance(model, PreTrainedModel) and any(isinstance(layer, int) for layer in layers or ()):
+        if isinstance(model, PreTrainedModel) and any(
+            isinstance(layer, int) for layer in layers or ()
+        ):
             raise UserError(
                 f"{type(model).__name__} has lipscope's attention in it: that goes by name, as in layers=[{own[0]!r}]; "
                 "to convert more of its old attention, begin with the model as it was"
@@ -72,7 +76,9 @@ def convert_model(
     sample = _first_sample(inputs, model.device)
     loaded = load(model)
     if not loaded.preflight.routed:
-        raise UserError(f"{loaded.preflight.reason}, so it cannot be converted; supported are {SUPPORTED}")
+        raise UserError(
+            f"{loaded.preflight.reason}, so it cannot be converted; supported are {SUPPORTED}"
+        )
     chosen = numbered(layers, loaded.layers)
     survey = loaded.survey(**sample)
     if "pixel_values" not in sample:
@@ -110,12 +116,18 @@ class TransformersReplacement(Replacement):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if given.get("past_key_values") is not None:
-            raise UserError("converted attention keeps no cache; call the model with use_cache=False")
+            raise UserError(
+                "converted attention keeps no cache; call the model with use_cache=False"
+            )
         if given.get("encoder_hidden_states") is not None:
-            raise UserError("this attention was converted: it is self-attention, and reads no other hidden states")
+            raise UserError(
+                "this attention was converted: it is self-attention, and reads no other hidden states"
+            )
         for name, value in given.items():
             if "mask" in name and name != "attention_mask" and value is not None:
-                raise UserError(f"converted attention is given {name}, and knows attention_mask alone")
+                raise UserError(
+                    f"converted attention is given {name}, and knows attention_mask alone"
+                )
         mask = given.get("attention_mask")
         real = None if mask is None else _real_tokens(mask, self.layer.causal)
         return self.attended(given[self.names[0]], real), None
@@ -130,14 +142,18 @@ def _real_tokens(mask: Tensor, causal: bool) -> Tensor:
     # A real token sees itself, whatever else is hidden.
     real = visible[:, 0].diagonal(dim1=-2, dim2=-1)
     if real.shape[-1] != n:
-        raise UserError(f"attention_mask of shape {tuple(mask.shape)} is no mask of tokens among themselves")
+        raise UserError(
+            f"attention_mask of shape {tuple(mask.shape)} is no mask of tokens among themselves"
+        )
     expected = real[:, None, :].expand(-1, n, -1)
     if causal:
         expected = expected & torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
     wrong = (visible != expected[:, None]) & real[:, None, :, None]
     if bool(wrong.any()):
         raise UserError(
-            "attention_mask hides more than padding" + (" and what comes later" if causal else "") + "; "
+            "attention_mask hides more than padding"
+            + (" and what comes later" if causal else "")
+            + "; "
             "converted attention takes no other mask (no packed sequences, no windows)"
         )
     return real
@@ -166,7 +182,9 @@ def _slot(survey: Survey, i: int, target: Target) -> Slot:
         dtype = next(core.parameters()).dtype
         layer = make_layer(f.to(dtype), target.to, target.constant, target.fresh)
     except UserError as error:
-        raise UserError(f"{what} cannot be converted: {error}; supported are {SUPPORTED}") from error
+        raise UserError(
+            f"{what} cannot be converted: {error}; supported are {SUPPORTED}"
+        ) from error
     bias = None if target.fresh else constant_part(f, site.offset)
     bias = None if bias is None or not bias.any() else bias.detach().to(dtype)
     new = TransformersReplacement(layer, bias, tuple(signature(core.forward).parameters))
@@ -180,7 +198,8 @@ def _unmasked(f: SelfAttention) -> SelfAttention:
     """f, if causal order is all its rules."""
     kernel = f.kernel
     rules = {
-        "a mask": f.mask is not None and not bool(f.mask.all() if f.mask.dtype == torch.bool else (f.mask == 0).all()),
+        "a mask": f.mask is not None
+        and not bool(f.mask.all() if f.mask.dtype == torch.bool else (f.mask == 0).all()),
         "a sliding window": f.window is not None,
         "a soft cap": kernel.softcap is not None,
         "attention sinks": kernel.sinks is not None,
@@ -191,7 +210,9 @@ def _unmasked(f: SelfAttention) -> SelfAttention:
     return replace(f, mask=None)
 
 
-def _without_cache(model: PreTrainedModel, slots: Sequence[Slot], sample: dict[str, Tensor]) -> Conversion:
+def _without_cache(
+    model: PreTrainedModel, slots: Sequence[Slot], sample: dict[str, Tensor]
+) -> Conversion:
     """The exchange, with the model told that there is no cache; both undone together."""
     holders = [*configs(model), *filter(None, [getattr(model, "generation_config", None)])]
     before = [(holder, holder.use_cache) for holder in holders if "use_cache" in vars(holder)]
@@ -205,4 +226,6 @@ def _without_cache(model: PreTrainedModel, slots: Sequence[Slot], sample: dict[s
         if isinstance(error, UserError) or not isinstance(error, Exception):
             raise
         name = type(model).__name__
-        raise UserError(f"{name} does not run with other attention ({on_one_line(error)})") from error
+        raise UserError(
+            f"{name} does not run with other attention ({on_one_line(error)})"
+        ) from error

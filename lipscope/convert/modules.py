@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.convert.replacement import TorchReplacement, constant_part, is_causal_mask, left_behind, make_layer
+from lipscope.convert.replacement import (
+    TorchReplacement,
+    constant_part,
+    is_causal_mask,
+    left_behind,
+    make_layer,
+)
 from lipscope.linalg.estimate import Estimate
 from lipscope.linalg.local import local_lipschitz
 from lipscope.monitor.modules import ModuleWatch
@@ -39,9 +45,13 @@ class Target:
 
     def __post_init__(self) -> None:
         if not isinstance(self.to, str) or self.to not in ATTENTIONS:
-            raise UserError(f"there is no attention {self.to!r} to convert to; choose one of {', '.join(ATTENTIONS)}")
+            raise UserError(
+                f"there is no attention {self.to!r} to convert to; choose one of {', '.join(ATTENTIONS)}"
+            )
         if self.constant is not None and self.to != "contractive":
-            raise UserError(f"constant={self.constant!r} is for to='contractive'; {self.to} attention takes none")
+            raise UserError(
+                f"constant={self.constant!r} is for to='contractive'; {self.to} attention takes none"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +82,25 @@ class Conversion:
     def __str__(self) -> str:
         head = ("layer", "from", "to", "sigma before", "sigma after", "bound", "left behind")
         rows = [
-            (x.name, x.old, x.new, f"{x.before.value:.4g}", f"{x.after.value:.4g}", _bound(x.bound), ", ".join(x.left))
+            (
+                x.name,
+                x.old,
+                x.new,
+                f"{x.before.value:.4g}",
+                f"{x.after.value:.4g}",
+                _bound(x.bound),
+                ", ".join(x.left),
+            )
             for x in self.layers
         ]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-        return "\n".join([f"local constants at {self.tokens} tokens", *(line.rstrip() for line in lines)])
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in (head, *rows)
+        ]
+        return "\n".join(
+            [f"local constants at {self.tokens} tokens", *(line.rstrip() for line in lines)]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +127,12 @@ def convert_module(
 
 
 def _check_call(model: nn.Module, inputs: Any, layers: Sequence[str | nn.Module] | None) -> None:
-    if layers is None and not any(isinstance(m, AttentionLayer | nn.MultiheadAttention) for m in model.modules()):
-        raise UserError(f"{type(model).__name__} has no attention that can be converted; supported are {SUPPORTED}")
+    if layers is None and not any(
+        isinstance(m, AttentionLayer | nn.MultiheadAttention) for m in model.modules()
+    ):
+        raise UserError(
+            f"{type(model).__name__} has no attention that can be converted; supported are {SUPPORTED}"
+        )
     if not isinstance(inputs, Tensor | tuple | Mapping):
         raise UserError(
             f"inputs must be a tensor, a tuple of the model's arguments or a dictionary of them, got "
@@ -163,7 +190,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 def check_length(n: int) -> None:
     """One token by itself looks the same to causal attention and to any other: the new layer could be either."""
     if n < 2:
-        raise UserError(f"the first sample has {n} token{'s' * (n != 1)}, padding apart; give two or more")
+        raise UserError(
+            f"the first sample has {n} token{'s' * (n != 1)}, padding apart; give two or more"
+        )
 
 
 def measure_map(f: Any, X: Tensor) -> Estimate:
@@ -174,11 +203,15 @@ def measure_map(f: Any, X: Tensor) -> Estimate:
 def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:
     module = watch.module(name)
     if not isinstance(module, AttentionLayer | nn.MultiheadAttention):
-        raise UserError(f"{name} is a {type(module).__name__}, which cannot be converted; supported are {SUPPORTED}")
+        raise UserError(
+            f"{name} is a {type(module).__name__}, which cannot be converted; supported are {SUPPORTED}"
+        )
     try:
         sight = watch.sight(name)
         if sight is None:
-            raise UserError("it did not run on the sample; convert the layers that do, by layers=[...]")
+            raise UserError(
+                "it did not run on the sample; convert the layers that do, by layers=[...]"
+            )
         g, X = sight
         f = g if isinstance(g, SelfAttention) else _weights_alone(module)
         f, X = _plain(f, X)
@@ -208,7 +241,9 @@ def _plain(f: SelfAttention, X: Tensor) -> tuple[SelfAttention, Tensor]:
 def _weights_alone(module: nn.Module) -> SelfAttention:
     """The projections of a layer that is no map of the papers (cosine attention, QK-norm)."""
     assert isinstance(module, AttentionLayer)
-    Q, K, V, O = (module.get_parameter(f"{name}.weight").detach() for name in ("query", "key", "value", "out"))
+    Q, K, V, O = (
+        module.get_parameter(f"{name}.weight").detach() for name in ("query", "key", "value", "out")
+    )
     return SelfAttention(Q, K, V, O, heads=module.heads, causal=module.causal)
 
 
@@ -219,8 +254,14 @@ def _measured(watch: ModuleWatch, name: str) -> tuple[int, Estimate]:
 
 
 def _row(slot: Slot, n: int, after: Estimate) -> ConvertedLayer:
-    old, new, left = type(slot.old).__name__, type(slot.layer).__name__, left_behind(slot.f, slot.layer)
-    return ConvertedLayer(slot.name, old, new, slot.before, after, slot.layer.lipschitz_bound(n), left)
+    old, new, left = (
+        type(slot.old).__name__,
+        type(slot.layer).__name__,
+        left_behind(slot.f, slot.layer),
+    )
+    return ConvertedLayer(
+        slot.name, old, new, slot.before, after, slot.layer.lipschitz_bound(n), left
+    )
 
 
 @contextmanager
@@ -242,12 +283,19 @@ def _watching(watch: ModuleWatch, model: nn.Module, run: Run) -> Iterator[None]:
 
 def _nesting(model: nn.Module) -> list[tuple[nn.TransformerEncoder, bool]]:
     """torch's encoders, each with its word on packing padded batches into nested tensors."""
-    return [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+    return [
+        (m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)
+    ]
 
 
 def _places(model: nn.Module, old: nn.Module) -> list[tuple[nn.Module, str]]:
     """Everywhere the module sits; it may serve several parents."""
-    found = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
+    found = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is old
+    ]
     if not found:
         raise UserError(
             f"the model itself is a {type(old).__name__}: there is nothing to put another into; "

@@ -59,7 +59,9 @@ class TorchReplacement(Replacement):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if key is not query or value is not query:
-            raise UserError("this attention was converted: it is self-attention, and key or value is not the query")
+            raise UserError(
+                "this attention was converted: it is self-attention, and key or value is not the query"
+            )
         swap = query.ndim == 3 and not self.batch_first
         X = query.transpose(0, 1) if swap else query
         check_mask(self.layer, attn_mask, is_causal, X.shape[-2])
@@ -76,7 +78,9 @@ def check_mask(layer: AttentionLayer, mask: Tensor | None, is_causal: bool, n: i
     wanted = "a causal attn_mask" if layer.causal else "no attn_mask"
     causal = is_causal if mask is None else is_causal_mask(mask, n)
     if n > 1 and causal != layer.causal:  # a token by itself has no later ones
-        raise UserError(f"this attention was converted with {wanted} and takes no other; convert with the mask you use")
+        raise UserError(
+            f"this attention was converted with {wanted} and takes no other; convert with the mask you use"
+        )
 
 
 def is_causal_mask(mask: Tensor, n: int) -> bool:
@@ -88,7 +92,9 @@ def is_causal_mask(mask: Tensor, n: int) -> bool:
         return False
     if plain and mask.shape[-2:] == (n, n) and bool((hidden == later).all()):
         return True
-    raise UserError("attn_mask is neither causal nor empty; converted attention takes causal masks and padding alone")
+    raise UserError(
+        "attn_mask is neither causal nor empty; converted attention takes causal masks and padding alone"
+    )
 
 
 def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -> AttentionLayer:
@@ -99,8 +105,12 @@ def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -
     made of queries: they are the nearest to the old ones, V Q^+ Q for the old V.
     """
     d = f.Q.shape[1]
-    if f.O is None or not (f.Q.shape[0] == f.heads * (f.V.shape[0] // f.groups) == d == f.O.shape[0]):
-        raise UserError(f"heads of size {f.Q.shape[0] // f.heads} times {f.heads} do not make up tokens of size {d}")
+    if f.O is None or not (
+        f.Q.shape[0] == f.heads * (f.V.shape[0] // f.groups) == d == f.O.shape[0]
+    ):
+        raise UserError(
+            f"heads of size {f.Q.shape[0] // f.heads} times {f.heads} do not make up tokens of size {d}"
+        )
     if fresh:
         layer = _empty(to, d, f, constant)
     else:
@@ -112,7 +122,9 @@ def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -
 
 def _empty(to: str, d: int, f: SelfAttention, constant: float | None) -> AttentionLayer:
     if to == "contractive":
-        return ContractiveL2Attention(d, f.heads, CONSTANT if constant is None else constant, causal=f.causal)
+        return ContractiveL2Attention(
+            d, f.heads, CONSTANT if constant is None else constant, causal=f.causal
+        )
     return ATTENTIONS[to](d, f.heads, f.causal)
 
 
@@ -122,7 +134,10 @@ def _carry_over(f: SelfAttention, layer: AttentionLayer) -> None:
     size = f.Q.shape[0] // f.heads
     Q = f.Q.double()
     K, V = (
-        W.double().unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten(0, 1)
+        W.double()
+        .unflatten(0, (f.groups, -1))
+        .repeat_interleave(f.heads // f.groups, dim=0)
+        .flatten(0, 1)
         for W in (f.K, f.V)
     )
     if isinstance(layer, L2SelfAttention):
@@ -138,7 +153,9 @@ def _values_of_queries(Q: Tensor, V: Tensor, heads: int) -> Tensor:
     """The weight W with value_factors(Q, W) Q = V Q^+ Q, head by head."""
     Q, V = (W.unflatten(0, (heads, -1)) for W in (Q, V))
     inverse = torch.linalg.pinv(Q, rtol=SMALLEST)
-    unit = value_factors(Q, inverse.mT)  # linear in its second argument, and this is what Q^+' comes to
+    unit = value_factors(
+        Q, inverse.mT
+    )  # linear in its second argument, and this is what Q^+' comes to
     return (V @ inverse @ torch.linalg.pinv(unit) @ inverse.mT).flatten(0, 1)
 
 
@@ -155,7 +172,9 @@ def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None
 def left_behind(f: SelfAttention, layer: AttentionLayer) -> tuple[str, ...]:
     """What f has and the layer has no place for, in words."""
     bq, bk, _ = f.biases or (None, None, None)
-    tied = isinstance(layer, L2SelfAttention)  # distances do not see a bias that queries and keys share
+    tied = isinstance(
+        layer, L2SelfAttention
+    )  # distances do not see a bias that queries and keys share
     words = {
         "key weights": tied and not torch.equal(f.K, f.Q),
         "query bias": not tied and bq is not None and bool(bq.any()),

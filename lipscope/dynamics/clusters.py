@@ -75,7 +75,11 @@ class Clusters:
 
     @property
     def status(self) -> str:
-        early = "" if self.ending is Ending.FINISHED else f"; the flow ended early, at t = {self.reached:.4g}"
+        early = (
+            ""
+            if self.ending is Ending.FINISHED
+            else f"; the flow ended early, at t = {self.reached:.4g}"
+        )
         return (self._gathered if self.clear else f"no clear clusters: {self._scattered}") + early
 
     @property
@@ -116,7 +120,9 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
     of a token from the mean at the start.
     """
     if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 < tol < 1:
-        raise UserError(f"tol, relative to the size of the input, must lie between 0 and 1, got {tol!r}")
+        raise UserError(
+            f"tol, relative to the size of the input, must lie between 0 and 1, got {tol!r}"
+        )
     x = (found.renormalised if renormalised else found.positions).detach().double().cpu()
     check_tensor("the flow", x)
     n = x.shape[1]
@@ -158,8 +164,12 @@ def components(points: Tensor, width: float) -> Tensor:
     cells = np.floor((x - x.min(axis=0)) * (4 * math.sqrt(x.shape[1]) / width)) if width > 0 else x
     _, first, owner = np.unique(cells, axis=0, return_index=True, return_inverse=True)
     pairs = cKDTree(x[first]).query_pairs(width, output_type="ndarray")
-    graph = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(len(first), len(first)))
-    return torch.from_numpy(connected_components(graph, directed=False)[1][owner.reshape(-1)]).long()
+    graph = coo_array(
+        (np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(len(first), len(first))
+    )
+    return torch.from_numpy(
+        connected_components(graph, directed=False)[1][owner.reshape(-1)]
+    ).long()
 
 
 def hull_margins(points: Tensor) -> Tensor:
@@ -178,7 +188,9 @@ def hull_margins(points: Tensor) -> Tensor:
         # max s with s - <u, c_k - c_j> <= 0
         rows = np.hstack([-apart, np.ones((len(apart), 1))])
         box = [(-1.0, 1.0)] * d + [(0.0, None)]
-        solved = linprog([0.0] * d + [-1.0], A_ub=rows, b_ub=np.zeros(len(apart)), bounds=box, method="highs")
+        solved = linprog(
+            [0.0] * d + [-1.0], A_ub=rows, b_ub=np.zeros(len(apart)), bounds=box, method="highs"
+        )
         assert solved.status == 0, solved.message
         found.append(-solved.fun * size)
     return torch.tensor(found, dtype=torch.float64)
@@ -192,7 +204,9 @@ def _radii(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Radii [T, K] and centres [T, K, d] of the final clusters at every time."""
     T, _, d = z.shape
     masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
-    centres = torch.zeros(T, len(masses), d, dtype=torch.float64).index_add(1, labels, weights[:, None] * z)
+    centres = torch.zeros(T, len(masses), d, dtype=torch.float64).index_add(
+        1, labels, weights[:, None] * z
+    )
     centres = centres / masses[:, None]
     away = (z - centres[:, labels]).norm(dim=2)
     radii = torch.zeros(T, len(masses), dtype=torch.float64)

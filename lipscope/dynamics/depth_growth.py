@@ -57,11 +57,17 @@ class DepthGrowth:
         if bad:
             said = [bad[0].value]
         if self.overflow is not None:
-            said.append(f"from depth {self.overflow:.4g} on derivatives overflow this dtype; ask for a shorter time")
+            said.append(
+                f"from depth {self.overflow:.4g} on derivatives overflow this dtype; ask for a shorter time"
+            )
         if self.flow.unresolved is not None:
-            said.append(f"from depth {self.flow.unresolved:.4g} on rounding decides between keys of nearly equal score")
+            said.append(
+                f"from depth {self.flow.unresolved:.4g} on rounding decides between keys of nearly equal score"
+            )
         if not self.flow.ok:
-            said.append(f"the network ends at depth {self.flow.times[-1].item():.4g}: {self.flow.ending.value}")
+            said.append(
+                f"the network ends at depth {self.flow.times[-1].item():.4g}: {self.flow.ending.value}"
+            )
         return "; ".join(said)
 
 
@@ -112,7 +118,12 @@ def growth_along_depth(
 
 
 def _layer_by_layer(
-    f: SelfAttention, X: Tensor | DiscreteMeasure, path: Flow, step: float, tol: float, progress: Progress | None
+    f: SelfAttention,
+    X: Tensor | DiscreteMeasure,
+    path: Flow,
+    step: float,
+    tol: float,
+    progress: Progress | None,
 ) -> tuple[list[Estimate], list[Estimate], list[LinearOperator]]:
     """|| J_k ||, || I + step J_k || and that operator for every state of the path, up to the first that overflows."""
     local, alone, operators = [], [], []
@@ -160,7 +171,9 @@ def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> Lin
         return U
 
     worst = [J.condition if J.worst is None else J.worst for J in operators]
-    sizes = [float(norm if J.size is None else J.size) for J, norm in zip(operators, norms, strict=True)]
+    sizes = [
+        float(norm if J.size is None else J.size) for J, norm in zip(operators, norms, strict=True)
+    ]
     return replace(
         operators[0],
         mv=forward,
@@ -170,5 +183,6 @@ def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> Lin
         rough=None,
         condition=torch.stack([torch.as_tensor(J.condition) for J in operators]).max(),
         worst=torch.stack([torch.as_tensor(w) for w in worst]).max(),
-        size=math.prod(norms) * math.fsum(size / norm for size, norm in zip(sizes, norms, strict=True)),
+        size=math.prod(norms)
+        * math.fsum(size / norm for size, norm in zip(sizes, norms, strict=True)),
     )

@@ -100,7 +100,9 @@ def gaussian_flow(
     )
     F = path.states[..., 1:]
     blow_up = approach.time if path.ending is Ending.BLOW_UP else None
-    return GaussianFlow(path.times, path.states[..., 0], F @ covariance @ F.mT, F, path.ending, blow_up, path.steps)
+    return GaussianFlow(
+        path.times, path.states[..., 0], F @ covariance @ F.mT, F, path.ending, blow_up, path.steps
+    )
 
 
 def affine_velocity(f: SelfAttention) -> Affine:
@@ -122,8 +124,13 @@ def _head_velocity(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tens
     if isinstance(f.kernel, L2):
         # -s |Q x + b_q - K y - b_k|^2 adds 2 s K'K to the precision of y, and pulls with 2 s K'(Q x + b_q - b_k).
         pull = 2 * scale * Sigma @ f.K.T
-        narrow = torch.linalg.inv(torch.eye(len(alpha), dtype=alpha.dtype, device=alpha.device) + pull @ f.K)
-        M, c = narrow @ pull @ f.Q, narrow @ (alpha + pull @ (bq - bk + torch.zeros_like(f.K[:, 0])))
+        narrow = torch.linalg.inv(
+            torch.eye(len(alpha), dtype=alpha.dtype, device=alpha.device) + pull @ f.K
+        )
+        M, c = (
+            narrow @ pull @ f.Q,
+            narrow @ (alpha + pull @ (bq - bk + torch.zeros_like(f.K[:, 0]))),
+        )
     else:
         pull = scale * Sigma @ f.K.T
         M, c = pull @ f.Q, alpha + pull @ (bq + torch.zeros_like(f.K[:, 0]))
@@ -154,20 +161,28 @@ class _Approach:
 def _check(f: SelfAttention, mean: Tensor, covariance: Tensor) -> None:
     liftable(f)
     if f.kernel.softcap is not None:
-        raise UserError("f has a softcap: its scores are not linear, and a Gaussian does not stay one; leave it out")
+        raise UserError(
+            "f has a softcap: its scores are not linear, and a Gaussian does not stay one; leave it out"
+        )
     d = f.Q.shape[1]
     if value_matrix(f).shape[0] != d:
-        raise UserError(f"f maps tokens of size {d} to size {value_matrix(f).shape[0]}; a flow needs them equal")
+        raise UserError(
+            f"f maps tokens of size {d} to size {value_matrix(f).shape[0]}; a flow needs them equal"
+        )
     for name, x, shape in (("mean", mean, (d,)), ("covariance", covariance, (d, d))):
         if not isinstance(x, Tensor) or tuple(x.shape) != shape:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise UserError(f"{name} must be a tensor of shape {shape}, got {got}")
         check_tensor(name, x)
         if x.dtype != f.Q.dtype or x.device != f.Q.device:
-            raise UserError(f"{name} is {x.dtype} on {x.device} and f {f.Q.dtype} on {f.Q.device}; convert one")
+            raise UserError(
+                f"{name} is {x.dtype} on {x.device} and f {f.Q.dtype} on {f.Q.device}; convert one"
+            )
     size = covariance.abs().max().item()
     if (covariance - covariance.T).abs().max().item() > 1e-6 * size:
         raise UserError("the covariance must be symmetric; give (C + C.T) / 2")
     lowest = torch.linalg.eigvalsh(covariance.double()).min().item()
     if lowest < -1e-6 * size:
-        raise UserError(f"the covariance must have no negative eigenvalue, its smallest is {lowest:.3g}")
+        raise UserError(
+            f"the covariance must have no negative eigenvalue, its smallest is {lowest:.3g}"
+        )

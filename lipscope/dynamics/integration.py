@@ -47,8 +47,21 @@ class _HaltError(Exception):
 class _Watched:
     """The field as the solver sees it; the solver calls `callback_step` with every state it has accepted or retries."""
 
-    def __init__(self, field: Field, end: float, watch: Watch | None, max_steps: int, progress: Progress | None):
-        self.field, self.end, self.watch, self.progress, self.max_steps = field, end, watch, progress, max_steps
+    def __init__(
+        self,
+        field: Field,
+        end: float,
+        watch: Watch | None,
+        max_steps: int,
+        progress: Progress | None,
+    ):
+        self.field, self.end, self.watch, self.progress, self.max_steps = (
+            field,
+            end,
+            watch,
+            progress,
+            max_steps,
+        )
         self.steps = self.evaluations = 0
         self.last: tuple[float, Tensor] | None = None
 
@@ -102,7 +115,9 @@ def integrate(
         kept = times[times < last]
         # The same steps once more, without a watch: the solver hands out nothing of a path that it could not finish.
         plain = _Watched(field, times[-1].item(), None, max_steps, None)
-        before = _solve(plain, y, kept, times[-1], rtol, atol) if len(kept) > 1 else y[None][: len(kept)]
+        before = (
+            _solve(plain, y, kept, times[-1], rtol, atol) if len(kept) > 1 else y[None][: len(kept)]
+        )
         times = torch.cat([kept, kept.new_tensor([last])])
         states = torch.cat([before, state[None]])
     if progress:
@@ -112,7 +127,11 @@ def integrate(
 
 def instants(time: float, frames: int) -> Tensor:
     """Equal times [frames] from 0 to `time` in float64, all different."""
-    if isinstance(time, bool) or not isinstance(time, int | float) or not (math.isfinite(time) and time > 0):
+    if (
+        isinstance(time, bool)
+        or not isinstance(time, int | float)
+        or not (math.isfinite(time) and time > 0)
+    ):
         raise UserError(f"time, the depth to flow to, must be a positive number, got {time!r}")
     check_count("frames", frames, 2, "the start and the end")
     times = torch.linspace(0, time, frames, dtype=torch.float64)
@@ -123,7 +142,9 @@ def instants(time: float, frames: int) -> Tensor:
 
 def check_count(name: str, value: int, least: int = 1, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"{name} must be a whole number, at least {least}{why and ', ' + why}, got {value!r}")
+        raise UserError(
+            f"{name} must be a whole number, at least {least}{why and ', ' + why}, got {value!r}"
+        )
 
 
 def check_tolerance(tol: float) -> None:
@@ -131,7 +152,9 @@ def check_tolerance(tol: float) -> None:
         raise UserError(f"the tolerance must be a number between 0 and 1, got {tol!r}")
 
 
-def _solve(field: _Watched, y: Tensor, times: Tensor, end: Tensor, rtol: float, atol: float) -> Tensor:
+def _solve(
+    field: _Watched, y: Tensor, times: Tensor, end: Tensor, rtol: float, atol: float
+) -> Tensor:
     # The largest error, not the root mean square: one token among thousands may be the one that jumps.
     options = {"norm": lambda error: error.abs().max(), "step_t": end[None]}
     with torch.no_grad():

@@ -13,7 +13,14 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import L2, augment, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
-from lipscope.dynamics.integration import Ending, Progress, check_count, check_tolerance, instants, integrate
+from lipscope.dynamics.integration import (
+    Ending,
+    Progress,
+    check_count,
+    check_tolerance,
+    instants,
+    integrate,
+)
 from lipscope.linalg.differentiate import check_input
 from lipscope.mean_field.attention_on_measures import lifted
 from lipscope.mean_field.measures import DiscreteMeasure
@@ -58,7 +65,9 @@ class Flow:
     @cached_property
     def renormalised(self) -> Tensor:
         """z = e^{-tV} x [T, n, d], V the value matrix of the layer."""
-        shrink = torch.linalg.matrix_exp(-self.times.to(self.positions)[:, None, None] * value_matrix(self.f))
+        shrink = torch.linalg.matrix_exp(
+            -self.times.to(self.positions)[:, None, None] * value_matrix(self.f)
+        )
         z = self.positions @ shrink.mT
         lost = torch.nonzero(~z.flatten(1).isfinite().all(dim=1).cpu())
         if len(lost):
@@ -104,7 +113,9 @@ def flow(
     if renormalise:
         grow = torch.linalg.matrix_exp(path.times.to(states)[:, None, None] * value_matrix(f))
         states = states @ grow.mT
-    return Flow(f, path.times, states, weights, path.ending, path.steps, path.evaluations, resolution.lost)
+    return Flow(
+        f, path.times, states, weights, path.ending, path.steps, path.evaluations, resolution.lost
+    )
 
 
 def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: int) -> Flow:
@@ -112,7 +123,10 @@ def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: 
     velocity, points, weights = velocity_of(f, X)
     check_count("layers", layers)
     instants(time, layers + 1)  # refuses a time that cannot be divided
-    times, resolution = torch.arange(layers + 1, dtype=torch.float64) * (time / layers), _Resolution(f, None)
+    times, resolution = (
+        torch.arange(layers + 1, dtype=torch.float64) * (time / layers),
+        _Resolution(f, None),
+    )
     states, ending = [points], Ending.FINISHED
     with torch.no_grad():
         resolution(0.0, points)
@@ -124,12 +138,16 @@ def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: 
             states.append(x)
             resolution(t, x)
     done = len(states) - 1
-    return Flow(f, times[: done + 1], torch.stack(states), weights, ending, done, done, resolution.lost)
+    return Flow(
+        f, times[: done + 1], torch.stack(states), weights, ending, done, done, resolution.lost
+    )
 
 
 def value_matrix(f: SelfAttention) -> Tensor:
     """V for one head, sum_h O_h V_h for several: what moves tokens that all agree, dx/dt = V x (less the biases)."""
-    values = f.V.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten(0, 1)
+    values = (
+        f.V.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten(0, 1)
+    )
     return (values if f.O is None else f.O @ values).detach()
 
 
@@ -170,7 +188,10 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = Fa
     n = x.shape[0]
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
     plain = (mask is None or shared) and _plain(f) and not x.is_cuda
-    out, room = x.new_empty(n, f.heads * v.shape[-1]), x.new_empty(2, f.heads * height * n if plain else 0)
+    out, room = (
+        x.new_empty(n, f.heads * v.shape[-1]),
+        x.new_empty(2, f.heads * height * n if plain else 0),
+    )
     for start in range(0, n, height):
         rows = slice(start, min(n, start + height))
         seen = rows.stop if f.causal else n
@@ -190,11 +211,21 @@ def _attend_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     """Causal order and window align the last query with the last key, which holds for a block and the keys it sees."""
     rules = f.kernel
     return attend(
-        q, k, v, scale=1.0, causal=f.causal, window=f.window, mask=mask, softcap=rules.softcap, sinks=rules.sinks
+        q,
+        k,
+        v,
+        scale=1.0,
+        causal=f.causal,
+        window=f.window,
+        mask=mask,
+        softcap=rules.softcap,
+        sinks=rules.sinks,
     )
 
 
-def _softmax_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, room: Tensor) -> Tensor:
+def _softmax_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, room: Tensor
+) -> Tensor:
     """The same by torch's softmax: what `attend` keeps for derivatives costs as much again where tokens are small.
 
     Scores and weights are written into `room`: memory asked for anew at every block is paid for in page faults.
@@ -217,7 +248,9 @@ def _operands(f: SelfAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor, floa
     return q, k, v, default_scale(f.kernel, q.shape[-1])
 
 
-def _renormalised_field(velocity: Callable[[Tensor], Tensor], V: Tensor) -> Callable[[float, Tensor], Tensor]:
+def _renormalised_field(
+    velocity: Callable[[Tensor], Tensor], V: Tensor
+) -> Callable[[float, Tensor], Tensor]:
     """dz/dt = e^{-tV} Gamma(e^{tV} z) - V z."""
 
     def field(t: float, z: Tensor) -> Tensor:
@@ -256,11 +289,15 @@ def _check_tokens(f: SelfAttention, points: Tensor) -> None:
     check_input(points)
     n = points.shape[0]
     if points.shape[1] != d:
-        raise UserError(f"the tokens have size {points.shape[1]}; the weights of f read tokens of size {d}")
+        raise UserError(
+            f"the tokens have size {points.shape[1]}; the weights of f read tokens of size {d}"
+        )
     if points.dtype != f.Q.dtype or points.device != f.Q.device:
         raise UserError(
             f"the tokens are {points.dtype} on {points.device} and the weights {f.Q.dtype} on {f.Q.device}; "
             "convert one, e.g. f.to(X)"
         )
     if f.mask is not None and tuple(f.mask.shape) != (n, n):
-        raise UserError(f"the mask of f must have shape {(n, n)} for {n} tokens, got {tuple(f.mask.shape)}")
+        raise UserError(
+            f"the mask of f must have shape {(n, n)} for {n} tokens, got {tuple(f.mask.shape)}"
+        )

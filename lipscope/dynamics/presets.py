@@ -86,7 +86,9 @@ def layer_of(preset: Preset, dim: int) -> SelfAttention:
     if dim > 1:
         cos, sin = math.cos(preset.turn), math.sin(preset.turn)
         V[:2, :2] = preset.drive * torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
-    return SelfAttention(identity, identity, V, causal=preset.causal, kernel=Dot(scale=preset.score))
+    return SelfAttention(
+        identity, identity, V, causal=preset.causal, kernel=Dot(scale=preset.score)
+    )
 
 
 def tokens_of(preset: Preset, n: int, dim: int, seed: int) -> Tensor:
@@ -110,7 +112,14 @@ def _disc(n: int, dim: int, size: float, g: torch.Generator) -> Tensor:
 
 def _gaussian(n: int, dim: int, size: float, g: torch.Generator) -> Tensor:
     mean, covariance = gaussian_law(dim, size)
-    return mean + torch.randn(n, dim, generator=g, dtype=torch.float64) @ torch.linalg.cholesky(covariance).T
+    return (
+        mean
+        + torch.randn(n, dim, generator=g, dtype=torch.float64)
+        @ torch.linalg.cholesky(covariance).T
+    )
 
 
-LAWS: dict[str, Callable[[int, int, float, torch.Generator], Tensor]] = {"disc": _disc, "gaussian": _gaussian}
+LAWS: dict[str, Callable[[int, int, float, torch.Generator], Tensor]] = {
+    "disc": _disc,
+    "gaussian": _gaussian,
+}

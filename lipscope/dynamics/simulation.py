@@ -63,7 +63,11 @@ class Simulation:
     @property
     def status(self) -> str:
         """How the flow ended and what was found, in a sentence each."""
-        found = f"the moments: {self.found.closed.status}" if isinstance(self.found, Moments) else self.found.status
+        found = (
+            f"the moments: {self.found.closed.status}"
+            if isinstance(self.found, Moments)
+            else self.found.status
+        )
         return f"the particles: {self.flow.status}. {found[0].upper()}{found[1:]}."
 
 
@@ -94,7 +98,9 @@ def simulate(
     return Simulation(preset, chosen, n, dim, time, seed, str(place), path, found)
 
 
-def _flow(preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None) -> Flow:
+def _flow(
+    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
+) -> Flow:
     return flow(f, X, time, tol=TOLERANCE, renormalise=preset.renormalise, progress=progress)
 
 
@@ -111,8 +117,12 @@ def _look_at_moments(
     law = [x.to(X) for x in gaussian_law(X.shape[1], preset.size)]
     horizon = min(HORIZON * time, sys.float_info.max)
     closed, far = (gaussian_flow(f, law[0], law[1], end) for end in (time, horizon))
-    beyond = closed if far.blow_up is None else gaussian_flow(f, law[0], law[1], BEFORE * far.blow_up)
-    return _flow(preset, f, X, time, progress), Moments(closed, beyond, far.blow_up, far.times[-1].item())
+    beyond = (
+        closed if far.blow_up is None else gaussian_flow(f, law[0], law[1], BEFORE * far.blow_up)
+    )
+    return _flow(preset, f, X, time, progress), Moments(
+        closed, beyond, far.blow_up, far.times[-1].item()
+    )
 
 
 def _look_at_growth(
@@ -122,7 +132,10 @@ def _look_at_growth(
     return found.flow, found
 
 
-Look = Callable[[Preset, SelfAttention, Tensor, float, Progress | None], tuple[Flow, Clusters | Moments | DepthGrowth]]
+Look = Callable[
+    [Preset, SelfAttention, Tensor, float, Progress | None],
+    tuple[Flow, Clusters | Moments | DepthGrowth],
+]
 LOOKS: dict[str, Look] = {
     "clusters": _look_for_clusters,
     "moments": _look_at_moments,

@@ -21,7 +21,9 @@ EVERY = slice(None)
 
 def make_basis(storage: str, room: int, like: Float[Tensor, "B N"]) -> Native | Blocks:
     """An empty basis of vectors like this one; `room` is where a native one starts."""
-    return Native(room, like) if storage == "native" else Blocks(like, rounded=storage == "bfloat16")
+    return (
+        Native(room, like) if storage == "native" else Blocks(like, rounded=storage == "bfloat16")
+    )
 
 
 class Native:
@@ -41,13 +43,17 @@ class Native:
     def reserve(self, room: int) -> None:
         more = room - len(self.vectors)
         if more > 0:
-            self.vectors = torch.cat([self.vectors, self.vectors.new_empty(more, *self.vectors.shape[1:])])
+            self.vectors = torch.cat(
+                [self.vectors, self.vectors.new_empty(more, *self.vectors.shape[1:])]
+            )
 
     def without(self, w: Float[Tensor, "B N"], k: int) -> tuple[Tensor, Tensor]:
         """w less its part in the span of the first k vectors, and the coefficients [B, k] of that part."""
         return _project_out(w, self.vectors[:k])
 
-    def combine(self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY) -> Float[Tensor, "j B N"]:
+    def combine(
+        self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY
+    ) -> Float[Tensor, "j B N"]:
         """Linear combinations of the first k vectors, for some of the members."""
         return _combine(coefficients, self.vectors[: coefficients.shape[-1], members])
 
@@ -63,7 +69,12 @@ class Blocks:
     """
 
     def __init__(self, like: Float[Tensor, "B N"], rounded: bool):
-        self.shape, self.dtype, self.device, self.rounded = like.shape, like.dtype, like.device, rounded
+        self.shape, self.dtype, self.device, self.rounded = (
+            like.shape,
+            like.dtype,
+            like.device,
+            rounded,
+        )
         self.height = max(1, BLOCK // (like.numel() * like.element_size()))
         self.blocks: list[Tensor] = []
 
@@ -84,8 +95,12 @@ class Blocks:
         if self.rounded:
             exact = not self.blocks
             kind = self.dtype if exact else torch.bfloat16
-            return torch.empty(1 if exact else self.height, *self.shape, dtype=kind, device=self.device)
-        return torch.empty(self.height, *self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")
+            return torch.empty(
+                1 if exact else self.height, *self.shape, dtype=kind, device=self.device
+            )
+        return torch.empty(
+            self.height, *self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda"
+        )
 
     def reserve(self, room: int) -> None:
         """Blocks are made when they are needed."""
@@ -97,7 +112,10 @@ class Blocks:
             start -= len(block)
             rows = block[: max(0, k - start), members]
             if len(rows):
-                yield slice(start, start + len(rows)), rows.to(self.device, self.dtype, non_blocking=True)
+                yield (
+                    slice(start, start + len(rows)),
+                    rows.to(self.device, self.dtype, non_blocking=True),
+                )
 
     def without(self, w: Float[Tensor, "B N"], k: int) -> tuple[Tensor, Tensor]:
         """As in `Native`, block by block; the exact vector comes last: rounded ones would bring some of it back."""
@@ -106,8 +124,13 @@ class Blocks:
             w, coefficients[:, cut] = _project_out(w, rows)
         return w, coefficients
 
-    def combine(self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY) -> Float[Tensor, "j B N"]:
-        parts = (_combine(coefficients[..., cut], rows) for cut, rows in self._brought(coefficients.shape[-1], members))
+    def combine(
+        self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY
+    ) -> Float[Tensor, "j B N"]:
+        parts = (
+            _combine(coefficients[..., cut], rows)
+            for cut, rows in self._brought(coefficients.shape[-1], members)
+        )
         total = next(parts)
         for part in parts:
             total += part
@@ -128,5 +151,7 @@ def _project_out(w: Float[Tensor, "B N"], basis: Float[Tensor, "k B N"]) -> tupl
     return torch.baddbmm(w[:, None], c, Q, alpha=-1)[:, 0], c[:, 0]
 
 
-def _combine(coefficients: Float[Tensor, "B j k"], basis: Float[Tensor, "k B N"]) -> Float[Tensor, "j B N"]:
+def _combine(
+    coefficients: Float[Tensor, "B j k"], basis: Float[Tensor, "k B N"]
+) -> Float[Tensor, "j B N"]:
     return torch.bmm(coefficients.to(basis), basis.transpose(0, 1)).transpose(0, 1)

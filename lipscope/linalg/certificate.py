@@ -33,12 +33,18 @@ ROUNDS = 3
 MISSED = "gap not reached: "
 UNCERTIFIED = MISSED + "there is no upper bound"
 NO_VALUE = MISSED + "there is no value"
-SCORES = MISSED + "rounding of the scores alone is wider; ask for a wider gap or scale the input down"
+SCORES = (
+    MISSED + "rounding of the scores alone is wider; ask for a wider gap or scale the input down"
+)
 MEMORY = (
-    MISSED + "the Krylov vectors outgrew their memory; raise Solver's memory, use basis='host' or ask for a wider gap"
+    MISSED
+    + "the Krylov vectors outgrew their memory; raise Solver's memory, use basis='host' or ask for a wider gap"
 )
 STEPS = MISSED + "the steps are used up; raise Solver's max_steps or ask for a wider gap"
-NOISE = MISSED + "rounding in the products allows no bound so tight; ask for a wider gap or raise Solver's failure"
+NOISE = (
+    MISSED
+    + "rounding in the products allows no bound so tight; ask for a wider gap or raise Solver's failure"
+)
 
 SEARCHED = 1 - 1e-4
 """The part of the distance that is aimed at: the bound is searched on a grid, whose last step is finer than this."""
@@ -118,7 +124,9 @@ def _root(T: _Recurrence, overlap: float, decaying: bool) -> Tensor:
     best = torch.full_like(theta, torch.inf)
     low, high = -16.0 * torch.ones_like(theta), 16.0 * torch.ones_like(theta)
     for _ in range(ROUNDS):
-        exponent = low[:, None] + (high - low)[:, None] * torch.linspace(0, 1, GRID, dtype=torch.float64)
+        exponent = low[:, None] + (high - low)[:, None] * torch.linspace(
+            0, 1, GRID, dtype=torch.float64
+        )
         lam = theta[:, None] * (1 + 10**exponent)
         decay, noise = _terms(lam, T)
         enough = (decay + noise if decaying else noise) <= overlap
@@ -136,13 +144,19 @@ def _terms(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
     row_sum, above_sum = _first_row_sum(lam, T)
     decay, noise = (1 + T.source) * torch.exp(-log_q), T.source * lam * row_sum
     above = above_q & above_sum
-    return torch.where(above & ~decay.isnan(), decay, torch.inf), torch.where(above & ~noise.isnan(), noise, torch.inf)
+    return torch.where(above & ~decay.isnan(), decay, torch.inf), torch.where(
+        above & ~noise.isnan(), noise, torch.inf
+    )
 
 
 def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
     """log q_k(lambda), rounded down, and whether lambda > theta_k."""
     k = T.alpha.shape[1]
-    log_q, margin, above = torch.zeros_like(lam), torch.zeros_like(lam), torch.ones_like(lam, dtype=torch.bool)
+    log_q, margin, above = (
+        torch.zeros_like(lam),
+        torch.zeros_like(lam),
+        torch.ones_like(lam, dtype=torch.bool),
+    )
     # s_1 = lambda - alpha_1, s_i = lambda - alpha_i - beta_{i-1}^2 / s_{i-1};  q_k = prod s_i / beta_i
     s = torch.ones_like(lam)
     for i in range(k):
@@ -159,11 +173,17 @@ def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
 def _first_row_sum(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
     """sum_m [(lambda - T_k)^{-1}]_{1m}, eliminating upwards: all quantities positive; and whether lambda > theta_k."""
     k = T.alpha.shape[1]
-    t, r, above = torch.ones_like(lam), torch.zeros_like(lam), torch.ones_like(lam, dtype=torch.bool)
+    t, r, above = (
+        torch.ones_like(lam),
+        torch.zeros_like(lam),
+        torch.ones_like(lam, dtype=torch.bool),
+    )
     for i in reversed(range(k)):
         here = T.taken[:, i, None]
         inner = T.taken[:, i + 1, None] if i + 1 < k else torch.zeros_like(here)
-        t_next = lam - T.alpha[:, i, None] - torch.where(inner, T.beta[:, i, None].square() / t, 0.0)
+        t_next = (
+            lam - T.alpha[:, i, None] - torch.where(inner, T.beta[:, i, None].square() / t, 0.0)
+        )
         r_next = 1 + torch.where(inner, T.beta[:, i, None] * r / t, 0.0)
         t, r = torch.where(here, t_next, t), torch.where(here, r_next, r)
         above &= (t > 0) | ~here
@@ -182,10 +202,14 @@ def check_gap(gap: object) -> None:
     if gap is None:
         return
     if isinstance(gap, bool) or not isinstance(gap, int | float):
-        raise UserError(f"gap, the relative distance upper / lower - 1, must be a number, got {gap!r}.")
+        raise UserError(
+            f"gap, the relative distance upper / lower - 1, must be a number, got {gap!r}."
+        )
     if not 0 < gap < 1:
         hint = f"; for upper / lower <= {gap:g} give {gap - 1:.6g}" if 1 < gap < 2 else ""
-        raise UserError(f"gap, the relative distance upper / lower - 1, must lie between 0 and 1, got {gap:g}{hint}.")
+        raise UserError(
+            f"gap, the relative distance upper / lower - 1, must lie between 0 and 1, got {gap:g}{hint}."
+        )
 
 
 class Gap:

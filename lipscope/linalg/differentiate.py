@@ -36,7 +36,9 @@ def jacobian(f: Map, X: Tensor) -> LinearOperator:
 def check_input(X: Tensor) -> None:
     """Refuse what no derivative can be taken at, naming the first bad entry."""
     if not isinstance(X, Tensor):
-        raise UserError(f"X must be a torch.Tensor of shape [n, d] or [B, n, d], got {type(X).__name__}")
+        raise UserError(
+            f"X must be a torch.Tensor of shape [n, d] or [B, n, d], got {type(X).__name__}"
+        )
     if X.ndim not in (2, 3):
         raise UserError(f"X must have shape [n, d] or [B, n, d], got {tuple(X.shape)}")
     if X.numel() == 0:
@@ -47,9 +49,13 @@ def check_input(X: Tensor) -> None:
 def check_tensor(name: str, x: Tensor) -> None:
     """Floating point and finite."""
     if not x.dtype.is_floating_point:
-        raise UserError(f"{name} must be a floating-point tensor, got {x.dtype}; convert it with .float() or .double()")
+        raise UserError(
+            f"{name} must be a floating-point tensor, got {x.dtype}; convert it with .float() or .double()"
+        )
     if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise UserError(f"{name} has dtype {x.dtype}, too coarse to differentiate; convert it to float32 or float64")
+        raise UserError(
+            f"{name} has dtype {x.dtype}, too coarse to differentiate; convert it to float32 or float64"
+        )
     bad = ~x.isfinite()
     if bad.any():
         index = tuple(torch.nonzero(bad)[0].tolist())
@@ -64,7 +70,11 @@ def check_map(f: Map) -> None:
         raise UserError(f"f must be a map from tensors to tensors, got {type(f).__name__}")
     if isinstance(f, torch.nn.Module):
         for name, module in f.named_modules():
-            rate = getattr(module, "p", None) if isinstance(module, torch.nn.modules.dropout._DropoutNd) else None
+            rate = (
+                getattr(module, "p", None)
+                if isinstance(module, torch.nn.modules.dropout._DropoutNd)
+                else None
+            )
             rate = getattr(module, "dropout", None) if rate is None else rate
             if module.training and isinstance(rate, float) and rate > 0:
                 raise UserError(
@@ -104,7 +114,12 @@ def _products(
 
     J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in u.
     """
-    with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rounding or nullcontext():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        rounding or nullcontext(),
+    ):
         x = X.detach().clone().requires_grad_(True)
         y = f(x)
         if rounding is None:
@@ -141,7 +156,9 @@ class OneUlp(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs)))
+        given = any(
+            isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs))
+        )
         if not given or any(r.alias_info is not None for r in func._schema.returns):
             return out  # a constant, or a view of numbers that were moved when they were computed
         return tree_map(self._moved, out)
@@ -163,7 +180,14 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
     left, right = (u * Jv).sum().double(), (Ju * v).sum().double()
     size = u.double().norm() * Jv.double().norm() + Ju.double().norm() * v.double().norm()
     # A derivative that vanishes up to rounding has nothing to compare.
-    noise = 1e4 * torch.finfo(x.dtype).eps * u.double().norm() * v.double().norm() * y.abs().max() / x.abs().max()
+    noise = (
+        1e4
+        * torch.finfo(x.dtype).eps
+        * u.double().norm()
+        * v.double().norm()
+        * y.abs().max()
+        / x.abs().max()
+    )
     if (left - right).abs() > 0.02 * size + noise.nan_to_num(nan=torch.inf):
         raise UserError(
             "f has a backward pass that autograd cannot differentiate (a custom autograd.Function that detaches?); "
@@ -176,14 +200,20 @@ def _check_members_apart(f: Map, mv: Product, rmv: Product, x: Tensor, y: Tensor
     g = torch.Generator().manual_seed(0)
     some = torch.rand(x.shape[0], generator=g).argsort() < x.shape[0] / 2
     for product, start in ((mv, x), (rmv, y)):
-        v = torch.randn(start.shape, generator=g).to(start) * some.to(start).reshape(-1, *[1] * (start.ndim - 1))
+        v = torch.randn(start.shape, generator=g).to(start) * some.to(start).reshape(
+            -1, *[1] * (start.ndim - 1)
+        )
         size = product(v).detach().double().abs().flatten(1).amax(dim=1).nan_to_num().cpu()
         leaked = size[~some].max().item() if bool((~some).any()) else 0.0
         if leaked > MIXED * size[some].max().item():
             hint = ""
             if isinstance(f, torch.nn.Module):
                 first = any(getattr(m, "batch_first", True) is False for m in f.modules())
-                hint = "; build the module with batch_first=True" if first else "; call .eval() on it (BatchNorm?)"
+                hint = (
+                    "; build the module with batch_first=True"
+                    if first
+                    else "; call .eval() on it (BatchNorm?)"
+                )
             raise UserError(
                 f"f mixes the members of the batch X of shape {tuple(x.shape)}: a change of some of them changes the "
                 f"output of others, so no member has a constant of its own{hint}, or give one sequence [n, d] at a time"
@@ -194,7 +224,9 @@ def _check_output(y: object, again: object, X: Tensor) -> None:
     """y and `again` are two evaluations at X."""
     if not isinstance(y, Tensor) or not isinstance(again, Tensor) or not y.dtype.is_floating_point:
         got = y.dtype if isinstance(y, Tensor) else type(y).__name__
-        raise UserError(f"f must return a floating-point tensor, got {got}; wrap it to return the tensor alone")
+        raise UserError(
+            f"f must return a floating-point tensor, got {got}; wrap it to return the tensor alone"
+        )
     if y.numel() == 0:
         raise UserError(f"f gives an empty tensor of shape {tuple(y.shape)}")
     if X.ndim == 3 and (y.ndim < 2 or y.shape[0] != X.shape[0]):

@@ -69,8 +69,12 @@ class Estimate:
 
     def _repr_html_(self) -> str:
         """A table for notebooks: a line per member."""
-        members = [self] if not isinstance(self.status, tuple) else [self[i] for i in range(len(self))]
-        head = "".join(f"<th>{name}</th>" for name in ("σ", "lower", "upper", "residual", "steps", "status"))
+        members = (
+            [self] if not isinstance(self.status, tuple) else [self[i] for i in range(len(self))]
+        )
+        head = "".join(
+            f"<th>{name}</th>" for name in ("σ", "lower", "upper", "residual", "steps", "status")
+        )
         lines = "".join(
             f"<tr><td>{e.value:.10g}</td><td>{e.lower:.10g}</td><td>{e.upper:.10g}</td>"
             f"<td>{e.residual:.1e}</td><td>{e.steps}</td><td>{e.status.name.lower()}</td></tr>"

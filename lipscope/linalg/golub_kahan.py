@@ -29,7 +29,9 @@ class GolubKahan:
     hand, `u` and `v`, always have all their digits.
     """
 
-    def __init__(self, J: LinearOperator, start: Float[Tensor, "B N"], capacity: int, storage: str = "native"):
+    def __init__(
+        self, J: LinearOperator, start: Float[Tensor, "B N"], capacity: int, storage: str = "native"
+    ):
         self.J = J
         self.members = start.shape[0]
         self.capacity = max(4, min(capacity, 1 + min(J.in_size, J.out_size)))
@@ -134,7 +136,9 @@ class GolubKahan:
         """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is invariant."""
         norm = norms(w)
         floor = (
-            8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2)) if self.k else 0 * norm
+            8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2))
+            if self.k
+            else 0 * norm
         )
         norm = torch.where(norm <= floor, 0.0, norm)
         inverse = torch.where(norm == 0, 0.0, 1 / norm)
@@ -171,7 +175,10 @@ class GolubKahan:
             self.U.reserve(room + more)
             self.H = torch.nn.functional.pad(self.H, (0, more, 0, more))
             if isinstance(self.V, Native) and isinstance(self.U, Native):
-                self.v, self.u = self.V[self.k], self.U[self.k - 1]  # views: they would hold on to the old bases
+                self.v, self.u = (
+                    self.V[self.k],
+                    self.U[self.k - 1],
+                )  # views: they would hold on to the old bases
 
     def _restart(self) -> None:
         """Keep the leading third of the Ritz vectors and v_{k+1}.
@@ -179,7 +186,9 @@ class GolubKahan:
         J V = U diag(theta) and J' U = V diag(theta) + v_{k+1} (b p_k)'.
         """
         H = self.H[:, : self.k, : self.k]
-        p, theta, qh = torch.linalg.svd(torch.where(H.isfinite().all(dim=(1, 2))[:, None, None], H, 0.0))
+        p, theta, qh = torch.linalg.svd(
+            torch.where(H.isfinite().all(dim=(1, 2))[:, None, None], H, 0.0)
+        )
         kept = max(1, self.k // 3)
         V, U = self.V.combine(qh[:, :kept]), self.U.combine(p.mT[:, :kept])
         self.v = self.V.put(kept, self.v)

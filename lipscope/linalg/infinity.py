@@ -72,10 +72,15 @@ def _measured(J: LinearOperator, which: Tensor) -> Tensor:
     return WIDENED * spread
 
 
-def _estimate(J: LinearOperator, best: Tensor, frobenius: Tensor, which: Tensor, right: Tensor) -> Estimate:
+def _estimate(
+    J: LinearOperator, best: Tensor, frobenius: Tensor, which: Tensor, right: Tensor
+) -> Estimate:
     """A row is off by at most the rounding of ||J||_2 in length, hence by sqrt(in_size) times that in its sum."""
     off = J.error(frobenius) * math.sqrt(J.in_size)
-    off, note = torch.maximum(off, _measured(J, which)), EXACT if J.perturbed is None else EXACT + SEEN
+    off, note = (
+        torch.maximum(off, _measured(J, which)),
+        EXACT if J.perturbed is None else EXACT + SEEN,
+    )
     bad = ~(best.isfinite() & off.isfinite())
     value = torch.where(best.isfinite(), best, torch.nan)
     lower = torch.where(bad, torch.zeros_like(best), (best - off).clamp_min(0))

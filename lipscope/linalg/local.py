@@ -38,14 +38,18 @@ def local_lipschitz(
     if norm not in ("2", "inf"):
         raise UserError(f"norm must be '2' or 'inf', got {norm!r}")
     if precision not in ("native", "exact"):
-        raise UserError(f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}")
+        raise UserError(
+            f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}"
+        )
     if precision == "exact":
         f, X = in_float64(f), X.double()
     try:
         J = jacobian(f, X)
         return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
     except torch.OutOfMemoryError as error:
-        held = torch.cuda.memory_allocated(X.device)  # the frames of the error still hold everything
+        held = torch.cuda.memory_allocated(
+            X.device
+        )  # the frames of the error still hold everything
         total = torch.cuda.get_device_properties(X.device).total_memory
         raise UserError(too_large(X, str(error), held, total)) from error
 
@@ -74,7 +78,9 @@ def in_float64(f: Map) -> Map:
     return convert()
 
 
-def singular_triplets(J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None) -> list[Estimate]:
+def singular_triplets(
+    J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None
+) -> list[Estimate]:
     """The k largest singular triplets, each an Estimate, repeated values included.
 
     All k upper bounds hold together with the confidence that each of them states.
@@ -83,7 +89,9 @@ def singular_triplets(J: LinearOperator, k: int, tol: float = 1e-8, *, solver: S
     only once, and saturated attention repeats its largest.
     """
     if not 1 <= k <= min(J.in_size, J.out_size):
-        raise UserError(f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}")
+        raise UserError(
+            f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}"
+        )
     solver = solver or Solver()
     # The vectors found so far depend on their starts, so every search needs a start of its own.
     first = secrets.randbits(63) if solver.seed is None else solver.seed
@@ -127,7 +135,9 @@ def _deflated(J: LinearOperator, found: list[Estimate]) -> LinearOperator:
 
     def deflated(pair: Pair) -> Pair:
         mv, rmv = pair
-        return lambda E: without(mv(without(E, right)), left), lambda U: without(rmv(without(U, left)), right)
+        return lambda E: without(mv(without(E, right)), left), lambda U: without(
+            rmv(without(U, left)), right
+        )
 
     mv, rmv = deflated((J.mv, J.rmv))
     perturbed = J.perturbed

@@ -89,7 +89,9 @@ class LinearOperator:
         """`size` per member; the norm of J, where nothing else is stated."""
         if self.size is None:
             return norm
-        return torch.as_tensor(self.size, dtype=torch.float64, device="cpu").expand(self.leading or (1,))
+        return torch.as_tensor(self.size, dtype=torch.float64, device="cpu").expand(
+            self.leading or (1,)
+        )
 
     def error(self, norm: Tensor) -> Tensor:
         """How far a computed norm of J may be off, per member: absolute; infinite where nothing can be said."""
@@ -148,7 +150,11 @@ class LinearOperator:
         """The sum of two operators with the same shapes."""
         if not isinstance(other, LinearOperator):
             return NotImplemented
-        if (self.in_shape, self.out_shape, self.batch) != (other.in_shape, other.out_shape, other.batch):
+        if (self.in_shape, self.out_shape, self.batch) != (
+            other.in_shape,
+            other.out_shape,
+            other.batch,
+        ):
             raise UserError(
                 f"cannot add: one operator maps {self.leading + self.in_shape} to {self.leading + self.out_shape}, "
                 f"the other {other.leading + other.in_shape} to {other.leading + other.out_shape}"
@@ -195,7 +201,9 @@ class LinearOperator:
         for j in range(self.in_size):
             E = torch.zeros(*self.leading, self.in_size, dtype=self.dtype, device=self.device)
             E[..., j] = 1
-            columns.append(self.mv(E.reshape(*self.leading, *self.in_shape)).reshape(*self.leading, -1))
+            columns.append(
+                self.mv(E.reshape(*self.leading, *self.in_shape)).reshape(*self.leading, -1)
+            )
         return torch.stack(columns, dim=-1)
 
 
@@ -207,10 +215,15 @@ def _side_by_side(one: Pair, other: Pair) -> Pair:
     return lambda E: one[0](E) + other[0](E), lambda U: one[1](U) + other[1](U)
 
 
-def _both(A: LinearOperator, B: LinearOperator, combine: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _both(
+    A: LinearOperator, B: LinearOperator, combine: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """condition and worst of an operator made of A and B."""
     typical = (torch.as_tensor(J.condition, dtype=torch.float64) for J in (A, B))
-    worst = (torch.as_tensor(J.condition if J.worst is None else J.worst, dtype=torch.float64) for J in (A, B))
+    worst = (
+        torch.as_tensor(J.condition if J.worst is None else J.worst, dtype=torch.float64)
+        for J in (A, B)
+    )
     return combine(*typical), combine(*worst)
 
 
@@ -230,11 +243,15 @@ def _product_size(a: Tensor, b: Tensor) -> Tensor:
     return torch.where((a > 0) & (b > 0), (a * b).clamp_min(torch.finfo(torch.float64).tiny), 0.0)
 
 
-def _changed(perturbed: Callable[[int], Pair] | None, change: Callable[[Pair], Pair]) -> Callable[[int], Pair] | None:
+def _changed(
+    perturbed: Callable[[int], Pair] | None, change: Callable[[Pair], Pair]
+) -> Callable[[int], Pair] | None:
     return None if perturbed is None else lambda i: change(perturbed(i))
 
 
-def _joined(A: LinearOperator, B: LinearOperator, join: Callable[[Pair, Pair], Pair]) -> Callable[[int], Pair] | None:
+def _joined(
+    A: LinearOperator, B: LinearOperator, join: Callable[[Pair, Pair], Pair]
+) -> Callable[[int], Pair] | None:
     """The perturbed products of an operator made of A and B, where either has any."""
     if A.perturbed is None and B.perturbed is None:
         return None

@@ -30,7 +30,9 @@ from lipscope.linalg.operator import LinearOperator, Product
 
 NOT_FLOAT64 = "no upper bound: it needs float64 products; use precision='exact' or float64 inputs"
 NOT_RANDOM = "no upper bound: the start vector was given, not drawn at random"
-ROUNDED_BASIS = "no upper bound: it needs Krylov vectors with all their digits; use basis='native' or 'host'"
+ROUNDED_BASIS = (
+    "no upper bound: it needs Krylov vectors with all their digits; use basis='native' or 'host'"
+)
 NO_BOUND = "no upper bound: too few steps for the failure probability asked for; set gap to go on"
 NO_BOUND_AT_ALL = "no upper bound"
 CERTIFIED = (
@@ -42,7 +44,9 @@ MEASURED = (
     "unit in the last place, their spread widened {times} times"
 )
 UNMEASURED = "no bounds: rounding inside the map is not known ({why})"
-OVERWHELMED = "no bounds: rounding may exceed the value itself; use precision='exact' or scale the input down"
+OVERWHELMED = (
+    "no bounds: rounding may exceed the value itself; use precision='exact' or scale the input down"
+)
 
 ROUGH = 1e-2
 """Residual to which a rough operator is iterated: its vectors are no better than its products."""
@@ -104,10 +108,16 @@ def spectral_norm(
         near = spectral_norm(J.rough, max(tol, ROUGH), solver=solver)
         found = near.steps
         # A rough operator may overflow where J does not: then it has nothing to say.
-        usable = near.right.isfinite().all() and near.right.reshape(J.batch or 1, -1).any(dim=1).all()
+        usable = (
+            near.right.isfinite().all() and near.right.reshape(J.batch or 1, -1).any(dim=1).all()
+        )
         start = near.right if usable else None
     members = J.batch or 1
-    v = _random_start(J, members, solver.seed) if start is None else start.reshape(members, -1).to(J.dtype)
+    v = (
+        _random_start(J, members, solver.seed)
+        if start is None
+        else start.reshape(members, -1).to(J.dtype)
+    )
     run = _Run(J, tol, gap, solver, random=start is None)
     run.solve(v)
     while not run.settled:
@@ -125,7 +135,9 @@ def spectral_norm(
 class _Run:
     """One solve: which members are still open, and what the finished ones left behind."""
 
-    def __init__(self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, random: bool):
+    def __init__(
+        self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, random: bool
+    ):
         self.J, self.tol, self.solver = J, tol, solver
         self.ratio = None if gap is None else 1 + gap
         self.rounded = solver.basis == "bfloat16"
@@ -133,7 +145,9 @@ class _Run:
         B = J.batch or 1
         self.resolution = J.resolution.reshape(B)
         self.overlap = smallest_overlap(J.in_size, solver.failure / B)
-        self.aim = Gap(self.ratio, self.overlap, B) if self.ratio is not None and self.certify else None
+        self.aim = (
+            Gap(self.ratio, self.overlap, B) if self.ratio is not None and self.certify else None
+        )
         self.right = torch.zeros(B, J.in_size, dtype=J.dtype, device=J.device)
         self.left = torch.zeros(B, J.out_size, dtype=J.dtype, device=J.device)
         self.back = torch.zeros_like(self.right)  # J' left, as the recurrence has it
@@ -145,7 +159,11 @@ class _Run:
 
     def solve(self, start: Tensor) -> None:
         J, storage = self.J, self.solver.basis
-        vectors = start.shape[0] * (J.in_size + J.out_size) * (2 if self.rounded else start.element_size())
+        vectors = (
+            start.shape[0]
+            * (J.in_size + J.out_size)
+            * (2 if self.rounded else start.element_size())
+        )
         basis = GolubKahan(J, start, _budget(self.solver, J.device) // vectors, storage)
         exhausted = min(J.in_size, J.out_size + 1)
         index = torch.arange(start.shape[0])
@@ -200,7 +218,9 @@ class _Run:
         longest = self.steps.max()
         return not self.rounded or bool(longest == 1) or bool(longest >= self.solver.max_steps)
 
-    def _close(self, member: int, i: int, step: int, basis: GolubKahan, ritz: tuple[Tensor, ...]) -> None:
+    def _close(
+        self, member: int, i: int, step: int, basis: GolubKahan, ritz: tuple[Tensor, ...]
+    ) -> None:
         """Take member i of the basis as finished."""
         theta, p, q, residual, goal = (x[i] for x in ritz)
         self.theta[member], self.scale[member], self.steps[member] = theta, basis.scale[i], step
@@ -225,7 +245,10 @@ class _Run:
         J, B = self.J, len(self.status)
         finite = ~self.theta.isnan()
         scale = torch.where(finite, self.scale, 1.0)
-        w, rescale = self._product(J.mv, self.right, J.in_shape, scale), scale.to(self.right)[:, None]
+        w, rescale = (
+            self._product(J.mv, self.right, J.in_shape, scale),
+            scale.to(self.right)[:, None],
+        )
         both = self.certify or J.perturbed is not None  # else nothing rests on products with J'
         z = self._product(J.rmv, self.left, J.out_shape, scale) if both else self.back
         # What the recurrence says J v and J' u are, against what they are: the rounding of a product, measured.
@@ -281,10 +304,14 @@ class _Run:
             right=self.right.reshape((B, *J.in_shape)),
             confidence=1 - self.solver.failure if certified else 0.0,
             note=note,
-            missed=tuple(self._missed(i, lower[i], upper[i], error[i] / value[i]) for i in range(B)),
+            missed=tuple(
+                self._missed(i, lower[i], upper[i], error[i] / value[i]) for i in range(B)
+            ),
         )
 
-    def _product(self, product: Product, x: Tensor, shape: tuple[int, ...], scale: Tensor) -> Tensor:
+    def _product(
+        self, product: Product, x: Tensor, shape: tuple[int, ...], scale: Tensor
+    ) -> Tensor:
         y = product(x.reshape((*self.J.leading, *shape))).reshape(len(self.status), -1)
         return y * scale.to(y)[:, None]
 
@@ -293,7 +320,9 @@ class _Run:
         J = self.J
         assert J.compared is not None
         shape = J.leading
-        off = J.compared(self.right.reshape((*shape, *J.in_shape)), product.reshape((*shape, *J.out_shape)))
+        off = J.compared(
+            self.right.reshape((*shape, *J.in_shape)), product.reshape((*shape, *J.out_shape))
+        )
         size = torch.linalg.vector_norm(product, dim=1, dtype=torch.float64).cpu()
         return 4 * off.reshape(-1) + 4 * torch.finfo(J.dtype).eps * size
 
@@ -308,7 +337,9 @@ class _Run:
                 mv, rmv = J.perturbed(i)
                 forward = norms(self._product(mv, self.right, J.in_shape, scale) - w)
                 backward = norms(self._product(rmv, self.left, J.out_shape, scale) - z)
-                spread = torch.maximum(spread, torch.maximum(forward, backward).nan_to_num(torch.inf, torch.inf))
+                spread = torch.maximum(
+                    spread, torch.maximum(forward, backward).nan_to_num(torch.inf, torch.inf)
+                )
         except torch.OutOfMemoryError:
             return torch.full_like(scale, torch.inf), "no memory to repeat it"
         return WIDENED * spread / scale, ""
@@ -320,7 +351,9 @@ class _Run:
         if not self.certify or self.theta[i].isnan() or lower.isnan():
             return UNCERTIFIED if not self.certify else NO_VALUE
         kept = int((~self.a[i].isnan()).sum())
-        return why_missed(self.ratio / float(widening(rounding)), kept, int(self.steps[i]), self.solver.max_steps)
+        return why_missed(
+            self.ratio / float(widening(rounding)), kept, int(self.steps[i]), self.solver.max_steps
+        )
 
     def _upper(self, noise: Tensor, sigma: Tensor) -> Tensor:
         """The polynomial bound on the norm of J as its products have it, with the noise seen in them."""
@@ -337,7 +370,12 @@ class _Run:
 
 def _worth_checking(step: int, basis: GolubKahan) -> bool:
     """The small SVD costs as much as a product on small problems: there, look at every second step only."""
-    return step % 2 == 0 or basis.v.numel() > SMALL or bool((basis.b == 0).any()) or not bool(basis.b.isfinite().all())
+    return (
+        step % 2 == 0
+        or basis.v.numel() > SMALL
+        or bool((basis.b == 0).any())
+        or not bool(basis.b.isfinite().all())
+    )
 
 
 def _budget(solver: Solver, device: torch.device) -> int:
@@ -356,7 +394,9 @@ def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
     number = secrets.randbits(63) if seed is None else fresh_seed(seed, "start")
     generator = torch.Generator(device=J.device).manual_seed(number)
     dtype = torch.float64 if J.device.type == "cpu" else J.dtype
-    return torch.randn(members, J.in_size, generator=generator, dtype=dtype, device=J.device).to(J.dtype)
+    return torch.randn(members, J.in_size, generator=generator, dtype=dtype, device=J.device).to(
+        J.dtype
+    )
 
 
 def fresh_seed(seed: int, purpose: str) -> int:
@@ -371,23 +411,33 @@ def fresh_seed(seed: int, purpose: str) -> int:
     return int.from_bytes(digest[:7], "big")
 
 
-def _check_options(J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver) -> None:
+def _check_options(
+    J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver
+) -> None:
     if not (math.isfinite(tol) and tol > 0):
-        raise UserError(f"tol must be a positive number (the relative residual to reach), got {tol!r}")
+        raise UserError(
+            f"tol must be a positive number (the relative residual to reach), got {tol!r}"
+        )
     check_gap(gap)
     if gap is not None and J.dtype != torch.float64:
         raise UserError(
             f"gap needs an upper bound, and that needs float64; the operator is {J.dtype}: use precision='exact'"
         )
     if solver.basis not in STORAGES:
-        raise UserError(f"basis must be one of {', '.join(map(repr, STORAGES))}, got {solver.basis!r}")
+        raise UserError(
+            f"basis must be one of {', '.join(map(repr, STORAGES))}, got {solver.basis!r}"
+        )
     if gap is not None and solver.basis == "bfloat16":
-        raise UserError("gap needs an upper bound, and basis='bfloat16' gives none: use basis='native' or 'host'")
+        raise UserError(
+            "gap needs an upper bound, and basis='bfloat16' gives none: use basis='native' or 'host'"
+        )
     if not 0 < solver.failure < 1:
         raise UserError(f"failure must be a probability between 0 and 1, got {solver.failure!r}")
     if solver.max_steps < 1:
         raise UserError(f"max_steps must be at least 1, got {solver.max_steps!r}")
     if start is not None and start.numel() != (J.batch or 1) * J.in_size:
         raise UserError(f"start must have shape {J.leading + J.in_shape}, got {tuple(start.shape)}")
-    if start is not None and not (start.isfinite().all() and start.reshape(J.batch or 1, -1).norm(dim=1).all()):
+    if start is not None and not (
+        start.isfinite().all() and start.reshape(J.batch or 1, -1).norm(dim=1).all()
+    ):
         raise UserError("start must be finite and not zero")

@@ -64,7 +64,9 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
     check_measure(mu)
     n, d = mu.points.shape
     if d != f.Q.shape[1]:
-        raise UserError(f"the points have size {d}; the weights of f read tokens of size {f.Q.shape[1]}")
+        raise UserError(
+            f"the points have size {d}; the weights of f read tokens of size {f.Q.shape[1]}"
+        )
     if f.causal != (mu.positions is not None):
         raise UserError(
             "f is causal and the measure has no positions; use uniform(X, causal=True) or pass positions"
@@ -73,7 +75,9 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
         )
     w, s = mu.weights.detach(), mu.positions
     mask = None if bool((w == w[0]).all()) else w.log().expand(n, n)
-    if s is None or bool((s.diff() > 0).all()):  # in order and without ties, positions are the causal order
+    if s is None or bool(
+        (s.diff() > 0).all()
+    ):  # in order and without ties, positions are the causal order
         return replace(f, mask=mask)
     seen = s[None, :] <= s[:, None]
     mask = seen if mask is None else mask.masked_fill(~seen, -torch.inf)

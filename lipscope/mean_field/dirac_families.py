@@ -57,7 +57,9 @@ def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDira
     gamma, u, crowd, stretch = _direction(f, family)
     p = math.exp(-2 * gamma * R * R)
     if p < torch.finfo(f.Q.dtype).tiny:
-        raise UserError(f"p_R = e^(-2 gamma R^2) = e^({-2 * gamma * R * R:.0f}) is below the smallest number; reduce R")
+        raise UserError(
+            f"p_R = e^(-2 gamma R^2) = e^({-2 * gamma * R * R:.0f}) is below the smallest number; reduce R"
+        )
     points = R * torch.stack([u, crowd * u])
     measure = DiscreteMeasure(points, points.new_tensor([p, -math.expm1(-2 * gamma * R * R)]))
     return TwoDiracs(measure, gamma, p, stretch * gamma / 2 * R * R * math.exp(gamma * R * R))
@@ -77,7 +79,9 @@ def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) ->
         )
     worst = two_diracs(f, R)
     top = math.floor(per_decade * math.log10(n_max) + 1e-9)
-    counts = sorted({2, int(n_max)} | {max(2, round(10 ** (i / per_decade))) for i in range(top + 1)})
+    counts = sorted(
+        {2, int(n_max)} | {max(2, round(10 ** (i / per_decade))) for i in range(top + 1)}
+    )
     few = [min(n - 1, max(1, round(n * worst.p))) for n in counts]
     sigma = _repeated(f, worst.measure.points, counts, few)
     plateau = spectral_norm(derivative(f, worst.measure), 1e-9, solver=Solver(seed=0)).value
@@ -99,10 +103,14 @@ def _repeated(f: SelfAttention, atoms: Tensor, counts: list[int], few: list[int]
 def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, float, float]:
     """gamma, its unit eigenvector u, where the crowd stands on it, and |Vu|."""
     if family not in (None, "opposite", "same side"):
-        raise UserError(f'family must be "opposite", "same side" or None for the worse of the two, got {family!r}')
+        raise UserError(
+            f'family must be "opposite", "same side" or None for the worse of the two, got {family!r}'
+        )
     check_scores(f)
     if f.heads != 1 or f.causal or (f.biases is not None and f.biases[0] is not None):
-        raise UserError("the two-Dirac families are for one head without mask and query bias; take f.head(h)")
+        raise UserError(
+            "the two-Dirac families are for one head without mask and query bias; take f.head(h)"
+        )
     (head,) = heads_of(f.double(), folded=True)
     values, vectors = torch.linalg.eig(head.A)
     real = values.imag.abs() <= 1e-12 * values.abs().max()

@@ -89,7 +89,9 @@ def splitting(
     given = as_measure(mu, liftable(f).causal)
     measure = given.merged()
     solver = solver or Solver()
-    each = replace(solver, failure=solver.failure / 2)  # both bounds hold together with the confidence asked for
+    each = replace(
+        solver, failure=solver.failure / 2
+    )  # both bounds hold together with the confidence asked for
     together = spectral_norm(derivative(f, measure), tol, gap=gap, solver=each)
     queries = query_derivative(f, measure)
     blocks = spectral_norm(queries, tol, solver=each)
@@ -119,7 +121,9 @@ def _side_by_side(J: LinearOperator) -> LinearOperator:
     assert J.batch is not None
     inner, outer = (J.batch, *J.in_shape), (J.batch, *J.out_shape)
     condition, worst, size = (torch.as_tensor(c).max() for c in (J.condition, J.worst, J.size))
-    return replace(J, in_shape=inner, out_shape=outer, batch=None, condition=condition, worst=worst, size=size)
+    return replace(
+        J, in_shape=inner, out_shape=outer, batch=None, condition=condition, worst=worst, size=size
+    )
 
 
 def split_estimate(found: Splitting) -> Estimate:
@@ -128,13 +132,21 @@ def split_estimate(found: Splitting) -> Estimate:
     upper = max(found.together.upper, found.apart.upper)
     both = max(0.0, found.together.confidence + found.apart.confidence - 1)
     if found.apart.value <= found.together.value:
-        left, right = (x.repeat_interleave(2, dim=0) / 2**0.5 for x in (found.together.left, found.together.right))
-        return replace(found.together, lower=lower, upper=upper, confidence=both, left=left, right=right)
+        left, right = (
+            x.repeat_interleave(2, dim=0) / 2**0.5
+            for x in (found.together.left, found.together.right)
+        )
+        return replace(
+            found.together, lower=lower, upper=upper, confidence=both, left=left, right=right
+        )
     n = len(found.measure)
 
     def halved(x: Tensor) -> Tensor:
         field = x.new_zeros(2 * n, x.numel())
-        field[2 * found.atom], field[2 * found.atom + 1] = x.flatten() / 2**0.5, -x.flatten() / 2**0.5
+        field[2 * found.atom], field[2 * found.atom + 1] = (
+            x.flatten() / 2**0.5,
+            -x.flatten() / 2**0.5,
+        )
         return field
 
     left, right = halved(found.apart.left), halved(found.apart.right)
@@ -156,7 +168,9 @@ def jump_ratio(f: SelfAttention, mu: DiscreteMeasure, token: int, to: Tensor, ma
     if not isinstance(to, Tensor):
         raise UserError(f"to must be a point, a tensor of size {d}, got {type(to).__name__}")
     if to.numel() != d or torch.equal(to.flatten().to(mu.points), mu.points[token]):
-        raise UserError(f"to must be a point of size {d}, not the atom itself, got shape {tuple(to.shape)}")
+        raise UserError(
+            f"to must be a point of size {d}, not the atom itself, got shape {tuple(to.shape)}"
+        )
     if not isinstance(mass, Real) or not 0 < mass < mu.weights[token].item():
         raise UserError(
             f"mass must be between 0 and the weight {mu.weights[token].item():g} of token {token}, got {mass!r}"

@@ -32,9 +32,13 @@ def local_lipschitz(
     splitting: the constant when copies of a token may move apart; its vectors are fields on two copies of every atom.
     """
     if isinstance(X, Tensor) and not splitting:
-        return local.local_lipschitz(f, X, tol, norm=norm, precision=precision, gap=gap, solver=solver)
+        return local.local_lipschitz(
+            f, X, tol, norm=norm, precision=precision, gap=gap, solver=solver
+        )
     if norm != "2":
-        raise UserError(f"on measures, and with splitting, the norm is '2' (L2 of the measure), got {norm!r}")
+        raise UserError(
+            f"on measures, and with splitting, the norm is '2' (L2 of the measure), got {norm!r}"
+        )
     if precision not in ("native", "exact"):
         raise UserError(f"precision must be 'native' or 'exact' (float64), got {precision!r}")
     layer = liftable(f)
@@ -42,5 +46,7 @@ def local_lipschitz(
     if precision == "exact":
         layer, mu = layer.double(), mu.double()
     if splitting:
-        return duplication.split_estimate(duplication.splitting(layer, mu, tol, gap=gap, solver=solver))
+        return duplication.split_estimate(
+            duplication.splitting(layer, mu, tol, gap=gap, solver=solver)
+        )
     return spectral_norm(derivative(layer, mu), tol, gap=gap, solver=solver)

@@ -20,7 +20,9 @@ def conditional_distance(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2)
     """d_p for 1 <= p <= inf of two measures with positions; infinite, and refused, where their positions differ."""
     check_pair(mu, nu, p)
     if mu.positions is None or nu.positions is None:
-        raise UserError("conditional_distance needs measures with positions; without them use wasserstein")
+        raise UserError(
+            "conditional_distance needs measures with positions; without them use wasserstein"
+        )
     here, there = _fibres(mu), _fibres(nu)
     if mu.positions.dtype != nu.positions.dtype and here.keys() != there.keys():
         raise UserError(

@@ -35,8 +35,12 @@ class DiscreteMeasure:
         _check_points(X)
         n = X.shape[0]
         # In float64 whatever X is: bfloat16 has ties among 300 positions, and tokens that tie see each other.
-        positions = torch.arange(1, n + 1, dtype=torch.float64, device=X.device) / n if causal else None
-        return DiscreteMeasure(X, torch.full((n,), 1 / n, dtype=X.dtype, device=X.device), positions)
+        positions = (
+            torch.arange(1, n + 1, dtype=torch.float64, device=X.device) / n if causal else None
+        )
+        return DiscreteMeasure(
+            X, torch.full((n,), 1 / n, dtype=X.dtype, device=X.device), positions
+        )
 
     def __len__(self) -> int:
         return self.points.shape[0]
@@ -61,7 +65,9 @@ class DiscreteMeasure:
         """Every atom x_i displaced to x_i + field_i; a field [1, d] moves all alike."""
         n, d = self.points.shape
         if tuple(field.shape) not in ((n, d), (1, d)):
-            raise UserError(f"field must have the shape {(n, d)} of the points, got {tuple(field.shape)}")
+            raise UserError(
+                f"field must have the shape {(n, d)} of the points, got {tuple(field.shape)}"
+            )
         return replace(self, points=self.points + field)
 
     def split(self, copies: int) -> DiscreteMeasure:
@@ -82,7 +88,9 @@ class DiscreteMeasure:
         if len(distinct) == len(self):
             return self
         index = torch.arange(len(self), device=owner.device)
-        first = torch.full((len(distinct),), len(self), device=owner.device).scatter_reduce(0, owner, index, "amin")
+        first = torch.full((len(distinct),), len(self), device=owner.device).scatter_reduce(
+            0, owner, index, "amin"
+        )
         weights = self.weights.new_zeros(len(distinct)).index_add(0, owner, self.weights)
         order = first.argsort()
         kept = first[order]
@@ -114,30 +122,42 @@ def _check_points(points: Tensor) -> None:
         got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
         raise UserError(f"points must be a tensor [n, d], one row an atom, got {got}")
     if points.numel() == 0:
-        raise UserError(f"the measure is empty (points of shape {tuple(points.shape)}); it needs one atom")
+        raise UserError(
+            f"the measure is empty (points of shape {tuple(points.shape)}); it needs one atom"
+        )
     check_tensor("points", points)
 
 
 def _check_weights(weights: Tensor, points: Tensor) -> None:
     if not isinstance(weights, Tensor) or weights.shape != points.shape[:1]:
         got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise UserError(f"weights must be a tensor [{points.shape[0]}], one for each point, got {got}")
+        raise UserError(
+            f"weights must be a tensor [{points.shape[0]}], one for each point, got {got}"
+        )
     check_tensor("weights", weights)
     if weights.dtype != points.dtype:
-        raise UserError(f"weights are {weights.dtype} and points {points.dtype}; give both one dtype")
+        raise UserError(
+            f"weights are {weights.dtype} and points {points.dtype}; give both one dtype"
+        )
     bad = weights <= 0
     if bad.any():
         i = int(torch.nonzero(bad)[0])
-        raise UserError(f"weights must be positive, weight {i} is {weights[i].item():g}; leave out atoms without mass")
+        raise UserError(
+            f"weights must be positive, weight {i} is {weights[i].item():g}; leave out atoms without mass"
+        )
     total = weights.double().sum().item()
     if abs(total - 1) > 16 * len(weights) * torch.finfo(weights.dtype).eps:
-        raise UserError(f"weights must sum to 1, they sum to {total:.12g}; divide them: weights / weights.sum()")
+        raise UserError(
+            f"weights must sum to 1, they sum to {total:.12g}; divide them: weights / weights.sum()"
+        )
 
 
 def _check_positions(positions: Tensor, points: Tensor) -> None:
     if not isinstance(positions, Tensor) or positions.shape != points.shape[:1]:
         got = tuple(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
-        raise UserError(f"positions must be a tensor [{points.shape[0]}], one for each point, got {got}")
+        raise UserError(
+            f"positions must be a tensor [{points.shape[0]}], one for each point, got {got}"
+        )
     check_tensor("positions", positions)
     if (positions < 0).any() or (positions > 1).any():
         low, high = positions.min().item(), positions.max().item()

@@ -69,7 +69,9 @@ def largest_gain(
     """
     liftable(f)
     if n < 1 or not (math.isfinite(R) and R > 0) or tries < 1:
-        raise UserError(f"the search needs n >= 1 tokens, a radius R > 0 and tries >= 1, got {n!r}, {R!r}, {tries!r}")
+        raise UserError(
+            f"the search needs n >= 1 tokens, a radius R > 0 and tries >= 1, got {n!r}, {R!r}, {tries!r}"
+        )
     g = Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
@@ -78,9 +80,16 @@ def largest_gain(
     d = f.Q.shape[1]
     X = noise(tries, n, d)
     # Radii of every order from R/100 to R: what splits is often one token near 0 and another far out.
-    X = X / X.norm(dim=-1, keepdim=True) * R * 10 ** (-2 * torch.rand(tries, n, 1, generator=g, dtype=X.dtype))
+    X = (
+        X
+        / X.norm(dim=-1, keepdim=True)
+        * R
+        * 10 ** (-2 * torch.rand(tries, n, 1, generator=g, dtype=X.dtype))
+    )
     deepest = -0.85 * math.log(torch.finfo(X.dtype).tiny)
-    depth = torch.tensor([10.0, deepest]).repeat(tries)[:tries, None]  # moderate weights and extreme ones, in turn
+    depth = torch.tensor([10.0, deepest]).repeat(tries)[
+        :tries, None
+    ]  # moderate weights and extreme ones, in turn
     level = -depth * torch.rand(tries, n, generator=g, dtype=X.dtype) ** 2 * (not equal)
     score = gains(f, X, level.softmax(dim=1))
     best = score.topk(min(tries, 50)).indices
@@ -91,11 +100,16 @@ def largest_gain(
         tilt = (tilt - tilt.amax(dim=1, keepdim=True)).clamp_min(-deepest)
         now = gains(f, trial, tilt.softmax(dim=1))
         better = now > score
-        X, level = torch.where(better[:, None, None], trial, X), torch.where(better[:, None], tilt, level)
+        X, level = (
+            torch.where(better[:, None, None], trial, X),
+            torch.where(better[:, None], tilt, level),
+        )
         score = torch.where(better, now, score)
     top = int(score.argmax())
     positions = torch.arange(1, n + 1, dtype=X.dtype) / n if f.causal else None
-    return _beyond_rounding(score)[top].item(), DiscreteMeasure(X[top], level[top].softmax(dim=0), positions)
+    return _beyond_rounding(score)[top].item(), DiscreteMeasure(
+        X[top], level[top].softmax(dim=0), positions
+    )
 
 
 def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[Row]:
@@ -121,7 +135,9 @@ def _into_ball(X: Tensor, R: float) -> Tensor:
 def _dot(A: list[list[float]], causal: bool = False) -> Callable[[], SelfAttention]:
     def make() -> SelfAttention:
         I = torch.eye(2, dtype=torch.float64)
-        return SelfAttention(math.sqrt(2) * torch.tensor(A, dtype=torch.float64), I, I, causal=causal)
+        return SelfAttention(
+            math.sqrt(2) * torch.tensor(A, dtype=torch.float64), I, I, causal=causal
+        )
 
     return make
 

@@ -29,7 +29,9 @@ def wasserstein(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2) -> float
     """W_p for 1 <= p <= inf, in float64: sorted matching on the line, a linear program elsewhere."""
     check_pair(mu, nu, p)
     if mu.positions is not None or nu.positions is not None:
-        raise UserError("these measures have positions; their distance is conditional_distance(mu, nu, p)")
+        raise UserError(
+            "these measures have positions; their distance is conditional_distance(mu, nu, p)"
+        )
     return atoms_distance(mu.points, mu.weights, nu.points, nu.weights, p)
 
 
@@ -60,7 +62,9 @@ def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> floa
         mass, length = plan.flatten(), D.flatten()
     distance = power_mean(mass, length, p) * unit
     if math.isinf(distance):
-        raise UserError("the distance is beyond the largest float64, 1.8e308; divide the points of both measures by 4")
+        raise UserError(
+            "the distance is beyond the largest float64, 1.8e308; divide the points of both measures by 4"
+        )
     return distance
 
 
@@ -109,7 +113,9 @@ def _cheapest_plan(a: Tensor, b: Tensor, D: Tensor, p: float) -> Tensor:
     q, reach = min(p, SMALL_P), D.max().item()
     while True:
         plan = _plan_within(a, b, D, q, reach)
-        while (shorter := D[plan > 0].max().item() * (2 * min(D.shape)) ** (1 / q)) and (shorter / reach) ** q < 0.1:
+        while (shorter := D[plan > 0].max().item() * (2 * min(D.shape)) ** (1 / q)) and (
+            shorter / reach
+        ) ** q < 0.1:
             reach = shorter
             plan = _plan_within(a, b, D, q, reach)
         if q >= min(p, LARGE_P):
@@ -153,6 +159,8 @@ def _linear_program(a: Tensor, b: Tensor, cost: Tensor) -> Tensor:
     arrays = (np.ascontiguousarray(t.numpy()) for t in (a, b, cost))
     plan, log = ot.emd(*arrays, numItermax=10_000_000, log=True)
     if log["warning"] is not None:
-        raise UserError(f"the transport problem {tuple(cost.shape)} was not solved: {log['warning']}")
+        raise UserError(
+            f"the transport problem {tuple(cost.shape)} was not solved: {log['warning']}"
+        )
     plan = torch.from_numpy(plan)
     return torch.where(plan > NEGLIGIBLE * torch.minimum(a[:, None], b[None]), plan, 0.0)

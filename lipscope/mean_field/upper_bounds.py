@@ -53,7 +53,9 @@ def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
     _check_order(f, causal=True)
     check_exponent(p)
     if p == 1:
-        raise UserError(f"p must be above 1, got {p!r}: averaging over the past has no constant in d_1")
+        raise UserError(
+            f"p must be above 1, got {p!r}: averaging over the past has no constant in d_1"
+        )
     if math.isinf(p):
         return w_inf_bound(f, R)
     return _evaluate(geshkovski2023.transport_upper(p, geshkovski2023.masked_prices(p)), f, R)
@@ -62,10 +64,14 @@ def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
 def check_scores(f: SelfAttention) -> None:
     """Refuse what these theorems do not speak of."""
     if not isinstance(liftable(f).kernel, Dot) or f.kernel.softcap is not None:
-        raise UserError("this theorem is about dot-product scores; the map has an L2 kernel or a softcap")
+        raise UserError(
+            "this theorem is about dot-product scores; the map has an L2 kernel or a softcap"
+        )
 
 
-def _evaluate(theorem: Callable[[SelfAttention, Domain], float], f: SelfAttention, R: float) -> float:
+def _evaluate(
+    theorem: Callable[[SelfAttention, Domain], float], f: SelfAttention, R: float
+) -> float:
     check_scores(f)
     return theorem(f.double(), Ball(R, 1))  # no theorem on measures counts tokens
 

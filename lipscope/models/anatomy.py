@@ -128,7 +128,9 @@ def _watch(host: Host, inputs: Call, blocks: set[nn.Module]) -> list[list[Event]
     return finished
 
 
-def _read_block(blocks: dict[nn.Module, nn.Module | None], cores: dict[nn.Module, int], events: list[Event]) -> Layer:
+def _read_block(
+    blocks: dict[nn.Module, nn.Module | None], cores: dict[nn.Module, int], events: list[Event]
+) -> Layer:
     """Recognise projection, normalisation and residual by their values."""
     (first, *more) = (i for i, event in enumerate(events) if event.side == "heads")
     core, entry = events[first].module, events[0].value
@@ -164,7 +166,11 @@ def _residual(entry: Tensor, events: list[Event], prenorm: bool) -> Tap | None:
     outputs: list[Tensor] = []
     for event in events:
         if any(_combines(event.value, entry, a) for a in outputs):
-            post = not prenorm and event.side == "input" and "norm" in type(event.module).__name__.lower()
+            post = (
+                not prenorm
+                and event.side == "input"
+                and "norm" in type(event.module).__name__.lower()
+            )
             return Tap(event.module, "output" if post else event.side)
         if event.side == "output":
             outputs.append(event.value)

@@ -62,7 +62,11 @@ def closed_form(
                 continue
             f = _assemble(found, own, rope)
             q, k, v = f.project(X)
-            if same(q, own.q[..., found.order]) and same(k, own.k[..., found.order]) and same(v, own.v):
+            if (
+                same(q, own.q[..., found.order])
+                and same(k, own.k[..., found.order])
+                and same(v, own.v)
+            ):
                 return f, found
     return None
 
@@ -122,7 +126,9 @@ def _rotations(call: Call, own: AttentionCall) -> Iterator[tuple[str | None, Ten
     plain = torch.arange(size, device=own.q.device)
     yield None, plain, None
     for pair in (*call.args, *call.kwargs.values()):
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(_is_table(t, n) for t in pair)):
+        if not (
+            isinstance(pair, tuple | list) and len(pair) == 2 and all(_is_table(t, n) for t in pair)
+        ):
             continue
         tables = torch.stack([t.reshape(-1, n, t.shape[-1])[0] for t in pair])
         width = tables.shape[-1]
@@ -157,7 +163,9 @@ def _spread(angles: Tensor, size: int) -> Rope:
     return Rope(torch.cat([cos, still + 1] * 2, dim=-1), torch.cat([sin, still] * 2, dim=-1))
 
 
-def _solve(probed: AttentionCall, d: int, layout: str | None, order: Tensor, rope: Rope | None) -> Projections:
+def _solve(
+    probed: AttentionCall, d: int, layout: str | None, order: Tensor, rope: Rope | None
+) -> Projections:
     """Weights and biases from what the module makes of the probe, the rotation undone."""
 
     def unturned(x: Tensor) -> Tensor:
@@ -171,7 +179,9 @@ def _solve(probed: AttentionCall, d: int, layout: str | None, order: Tensor, rop
         rows = y.transpose(1, 2).reshape(-1, y.shape[1] * y.shape[3])
         weights.append((rows[1 : d + 1] - rows[0]).T.contiguous())
         biases.append(rows[0].contiguous())
-    return Projections((weights[0], weights[1], weights[2]), (biases[0], biases[1], biases[2]), layout, order)
+    return Projections(
+        (weights[0], weights[1], weights[2]), (biases[0], biases[1], biases[2]), layout, order
+    )
 
 
 def _assemble(found: Projections, own: AttentionCall, rope: Rope | None) -> SelfAttention:

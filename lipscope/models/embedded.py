@@ -44,7 +44,9 @@ def default_text() -> str:
     """The prose of Python's own help topics: whole paragraphs, each once."""
     from pydoc_data import topics
 
-    paragraphs = [p for key in sorted(topics.topics) for p in re.split(r"\n\s*\n", topics.topics[key])]
+    paragraphs = [
+        p for key in sorted(topics.topics) for p in re.split(r"\n\s*\n", topics.topics[key])
+    ]
     prose = [" ".join(p.split()) for p in paragraphs if re.match("[A-Z]", p)]
     return "\n\n".join(dict.fromkeys(p for p in prose if p.endswith(".") and p.count(" ") >= 8))
 
@@ -55,7 +57,11 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "lipscope"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "lipscope" / "Cache"
+        return (
+            Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+            / "lipscope"
+            / "Cache"
+        )
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "lipscope"
 
 
@@ -76,7 +82,9 @@ def _verify(place: Path) -> None:
         with open(place / name, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
-            raise UserError(f"{place / name} is not the file of {REVISION} (its sha256 is {found}); remove {place}")
+            raise UserError(
+                f"{place / name} is not the file of {REVISION} (its sha256 is {found}); remove {place}"
+            )
 
 
 def _fetch(place: Path) -> Path:

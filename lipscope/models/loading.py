@@ -82,7 +82,10 @@ def load(
         device=str(next(trunk.parameters()).device),
         versions={
             "python": platform.python_version(),
-            **{package.__name__: package.__version__ for package in (torch, transformers, tokenizers, safetensors)},
+            **{
+                package.__name__: package.__version__
+                for package in (torch, transformers, tokenizers, safetensors)
+            },
         },
     )
     return Model(trunk, words, card, wanted, owned)
@@ -101,7 +104,10 @@ def tokenizer_hash(tokenizer: Any) -> str:
     """sha256 of everything that decides how text becomes tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        content: dict[str, Any] = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+        content: dict[str, Any] = {
+            "class": type(tokenizer).__name__,
+            "vocabulary": tokenizer.get_vocab(),
+        }
     else:
         content = json.loads(backend.to_str())
         content.pop("truncation", None)
@@ -112,7 +118,9 @@ def tokenizer_hash(tokenizer: Any) -> str:
 def _repository(source: str | None, revision: str | None, weights: bool) -> Repository:
     if source is None or source == embedded.NAME:
         if revision is not None:
-            raise UserError(f"the embedded model has one revision, {embedded.REVISION}; drop revision={revision!r}")
+            raise UserError(
+                f"the embedded model has one revision, {embedded.REVISION}; drop revision={revision!r}"
+            )
         return Repository(embedded.NAME, embedded.folder(), embedded.REVISION)
     return open_repository(source, revision, weights)
 
@@ -122,7 +130,9 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
     config = repository.config()
     kinds = _base_classes(config)
     if not kinds:
-        raise UserError(f"{repository.name} is of type {config.model_type!r}, a type without hidden states")
+        raise UserError(
+            f"{repository.name} is of type {config.model_type!r}, a type without hidden states"
+        )
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = (
@@ -131,7 +141,9 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
             else type(quantization).__name__
         )
         if random_init is None:
-            raise UserError(f"{repository.name} is quantised ({method}); lipscope needs its weights in floating point")
+            raise UserError(
+                f"{repository.name} is quantised ({method}); lipscope needs its weights in floating point"
+            )
         del config.quantization_config
     if random_init is not None:
         return _in_force(_random(kinds[0], config, random_init))
@@ -185,7 +197,9 @@ def _in_force(model: PreTrainedModel) -> PreTrainedModel:
     attention = {config._attn_implementation for config in configs(model)}
     home = type(model).__module__
     if attention != {"eager"} or not home.startswith(("transformers.models.", *OWN_TYPES.values())):
-        raise UserError(f"refused: this model insists on attention {sorted(map(str, attention))} and code from {home}")
+        raise UserError(
+            f"refused: this model insists on attention {sorted(map(str, attention))} and code from {home}"
+        )
     return model
 
 
@@ -203,7 +217,9 @@ def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedMod
             f"the weights of this {type(module).__name__} are {what}; lipscope needs them in floating point"
         )
     if device is not None and module.device.type != torch.device(device).type:
-        raise UserError(f"the module stays on {module.device}; drop device={str(device)!r}, or move it first")
+        raise UserError(
+            f"the module stays on {module.device}; drop device={str(device)!r}, or move it first"
+        )
     return module
 
 
@@ -214,7 +230,9 @@ def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
         return trunk, type(trunk).__name__
     encoder = module.get_encoder()
     if not isinstance(encoder, PreTrainedModel):
-        raise UserError(f"the encoder of {type(trunk).__name__} is not a transformers model of its own")
+        raise UserError(
+            f"the encoder of {type(trunk).__name__} is not a transformers model of its own"
+        )
     return encoder, f"{type(trunk).__name__} (encoder)"
 
 
@@ -227,7 +245,9 @@ def _tokenizer(given: Any, reader: Repository | None) -> Any:
 def _dtype(given: str | torch.dtype | None) -> torch.dtype:
     wanted = DTYPES.get(given) if isinstance(given, str) else given or torch.float64
     if wanted is None or wanted not in DTYPES.values():
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {str(given).removeprefix('torch.')!r}")
+        raise UserError(
+            f"dtype must be one of {', '.join(DTYPES)}, got {str(given).removeprefix('torch.')!r}"
+        )
     return wanted
 
 
@@ -236,7 +256,9 @@ def _device(given: str | torch.device | None) -> torch.device:
         device = torch.device("cpu" if given is None else given)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {str(given)!r} cannot be used here ({on_one_line(error)}); try cpu") from error
+        raise UserError(
+            f"device {str(given)!r} cannot be used here ({on_one_line(error)}); try cpu"
+        ) from error
     return device
 
 

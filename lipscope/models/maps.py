@@ -47,7 +47,9 @@ def linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
 
 def _linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
     J = jacobian(f.value, X)
-    return replace(J, condition=f.largest_score(X), take=lambda m: _linearize(f.of_members(m), X[m]))
+    return replace(
+        J, condition=f.largest_score(X), take=lambda m: _linearize(f.of_members(m), X[m])
+    )
 
 
 def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tensor) -> None:
@@ -62,7 +64,9 @@ def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tenso
             error = (f(X + h * E) - f(X - h * E)) / (2 * h) - expected
         if error.norm() <= GROSS * expected.norm() or not error.isfinite().all():
             return
-    raise UserError("part of this map is hidden from autograd: its derivative is not that of its values")
+    raise UserError(
+        "part of this map is hidden from autograd: its derivative is not that of its values"
+    )
 
 
 @dataclass(frozen=True, eq=False)

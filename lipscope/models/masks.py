@@ -37,11 +37,17 @@ class PlainMask(Tensor):
     def written(self) -> Tensor:
         n, keys = self.shape[-2:]
         seen = self.pattern.visible(n, keys, self.device)
-        return (torch.ones((), dtype=torch.bool, device=self.device) if seen is None else seen).expand(self.shape)
+        return (
+            torch.ones((), dtype=torch.bool, device=self.device) if seen is None else seen
+        ).expand(self.shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it so, and declares it otherwise
-        cls, operation: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        operation: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         args, kwargs = tree_map(_written, (args, kwargs or {}))
         return operation(*args, **kwargs)
@@ -72,7 +78,9 @@ def make_mask(arguments: dict[str, Any]) -> Tensor | None:
         part = _rows(arguments, start + first, last - first)
         if part is None:
             return None
-        candidates = [c for c in candidates if _agree(part, c.tile(slice(first, last), slice(0, keys)))]
+        candidates = [
+            c for c in candidates if _agree(part, c.tile(slice(first, last), slice(0, keys)))
+        ]
         if not candidates:
             return part if last - first == n else _rows(arguments, start, n)
     return PlainMask(torch.Size((arguments["batch_size"], 1, n, keys)), device, candidates[0])
@@ -80,7 +88,9 @@ def make_mask(arguments: dict[str, Any]) -> Tensor | None:
 
 def _rows(arguments: dict[str, Any], start: Any, count: int) -> Tensor | None:
     """Some rows of the mask that transformers would make."""
-    return sdpa_mask(**{**arguments, "q_length": count, "q_offset": start, "allow_is_causal_skip": False})
+    return sdpa_mask(
+        **{**arguments, "q_length": count, "q_offset": start, "allow_is_causal_skip": False}
+    )
 
 
 def _agree(mask: Tensor, pattern: Pattern) -> bool:

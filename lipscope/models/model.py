@@ -49,7 +49,9 @@ class Model:
     attention, in evaluation mode, in `dtype`. `lipscope.load` makes one.
     """
 
-    def __init__(self, trunk: PreTrainedModel, tokenizer: Any, card: Card, dtype: torch.dtype, owned: bool):
+    def __init__(
+        self, trunk: PreTrainedModel, tokenizer: Any, card: Card, dtype: torch.dtype, owned: bool
+    ):
         self.trunk, self.tokenizer, self.card, self.dtype = trunk, tokenizer, card, dtype
         self._owned = owned
         self._checks: dict[tuple[int, ...], Preflight] = {}
@@ -88,13 +90,19 @@ class Model:
         limit = getattr(self.trunk.config, "max_position_embeddings", None)
         for module in self.trunk.modules():
             # RoBERTa counts its positions from padding_idx + 1.
-            if isinstance(module, nn.Embedding) and module.num_embeddings == limit and module.padding_idx is not None:
+            if (
+                isinstance(module, nn.Embedding)
+                and module.num_embeddings == limit
+                and module.padding_idx is not None
+            ):
                 return limit - module.padding_idx - 1
         return limit
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of a text."""
-        return self._need_tokenizer()(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        return self._need_tokenizer()(text, add_special_tokens=special_tokens, verbose=False)[
+            "input_ids"
+        ]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The text of each token."""
@@ -119,7 +127,9 @@ class Model:
         self.check_scopes(scopes)
         chosen = self._chosen_layers(layers)
         self.check_heads(heads, chosen)
-        within = [survey.site(scope, i, heads) for i in chosen for scope in scopes if scope != "model"]
+        within = [
+            survey.site(scope, i, heads) for i in chosen for scope in scopes if scope != "model"
+        ]
         return within + [survey.site("model") for scope in scopes if scope == "model"]
 
     def survey(
@@ -143,7 +153,9 @@ class Model:
             if scope not in SCOPES:
                 raise UserError(f"there is no scope {scope!r}; the scopes are {', '.join(SCOPES)}")
             if not self.preflight.routed and scope not in WITHOUT_ROUTE:
-                raise UserError(f"{self.preflight.reason}, so it has no scope {scope}; use scope block or model")
+                raise UserError(
+                    f"{self.preflight.reason}, so it has no scope {scope}; use scope block or model"
+                )
 
     def check_heads(self, heads: Sequence[int] | None, layers: Sequence[int]) -> None:
         """Refuse head numbers that some layer does not have."""
@@ -151,34 +163,52 @@ class Model:
             count = self._known_layers()[i].heads
             for head in heads or ():
                 if not 0 <= head < count:
-                    raise UserError(f"head {head} does not exist: layer {i} has heads 0 to {count - 1}")
+                    raise UserError(
+                        f"head {head} does not exist: layer {i} has heads 0 to {count - 1}"
+                    )
 
     def _chosen_layers(self, layers: Sequence[int] | None) -> Sequence[int]:
         for i in layers or ():
             if not 0 <= i < self.layers:
-                raise UserError(f"layer {i} does not exist: {self.card.architecture} has layers 0 to {self.layers - 1}")
+                raise UserError(
+                    f"layer {i} does not exist: {self.card.architecture} has layers 0 to {self.layers - 1}"
+                )
         return range(self.layers) if layers is None else layers
 
-    def _inputs(self, input_ids: Any, inputs_embeds: Tensor | None, pixel_values: Tensor | None) -> Call:
-        given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "pixel_values": pixel_values}
+    def _inputs(
+        self, input_ids: Any, inputs_embeds: Tensor | None, pixel_values: Tensor | None
+    ) -> Call:
+        given = {
+            "input_ids": input_ids,
+            "inputs_embeds": inputs_embeds,
+            "pixel_values": pixel_values,
+        }
         given = {name: value for name, value in given.items() if value is not None}
         if len(given) != 1:
-            raise UserError(f"give one of input_ids, inputs_embeds and pixel_values, got {', '.join(given) or 'none'}")
+            raise UserError(
+                f"give one of input_ids, inputs_embeds and pixel_values, got {', '.join(given) or 'none'}"
+            )
         ((name, value),) = given.items()
         if name == "input_ids":
             ids = torch.as_tensor(value, device=self.device)
             if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() == 0:
-                raise UserError(f"input_ids must be integers [B, n] or [n], got {ids.dtype} {tuple(ids.shape)}")
+                raise UserError(
+                    f"input_ids must be integers [B, n] or [n], got {ids.dtype} {tuple(ids.shape)}"
+                )
             tensor = ids.long() if ids.ndim == 2 else ids.long()[None]
         else:
             ranks = {"inputs_embeds": 3, "pixel_values": 4}
             tensor = value.to(self.device, self.dtype)
             tensor = tensor[None] if tensor.ndim == ranks[name] - 1 else tensor
             if tensor.ndim != ranks[name]:
-                raise UserError(f"{name} must have {ranks[name]} dimensions, samples first, got {tuple(value.shape)}")
+                raise UserError(
+                    f"{name} must have {ranks[name]} dimensions, samples first, got {tuple(value.shape)}"
+                )
         limit = self.max_positions if name != "pixel_values" else None
         if limit is not None and tensor.shape[1] > limit:
-            raise UserError(f"{tensor.shape[1]} tokens are more than the {limit} positions of {self.card.name}")
+            raise UserError(
+                f"{tensor.shape[1]} tokens are more than the {limit} positions of {self.card.name}"
+            )
         return Call((), {name: tensor}, tensor)
 
     def _host(self) -> Host:
@@ -196,9 +226,15 @@ class Model:
             host = Host(self.trunk, self.dtype, self._owned)
             check = preflight(host, single)
             if self._layers is None:
-                self._layers = routed_layers(host, single) if check.routed else bypassing_layers(self._eager(), single)
+                self._layers = (
+                    routed_layers(host, single)
+                    if check.routed
+                    else bypassing_layers(self._eager(), single)
+                )
                 if not self._layers:
-                    raise UserError(f"{check.reason}, and lipscope cannot tell its blocks apart: it cannot be measured")
+                    raise UserError(
+                        f"{check.reason}, and lipscope cannot tell its blocks apart: it cannot be measured"
+                    )
             elif check.routed != self.preflight.routed:
                 raise UserError(f"at {check.n} tokens: {check.reason}")
             self._checks[shape] = check
@@ -219,10 +255,14 @@ class Model:
         if kind == "pixel_values":
             size = getattr(config, "image_size", 224)
             height, width = size if isinstance(size, tuple | list) else (size, size)
-            pixels = torch.randn(1, getattr(config, "num_channels", 3), height, width, generator=generator)
+            pixels = torch.randn(
+                1, getattr(config, "num_channels", 3), height, width, generator=generator
+            )
             return self._inputs(None, None, pixels)
         if kind != "input_ids":
-            raise UserError(f"{self.card.architecture} reads {kind}; lipscope measures models of tokens or pixels")
+            raise UserError(
+                f"{self.card.architecture} reads {kind}; lipscope measures models of tokens or pixels"
+            )
         n = min(8, self.max_positions or 8)
         vocabulary = getattr(config, "vocab_size", 256)
         return self._inputs(torch.randint(vocabulary, (1, n), generator=generator), None, None)

@@ -118,7 +118,9 @@ def lipscope_attention(
     What lands in `unused` must not matter to eager attention either; the preflight would show it.
     """
     if dropout:
-        raise UserError(f"{type(module).__name__} attends with dropout {dropout}; a measured map must not be random")
+        raise UserError(
+            f"{type(module).__name__} attends with dropout {dropout}; a measured map must not be random"
+        )
     rule = attention_mask.pattern if isinstance(attention_mask, PlainMask) else Pattern()
     mask = None if isinstance(attention_mask, PlainMask) else attention_mask
     mask, lost = _with_bias(mask, position_bias, sinks=s_aux is not None)
@@ -159,7 +161,10 @@ def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
     }
     modes = [(module, module.training) for module in model.modules()]
     before = [
-        (config, name, vars(config)[name]) for config in configs(model) for name in wanted if name in vars(config)
+        (config, name, vars(config)[name])
+        for config in configs(model)
+        for name in wanted
+        if name in vars(config)
     ]
     try:
         for module, _ in modes:
@@ -177,7 +182,9 @@ def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
 def configs(model: nn.Module) -> list[PretrainedConfig]:
     """Every configuration that some part of the model reads, each once."""
     queue = [
-        c for c in (getattr(module, "config", None) for module in model.modules()) if isinstance(c, PretrainedConfig)
+        c
+        for c in (getattr(module, "config", None) for module in model.modules())
+        if isinstance(c, PretrainedConfig)
     ]
     found: dict[int, PretrainedConfig] = {}
     while queue:
@@ -227,4 +234,6 @@ def _check_constant(call: AttentionCall) -> None:
     """Weights are frozen while measuring, so a mask or sink that asks for a gradient depends on the input."""
     for part in (call.mask, call.sinks):
         if torch.is_grad_enabled() and part is not None and part.requires_grad:
-            raise UserError(f"{type(call.module).__name__} adds a bias to its scores that depends on the input")
+            raise UserError(
+                f"{type(call.module).__name__} adds a bias to its scores that depends on the input"
+            )

@@ -46,7 +46,9 @@ class Float64(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func in CASTS:
                 return args[0]
-            args = [torch.float64 if isinstance(a, torch.dtype) and a in REDUCED else a for a in args]
+            args = [
+                torch.float64 if isinstance(a, torch.dtype) and a in REDUCED else a for a in args
+            ]
             if kwargs.get("dtype") in REDUCED:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*(_promoted(args) if func in PRODUCTS else args), **kwargs)

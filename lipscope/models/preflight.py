@@ -37,10 +37,14 @@ def preflight(host: Host, inputs: Call) -> Preflight:
         with torch.no_grad():
             eager = _last_hidden_state(replace(host, implementation="eager"), inputs)
     except Exception as error:  # each model objects to an input in its own way
-        raise UserError(f"{name} does not run on {', '.join(inputs.kwargs)} ({on_one_line(error)})") from error
+        raise UserError(
+            f"{name} does not run on {', '.join(inputs.kwargs)} ({on_one_line(error)})"
+        ) from error
     n = eager.shape[1]
     if not eager.isfinite().all():
-        raise UserError(f"{name} gives values that are not finite: some of its weights are missing or too large")
+        raise UserError(
+            f"{name} gives values that are not finite: some of its weights are missing or too large"
+        )
     calls = 0
 
     def count(call: AttentionCall) -> Tensor:
@@ -55,7 +59,9 @@ def preflight(host: Host, inputs: Call) -> Preflight:
         reason = f"{name} does not run on lipscope's attention ({on_one_line(error)})"
         return Preflight(n, calls, 0.0, False, reason)
     if calls == 0:
-        return Preflight(n, 0, 0.0, False, f"{name} has attention code of its own, out of lipscope's reach")
+        return Preflight(
+            n, 0, 0.0, False, f"{name} has attention code of its own, out of lipscope's reach"
+        )
     difference = float((ours - eager).double().norm() / eager.double().norm())
     if not difference <= TOLERANCE[host.dtype]:
         reason = f"{name} on lipscope's attention differs from eager attention by {difference:.1e}"
@@ -69,4 +75,9 @@ def _last_hidden_state(host: Host, inputs: Call) -> Tensor:
 
 
 def _members_of_lists(trunk: nn.Module) -> list[nn.Module]:
-    return [member for module in trunk.modules() if isinstance(module, nn.ModuleList) for member in module]
+    return [
+        member
+        for module in trunk.modules()
+        if isinstance(module, nn.ModuleList)
+        for member in module
+    ]

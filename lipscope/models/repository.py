@@ -98,32 +98,54 @@ class Repository:
             names = set(read_json(index, self.name).get("weight_map", {}).values())
         else:
             names = set()
-        foreign = [name for name in names if not fnmatch(name, "model*.safetensors") or Path(name).name != name]
+        foreign = [
+            name
+            for name in names
+            if not fnmatch(name, "model*.safetensors") or Path(name).name != name
+        ]
         if not names or foreign:
-            pickled = any(fnmatch(path.name, pattern) for path in self.folder.iterdir() for pattern in PICKLES)
-            found = "only pickled weights, which can run code when they are read" if pickled else "none"
+            pickled = any(
+                fnmatch(path.name, pattern) for path in self.folder.iterdir() for pattern in PICKLES
+            )
+            found = (
+                "only pickled weights, which can run code when they are read" if pickled else "none"
+            )
             raise UserError(
                 f"{self.name}: expected weights in model.safetensors or its shards, got {foreign or found}. "
                 "Convert them with safetensors, or use random_init."
             )
         try:
-            return {key: tensor for name in sorted(names) for key, tensor in load_file(self.folder / name).items()}
+            return {
+                key: tensor
+                for name in sorted(names)
+                for key, tensor in load_file(self.folder / name).items()
+            }
         except Exception as error:
-            raise UserError(f"{self.name}: its safetensors files cannot be read ({error})") from error
+            raise UserError(
+                f"{self.name}: its safetensors files cannot be read ({error})"
+            ) from error
 
     def tokenizer(self) -> Any:
         """Its tokenizer, or None; transformers sees only the files that describe one."""
-        files = [path for path in self.folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in TOKENIZER)]
+        files = [
+            path
+            for path in self.folder.iterdir()
+            if any(fnmatch(path.name, pattern) for pattern in TOKENIZER)
+        ]
         if not files:
             return None
         with tempfile.TemporaryDirectory() as clean:
             for path in [*files, self.folder / "config.json"]:
                 if path.suffix == ".json" and "config" in path.name:
-                    (Path(clean) / path.name).write_text(json.dumps(scrub(read_json(path, self.name))))
+                    (Path(clean) / path.name).write_text(
+                        json.dumps(scrub(read_json(path, self.name)))
+                    )
                 else:
                     shutil.copyfile(path, Path(clean) / path.name)
             try:
-                tokenizer = AutoTokenizer.from_pretrained(clean, trust_remote_code=False, local_files_only=True)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    clean, trust_remote_code=False, local_files_only=True
+                )
             except (ValueError, OSError, ImportError, KeyError) as error:
                 raise UserError(
                     f"{self.name}: its tokenizer cannot be read ({on_one_line(error)}); pass one to load"
@@ -137,7 +159,9 @@ def open_repository(source: str, revision: str | None, weights: bool) -> Reposit
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"{source} has no config.json: it is not a folder that transformers saved a model to")
+            raise UserError(
+                f"{source} has no config.json: it is not a folder that transformers saved a model to"
+            )
         return Repository(source, folder, None)
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise UserError(f"{source} is not a folder with a model in it")
@@ -145,11 +169,18 @@ def open_repository(source: str, revision: str | None, weights: bool) -> Reposit
         config = Path(hf_hub_download(source, "config.json", revision=revision))
         commit = config.parent.name
         patterns = ["config.json", *TOKENIZER, *(WEIGHTS if weights else ())]
-        return Repository(source, Path(snapshot_download(source, revision=commit, allow_patterns=patterns)), commit)
+        return Repository(
+            source,
+            Path(snapshot_download(source, revision=commit, allow_patterns=patterns)),
+            commit,
+        )
 
 
 HUB_ERRORS: tuple[tuple[type[Exception], str], ...] = (
-    (GatedRepoError, "{name} is gated. Accept its terms on its hub page, then log in with `hf auth login`."),
+    (
+        GatedRepoError,
+        "{name} is gated. Accept its terms on its hub page, then log in with `hf auth login`.",
+    ),
     (RevisionNotFoundError, "{name} has no revision {revision!r} on the hub."),
     (
         RepositoryNotFoundError,
@@ -166,8 +197,14 @@ HUB_ERRORS: tuple[tuple[type[Exception], str], ...] = (
         "{name} is not in the local cache, and the hub cannot be reached. "
         "Check the connection, or give a folder with the model.",
     ),
-    (EntryNotFoundError, "{name} has no config.json: it is not a model that transformers can read."),
-    (HFValidationError, "{name!r} is neither a folder nor the name of a model on the hub, owner/name."),
+    (
+        EntryNotFoundError,
+        "{name} has no config.json: it is not a model that transformers can read.",
+    ),
+    (
+        HFValidationError,
+        "{name!r} is neither a folder nor the name of a model on the hub, owner/name.",
+    ),
     (HfHubHTTPError, "the hub did not answer for {name}: {error}."),
 )
 """What went wrong on the way to the hub, special cases first, and what to tell the user."""
@@ -179,15 +216,23 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         yield
     except tuple(kind for kind, _ in HUB_ERRORS) as error:
         kinds = [kind for kind, _ in HUB_ERRORS if isinstance(error, kind)]
-        kind = OfflineModeIsEnabled if kinds[0] is LocalEntryNotFoundError and is_offline_mode() else kinds[0]
-        letter = dict(HUB_ERRORS)[kind].format(name=name, revision=revision, error=on_one_line(error))
+        kind = (
+            OfflineModeIsEnabled
+            if kinds[0] is LocalEntryNotFoundError and is_offline_mode()
+            else kinds[0]
+        )
+        letter = dict(HUB_ERRORS)[kind].format(
+            name=name, revision=revision, error=on_one_line(error)
+        )
         raise UserError(letter) from error
 
 
 def scrub(config: Any) -> Any:
     """The configuration without anything that names code or files, at any depth."""
     if isinstance(config, dict):
-        kept = {key: value for key, value in config.items() if not key.lstrip("_").startswith(FORBIDDEN)}
+        kept = {
+            key: value for key, value in config.items() if not key.lstrip("_").startswith(FORBIDDEN)
+        }
         return {key: scrub(value) for key, value in kept.items()}
     return [scrub(value) for value in config] if isinstance(config, list) else config
 
@@ -198,5 +243,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{name}: {path.name} cannot be read ({on_one_line(error)})") from error
     if not isinstance(content, dict):
-        raise UserError(f"{name}: {path.name} should hold a JSON object, not {type(content).__name__}")
+        raise UserError(
+            f"{name}: {path.name} should hold a JSON object, not {type(content).__name__}"
+        )
     return content

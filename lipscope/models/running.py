@@ -85,7 +85,9 @@ class Call:
         def choose(leaf: Any, alone: Any) -> Any:
             return hidden if leaf is self.hidden else pick(leaf, alone)
 
-        return Call(_map(self.args, choose, single.args), _map(self.kwargs, choose, single.kwargs), hidden)
+        return Call(
+            _map(self.args, choose, single.args), _map(self.kwargs, choose, single.kwargs), hidden
+        )
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """Every tensor in nested arguments."""
     if isinstance(tree, Tensor):
         return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    parts = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    )
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 

@@ -63,7 +63,9 @@ class Survey:
     memory: Memory
     _found: dict[int, SelfAttention | None] = field(default_factory=dict, repr=False)
 
-    def site(self, scope: str, layer: int | None = None, heads: Sequence[int] | None = None) -> Site:
+    def site(
+        self, scope: str, layer: int | None = None, heads: Sequence[int] | None = None
+    ) -> Site:
         """The map `scope` at a layer; `heads` narrows the scope heads down to some of them."""
         if scope == "model":
             return self._model()
@@ -96,7 +98,9 @@ class Survey:
     def _attention(self, i: int) -> Site:
         (core, seen), projection = self._core(i), self.layers[i].projection
         if projection is None:
-            raise UserError(f"no output projection is recognised in layer {i}, so it has no scope attention; use heads")
+            raise UserError(
+                f"no output projection is recognised in layer {i}, so it has no scope attention; use heads"
+            )
         inside = projection in set(core.modules())
         tap, then = (Tap(projection, "output"), None) if inside else (None, projection)
         site = Site(
@@ -151,7 +155,13 @@ class Survey:
     def _rerun(self, scope: str, i: int, seen: Seen, tap: Tap | None = None) -> Site:
         block = self.layers[i].block
         assert block is not None
-        return Site(scope, i, _whole(seen), Rerun(self.host, block, seen.call, seen.single, tap), seen.call.hidden)
+        return Site(
+            scope,
+            i,
+            _whole(seen),
+            Rerun(self.host, block, seen.call, seen.single, tap),
+            seen.call.hidden,
+        )
 
     def _model(self) -> Site:
         block, first = self._block(0)
@@ -173,7 +183,9 @@ class Survey:
     def _block(self, i: int) -> tuple[nn.Module, Seen]:
         block, seen = self.layers[i].block, self.trace.blocks[i]
         if block is None or seen is None:
-            raise UserError(f"layer {i} is in no list of blocks, so it has no scope normed, residual, block or model")
+            raise UserError(
+                f"layer {i} is in no list of blocks, so it has no scope normed, residual, block or model"
+            )
         _check_tokens(block, i, seen)
         return block, seen
 

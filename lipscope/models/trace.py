@@ -39,7 +39,9 @@ class Trace:
 def record(host: Host, layers: list[Layer], inputs: Call, single: Call) -> Trace:
     """Run the model on `inputs`, and on `single`, its first member, if there are others."""
     whole = _record(host, layers, inputs)
-    alone = whole if inputs.hidden.shape[0] == single.hidden.shape[0] else _record(host, layers, single)
+    alone = (
+        whole if inputs.hidden.shape[0] == single.hidden.shape[0] else _record(host, layers, single)
+    )
     seen = [
         [None if a is None or b is None else Seen(a, b) for a, b in zip(*pair, strict=True)]
         for pair in zip(whole, alone, strict=True)
@@ -47,8 +49,12 @@ def record(host: Host, layers: list[Layer], inputs: Call, single: Call) -> Trace
     return Trace(Seen(inputs, single), seen[0], seen[1])
 
 
-def _record(host: Host, layers: list[Layer], inputs: Call) -> tuple[list[Call | None], list[Call | None]]:
-    calls: dict[nn.Module, list[Call]] = {m: [] for layer in layers for m in (layer.core, layer.block) if m is not None}
+def _record(
+    host: Host, layers: list[Layer], inputs: Call
+) -> tuple[list[Call | None], list[Call | None]]:
+    calls: dict[nn.Module, list[Call]] = {
+        m: [] for layer in layers for m in (layer.core, layer.block) if m is not None
+    }
     with torch.no_grad(), host.ready(), _noting(calls):
         host.run(host.trunk, inputs)
     taken: Counter[nn.Module] = Counter()
@@ -60,7 +66,8 @@ def _record(host: Host, layers: list[Layer], inputs: Call) -> tuple[list[Call | 
         return calls[module][taken[module] - 1]
 
     pairs = [
-        (next_call(layer.core), next_call(layer.block) if layer.block is not layer.core else None) for layer in layers
+        (next_call(layer.core), next_call(layer.block) if layer.block is not layer.core else None)
+        for layer in layers
     ]
     return [core for core, _ in pairs], [block for _, block in pairs]
 

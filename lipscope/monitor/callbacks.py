@@ -75,11 +75,15 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
             self._steps = self._steps if self._resumed else trainer.global_step
             self._seen, self._resumed = trainer.global_step, False
 
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
             if trainer.is_global_zero:
                 monitor.before(self._steps + 1)
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             # Several batches may make one step, and several optimizers count one batch more than once.
             if not trainer.is_global_zero or trainer.global_step == self._seen:
                 return
@@ -87,7 +91,10 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
             readings = monitor.step(self._steps)
             for logger in trainer.loggers if readings else ():
                 # global_step counts this step already, and every optimizer of it; the losses go by this number.
-                logger.log_metrics(_finite(logged(readings)), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(
+                    _finite(logged(readings)),
+                    step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+                )
             trainer.should_stop |= monitor.stopped
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -41,7 +41,9 @@ class Entry:
             return
         # The whole batch: which argument has a row a sample is not known here. A copy, as it may be added to in place.
         try:
-            self._call = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+            self._call = tree_map(
+                lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
+            )
         except Exception as error:  # told when the layers inside are measured
             self._call = UserError(str(error))
 
@@ -70,7 +72,9 @@ def entries(model: nn.Module) -> Iterator[Entry]:
         yield from entries(child)
 
 
-def hook(part: nn.Module, tap: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> Callable[[], None]:
+def hook(
+    part: nn.Module, tap: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+) -> Callable[[], None]:
     """Have `tap` see the calls of a compiled part, on this side of the compiler; returns what takes it off."""
     inner = part._compiled_call_impl
     if inner is None:

@@ -24,7 +24,9 @@ WATCHED = ("attention", "normed", "residual", "block")
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 
 
-def watch(model: nn.Module, layers: Sequence[int] | None = None, scope: str = "attention") -> ModelWatch:
+def watch(
+    model: nn.Module, layers: Sequence[int] | None = None, scope: str = "attention"
+) -> ModelWatch:
     """Layers of a live transformers model for a SmoothnessMonitor: SmoothnessMonitor(watch(model), every=50).
 
     layers: by number, from 0; all by default
@@ -37,7 +39,9 @@ def watch(model: nn.Module, layers: Sequence[int] | None = None, scope: str = "a
         )
     check_whole(model)
     if scope not in WATCHED:
-        raise UserError(f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}")
+        raise UserError(
+            f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}"
+        )
     with uncompiled(model):
         loaded = load(model, dtype=wide(model.dtype))
         loaded.check_scopes([scope])
@@ -78,7 +82,9 @@ class ModelWatch:
         self.release()
         self._tap = _InputTap()
         trunk = self.model.trunk
-        around = [entry.part for entry in entries(self.called) if trunk in set(entry.part.modules())]
+        around = [
+            entry.part for entry in entries(self.called) if trunk in set(entry.part.modules())
+        ]
         self._remove = hook(around[0] if around else trunk, self._tap)
 
     def sight(self, name: str) -> Sight | None:
@@ -119,10 +125,16 @@ class _InputTap:
         if not to_be_kept():
             return
         given = {**dict(zip(INPUTS, args[:1], strict=False)), **kwargs}
-        kept = {name: given[name] for name in (*INPUTS, "attention_mask") if isinstance(given.get(name), Tensor)}
+        kept = {
+            name: given[name]
+            for name in (*INPUTS, "attention_mask")
+            if isinstance(given.get(name), Tensor)
+        }
         try:
             self.inputs = {name: value[:1].detach().clone() for name, value in kept.items()}
-        except Exception as error:  # told when a layer is measured: a forward pass must not fail for being watched
+        except (
+            Exception
+        ) as error:  # told when a layer is measured: a forward pass must not fail for being watched
             self.inputs = UserError(str(error))
 
     def __reduce__(self) -> tuple[type[_InputTap], tuple[()]]:
@@ -133,12 +145,16 @@ def one_sample(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The sample without its padding, by the name the model takes it under."""
     given = {name: inputs[name] for name in INPUTS if name in inputs}
     if len(given) != 1:
-        raise UserError(f"the model was given {', '.join(given) or 'no tokens'}; one of {', '.join(INPUTS)} is due")
+        raise UserError(
+            f"the model was given {', '.join(given) or 'no tokens'}; one of {', '.join(INPUTS)} is due"
+        )
     mask = inputs.get("attention_mask")
     if mask is None or "pixel_values" in given:
         return given
     if mask.ndim != 2:
-        raise UserError(f"attention_mask has shape {tuple(mask.shape)}; a watched model is given [samples, tokens]")
+        raise UserError(
+            f"attention_mask has shape {tuple(mask.shape)}; a watched model is given [samples, tokens]"
+        )
     real = mask[0].to(torch.bool)
     if not real.any():
         raise UserError("the first sample of the batch is padding only")

@@ -63,7 +63,9 @@ class ModuleWatch:
     def arm(self) -> None:
         self.release()
         wanted = set(self._modules.values())
-        self._entries = [entry for entry in entries(self.called) if wanted & set(entry.part.modules())]
+        self._entries = [
+            entry for entry in entries(self.called) if wanted & set(entry.part.modules())
+        ]
         for entry in self._entries:
             entry.arm()
         inside = {module for entry in self._entries for module in entry.part.modules()}
@@ -73,7 +75,9 @@ class ModuleWatch:
         for name, module in self._modules.items():
             if module in modules:
                 self._taps[name].open = True
-                self._handles.append(module.register_forward_pre_hook(self._taps[name], with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(self._taps[name], with_kwargs=True)
+                )
 
     def sight(self, name: str) -> Sight | None:
         self._shut()  # a layer that is run for its measurement may hold others
@@ -89,7 +93,9 @@ class ModuleWatch:
         if call is None:
             return None
         module = self._modules[name]
-        with evaluating(module):  # in training, torch's spectral_norm changes with every look at the weight
+        with evaluating(
+            module
+        ):  # in training, torch's spectral_norm changes with every look at the weight
             return _read(module, call)
 
     def module(self, name: str) -> nn.Module:
@@ -156,16 +162,24 @@ class Frozen:
         return replace(self, dtype=torch.float64)
 
     def _cast(self, value: Any) -> Any:
-        return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return (
+            value.to(self.dtype)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+        )
 
 
-def attention_map(module: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None) -> SelfAttention:
+def attention_map(
+    module: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None
+) -> SelfAttention:
     """torch's attention as the papers' map, at the present weights, in float32 or finer.
 
     mask is additive or boolean in torch's sense (True = hidden), padding [n] in the papers' (True = a real token).
     """
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
-        raise UserError("this nn.MultiheadAttention has kdim, vdim, bias_k or add_zero_attn: it is no map of one input")
+        raise UserError(
+            "this nn.MultiheadAttention has kdim, vdim, bias_k or add_zero_attn: it is no map of one input"
+        )
     dtype = wide(module.out_proj.weight.dtype)
     Q, K, V = module.in_proj_weight.detach().to(dtype).chunk(3)
     biases = None
@@ -175,7 +189,9 @@ def attention_map(module: nn.MultiheadAttention, mask: Tensor | None, padding: T
     if mask is not None:
         mask = ~mask if mask.dtype == torch.bool else mask.to(dtype)
     O = module.out_proj.weight.detach().to(dtype)
-    return SelfAttention(Q, K, V, O, heads=module.num_heads, biases=biases, mask=mask, padding=padding)
+    return SelfAttention(
+        Q, K, V, O, heads=module.num_heads, biases=biases, mask=mask, padding=padding
+    )
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -204,7 +220,9 @@ def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[
                 "transformers models, by lipscope.watch and lipscope.convert"
             )
         if isinstance(layer, str):
-            found = {name: m for name, m in known.items() if name == layer or fnmatchcase(name, layer)}
+            found = {
+                name: m for name, m in known.items() if name == layer or fnmatchcase(name, layer)
+            }
         else:
             found = {name: m for name, m in known.items() if m is unwrapped(layer)}
         if not found:
@@ -220,7 +238,9 @@ def listed(layers: Iterable[Any]) -> list[Any]:
     """The layers that somebody asks for, one at least."""
     if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
         given = f"[{layers!r}]" if isinstance(layers, str | int) else "[...]"
-        raise UserError(f"layers must be a list of layers, as in layers={given}, got {type(layers).__name__}")
+        raise UserError(
+            f"layers must be a list of layers, as in layers={given}, got {type(layers).__name__}"
+        )
     chosen = list(layers)
     if not chosen:
         raise UserError("layers is empty: name one at least, or leave it out for all attention")

@@ -31,9 +31,7 @@ MAX_PRODUCTS = 40
 """Steps of one solve, at most: an ill-separated layer gives a lower bound rather than a pause in training."""
 
 
-NOT_RUN = (
-    "it did not run in this step; if it runs inside torch.compile, give SmoothnessMonitor what torch.compile returned"
-)
+NOT_RUN = "it did not run in this step; if it runs inside torch.compile, give SmoothnessMonitor what torch.compile returned"
 
 
 class SmoothnessWarning(UserWarning):
@@ -79,9 +77,13 @@ class SmoothnessMonitor:
     ):
         _check(every, max_sigma, tol)
         if not isinstance(model, nn.Module | Watch):
-            raise UserError(f"SmoothnessMonitor takes a torch module or a watch of one, got {type(model).__name__}")
+            raise UserError(
+                f"SmoothnessMonitor takes a torch module or a watch of one, got {type(model).__name__}"
+            )
         if not isinstance(model, nn.Module) and layers is not None:
-            raise UserError("a watch has its layers already; give them where it is made, not to SmoothnessMonitor")
+            raise UserError(
+                "a watch has its layers already; give them where it is made, not to SmoothnessMonitor"
+            )
         self.watch: Watch = ModuleWatch(model, layers) if isinstance(model, nn.Module) else model
         self.every, self.tol = every, tol
         self.log, self.max_sigma, self.stop = log, max_sigma, stop
@@ -89,8 +91,12 @@ class SmoothnessMonitor:
         self.table = None if csv is None else SigmaTable(csv)
         self.readings: list[Reading] = []
         self.stopped = False
-        self._next: int | None = None  # not known before the first step is done: it may come with a number
-        self._remembered: dict[str, tuple[int, Tensor | None]] = {}  # solves done, and the last vector
+        self._next: int | None = (
+            None  # not known before the first step is done: it may come with a number
+        )
+        self._remembered: dict[
+            str, tuple[int, Tensor | None]
+        ] = {}  # solves done, and the last vector
         self._complained: set[str] = set()
         self._announced = False
         self.watch.arm()
@@ -154,7 +160,9 @@ class SmoothnessMonitor:
                         readings.append(self._reading(step, name, *sight))
                     else:
                         self._complain(step, f"of {name}", NOT_RUN)
-                except Exception as error:  # out of memory, a map that is random...: the training goes on
+                except (
+                    Exception
+                ) as error:  # out of memory, a map that is random...: the training goes on
                     why = _on_one_line(error)
                     self._complain(step, f"of {name}", why)
                     readings.append(Reading(step, name, math.nan, math.nan, 0, 0, why))
@@ -163,10 +171,14 @@ class SmoothnessMonitor:
     def _reading(self, step: int, name: str, f: Map, X: Tensor) -> Reading:
         tokens = _real_tokens(f, X)
         if not X.isfinite().all():
-            return Reading(step, name, math.nan, math.nan, tokens, 0, Status.NON_FINITE.name.lower())
+            return Reading(
+                step, name, math.nan, math.nan, tokens, 0, Status.NON_FINITE.name.lower()
+            )
         estimate = self._solve(name, f, X)
         status = estimate.status.name.lower()
-        return Reading(step, name, estimate.value, estimate.residual, tokens, estimate.steps, status)
+        return Reading(
+            step, name, estimate.value, estimate.residual, tokens, estimate.steps, status
+        )
 
     def _solve(self, name: str, f: Map, X: Tensor) -> Estimate:
         done, start = self._remembered.get(name, (0, None))
@@ -184,11 +196,17 @@ class SmoothnessMonitor:
             try:
                 replaced = self.table.write(readings)
             except Exception as error:  # a full disk, a file that somebody else has changed
-                self._complain(step, f"in {self.table.path}", f"it cannot be written ({_on_one_line(error)})")
+                self._complain(
+                    step, f"in {self.table.path}", f"it cannot be written ({_on_one_line(error)})"
+                )
             else:
                 if replaced:
                     lines = f"{replaced} line{'s' * (replaced > 1)} of {self.table.path}"
-                    warnings.warn(f"step {step} comes again: {lines} gave way to it", SmoothnessWarning, stacklevel=3)
+                    warnings.warn(
+                        f"step {step} comes again: {lines} gave way to it",
+                        SmoothnessWarning,
+                        stacklevel=3,
+                    )
         if self.log is not None and readings:
             try:
                 self.log(logged(readings), step)
@@ -203,7 +221,9 @@ class SmoothnessMonitor:
         """Once of each: a training of days is not to end for a number that cannot be had."""
         if where not in self._complained:
             self._complained.add(where)
-            warnings.warn(f"step {step}: no readings {where}: {why}", SmoothnessWarning, stacklevel=4)
+            warnings.warn(
+                f"step {step}: no readings {where}: {why}", SmoothnessWarning, stacklevel=4
+            )
 
 
 def logged(readings: Sequence[Reading]) -> dict[str, float]:
@@ -255,7 +275,9 @@ def _check(every: int, max_sigma: float, tol: float) -> None:
     if not _is_number(max_sigma) or not max_sigma > 0:
         raise UserError(f"max_sigma must be a positive number, got {max_sigma!r}")
     if not _is_number(tol) or not 0 < tol < 1:
-        raise UserError(f"tol must lie between 0 and 1 (the relative residual to reach), got {tol!r}")
+        raise UserError(
+            f"tol must lie between 0 and 1 (the relative residual to reach), got {tol!r}"
+        )
 
 
 def _check_step(number: int) -> None:

@@ -36,7 +36,9 @@ def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if isinstance(module, AttentionLayer):
         return _first_of_ours(**dict(zip(("X", "padding"), args, strict=False)), **kwargs)
     if not args or not isinstance(args[0], Tensor) or args[0].ndim not in (2, 3):
-        raise UserError(f"{type(module).__name__} is not called with tokens [B, n, d] or [n, d] as its first argument")
+        raise UserError(
+            f"{type(module).__name__} is not called with tokens [B, n, d] or [n, d] as its first argument"
+        )
     X, *others = args
     X = X if X.ndim == 3 else X[None]
     B, n = X.shape[:2]
@@ -63,7 +65,9 @@ def _first_of_ours(X: Tensor, padding: Tensor | None = None) -> Call:
     return Call((_kept(X if padding is None else X[padding])[None],), {})
 
 
-def _first_of_torch(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _first_of_torch(
+    module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call:
     """The same for nn.MultiheadAttention, whose arguments are known by name."""
     names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -71,18 +75,25 @@ def _first_of_torch(module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs
     if query.is_nested:
         raise UserError("nn.MultiheadAttention is given nested tensors, which are not measured")
     if given["key"] is not query or given["value"] is not query:
-        raise UserError("nn.MultiheadAttention is called with another key or value than its query: no self-attention")
+        raise UserError(
+            "nn.MultiheadAttention is called with another key or value than its query: no self-attention"
+        )
     batched = query.ndim == 3
     if batched and not module.batch_first:
         query = query.transpose(0, 1)
     padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
     if mask is not None and mask.ndim == 3:
         if not (mask[: module.num_heads] == mask[0]).all():
-            raise UserError("attn_mask differs from head to head; a layer with one mask for all heads can be measured")
+            raise UserError(
+                "attn_mask differs from head to head; a layer with one mask for all heads can be measured"
+            )
         mask = mask[0]
     padding = None if padding is None else _kept(padding[:1] if batched else padding[None])
     mask = None if mask is None else _kept(mask)
-    return Call((_kept(query[:1] if batched else query[None]),), {"key_padding_mask": padding, "attn_mask": mask})
+    return Call(
+        (_kept(query[:1] if batched else query[None]),),
+        {"key_padding_mask": padding, "attn_mask": mask},
+    )
 
 
 def real_tokens(padding: Tensor) -> Tensor:
@@ -90,7 +101,9 @@ def real_tokens(padding: Tensor) -> Tensor:
     if padding.dtype == torch.bool:
         return ~padding
     if not ((padding == 0) | (padding == -torch.inf)).all():
-        raise UserError("key_padding_mask holds numbers other than 0 and -inf; it must say which tokens are padding")
+        raise UserError(
+            "key_padding_mask holds numbers other than 0 and -inf; it must say which tokens are padding"
+        )
     return padding == 0
 
 

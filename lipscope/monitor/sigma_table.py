@@ -64,13 +64,17 @@ class SigmaTable:
             replaced = len(rows) - len(kept)
             self._replace(kept)
         with open(self.path, "a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(astuple(reading) for reading in readings)
+            csv.writer(file, lineterminator="\n").writerows(
+                astuple(reading) for reading in readings
+            )
         self.last = step
         return replaced
 
     def _rows(self) -> list[list[str]]:
         """The whole lines of the file; one torn by a kill does not count."""
-        foreign = f"{self.path} is no table of a SmoothnessMonitor; choose another file, or move it away"
+        foreign = (
+            f"{self.path} is no table of a SmoothnessMonitor; choose another file, or move it away"
+        )
         try:
             text = self.path.read_text(encoding="utf-8")
             if not text:
@@ -79,7 +83,9 @@ class SigmaTable:
         except (UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{foreign} ({error})") from error
         header, rows = (lines or [[]])[0], lines[1:]
-        if header != HEADER or any(len(row) != len(HEADER) or not row[0].isdecimal() for row in rows):
+        if header != HEADER or any(
+            len(row) != len(HEADER) or not row[0].isdecimal() for row in rows
+        ):
             raise UserError(foreign)
         return rows
 

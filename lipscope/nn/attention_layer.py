@@ -23,7 +23,9 @@ class AttentionLayer(nn.Module):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UserError(f"{name} must be a positive integer, got {size!r}")
         if dim % heads:
-            raise UserError(f"dim={dim} must be a multiple of heads={heads}: every head takes dim / heads coordinates")
+            raise UserError(
+                f"dim={dim} must be a multiple of heads={heads}: every head takes dim / heads coordinates"
+            )
         self.dim, self.heads, self.causal = dim, heads, causal
 
     @property
@@ -68,7 +70,9 @@ class AttentionLayer(nn.Module):
 
     def as_map(self, n: int) -> SelfAttention:
         """The papers' map of n real tokens at the present weights, detached, with its Jacobian in closed form."""
-        raise UserError(f"{type(self).__name__} is no map of the papers; measure the module itself, by autograd")
+        raise UserError(
+            f"{type(self).__name__} is no map of the papers; measure the module itself, by autograd"
+        )
 
     def split(self, Y: Tensor) -> Tensor:
         """[..., n, heads size] to [..., heads, n, size]."""
@@ -122,16 +126,31 @@ def _real(X: Tensor, padding: Tensor | None) -> Tensor:
 def check_tokens(X: Tensor, dim: int) -> None:
     """Shape and kind alone: whether the entries are finite is not asked in every step of training."""
     if not isinstance(X, Tensor):
-        raise UserError(f"the layer takes a tensor of tokens [n, {dim}] or [B, n, {dim}], got {type(X).__name__}")
-    if X.ndim not in (2, 3) or X.shape[-1] != dim or X.numel() == 0 or not X.dtype.is_floating_point:
+        raise UserError(
+            f"the layer takes a tensor of tokens [n, {dim}] or [B, n, {dim}], got {type(X).__name__}"
+        )
+    if (
+        X.ndim not in (2, 3)
+        or X.shape[-1] != dim
+        or X.numel() == 0
+        or not X.dtype.is_floating_point
+    ):
         raise UserError(
             f"the layer takes floating-point tokens [n, {dim}] or [B, n, {dim}], got {X.dtype} {tuple(X.shape)}"
         )
 
 
 def check_padding(padding: Tensor, X: Tensor) -> None:
-    if not isinstance(padding, Tensor) or padding.dtype != torch.bool or padding.shape != X.shape[:-1]:
-        got = f"{padding.dtype} {tuple(padding.shape)}" if isinstance(padding, Tensor) else type(padding).__name__
+    if (
+        not isinstance(padding, Tensor)
+        or padding.dtype != torch.bool
+        or padding.shape != X.shape[:-1]
+    ):
+        got = (
+            f"{padding.dtype} {tuple(padding.shape)}"
+            if isinstance(padding, Tensor)
+            else type(padding).__name__
+        )
         raise UserError(
             f"padding must be a boolean tensor {list(X.shape[:-1])}, True for real tokens, got {got}; "
             "of a tokenizer's attention_mask take .bool(), of torch's key_padding_mask the opposite, ~mask"
@@ -152,4 +171,6 @@ def check_length(n: int) -> None:
 
 def check_norm(norm: float) -> None:
     if norm not in (2, math.inf):
-        raise UserError(f"norm must be 2 (the Frobenius norm of tokens) or math.inf (largest coordinate), got {norm!r}")
+        raise UserError(
+            f"norm must be 2 (the Frobenius norm of tokens) or math.inf (largest coordinate), got {norm!r}"
+        )

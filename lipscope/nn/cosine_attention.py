@@ -26,16 +26,22 @@ class CosineSelfAttention(AttentionLayer):
     With eps = 0 a token near 0 turns infinitely fast; as eps grows the constant falls like 1 / sqrt(eps).
     """
 
-    def __init__(self, dim: int, heads: int, causal: bool = False, tau: float = 10.0, eps: float = 1e-6) -> None:
+    def __init__(
+        self, dim: int, heads: int, causal: bool = False, tau: float = 10.0, eps: float = 1e-6
+    ) -> None:
         super().__init__(dim, heads, causal)
         check_positive("tau", tau)
         check_positive("eps", eps)
         self.eps = float(eps)
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
         self.log_tau = nn.Parameter(torch.full((heads,), math.log(tau)))
 
     def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (self._normalise(self.split(part(X))) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            self._normalise(self.split(part(X))) for part in (self.query, self.key, self.value)
+        )
         return q * self.log_tau.exp()[:, None, None].to(q.dtype), k, v
 
     def _normalise(self, y: Tensor) -> Tensor:
@@ -48,7 +54,10 @@ class CosineSelfAttention(AttentionLayer):
         check_norm(norm)
         check_finite(self)
         tau = self.log_tau.double().exp()
-        q, k, v = (part.weight.double().unflatten(0, (self.heads, -1)) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part.weight.double().unflatten(0, (self.heads, -1))
+            for part in (self.query, self.key, self.value)
+        )
         O = self.out.weight.double()
         if norm == math.inf:
             # |W x| <= (sum of the column lengths of W) |x|_inf; a row of P sums to one, so no kappa.

@@ -13,7 +13,9 @@ def remainder(constant: float, terms: int, size: int) -> float:
     return size * constant ** (terms + 1) / ((terms + 1) * (1 - constant))
 
 
-def power_series(g: Callable[[Tensor], Tensor], x: Tensor, signs: Tensor, weights: Tensor, keep: bool) -> Tensor:
+def power_series(
+    g: Callable[[Tensor], Tensor], x: Tensor, signs: Tensor, weights: Tensor, keep: bool
+) -> Tensor:
     """sum over k of weights[k] v'J^k v, J = D_x g, for every v of signs [probes, ...]: [probes] or [probes, B].
 
     Every probe has its own copy of x in one batch, so that a term costs one backward pass for all of them.
@@ -26,7 +28,9 @@ def power_series(g: Callable[[Tensor], Tensor], x: Tensor, signs: Tensor, weight
     for weight in weights:
         if not y.requires_grad:  # g does not read x
             break
-        (w,) = torch.autograd.grad(y, many, w, create_graph=keep, retain_graph=True, materialize_grads=True)
+        (w,) = torch.autograd.grad(
+            y, many, w, create_graph=keep, retain_graph=True, materialize_grads=True
+        )
         inner = (w * v).sum(dim=(-2, -1)).reshape(total.shape)
         total = total + weight.reshape(-1, *[1] * (total.ndim - 1)) * inner
     return total

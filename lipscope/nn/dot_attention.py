@@ -21,12 +21,19 @@ class DotSelfAttention(AttentionLayer):
     """
 
     def __init__(
-        self, dim: int, heads: int, causal: bool = False, qk_norm: bool = False, temperature: float = 1.0
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = False,
+        qk_norm: bool = False,
+        temperature: float = 1.0,
     ) -> None:
         super().__init__(dim, heads, causal)
         check_positive("temperature", temperature)
         self.qk_norm, self.temperature = qk_norm, float(temperature)
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
         self.query_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else nn.Identity()
         self.key_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else nn.Identity()
 
@@ -42,8 +49,12 @@ class DotSelfAttention(AttentionLayer):
         check_length(n)
         if self.qk_norm:
             return super().as_map(n)
-        Q, K, V, O = (part.weight.detach().clone() for part in (self.query, self.key, self.value, self.out))
-        return SelfAttention(Q, K, V, O, heads=self.heads, causal=self.causal, kernel=Dot(self.scale))
+        Q, K, V, O = (
+            part.weight.detach().clone() for part in (self.query, self.key, self.value, self.out)
+        )
+        return SelfAttention(
+            Q, K, V, O, heads=self.heads, causal=self.causal, kernel=Dot(self.scale)
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, qk_norm={self.qk_norm}, temperature={self.temperature:g}"

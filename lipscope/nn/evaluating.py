@@ -29,7 +29,10 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Tensors that modules hold as plain attributes, such as the weights made by torch's older spectral_norm."""
-    kept = [(m, {name: t for name, t in vars(m).items() if isinstance(t, Tensor)}) for m in module.modules()]
+    kept = [
+        (m, {name: t for name, t in vars(m).items() if isinstance(t, Tensor)})
+        for m in module.modules()
+    ]
     try:
         yield
     finally:

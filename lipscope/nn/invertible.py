@@ -90,7 +90,11 @@ class InvertibleResidual(nn.Module):
         check_input(real)
         with torch.autocast(y.device.type, enabled=False):  # which would round g to less than y has
             found = self._fixed_point(self._as_fine_as_g(real), padding)
-        return found if padding is None else replace(found, value=found.value.where(padding[..., None], y))
+        return (
+            found
+            if padding is None
+            else replace(found, value=found.value.where(padding[..., None], y))
+        )
 
     def _as_fine_as_g(self, x: Tensor) -> Tensor:
         """Tokens that autocast made coarser than the weights are."""
@@ -129,7 +133,9 @@ class InvertibleResidual(nn.Module):
         """Where images are too far apart for the constant, rounding may be why; of layers with a proof it is."""
         if isinstance(unwrapped(self.g), PROVED):
             return
-        broken = far & ~(moved <= self.constant * step + EXCESS * _noise(g, x, self.constant, self.norm))
+        broken = far & ~(
+            moved <= self.constant * step + EXCESS * _noise(g, x, self.constant, self.norm)
+        )
         if bool(broken.any()):
             raise UserError(
                 f"g is no contraction with constant {self.constant:g}: two points {step[broken].max():.3g} apart have "
@@ -140,12 +146,21 @@ class InvertibleResidual(nn.Module):
     def _residual(self, x: Tensor, y: Tensor, padding: Tensor | None) -> Tensor:
         x, y = x.double(), y.double()
         g = _at(copy.deepcopy(self.g).double(), padding)
-        rounding = ROUNDING * torch.finfo(torch.float64).eps * (_length(x, self.norm) + _length(y, self.norm))
+        rounding = (
+            ROUNDING
+            * torch.finfo(torch.float64).eps
+            * (_length(x, self.norm) + _length(y, self.norm))
+        )
         noise = EXCESS * _noise(g, x, self.constant, self.norm)
         return _length(y - x - g(x), self.norm) + rounding + noise
 
     def log_det(
-        self, x: Tensor, terms: int = 8, probes: int = 1, unbiased: bool = False, padding: Tensor | None = None
+        self,
+        x: Tensor,
+        terms: int = 8,
+        probes: int = 1,
+        unbiased: bool = False,
+        padding: Tensor | None = None,
     ) -> LogDet:
         """log det(I + J) = tr J - tr J^2 / 2 + tr J^3 / 3 - ..., J = D_x g, traces by v'Jv over random signs v.
 
@@ -160,14 +175,22 @@ class InvertibleResidual(nn.Module):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a positive integer, got {value!r}")
         keep = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(x.device.type, enabled=False),
+        ):
             x = self._as_fine_as_g(x.clone() if x.is_inference() else x)
             signs = torch.randint(0, 2, (probes, *x.shape), device=x.device).to(x.dtype) * 2 - 1
             weights = series_weights(terms, probes, self.constant if unbiased else 0.0).to(x)
             if padding is not None:
                 padding = padding.expand(probes, *padding.shape).reshape(-1, padding.shape[-1])
             found = power_series(_at(self.g, padding), x, signs, weights, keep)
-        spread = found.detach().std(dim=0) / math.sqrt(probes) if probes > 1 else torch.full_like(found[0], math.nan)
+        spread = (
+            found.detach().std(dim=0) / math.sqrt(probes)
+            if probes > 1
+            else torch.full_like(found[0], math.nan)
+        )
         lost = 0.0 if unbiased else remainder(self.constant, terms, x.shape[-2] * x.shape[-1])
         return LogDet(found.mean(dim=0), spread.detach(), lost)
 
@@ -202,7 +225,9 @@ def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: floa
         # Far enough that sums of squares round otherwise: they may not see the last place of a token.
         places = ROUNDING * (2 * torch.rand(x.shape, generator=generator).to(x) - 1)
         near = x + torch.finfo(x.dtype).eps * places * x
-        largest = torch.maximum(largest, _length(g(near) - here, norm) - constant * _length(near - x, norm))
+        largest = torch.maximum(
+            largest, _length(g(near) - here, norm) - constant * _length(near - x, norm)
+        )
     return largest
 
 
@@ -218,7 +243,10 @@ def _length(x: Tensor, norm: float) -> Tensor:
     largest = flat.abs().amax(dim=-1)
     if norm == math.inf:
         return largest
-    return torch.linalg.vector_norm(flat / largest.where(largest != 0, 1.0)[..., None], dim=-1) * largest
+    return (
+        torch.linalg.vector_norm(flat / largest.where(largest != 0, 1.0)[..., None], dim=-1)
+        * largest
+    )
 
 
 def _check_map(g: nn.Module) -> None:
@@ -234,7 +262,9 @@ def _check_map(g: nn.Module) -> None:
             f"{1 + inner.constant:g}; put residuals one after the other, torch.nn.Sequential(first, second)"
         )
     if isinstance(inner, SpectralNormalised):
-        raise UserError("g is a parametrization of weights, and its constant is a norm; give the layer that has them")
+        raise UserError(
+            "g is a parametrization of weights, and its constant is a norm; give the layer that has them"
+        )
 
 
 def _norm(g: nn.Module) -> float:
@@ -256,12 +286,18 @@ def _contraction(g: nn.Module, constant: float | None) -> float:
         )
     chosen = own if constant is None else constant
     if isinstance(chosen, bool) or not isinstance(chosen, int | float) or not 0 < chosen < 1:
-        raise UserError(f"constant must lie strictly between 0 and 1, got {chosen!r}: x + g(x) need not invert")
+        raise UserError(
+            f"constant must lie strictly between 0 and 1, got {chosen!r}: x + g(x) need not invert"
+        )
     if isinstance(own, int | float) and chosen < own:
-        raise UserError(f"constant={chosen:g} is below the constant {own:g} that {name} states for itself")
+        raise UserError(
+            f"constant={chosen:g} is below the constant {own:g} that {name} states for itself"
+        )
     layer = unwrapped(g)
     if own is None and isinstance(layer, AttentionLayer):
-        raise UserError(f"{_why_not(layer)}; take ContractiveL2Attention({layer.dim}, {layer.heads}, constant=0.9)")
+        raise UserError(
+            f"{_why_not(layer)}; take ContractiveL2Attention({layer.dim}, {layer.heads}, constant=0.9)"
+        )
     return float(chosen)
 
 

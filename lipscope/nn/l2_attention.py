@@ -39,7 +39,9 @@ class L2SelfAttention(AttentionLayer):
         M = self.value_map(X.shape[-2], padding)
         if y.dtype != torch.float16:
             return q, k, y @ M.mT.to(y.dtype)
-        with torch.autocast(y.device.type, enabled=False):  # M may be below what float16 resolves, where y makes up
+        with torch.autocast(
+            y.device.type, enabled=False
+        ):  # M may be below what float16 resolves, where y makes up
             return q, k, (y.float() @ M.mT.float()).to(y.dtype)
 
     def value_map(self, n: int, padding: Tensor | None = None) -> Tensor:
@@ -84,7 +86,9 @@ class ContractiveL2Attention(L2SelfAttention):
     The bound is taken anew from the weights in every pass and gradients flow through it.
     """
 
-    def __init__(self, dim: int, heads: int, constant: float, norm: float = 2, causal: bool = False) -> None:
+    def __init__(
+        self, dim: int, heads: int, constant: float, norm: float = 2, causal: bool = False
+    ) -> None:
         super().__init__(dim, heads, causal)
         check_positive("constant", constant)
         check_norm(norm)

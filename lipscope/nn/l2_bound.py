@@ -74,7 +74,11 @@ def _factors(Q: Tensor, V: Tensor, O: Tensor, norm: float, least: Tensor) -> tup
     M = value_factors(Q, V)
     own = measure(M) + rounding * size
     m = torch.maximum(own, least)
-    left = (O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None])).transpose(0, 1).flatten(1)
+    left = (
+        (O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None]))
+        .transpose(0, 1)
+        .flatten(1)
+    )
     right = (m[:, None, None] * Q).flatten(0, 1)
     # Where m_h is not ||M_h||, the left factor is no smaller for it.
     short = (1 - own / m).amax()
@@ -100,7 +104,9 @@ def _every_reaction(n: int, size: int, causal: bool, norm: float) -> tuple[float
 
 def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: float) -> Tensor:
     """The `reaction` of each count, 0 to n. Where the counts cannot be looked at, that of every one is computed."""
-    if not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(counts):
+    if not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(
+        counts
+    ):
         known = [reaction(max(m, 1), size, causal, norm) for m in counts.flatten().tolist()]
         return torch.tensor(known, dtype=torch.float64).reshape(counts.shape).to(counts.device)
     table = torch.tensor(_every_reaction(n, size, causal, norm), dtype=torch.float64)

@@ -27,7 +27,9 @@ def spectral_upper(W: Tensor) -> Tensor:
         G = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
         largest = by_squaring(G) if G.is_cuda else by_eigenvalues(G)
         rounding = 4 * sum(W.shape[-2:]) * torch.finfo(W.dtype).eps
-        return largest.clamp_min(torch.finfo(W.dtype).tiny).sqrt() * (1 + rounding) * size[..., 0, 0]
+        return (
+            largest.clamp_min(torch.finfo(W.dtype).tiny).sqrt() * (1 + rounding) * size[..., 0, 0]
+        )
 
 
 def unit(W: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:

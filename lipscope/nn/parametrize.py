@@ -77,7 +77,9 @@ def sigma_reparametrise(module: nn.Module) -> nn.Module:
 
 def _parametrize(module: nn.Module, make: Callable[[int], nn.Module]) -> nn.Module:
     if not isinstance(module, nn.Module):
-        raise UserError(f"a torch.nn.Module is wanted, whose weights can be normalised, got {type(module).__name__}")
+        raise UserError(
+            f"a torch.nn.Module is wanted, whose weights can be normalised, got {type(module).__name__}"
+        )
     places = list(_linear_weights(module))
     for place in places:
         _check(*place)
@@ -85,12 +87,16 @@ def _parametrize(module: nn.Module, make: Callable[[int], nn.Module]) -> nn.Modu
     chosen = [place for place in places if id(_weight(place)) not in tied]
     if not chosen:
         why = f"all are tied to others: {'; '.join(tied.values())}" if tied else "there is none"
-        raise UserError(f"{type(module).__name__} holds no linear weight that could be normalised: {why}")
+        raise UserError(
+            f"{type(module).__name__} holds no linear weight that could be normalised: {why}"
+        )
     made: dict[int, nn.Module] = {}
     for name, part, attribute in chosen:
         W = _weight((name, part, attribute))
         # Linear layers that share a weight share what it is divided by, and multiplied with.
-        new = made.setdefault(id(W), make(3 if attribute == "in_proj_weight" else 1).to(W.device, W.dtype))
+        new = made.setdefault(
+            id(W), make(3 if attribute == "in_proj_weight" else 1).to(W.device, W.dtype)
+        )
         register_parametrization(part, attribute, new)
     left = [*tied.values(), *_other_matrices(module, set(made))]
     if left:
@@ -122,12 +128,16 @@ def _check(name: str, part: nn.Module, attribute: str) -> None:
     if is_parametrized(part, attribute):
         raise UserError(f"the weight {name} is parametrized already; start from a plain module")
     if attribute not in part._parameters:
-        raise UserError(f"the weight {name} is made by a hook, as of torch's older spectral_norm; remove that first")
+        raise UserError(
+            f"the weight {name} is made by a hook, as of torch's older spectral_norm; remove that first"
+        )
     W = getattr(part, attribute)
     if isinstance(W, UninitializedParameter):
         raise UserError(f"the weight {name} has no size yet; run the module once on tokens first")
     if not W.dtype.is_floating_point or W.element_size() < 2:
-        raise UserError(f"the weight {name} is stored in {W.dtype}; start from weights of 16 bits or more")
+        raise UserError(
+            f"the weight {name} is stored in {W.dtype}; start from weights of 16 bits or more"
+        )
 
 
 def _tied_elsewhere(module: nn.Module, places: list[Place]) -> dict[int, str]:
@@ -144,5 +154,12 @@ def _tied_elsewhere(module: nn.Module, places: list[Place]) -> dict[int, str]:
 
 def _other_matrices(module: nn.Module, made: set[int]) -> list[str]:
     """Names of weights with two dimensions or more that are neither linear nor tables of an embedding."""
-    tables = {id(W) for part in module.modules() if isinstance(part, nn.Embedding) for W in part.parameters()}
-    return [name for name, W in module.named_parameters() if W.ndim > 1 and id(W) not in made | tables]
+    tables = {
+        id(W)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+        for W in part.parameters()
+    }
+    return [
+        name for name, W in module.named_parameters() if W.ndim > 1 and id(W) not in made | tables
+    ]

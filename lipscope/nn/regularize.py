@@ -24,17 +24,23 @@ def jasmin(P: Tensor, k: int = 0) -> Tensor:
     """
     _check_weights(P)
     if isinstance(k, bool) or not isinstance(k, int) or (k != 0 and not 2 <= k <= P.shape[-1]):
-        raise UserError(f"k must be the integer 0, or one between 2 and the number of keys {P.shape[-1]}, got {k!r}")
+        raise UserError(
+            f"k must be the integer 0, or one between 2 and the number of keys {P.shape[-1]}, got {k!r}"
+        )
     from lipscope.theorems.yudin2025 import softmax_jacobian_norm  # loads SciPy
 
     P = P if P.dtype == torch.float64 else P.float()
     tiny = torch.finfo(P.dtype).tiny
-    row = softmax_jacobian_norm(P).clamp_min(tiny).log() + 0 * P[..., 0]  # a single key has the gradient 0, not none
+    row = (
+        softmax_jacobian_norm(P).clamp_min(tiny).log() + 0 * P[..., 0]
+    )  # a single key has the gradient 0, not none
     if k == 0:
         return row.amax(dim=-1).mean()
     p = nn.functional.pad(P.topk(min(k + 1, P.shape[-1]), dim=-1).values, (0, 1))
     g = p[..., k - 1] * (1 - p[..., k - 1] + p[..., k])
-    row = torch.where(g > tiny, row - g.clamp_min(tiny).log(), 0.0)  # g_1 >= g_k, so that 0 never wins over a row
+    row = torch.where(
+        g > tiny, row - g.clamp_min(tiny).log(), 0.0
+    )  # g_1 >= g_k, so that 0 never wins over a row
     return row.amax(dim=-1).mean()
 
 
@@ -56,7 +62,12 @@ def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) 
     check_input(X)
     check_map(f)
     kept = attributes_kept(f) if isinstance(f, nn.Module) else nullcontext()
-    with torch.autocast(X.device.type, enabled=False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kept:
+    with (
+        torch.autocast(X.device.type, enabled=False),
+        torch.enable_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        kept,
+    ):
         f, X = _lent(f, X)
         top = spectral_norm(jacobian(f, X.detach()), tol, solver=Solver(seed=0))
         x = X if X.requires_grad else X.detach().requires_grad_(True)
@@ -87,7 +98,10 @@ def _lent(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], 
 
     def lent(x: Tensor) -> Tensor:
         # Copies anew in every call: a power iteration in them would go on, and the map would seem random.
-        state = {**dict(module.named_parameters()), **{name: b.clone() for name, b in buffers.items()}}
+        state = {
+            **dict(module.named_parameters()),
+            **{name: b.clone() for name, b in buffers.items()},
+        }
         if half:
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
         return torch.func.functional_call(module, state, (x,))

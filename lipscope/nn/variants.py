@@ -17,7 +17,9 @@ CONSTANT = 0.9
 ATTENTIONS: dict[str, Factory] = {
     "dot": DotSelfAttention,
     "l2": L2SelfAttention,
-    "contractive": lambda dim, heads, causal: ContractiveL2Attention(dim, heads, CONSTANT, causal=causal),
+    "contractive": lambda dim, heads, causal: ContractiveL2Attention(
+        dim, heads, CONSTANT, causal=causal
+    ),
     "cosine": CosineSelfAttention,
 }
 """name -> factory(dim, heads, causal)."""

@@ -52,18 +52,31 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _is_part(tensor: Tensor) -> bool:
     """DTensor says where its parts are; FSDP marks a flat piece, or frees the storage; ZeRO-3 leaves nothing."""
-    if hasattr(tensor, "placements") or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id"):
+    if (
+        hasattr(tensor, "placements")
+        or hasattr(tensor, "_fsdp_flattened")
+        or hasattr(tensor, "ds_id")
+    ):
         return True
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"  # others keep no storage
+    plain = (
+        type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
+    )  # others keep no storage
     return plain and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def check_bare(model: nn.Module) -> None:
     """Refuse to exchange the layers of a model that others hold by its old ones."""
     check_whole(model)
-    wrapper = next((m for m in model.modules() if unwrapped(m) is not m or m._compiled_call_impl is not None), None)
+    wrapper = next(
+        (m for m in model.modules() if unwrapped(m) is not m or m._compiled_call_impl is not None),
+        None,
+    )
     if wrapper is not None:
-        kind = "torch.compile" if wrapper._compiled_call_impl is not None or is_compiled_copy(wrapper) else None
+        kind = (
+            "torch.compile"
+            if wrapper._compiled_call_impl is not None or is_compiled_copy(wrapper)
+            else None
+        )
         raise UserError(
             f"the model is wrapped in {kind or type(wrapper).__name__}, which would go on with the old layers; "
             "convert the model itself, then wrap it"

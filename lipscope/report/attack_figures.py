@@ -31,20 +31,30 @@ def contest_figure(trials: Sequence[Trial]) -> Figure:
     count = len({t.text for t in trials})
     for attack, (colour, mark) in LOOKS.items():
         here = {
-            b: [t for t in trials if (t.attack, t.budget) == (attack, b)] for b in sorted({t.budget for t in trials})
+            b: [t for t in trials if (t.attack, t.budget) == (attack, b)]
+            for b in sorted({t.budget for t in trials})
         }
         here = {b: rows for b, rows in here.items() if rows}
         if not here:
             continue
         norms = [median(t.norm for t in rows) for rows in here.values()]
         changes = [sorted(t.change for t in rows) for rows in here.values()]
-        left.plot(norms, [median(c) for c in changes], mark, color=colour, markersize=4, label=attack)
+        left.plot(
+            norms, [median(c) for c in changes], mark, color=colour, markersize=4, label=attack
+        )
         left.fill_between(
-            norms, [c[0] for c in changes], [c[-1] for c in changes], color=colour, alpha=0.12, linewidth=0
+            norms,
+            [c[0] for c in changes],
+            [c[-1] for c in changes],
+            color=colour,
+            alpha=0.12,
+            linewidth=0,
         )
         shares = [100 * sum(t.success for t in rows) / len(rows) for rows in here.values()]
         right.plot(norms, shares, mark, color=colour, markersize=4, label=attack)
-    left.set(xscale="log", yscale="log", ylabel="‖F(X+E) − F(X)‖ / ‖F(X)‖", title="change of the output")
+    left.set(
+        xscale="log", yscale="log", ylabel="‖F(X+E) − F(X)‖ / ‖F(X)‖", title="change of the output"
+    )
     right.set(xscale="log", ylabel="texts, %", ylim=(-4, 104), title="nearest neighbour changed")
     for ax in (left, right):
         ax.set_xlabel(f"‖E‖, Frobenius norm in embeddings (median of {count} texts)")
@@ -63,9 +73,22 @@ def adversarial_growth_figure(curves: Mapping[str, Mapping[int, float]], title: 
     lengths = sorted({n for curve in curves.values() for n in curve})
     for i, (name, curve) in enumerate(curves.items()):
         at = sorted(curve)
-        ax.plot(at, [curve[n] for n in at], "osD^vxP*"[i % 8] + "-", markersize=4, color=f"C{i}", label=name)
+        ax.plot(
+            at,
+            [curve[n] for n in at],
+            "osD^vxP*"[i % 8] + "-",
+            markersize=4,
+            color=f"C{i}",
+            label=name,
+        )
     lowest = min(min(curve.values()) for curve in curves.values())
-    ax.plot(lengths, [0.8 * lowest * (n / lengths[0]) ** 0.5 for n in lengths], "--", color="0.5", label="slope 1/2")
+    ax.plot(
+        lengths,
+        [0.8 * lowest * (n / lengths[0]) ** 0.5 for n in lengths],
+        "--",
+        color="0.5",
+        label="slope 1/2",
+    )
     ax.set(xscale="log", yscale="log", xlabel="n, tokens", ylabel="σ, local Lipschitz constant")
     ax.set_title(title, parse_math=False)
     ax.set_xticks(lengths, list(map(str, lengths)))

@@ -29,14 +29,21 @@ def bound_summary(audit: Audit) -> RenderableType:
         if row.scope == "heads" and not row.failing:
             heads[row.layer or 0, row.head, row.n, row.sample][row.probe] = row
     heads = {key: rows for key, rows in sorted(heads.items()) if WORST in rows and SIGMA in rows}
-    names = sorted({p for rows in heads.values() for p in rows if p.startswith(BOUND)}, key=_typical(heads))
+    names = sorted(
+        {p for rows in heads.values() for p in rows if p.startswith(BOUND)}, key=_typical(heads)
+    )
     about = audit.study.info.about
-    title = Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}: bounds, head by head\n", style="bold")
+    title = Text(
+        f"{for_terminal(about.model)} on {for_terminal(about.text)}: bounds, head by head\n",
+        style="bold",
+    )
     letters = dict(zip(names, ascii_uppercase, strict=False))
     needs: dict[str, list[str]] = defaultdict(list)
     for name, why in sorted(audit.not_offered.items()):
         needs[why].append(name)
-    refused = [f"not offered: {'; '.join(theorems)} (needed: {why})" for why, theorems in needs.items()]
+    refused = [
+        f"not offered: {'; '.join(theorems)} (needed: {why})" for why, theorems in needs.items()
+    ]
     return Group(
         title,
         _heads(heads, letters),
@@ -68,7 +75,13 @@ def _heads(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Table:
 
 
 def _short(x: float) -> str:
-    return f"{x / 1000:.2g}k" if 1000 <= x < math.inf else f"{x:.0f}" if 100 <= x < 1000 else f"{x:.2g}"
+    return (
+        f"{x / 1000:.2g}k"
+        if 1000 <= x < math.inf
+        else f"{x:.0f}"
+        if 100 <= x < 1000
+        else f"{x:.2g}"
+    )
 
 
 def _summary(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Table:
@@ -78,7 +91,11 @@ def _summary(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Tabl
     for name, letter in letters.items():
         rows = [found for found in heads.values() if name in found]
         ratios = [_ratio(found, name) for found in rows]
-        worst = "-" if _at_point(name) else f"{median(found[name].value / found[WORST].value for found in rows):.3g}"
+        worst = (
+            "-"
+            if _at_point(name)
+            else f"{median(found[name].value / found[WORST].value for found in rows):.3g}"
+        )
         spread = f"{median(ratios):.4g} [{min(ratios):.3g}, {max(ratios):.3g}]"
         table.add_row(letter, name.removeprefix(BOUND), rows[0][name].kind, spread, worst)
     return table

@@ -22,14 +22,23 @@ def comparison(first: Study, second: Study) -> dict[str, Any]:
     columns = [name for name in one["columns"] if name in two["columns"]]
     left, right = (_medians(table, n) for table in (one, two))
     ratios = [[_ratio(left.get((a, b)), right.get((a, b))) for b in columns] for a in layers]
-    return {"n": n, "layers": layers, "columns": columns, "ratios": ratios, "lines": lines(first, second, n)}
+    return {
+        "n": n,
+        "layers": layers,
+        "columns": columns,
+        "ratios": ratios,
+        "lines": lines(first, second, n),
+    }
 
 
 def lines(first: Study, second: Study, n: int) -> list[dict[str, Any]]:
     """Per map that both studies have: sigma (median over samples, heads by their largest) and exponent of each."""
     found, others = [], set(second.maps)
     for scope, layer in (at for at in first.maps if at in others):
-        values = [[row.value for row in study.largest(scope, layer) if row.n == n] for study in (first, second)]
+        values = [
+            [row.value for row in study.largest(scope, layer) if row.n == n]
+            for study in (first, second)
+        ]
         if not all(values):
             continue
         sigmas = [median(value) for value in values]
@@ -49,7 +58,9 @@ def verdict(first: Study, second: Study) -> str:
     """The comparison in a sentence."""
     table = comparison(first, second)
     if table["n"] is None:
-        return "The two studies share no length at which both have values, so nothing can be compared."
+        return (
+            "The two studies share no length at which both have values, so nothing can be compared."
+        )
     known = [line for line in table["lines"] if line["ratio"] is not None]
     if not known:
         return f"At n = {table['n']} the two studies share no map with a positive σ."

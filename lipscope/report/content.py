@@ -58,7 +58,9 @@ def heat(study: Study) -> dict[str, Any]:
     for row in study.sigma:
         column = row.scope if row.head is None else f"head {row.head}"
         found[row.n, layer_name(row.layer), shown(column, 30)].append(row)
-    layers = sorted({row.layer for row in study.sigma}, key=lambda layer: (layer is None, layer or 0))
+    layers = sorted(
+        {row.layer for row in study.sigma}, key=lambda layer: (layer is None, layer or 0)
+    )
     heads = sorted({row.head for row in study.sigma if row.head is not None})
     scopes = dict.fromkeys(scope for scope, _ in study.maps if scope != "heads")
     names, columns = [layer_name(layer) for layer in layers], [f"head {head}" for head in heads]
@@ -66,7 +68,13 @@ def heat(study: Study) -> dict[str, Any]:
     columns += gap + [shown(scope, 30) for scope in scopes]
     lengths = sorted({row.n for row in study.sigma})
     cells = [
-        [[cell(found[key]) if (key := (n, name, column)) in found else None for column in columns] for name in names]
+        [
+            [
+                cell(found[key]) if (key := (n, name, column)) in found else None
+                for column in columns
+            ]
+            for name in names
+        ]
         for n in lengths
     ]
     return {"lengths": lengths, "layers": names, "columns": columns, "cells": cells}
@@ -155,7 +163,10 @@ def table(study: Study) -> dict[str, Any]:
     for name, values in columns.items():
         if name in TEXT_COLUMNS:
             known = {text: i for i, text in enumerate(dict.fromkeys(values))}
-            found[name] = {"texts": [shown(text, 300) for text in known], "at": [known[text] for text in values]}
+            found[name] = {
+                "texts": [shown(text, 300) for text in known],
+                "at": [known[text] for text in values],
+            }
         else:
             found[name] = list(values)
     return {"columns": list(COLUMNS), "count": len(study.rows), "values": found}

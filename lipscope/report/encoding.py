@@ -18,7 +18,11 @@ def as_json(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value).translate(_ESCAPES)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{as_json(str(key))}:{as_json(inner)}" for key, inner in value.items()) + "}"
+        return (
+            "{"
+            + ",".join(f"{as_json(str(key))}:{as_json(inner)}" for key, inner in value.items())
+            + "}"
+        )
     if isinstance(value, Sequence):
         return "[" + ",".join(map(_encoder(value), value)) + "]"
     return json.dumps(value)

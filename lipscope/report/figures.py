@@ -26,9 +26,13 @@ def heatmap(study: Study, ax: Axes | None = None, n: int | None = None) -> Axes:
     if n is not None and n not in lengths:
         raise UserError(f"nothing was measured at n = {n}; this study has {lengths}.")
     at = len(lengths) - 1 if n is None else lengths.index(n)
-    values = [[math.nan if cell is None else cell[0] for cell in line] for line in table["cells"][at]]
+    values = [
+        [math.nan if cell is None else cell[0] for cell in line] for line in table["cells"][at]
+    ]
     image = ax.imshow(values, aspect="auto", cmap=COLOURS, vmin=0)
-    ax.set_xticks(range(len(table["columns"])), [name.removeprefix("head ") for name in table["columns"]])
+    ax.set_xticks(
+        range(len(table["columns"])), [name.removeprefix("head ") for name in table["columns"]]
+    )
     ax.set_yticks(range(len(table["layers"])), table["layers"])
     ax.set_xlabel("head" if table["columns"][0].startswith("head") else "map")
     ax.set_title(f"{shown(study.info.about.model, 60)}, n = {lengths[at]}", parse_math=False)
@@ -57,8 +61,19 @@ def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Ax
             [max(v) - m for m, v in zip(middle, values, strict=True)],
         ]
         law = study.law(scope, layer)
-        label = layer_name(layer) + (f", α = {law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]" if law else "")
-        ax.errorbar(at, middle, spread, fmt="os^Dvx"[i % 6], color=colour, capsize=2, markersize=4, label=label)
+        label = layer_name(layer) + (
+            f", α = {law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]" if law else ""
+        )
+        ax.errorbar(
+            at,
+            middle,
+            spread,
+            fmt="os^Dvx"[i % 6],
+            color=colour,
+            capsize=2,
+            markersize=4,
+            label=label,
+        )
         ax.plot(at, [law(n) for n in at] if law else middle, color=colour, linewidth=1)
         lowest = min([lowest, *(min(v) for v in values if min(v) > 0)])
     _guides(ax, lengths, lowest)
@@ -71,19 +86,26 @@ def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Ax
     return ax
 
 
-def tokens(study: Study, ax: Axes | None = None, layer: int | None = None, scope: str | None = None) -> Axes:
+def tokens(
+    study: Study, ax: Axes | None = None, layer: int | None = None, scope: str | None = None
+) -> Axes:
     """The tokens of the sample of largest sigma, by input norm and output norm; the roughest layer by default."""
     peak = _measured(study).peak()
     layer = peak.layer if layer is None else layer
     found = study.tokens(layer, scope)
     ax = _axes(ax)
-    image = ax.imshow([[t.right for t in found], [t.left for t in found]], aspect="auto", cmap=COLOURS, vmin=0)
+    image = ax.imshow(
+        [[t.right for t in found], [t.left for t in found]], aspect="auto", cmap=COLOURS, vmin=0
+    )
     ax.set_yticks([0, 1], ["input", "output"])
     named = found
     if len(found) > LABELLED_TOKENS:
         named = sorted(found, key=lambda t: -max(t.right, t.left))[:20]
     labels = ax.set_xticks(
-        [t.position for t in named], [shown(t.token, 16) for t in named], rotation=90, fontsize="x-small"
+        [t.position for t in named],
+        [shown(t.token, 16) for t in named],
+        rotation=90,
+        fontsize="x-small",
     )
     for label in labels:
         label.label1.set_parse_math(False)
@@ -96,12 +118,20 @@ def _guides(ax: Axes, lengths: list[int], lowest: float) -> None:
     if len(lengths) < 2 or math.isinf(lowest):
         return
     for power, name, style in ((0.25, "n^(1/4)", ":"), (0.5, "n^(1/2)", "--")):
-        ax.plot(lengths, [0.8 * lowest * (n / lengths[0]) ** power for n in lengths], style, color="0.4", label=name)
+        ax.plot(
+            lengths,
+            [0.8 * lowest * (n / lengths[0]) ** power for n in lengths],
+            style,
+            color="0.4",
+            label=name,
+        )
 
 
 def _measured(study: Study) -> Study:
     if not study.sigma:
-        raise UserError("this study has no values to draw; its rows have failed or were never measured.")
+        raise UserError(
+            "this study has no values to draw; its rows have failed or were never measured."
+        )
     return study
 
 
@@ -109,7 +139,9 @@ def _axes(ax: Axes | None) -> Axes:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise UserError("figures need matplotlib; install it with: pip install matplotlib") from error
+        raise UserError(
+            "figures need matplotlib; install it with: pip install matplotlib"
+        ) from error
     return plt.subplots()[1] if ax is None else ax
 
 

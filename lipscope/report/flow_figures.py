@@ -54,7 +54,8 @@ def draw(simulation: Simulation) -> Figure:
         else:
             _growth(right, found)
     figure.suptitle(
-        f"{simulation.name}: n = {simulation.n}, d = {simulation.dim}, seed {simulation.seed}", fontsize="medium"
+        f"{simulation.name}: n = {simulation.n}, d = {simulation.dim}, seed {simulation.seed}",
+        fontsize="medium",
     )
     return figure
 
@@ -124,8 +125,14 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
         if not which.any():
             continue
         points = centres[which]
-        x, y = (np.full(len(points), end), points[:, 0]) if simulation.dim == 1 else (points[:, 0], points[:, 1])
-        ax.scatter(x, y, s=60, c=face, edgecolors=ORANGE, zorder=3, label=f"{what}: {which.sum()} {name}")
+        x, y = (
+            (np.full(len(points), end), points[:, 0])
+            if simulation.dim == 1
+            else (points[:, 0], points[:, 1])
+        )
+        ax.scatter(
+            x, y, s=60, c=face, edgecolors=ORANGE, zorder=3, label=f"{what}: {which.sum()} {name}"
+        )
     if simulation.dim == 2 and extreme.sum() > 2:
         corners = centres[extreme]
         around = np.argsort(np.arctan2(*(corners - corners.mean(axis=0)).T[::-1]))
@@ -133,7 +140,15 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
         ax.plot(hull[:, 0], hull[:, 1], color=ORANGE, linewidth=1, linestyle="--")
     if simulation.preset.causal and simulation.dim > 1:
         first = simulation.shown[0, 0]
-        ax.scatter(first[0], first[1], marker="x", s=90, c="crimson", zorder=4, label="first token, at rest")
+        ax.scatter(
+            first[0],
+            first[1],
+            marker="x",
+            s=90,
+            c="crimson",
+            zorder=4,
+            label="first token, at rest",
+        )
     ax.legend(**BELOW)
 
 
@@ -176,7 +191,9 @@ def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
         if simulation.n > 1:
             own.set_data(*ellipse(x[frame].mean(0), x[frame].T.cov()))
         same = frame < len(closed.times) and closed.times[frame] == simulation.flow.times[frame]
-        x_there, y_there = ellipse(closed.means[frame], closed.covariances[frame]) if same else (NOTHING, NOTHING)
+        x_there, y_there = (
+            ellipse(closed.means[frame], closed.covariances[frame]) if same else (NOTHING, NOTHING)
+        )
         exact.set_data(x_there, y_there)
 
     return move
@@ -192,12 +209,25 @@ def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
     top = 3 * (largest if len(largest) else ours[0]).max().item()
     for i in range(min(simulation.dim, 2)):
         colour = (BLUE, ORANGE)[i]
-        _curve(ax, closed.times, ours[:, i], color=colour, label=f"coordinate {i + 1}, closed equation")
+        _curve(
+            ax, closed.times, ours[:, i], color=colour, label=f"coordinate {i + 1}, closed equation"
+        )
         if simulation.n > 1:
             times, values = simulation.flow.times[::4], theirs[::4, i]
-            _curve(ax, times, values, marker="o", linestyle="", markersize=3, color=colour, label="particles")
+            _curve(
+                ax,
+                times,
+                values,
+                marker="o",
+                linestyle="",
+                markersize=3,
+                color=colour,
+                label="particles",
+            )
     if found.blow_up is not None:
-        ax.axvline(found.blow_up, color=GREY, linestyle=":", label=f"blow-up at t = {found.blow_up:.4g}")
+        ax.axvline(
+            found.blow_up, color=GREY, linestyle=":", label=f"blow-up at t = {found.blow_up:.4g}"
+        )
     ax.set_ylim(0, top)
     ax.set_xlabel("depth t")
     ax.set_ylabel("standard deviation of the tokens")

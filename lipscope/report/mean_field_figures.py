@@ -35,11 +35,15 @@ def draw_transitions(found: Mapping[float, Transition], ax: Axes) -> Axes:
     for i, (R, curve) in enumerate(found.items()):
         colour = colormaps[PALETTE](0.85 * i / max(1, len(found) - 1))
         n = [float(count) for count in curve.n]
-        ax.plot(n, curve.sigma.tolist(), color=colour, label=f"R = {R:g}, plateau {curve.plateau:.3g}")
+        ax.plot(
+            n, curve.sigma.tolist(), color=colour, label=f"R = {R:g}, plateau {curve.plateau:.3g}"
+        )
         if curve.predicted <= n[-1]:
             ax.vlines(curve.predicted, 1, curve.plateau, color=colour, linewidth=0.8, linestyle=":")
             ax.plot([curve.predicted], [curve.plateau], "o", color=colour, markersize=5)
-    ax.plot([], [], "o:", color="0.3", markersize=5, linewidth=0.8, label="n = exp(2γR²), predicted")
+    ax.plot(
+        [], [], "o:", color="0.3", markersize=5, linewidth=0.8, label="n = exp(2γR²), predicted"
+    )
     # sqrt n goes on for ever: the window is that of the curves.
     ax.set_xlim(2, ends[-1])
     ax.set_ylim(1, 10 * max(curve.sigma.max().item() for curve in found.values()))
@@ -54,7 +58,9 @@ def draw_transitions(found: Mapping[float, Transition], ax: Axes) -> Axes:
 def draw_splitting_map(found: SplittingMap, ax: Axes) -> Axes:
     """The gain from mass splitting as colour, over the positions of two tokens on the line."""
     at = found.positions.tolist()
-    image = ax.pcolormesh(at, at, found.gain.T.tolist(), cmap="magma_r", vmin=1.0, shading="nearest", rasterized=True)
+    image = ax.pcolormesh(
+        at, at, found.gain.T.tolist(), cmap="magma_r", vmin=1.0, shading="nearest", rasterized=True
+    )
     ax.set_aspect("equal")
     ax.set_xlabel("position of token 1")
     ax.set_ylabel("position of token 2")
@@ -63,16 +69,31 @@ def draw_splitting_map(found: SplittingMap, ax: Axes) -> Axes:
     return ax
 
 
-def draw_two_diracs(f: SelfAttention, radii: Sequence[float], ax: Axes, family: str | None = None) -> Axes:
+def draw_two_diracs(
+    f: SelfAttention, radii: Sequence[float], ax: Axes, family: str | None = None
+) -> Axes:
     """||D_mu F|| of the two-Dirac measures over R, above what is proved from below and under both bounds."""
     worst = [two_diracs(f, R, family) for R in radii]
-    sigma = [spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0)).value for w in worst]
+    sigma = [
+        spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0)).value for w in worst
+    ]
     ax.plot(
-        radii, [w2_bound_geshkovski2023(f, R) for R in radii], "--", color="0.5", label="published: ‖V‖(1+3a)exp(2a)"
+        radii,
+        [w2_bound_geshkovski2023(f, R) for R in radii],
+        "--",
+        color="0.5",
+        label="published: ‖V‖(1+3a)exp(2a)",
     )
-    ax.plot(radii, [w2_bound(f, R) for R in radii], color="tab:red", label="sharper: ‖V‖(a+(1+a)exp(a))")
+    ax.plot(
+        radii, [w2_bound(f, R) for R in radii], color="tab:red", label="sharper: ‖V‖(a+(1+a)exp(a))"
+    )
     ax.plot(radii, sigma, "o", color="black", markersize=3, label="‖D_μF‖ at p = exp(-2γR²)")
-    ax.plot(radii, [w.guaranteed for w in worst], color="tab:blue", label="proved from below: |Vu| (γ/2) R² exp(γR²)")
+    ax.plot(
+        radii,
+        [w.guaranteed for w in worst],
+        color="tab:blue",
+        label="proved from below: |Vu| (γ/2) R² exp(γR²)",
+    )
     ax.set_yscale("log")
     ax.set_xlabel("R, radius")
     ax.set_ylabel("Lipschitz constant in W₂")
@@ -89,10 +110,18 @@ def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) 
         constants = [averaging(n, p).constant for n in counts]
         limit = math.inf if p == 1 else 1.0 if math.isinf(p) else p / (p - 1)
         name = "∞" if math.isinf(p) else f"{p:g}"
-        ax.plot(counts, constants, ".-", color=colour, label=f"p = {name}, limit {'∞' if p == 1 else f'{limit:.3g}'}")
+        ax.plot(
+            counts,
+            constants,
+            ".-",
+            color=colour,
+            label=f"p = {name}, limit {'∞' if p == 1 else f'{limit:.3g}'}",
+        )
         if math.isfinite(limit):
             ax.axhline(limit, color=colour, linewidth=0.8, linestyle=":")
-    ax.axhline(1.0, color="tab:red", linestyle="--", label="bound without mask, (1+3a)exp(2a) at a = 0")
+    ax.axhline(
+        1.0, color="tab:red", linestyle="--", label="bound without mask, (1+3a)exp(2a) at a = 0"
+    )
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_yticks([1, 2, 3, 5, 10], ["1", "2", "3", "5", "10"])
@@ -111,7 +140,12 @@ def draw_masked_bounds(f: SelfAttention, radii: Sequence[float], X: torch.Tensor
     hardy = [masked_wasserstein_upper(f.double(), Ball(R, 1)) for R in radii]
     ax.plot(radii, without, "--", color="tab:red", label="bound without mask: ‖V‖(1+3a)exp(2a)")
     ax.plot(radii, hardy, color="tab:green", label="corrected: ‖V‖(a+2(1+2a)exp(2a))")
-    ax.plot(radii, [d_p_bound(f, R, 2) for R in radii], color="tab:blue", label="corrected, exponent halved")
+    ax.plot(
+        radii,
+        [d_p_bound(f, R, 2) for R in radii],
+        color="tab:blue",
+        label="corrected, exponent halved",
+    )
     ax.plot(radii, sigma, "o-", color="black", markersize=3, label=f"‖D_μF‖ of {len(X)} tokens")
     ax.set_yscale("log")
     ax.set_xlabel("R, radius")

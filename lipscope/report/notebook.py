@@ -14,7 +14,9 @@ HEAD = ("layer", "map", "n", "σ, median", "σ, range", "α [95 %]")
 
 def summary_html(study: Study) -> str:
     """Headline, and per map sigma at its greatest length with the exponent of growth."""
-    name = f"<strong>{escape(shown(study.info.about.model, 80))}</strong>: {escape(headline(study))}"
+    name = (
+        f"<strong>{escape(shown(study.info.about.model, 80))}</strong>: {escape(headline(study))}"
+    )
     lines = "".join(_line(_cells(study, scope, layer)) for scope, layer in study.maps)
     head = "".join(f"<th>{escape(text)}</th>" for text in HEAD)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>" if lines else ""

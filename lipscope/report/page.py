@@ -47,7 +47,9 @@ SECTIONS = (
     Section(
         "table",
         "Every number",
-        lambda study: f"{words.rows_of(study)}, to six digits; `lipscope export` writes them in full.",
+        lambda study: (
+            f"{words.rows_of(study)}, to six digits; `lipscope export` writes them in full."
+        ),
         ("table",),
         needs_values=False,
     ),
@@ -66,10 +68,17 @@ def html(studies: Sequence[Study]) -> str:
     """The text of the page."""
     from plotly.offline import get_plotlyjs
 
-    style, charts, script = _template("page.css"), get_plotlyjs(), "\n".join(map(_template, SCRIPTS))
+    style, charts, script = (
+        _template("page.css"),
+        get_plotlyjs(),
+        "\n".join(map(_template, SCRIPTS)),
+    )
     data: dict[str, Any] = {"studies": [content(study) for study in studies]}
     names = [shown(study.info.about.model, 80) for study in studies]
-    lead, body = words.headline(studies[0]), "".join(_section(section, studies) for section in SECTIONS)
+    lead, body = (
+        words.headline(studies[0]),
+        "".join(_section(section, studies) for section in SECTIONS),
+    )
     if len(studies) == 2:
         data["comparison"] = comparison(*studies)
         lead, body = verdict(*studies), _comparison(*studies) + body
@@ -94,7 +103,9 @@ def _template(name: str) -> str:
 
 def _unneeded(charts: str) -> str:
     """Stand-ins for the style elements of geographical maps: plotly adds those it does not find, against the policy."""
-    return "".join(f'<template id="{name}"></template>' for name in sorted(set(MAP_STYLE.findall(charts))))
+    return "".join(
+        f'<template id="{name}"></template>' for name in sorted(set(MAP_STYLE.findall(charts)))
+    )
 
 
 def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
@@ -113,7 +124,9 @@ def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 def _subtitle(study: Study) -> str:
     about, identity = study.info.about, study.info.identity
-    return f"{shown(about.architecture, 80)} on {shown(about.text, 80)}, {shown(identity.dtype, 20)}"
+    return (
+        f"{shown(about.architecture, 80)} on {shown(about.text, 80)}, {shown(identity.dtype, 20)}"
+    )
 
 
 def _tiles(study: Study) -> str:
@@ -130,15 +143,19 @@ def _section(section: Section, studies: Sequence[Study]) -> str:
         return ""
     panes = "".join(_pane(section, studies[i], i, len(studies) > 1) for i in shown_for)
     kind = "panes two" if len(studies) > 1 else "panes"
-    return (
-        f'<section id="{section.name}"><h2>{escape(section.question)}</h2><div class="{kind}">{panes}</div></section>'
-    )
+    return f'<section id="{section.name}"><h2>{escape(section.question)}</h2><div class="{kind}">{panes}</div></section>'
 
 
 def _pane(section: Section, study: Study, index: int, named: bool) -> str:
-    name = f"<h3>{'second: ' if index else 'first: '}{escape(shown(study.info.about.model, 60))}</h3>" if named else ""
+    name = (
+        f"<h3>{'second: ' if index else 'first: '}{escape(shown(study.info.about.model, 60))}</h3>"
+        if named
+        else ""
+    )
     parts = "".join(
-        _facts(study) if part == "facts" else f'<div class="part" data-part="{part}" data-study="{index}"></div>'
+        _facts(study)
+        if part == "facts"
+        else f'<div class="part" data-part="{part}" data-study="{index}"></div>'
         for part in section.parts
     )
     return f'<div class="pane">{name}<p class="answer">{escape(section.answer(study))}</p>{parts}</div>'
@@ -155,9 +172,15 @@ def _facts(study: Study) -> str:
         for scope in measured
     )
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _box(study))
+    facts = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _box(study)
+    )
     command = study.info.about.command
-    again = f"<pre>{escape(shown(command, 2000))}</pre>" if command else "<p>Its input was not a text.</p>"
+    again = (
+        f"<pre>{escape(shown(command, 2000))}</pre>"
+        if command
+        else "<p>Its input was not a text.</p>"
+    )
     return (
         f'{found}<h3>What was measured</h3><dl class="facts box">{facts}</dl>'
         f"<h3>The command that measures it again</h3>{again}"
@@ -173,7 +196,8 @@ def _box(study: Study) -> list[tuple[str, str]]:
         "weights": identity.weights,
         "configuration": identity.config,
         "tokenizer": identity.tokenizer or "none",
-        "text": f"{about.text}, {about.text_tokens} tokens" + (", special tokens" if identity.special_tokens else ""),
+        "text": f"{about.text}, {about.text_tokens} tokens"
+        + (", special tokens" if identity.special_tokens else ""),
         "text hash": identity.text,
         "mask": identity.mask,
         "dtype and device": f"{identity.dtype}, {about.device}",

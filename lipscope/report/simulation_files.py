@@ -28,7 +28,9 @@ GROWTH = ("times", "sigma", "product", "gronwall", "local")
 ANIMATION, FIGURE, NUMBERS, SERIES = "animation.gif", "figure.png", "simulation.json", "series.csv"
 
 
-def write_simulation(simulation: Simulation, out: Path, progress: Progress | None = None) -> list[Path]:
+def write_simulation(
+    simulation: Simulation, out: Path, progress: Progress | None = None
+) -> list[Path]:
     """The animation, the figure, the numbers as JSON and those along depth as CSV, in the folder `out`."""
     check_folder(out)
     numbers = numbers_of(simulation)
@@ -36,7 +38,9 @@ def write_simulation(simulation: Simulation, out: Path, progress: Progress | Non
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path in paths:
-            if path.name != NUMBERS:  # pictures of an earlier run must not stand beside the numbers of this one
+            if (
+                path.name != NUMBERS
+            ):  # pictures of an earlier run must not stand beside the numbers of this one
                 path.unlink(missing_ok=True)
         # First, because it marks the folder as ours: a run cut short can be repeated into it.
         with whole_file(paths[2]) as path:
@@ -48,7 +52,9 @@ def write_simulation(simulation: Simulation, out: Path, progress: Progress | Non
         with whole_file(paths[0]) as path:
             animate(simulation, path, progress)
     except OSError as error:
-        raise UserError(f"cannot write to {out} ({error.strerror or error}); give another --out.") from error
+        raise UserError(
+            f"cannot write to {out} ({error.strerror or error}); give another --out."
+        ) from error
     return paths
 
 
@@ -61,7 +67,9 @@ def check_folder(out: Path) -> None:
         raise UserError(f"cannot write to {out}: {nearest} does not allow it; give another --out.")
     held = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     if held and NUMBERS not in held:
-        raise UserError(f"{out} is not empty (it holds {held[0]}) and no simulation is in it; give another --out.")
+        raise UserError(
+            f"{out} is not empty (it holds {held[0]}) and no simulation is in it; give another --out."
+        )
 
 
 def summary(simulation: Simulation) -> list[tuple[str, str]]:
@@ -69,7 +77,10 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
     found, flow = simulation.found, simulation.flow
     lines = [
         ("preset", f"{simulation.name}: {simulation.preset.about}"),
-        ("tokens", f"{simulation.n} of size {simulation.dim}, seed {simulation.seed}, {simulation.device}"),
+        (
+            "tokens",
+            f"{simulation.n} of size {simulation.dim}, seed {simulation.seed}, {simulation.device}",
+        ),
         ("flow", flow.status),
     ]
     if isinstance(found, Clusters):
@@ -80,9 +91,18 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
         end = len(flow.times) - 1
         lines += [("moments", found.closed.status)]
         if found.closed.ok and flow.ok and simulation.n > 1:
-            ours, theirs = found.closed.covariances[end].trace().item(), flow.positions[end].var(dim=0).sum().item()
-            lines += [("variance", f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles")]
-        blow_up = f"none before t = {found.searched:.4g}" if found.blow_up is None else f"t = {found.blow_up:.9g}"
+            ours, theirs = (
+                found.closed.covariances[end].trace().item(),
+                flow.positions[end].var(dim=0).sum().item(),
+            )
+            lines += [
+                ("variance", f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles")
+            ]
+        blow_up = (
+            f"none before t = {found.searched:.4g}"
+            if found.blow_up is None
+            else f"t = {found.blow_up:.9g}"
+        )
         lines += [("blow-up", blow_up)]
     else:
         lines += [("growth", found.status)]
@@ -119,7 +139,9 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
             "mean": _plain(found.closed.means[-1]),
             "covariance": _plain(found.closed.covariances[-1]),
             "particle_mean": _plain(x.mean(0)),
-            "particle_covariance": _plain(x.T.cov().reshape(x.shape[1], -1)) if len(x) > 1 else None,
+            "particle_covariance": _plain(x.T.cov().reshape(x.shape[1], -1))
+            if len(x) > 1
+            else None,
         }
     else:
         numbers["growth"] = {"overflow": found.overflow} | _named(found, GROWTH)
@@ -148,7 +170,10 @@ def _series(simulation: Simulation) -> list[list[Any]]:
     """A header, and a line for each time."""
     flow, found = simulation.flow, simulation.found
     if isinstance(found, Clusters):
-        return [["t", "groups"], *([t, c] for t, c in zip(flow.times.tolist(), found.counts.tolist(), strict=True))]
+        return [
+            ["t", "groups"],
+            *([t, c] for t, c in zip(flow.times.tolist(), found.counts.tolist(), strict=True)),
+        ]
     if isinstance(found, Moments):
         d = range(simulation.dim)
         head = ["t", *(f"mean_{i}" for i in d), *(f"covariance_{i}_{j}" for i in d for j in d)]
@@ -161,4 +186,7 @@ def _series(simulation: Simulation) -> list[list[Any]]:
             dim=1,
         )
         return [head, *lines.tolist()]
-    return [["t", *GROWTH[1:]], *torch.stack([getattr(found, name) for name in GROWTH], dim=1).tolist()]
+    return [
+        ["t", *GROWTH[1:]],
+        *torch.stack([getattr(found, name) for name in GROWTH], dim=1).tolist(),
+    ]

@@ -31,7 +31,9 @@ def summary(study: Study) -> RenderableType:
         parts.append(Text("No value has been measured yet."))
     if study.failed:
         reason = for_terminal(study.failed[0].status, 200)
-        parts.append(Text(f"\n{len(study.failed)} rows have no value; the first says: {reason}", style="red"))
+        parts.append(
+            Text(f"\n{len(study.failed)} rows have no value; the first says: {reason}", style="red")
+        )
     return Group(*parts)
 
 
@@ -62,7 +64,9 @@ def _spread(values: list[float]) -> str:
 def _exponent(law: Growth | None) -> tuple[str, str]:
     if law is None:
         return "-", ""
-    alpha, low, high = (round(x, 2) + 0.0 for x in (law.alpha, law.low, law.high))  # + 0.0: no minus before a zero
+    alpha, low, high = (
+        round(x, 2) + 0.0 for x in (law.alpha, law.low, law.high)
+    )  # + 0.0: no minus before a zero
     return f"{alpha:.2f} [{low:.2f}, {high:.2f}]", f"{law.rms:.2f}"
 
 
@@ -141,7 +145,11 @@ def _remedy(identity: Identity) -> str:
 def _imprecise(study: Study) -> str:
     """How many rows rounding leaves without two digits."""
     count = sum(row.status.split(":")[0] == IMPRECISE for row in study.sigma)
-    return f"\n{count} of {len(study.sigma)} rows are imprecise: rounding may exceed 1 % of σ." if count else ""
+    return (
+        f"\n{count} of {len(study.sigma)} rows are imprecise: rounding may exceed 1 % of σ."
+        if count
+        else ""
+    )
 
 
 def _missed(study: Study) -> str:
@@ -156,10 +164,14 @@ def _missed(study: Study) -> str:
 def _peak(study: Study) -> Text:
     row = study.peak()
     where = "the whole model" if row.layer is None else f"layer {row.layer}"
-    text = Text(f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, sample {row.sample}.")
+    text = Text(
+        f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, sample {row.sample}."
+    )
     for verb, part in (("It reacts most to", "right"), ("The change shows most at", "left")):
         tokens = sorted(study.tokens_of(row), key=lambda token: -getattr(token, part))[:TOP_TOKENS]
-        text.append(f"\n{verb} " + ", ".join(_named(token, getattr(token, part)) for token in tokens) + ".")
+        text.append(
+            f"\n{verb} " + ", ".join(_named(token, getattr(token, part)) for token in tokens) + "."
+        )
     return text
 
 

@@ -81,10 +81,22 @@ def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:
     from rich.table import Table
 
     table = Table(caption=f"losses in nats a character; frequencies alone cost {unigram_loss:.3f}")
-    for name in ("step", "training loss", "test loss", "sigma, smallest layer", "sigma, largest layer"):
+    for name in (
+        "step",
+        "training loss",
+        "test loss",
+        "sigma, smallest layer",
+        "sigma, largest layer",
+    ):
         table.add_column(name, justify="right")
     every = math.ceil(len(curve) / 12)
     for r in curve[len(curve) - 1 :: -every][::-1]:
         learned = "" if math.isnan(r.learned) else f"{r.learned:.3f}"
-        table.add_row(str(r.step), learned, f"{r.test:.3f}", f"{min(r.constants):.3g}", f"{max(r.constants):.3g}")
+        table.add_row(
+            str(r.step),
+            learned,
+            f"{r.test:.3f}",
+            f"{min(r.constants):.3g}",
+            f"{max(r.constants):.3g}",
+        )
     return table

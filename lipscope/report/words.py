@@ -52,7 +52,9 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
         (
             "growth there",
             "no fit" if law is None else f"n^{law.alpha:.2f}",
-            f"needs {MIN_LENGTHS} lengths" if law is None else f"{law.low:.2f} to {law.high:.2f} at 95 %",
+            f"needs {MIN_LENGTHS} lengths"
+            if law is None
+            else f"{law.low:.2f} to {law.high:.2f} at 95 %",
         ),
         (
             "certificate",
@@ -79,9 +81,7 @@ def smooth(study: Study) -> str:
     )
     if len(layers) > 1:
         values = sorted(layers.values())
-        text += (
-            f" Over the {len(layers)} layers at this length the medians run from {values[0]:.3g} to {values[-1]:.3g}."
-        )
+        text += f" Over the {len(layers)} layers at this length the medians run from {values[0]:.3g} to {values[-1]:.3g}."
     return text
 
 
@@ -110,7 +110,11 @@ def growth(study: Study) -> str:
         )
     radius = list(study.radius(row.scope, row.layer).values())
     flat = law.low <= 0 <= law.high
-    verdict = "no growth can be told from chance" if flat else f"doubling n multiplies σ by {2**law.alpha:.2f}"
+    verdict = (
+        "no growth can be told from chance"
+        if flat
+        else f"doubling n multiplies σ by {2**law.alpha:.2f}"
+    )
     return (
         f"In {place(row)}, σ goes like n^{law.alpha:.2f} ({CONFIDENCE:.0%} interval of the exponent: {law.low:.2f} to "
         f"{law.high:.2f}) from n = {lengths[0]} to {lengths[-1]}: {verdict}. What the law leaves over is "
@@ -134,7 +138,9 @@ def tokens(study: Study) -> str:
 
 def _top(found: list[Token], part: str) -> str:
     ranked = sorted(found, key=lambda token: -getattr(token, part))[:TOP_TOKENS]
-    return ", ".join(f"“{shown(t.token, 24)}” (token {t.position}, {getattr(t, part) ** 2:.1%})" for t in ranked)
+    return ", ".join(
+        f"“{shown(t.token, 24)}” (token {t.position}, {getattr(t, part) ** 2:.1%})" for t in ranked
+    )
 
 
 def worst(study: Study) -> str:
@@ -150,7 +156,9 @@ def worst(study: Study) -> str:
         if item["sigma"][0] > 0 and any(kind == "upper" for _, kind, _ in item["marks"])
     ]
     if not gaps:
-        return "This study holds lower bounds only; nothing here limits σ from above on other inputs."
+        return (
+            "This study holds lower bounds only; nothing here limits σ from above on other inputs."
+        )
     least, item = min(gaps, key=lambda pair: pair[0])
     most, other = max(gaps, key=lambda pair: pair[0])
     return (
@@ -172,9 +180,7 @@ def sure(study: Study) -> str:
         samples = Counter(row.n for row in study.largest(*study.maps[0]))
         few = min(samples.values())
         text += f"{few} sample{'s' if few > 1 else ''} of the text per length stand behind each median. "
-    text += (
-        f"The model's attention, as measured, differs from its own eager attention by {about.difference_to_eager:.1e}."
-    )
+    text += f"The model's attention, as measured, differs from its own eager attention by {about.difference_to_eager:.1e}."
     return text
 
 
@@ -202,5 +208,6 @@ def layer_medians(study: Study, like: Row) -> dict[str, float]:
     return {
         layer_name(layer): median(values)
         for scope, layer in study.maps
-        if scope == like.scope and (values := [row.value for row in study.largest(scope, layer) if row.n == like.n])
+        if scope == like.scope
+        and (values := [row.value for row in study.largest(scope, layer) if row.n == like.n])
     }

@@ -78,7 +78,9 @@ def _command(model: Model, reading: Reading, request: Request, who: Identity) ->
         "--random-init": card.random_init,
         "--lengths": ",".join(map(str, lengths)),
         "--samples": len(request.pairs) // len(lengths),
-        "--layers": ",".join(map(str, request.layers)) if len(request.layers) < model.layers else None,
+        "--layers": ",".join(map(str, request.layers))
+        if len(request.layers) < model.layers
+        else None,
         "--heads": ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None,
         "--tol": who.tol,
         "--gap": who.gap,
@@ -86,7 +88,9 @@ def _command(model: Model, reading: Reading, request: Request, who: Identity) ->
         "--seed": who.seed,
     }
     words = ["lipscope", "measure", card.name, *reading.option]
-    words += [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words += [
+        word for name, value in options.items() if value is not None for word in (name, str(value))
+    ]
     words += [word for scope in request.scopes for word in ("--scope", scope)]
     return shlex.join(words + (["--special-tokens"] if who.special_tokens else []))
 

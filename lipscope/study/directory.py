@@ -33,7 +33,9 @@ def become_writer(directory: Path) -> TextIO:
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; --out takes a directory.")
     if directory.is_dir() and not (directory / FILE).exists():
-        strangers = sorted(p.name for p in directory.iterdir() if p.name not in (LOCK, f"{FILE}-journal"))
+        strangers = sorted(
+            p.name for p in directory.iterdir() if p.name not in (LOCK, f"{FILE}-journal")
+        )
         if strangers:
             raise UserError(
                 f"{directory} is not a study and not empty (it holds {strangers[0]}); "
@@ -50,7 +52,9 @@ def become_writer(directory: Path) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
-        raise UserError(f"another run is writing to {directory}; wait for it, or give another --out.") from error
+        raise UserError(
+            f"another run is writing to {directory}; wait for it, or give another --out."
+        ) from error
     return lock
 
 
@@ -58,19 +62,27 @@ def connect_to_read(directory: Path) -> sqlite3.Connection:
     """A reading connection; on read-only media SQLite must be told that nobody writes."""
     path = directory / FILE
     if not directory.exists():
-        raise UserError(f"{directory} does not exist; `lipscope measure --out {directory}` would make it.")
+        raise UserError(
+            f"{directory} does not exist; `lipscope measure --out {directory}` would make it."
+        )
     if not path.is_file():
-        raise UserError(f"{directory} is not a study: it holds no {FILE}. Give the --out directory of a measure.")
+        raise UserError(
+            f"{directory} is not a study: it holds no {FILE}. Give the --out directory of a measure."
+        )
     uri = path.absolute().as_uri()
     writable = os.access(directory, os.W_OK) or path.with_name(f"{FILE}-wal").exists()
     with told(directory):
-        db = sqlite3.connect(f"{uri}?mode=ro" + ("" if writable else "&immutable=1"), uri=True, timeout=30)
+        db = sqlite3.connect(
+            f"{uri}?mode=ro" + ("" if writable else "&immutable=1"), uri=True, timeout=30
+        )
         require_study(db, directory)
     return db
 
 
 def require_study(db: sqlite3.Connection, directory: Path) -> None:
-    application, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+    application, version = (
+        db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
     if application != APPLICATION_ID:
         raise UserError(f"{directory} is not a study: its {FILE} was not written by lipscope.")
     if version > SCHEMA_VERSION:
@@ -105,4 +117,6 @@ def told(directory: Path | None) -> Iterator[None]:
     except sqlite3.DatabaseError as error:
         if "not a database" in str(error) or "malformed" in str(error):
             raise UserError(f"{directory} is not a study, or it is damaged: {error}.") from error
-        raise UserError(f"cannot use the study in {directory}: {error}. Is the disk full or read-only?") from error
+        raise UserError(
+            f"cannot use the study in {directory}: {error}. Is the disk full or read-only?"
+        ) from error

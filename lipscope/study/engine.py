@@ -77,7 +77,10 @@ class Workers:
                         if deaths[worker.job] < TRIES:
                             queue.put_back(worker.job)
                         else:
-                            yield Outcome(worker.job, failure=f"{message.how} with this job in hand, {TRIES} times")
+                            yield Outcome(
+                                worker.job,
+                                failure=f"{message.how} with this job in hand, {TRIES} times",
+                            )
         finally:
             for worker in crew:
                 worker.end()
@@ -119,7 +122,9 @@ class _Worker:
 
     def hear(self) -> Outcome | _Ready | _Death | None:
         """What the worker has to say, if anything."""
-        alive = self.process.is_alive()  # asked first: what a dead worker said last is still in the pipe
+        alive = (
+            self.process.is_alive()
+        )  # asked first: what a dead worker said last is still in the pipe
         try:
             if not self.pipe.poll():
                 return None if alive else self._death()
@@ -136,7 +141,9 @@ class _Worker:
         code = self.process.exitcode or 0
         self.pipe.close()
         return _Death(
-            f"the worker was killed by {signal.Signals(-code).name}" if code < 0 else f"the worker ended ({code})"
+            f"the worker was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"the worker ended ({code})"
         )
 
     def end(self) -> None:

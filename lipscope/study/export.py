@@ -26,7 +26,9 @@ class Writable(Protocol):
 TOKEN_COLUMNS = ("scope", "layer", "head", "n", "sample", "position", "token", "right", "left")
 
 
-def records(study: Study, tokens: bool = False) -> tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]:
+def records(
+    study: Study, tokens: bool = False
+) -> tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]:
     """Column names and records: the rows, or the tokens with both their norms."""
     return (TOKEN_COLUMNS, study.token_records()) if tokens else (COLUMNS, study.rows)
 
@@ -45,7 +47,9 @@ def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError("--parquet needs pyarrow; install it with: pip install 'lipscope[data]'") from error
+        raise UserError(
+            "--parquet needs pyarrow; install it with: pip install 'lipscope[data]'"
+        ) from error
     columns, found = records(study, tokens)
     names = {
         "layer": pa.int64(),
@@ -82,7 +86,8 @@ def as_dict(study: Study) -> dict[str, Any]:
             "growth_method": METHOD,
             "growth": [asdict(law) for at in study.maps if (law := study.law(*at)) is not None],
             "radius": [
-                {"scope": scope, "layer": layer, "R": study.radius(scope, layer)} for scope, layer in study.maps
+                {"scope": scope, "layer": layer, "R": study.radius(scope, layer)}
+                for scope, layer in study.maps
             ],
             "most_sensitive": _most_sensitive(study) if study.sigma else None,
             "failed": len(study.failed),
@@ -107,4 +112,6 @@ def _finite(value: Any) -> Any:
 
 def _quoted(found: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     token = TOKEN_COLUMNS.index("token")
-    return ((*record[:token], for_spreadsheet(record[token]), *record[token + 1 :]) for record in found)
+    return (
+        (*record[:token], for_spreadsheet(record[token]), *record[token + 1 :]) for record in found
+    )

@@ -56,4 +56,6 @@ def fit(scope: str, layer: int | None, points: Sequence[tuple[int, float]]) -> G
     squares = math.fsum((y - intercept - alpha * x) ** 2 for x, y in xy)
     half = float(stdtrit(count - 2, 0.5 + CONFIDENCE / 2)) * math.sqrt(squares / (count - 2) / sxx)
     rms = math.sqrt(squares / count)
-    return Growth(scope, layer, math.exp(intercept), alpha, alpha - half, alpha + half, rms, lengths, count)
+    return Growth(
+        scope, layer, math.exp(intercept), alpha, alpha - half, alpha + half, rms, lengths, count
+    )

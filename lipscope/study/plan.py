@@ -42,7 +42,9 @@ class Request:
     def _places(self) -> list[tuple[int | None, tuple[str, ...]]]:
         """(layer, scopes to measure there); None is the whole model."""
         inside = tuple(scope for scope in self.scopes if scope != WHOLE_MODEL)
-        places: list[tuple[int | None, tuple[str, ...]]] = [(layer, inside) for layer in self.layers if inside]
+        places: list[tuple[int | None, tuple[str, ...]]] = [
+            (layer, inside) for layer in self.layers if inside
+        ]
         return places + ([(None, (WHOLE_MODEL,))] if WHOLE_MODEL in self.scopes else [])
 
     def _missing(
@@ -58,7 +60,9 @@ class Request:
         def owed(sample: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
             targets = Job(n, (sample,), layer, scopes, all_heads).targets()
             left = [target for target in targets if target not in done]
-            return tuple(dict.fromkeys(t[0] for t in left)), tuple(t[2] for t in left if t[2] is not None)
+            return tuple(dict.fromkeys(t[0] for t in left)), tuple(
+                t[2] for t in left if t[2] is not None
+            )
 
         for (missing, heads), samples in groupby(sorted(group, key=owed), key=owed):
             if missing:

@@ -21,7 +21,9 @@ NUMERIC_VERSION = 3
 """Raised whenever the same inputs give other numbers than before: a study never mixes two of them."""
 
 
-def sigma(site: Site, n: int, samples: Sequence[int], settings: Settings) -> tuple[list[Row], list[Sensitivity]]:
+def sigma(
+    site: Site, n: int, samples: Sequence[int], settings: Settings
+) -> tuple[list[Row], list[Sensitivity]]:
     """One row and the token norms behind it for every member of the site, whose samples are `samples`."""
     began = time.perf_counter()
     solver = Solver(seed=_solver_seed(settings.seed, site, n, samples))
@@ -51,7 +53,9 @@ def sigma(site: Site, n: int, samples: Sequence[int], settings: Settings) -> tup
             ).check()
         )
         if known:
-            sensitivities.append(Sensitivity(*where, tuple(right[i].tolist()), tuple(left[i].tolist())))
+            sensitivities.append(
+                Sensitivity(*where, tuple(right[i].tolist()), tuple(left[i].tolist()))
+            )
     return rows, sensitivities
 
 

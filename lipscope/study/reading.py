@@ -47,11 +47,17 @@ def read(model: Model, text: Text, inputs: Any, choice: Choice) -> Reading:
             raise UserError("give a text or inputs, not both.")
         return _read_tensor(model, inputs, choice)
     if model.trunk.main_input_name == "pixel_values":
-        raise UserError(f"{model.card.name} reads pixels, not text; measure it from Python, with inputs=pixel values.")
+        raise UserError(
+            f"{model.card.name} reads pixels, not text; measure it from Python, with inputs=pixel values."
+        )
     if text is None:
-        return replace(_read_text(model, [default_text()], "Python's help topics", choice), option=())
+        return replace(
+            _read_text(model, [default_text()], "Python's help topics", choice), option=()
+        )
     if isinstance(text, Path):
-        return replace(_read_text(model, [read_file(text)], text.name, choice), option=("--text", text.name))
+        return replace(
+            _read_text(model, [read_file(text)], text.name, choice), option=("--text", text.name)
+        )
     if isinstance(text, str):
         return replace(_read_text(model, [text], "text", choice), option=("--text", "-"))
     if isinstance(text, Sequence) and text and all(isinstance(part, str) for part in text):
@@ -64,14 +70,18 @@ def read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from error
+        raise UserError(
+            f"{path} is not UTF-8 text (byte {error.start}); convert it first."
+        ) from error
     except OSError as error:
         raise UserError(f"cannot read the text {path}: {error.strerror}.") from error
 
 
 def _read_text(model: Model, parts: list[str], name: str, choice: Choice) -> Reading:
     if not any(part.strip() for part in parts):
-        raise UserError(f"the text is empty ({name}); give one with at least as many tokens as the shortest length.")
+        raise UserError(
+            f"the text is empty ({name}); give one with at least as many tokens as the shortest length."
+        )
     ids = tuple(i for part in parts for i in model.encode(part))
     check_vocabulary(model, ids)
     return _windows(model, ids, name, _digest(*(part.encode() for part in parts)), choice)
@@ -98,7 +108,9 @@ def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
         return _windows(model, tuple(i for row in rows for i in row), name, digest, choice)
     lengths = tuple(len(row) for row in rows)
     _check_positions(model, lengths)
-    return Reading(Rows(tuple(torch.tensor(row) for row in rows), lengths, digest), name, sum(lengths))
+    return Reading(
+        Rows(tuple(torch.tensor(row) for row in rows), lengths, digest), name, sum(lengths)
+    )
 
 
 def _id_rows(text: Text) -> list[list[int]]:
@@ -123,7 +135,9 @@ def _windows(model: Model, ids: tuple[int, ...], name: str, digest: str, choice:
     before, after = special_frame(model) if choice.special_tokens else ((), ())
     room = len(ids) + len(before) + len(after)
     lengths = _lengths(model, room, len(before) + len(after), choice.lengths)
-    return Reading(Windows(ids, lengths, choice.samples, choice.seed, digest, before, after), name, len(ids))
+    return Reading(
+        Windows(ids, lengths, choice.samples, choice.seed, digest, before, after), name, len(ids)
+    )
 
 
 def _lengths(model: Model, room: int, frame: int, asked: Sequence[int] | None) -> tuple[int, ...]:
@@ -134,7 +148,9 @@ def _lengths(model: Model, room: int, frame: int, asked: Sequence[int] | None) -
         asked = fitting or DEFAULT_LENGTHS[:1]
     lengths = tuple(sorted(set(asked)))
     if not lengths or lengths[0] <= frame:
-        raise UserError(f"a length must be at least {frame + 1}, got {lengths[0] if lengths else 'none'}.")
+        raise UserError(
+            f"a length must be at least {frame + 1}, got {lengths[0] if lengths else 'none'}."
+        )
     _check_positions(model, lengths)
     too_long = [n for n in lengths if n > room]
     if too_long:
@@ -158,7 +174,9 @@ def special_frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     bare, framed = tuple(model.encode("a")), tuple(model.encode("a", special_tokens=True))
     starts = [i for i in range(len(framed) - len(bare) + 1) if framed[i : i + len(bare)] == bare]
     if not starts:
-        raise UserError("the tokenizer does not put its special tokens around a text; leave special tokens out.")
+        raise UserError(
+            "the tokenizer does not put its special tokens around a text; leave special tokens out."
+        )
     return framed[: starts[0]], framed[starts[0] + len(bare) :]
 
 
@@ -168,7 +186,11 @@ def _read_tensor(model: Model, inputs: Any, choice: Choice) -> Reading:
     pixels = model.trunk.main_input_name == "pixel_values"
     rank = 4 if pixels else 3
     what = "pixel values [B, channels, height, width]" if pixels else "embeddings [B, n, d]"
-    if not isinstance(inputs, torch.Tensor) or not inputs.is_floating_point() or inputs.ndim not in (rank - 1, rank):
+    if (
+        not isinstance(inputs, torch.Tensor)
+        or not inputs.is_floating_point()
+        or inputs.ndim not in (rank - 1, rank)
+    ):
         shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
         raise UserError(f"inputs of this model are {what}, floating point, got {shape}.")
     inputs = inputs.detach().cpu()
@@ -177,7 +199,9 @@ def _read_tensor(model: Model, inputs: Any, choice: Choice) -> Reading:
         raise UserError("inputs must be finite, and at least one of them.")
     n = _tokens_of_pixels(model, rows[0]) if pixels else inputs.shape[-2]
     _check_positions(model, (n,))
-    digest = _digest(str(tuple(inputs.shape)).encode(), inputs.double().contiguous().numpy().tobytes())
+    digest = _digest(
+        str(tuple(inputs.shape)).encode(), inputs.double().contiguous().numpy().tobytes()
+    )
     return Reading(Rows(rows, (n,) * len(rows), digest), what.split(" [")[0], n * len(rows))
 
 

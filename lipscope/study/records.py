@@ -56,7 +56,9 @@ class Row(NamedTuple):
         """This row, once it says nothing that cannot be true."""
         if math.isnan(self.value):
             if not self.failing:
-                raise ValueError(f"status {self.status!r} promises a value, and there is none: {self}")
+                raise ValueError(
+                    f"status {self.status!r} promises a value, and there is none: {self}"
+                )
         elif not self.lower <= self.value <= self.upper:
             raise ValueError(f"lower <= value <= upper does not hold: {self}")
         return self
@@ -123,7 +125,21 @@ class Job(NamedTuple):
         """The rows of a job that could not be done, and why."""
         nan, status = math.nan, f"{FAILED}: {' '.join(reason.split())}"
         return tuple(
-            Row("sigma", *target, "local", "2", nan, 0.0, math.inf, nan, status, nan, dtype, device, nan)
+            Row(
+                "sigma",
+                *target,
+                "local",
+                "2",
+                nan,
+                0.0,
+                math.inf,
+                nan,
+                status,
+                nan,
+                dtype,
+                device,
+                nan,
+            )
             for target in self.targets()
         )
 

@@ -63,7 +63,9 @@ def measure(
         request = _request(model, reading, layers, heads, scopes)
     engine = _engine(model, reading, settings, workers)
     who = identity(model, reading, settings, special_tokens)
-    store = Store.create(None if out is None else Path(out), StudyInfo(who, about(model, reading, request, who)))
+    store = Store.create(
+        None if out is None else Path(out), StudyInfo(who, about(model, reading, request, who))
+    )
     try:
         jobs = request.jobs(store.done(SIGMA))
         store.write_samples(sample_texts(model, reading, jobs))
@@ -118,14 +120,18 @@ def _request(
     chosen = range(model.layers) if layers is None else tuple(dict.fromkeys(layers))
     for layer in chosen:
         if not 0 <= layer < model.layers:
-            raise UserError(f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}.")
+            raise UserError(
+                f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}."
+            )
     model.check_heads(heads, chosen)
     pairs = tuple(reading.inputs.pairs)
     trial = survey(model, reading.inputs, pairs[0][0], pairs[0][1:])
     numbers: dict[int, tuple[int, ...]] = {}
     for layer in chosen:
         sites = [trial.site(scope, layer, heads) for scope in wanted if scope != WHOLE_MODEL]
-        numbers[layer] = tuple(head for site in sites for _, head in site.members if head is not None)
+        numbers[layer] = tuple(
+            head for site in sites for _, head in site.members if head is not None
+        )
     if WHOLE_MODEL in wanted:
         trial.site(WHOLE_MODEL)
     return Request(pairs, tuple(chosen), numbers, wanted)
@@ -135,6 +141,8 @@ def _engine(model: Model, reading: Reading, settings: Settings, workers: int) ->
     if workers == 1:
         return InProcess(SigmaWork(model, reading.inputs, settings))
     if not model.owned:
-        raise UserError("a module given as an object is measured in this process; use workers=1, or give its path.")
+        raise UserError(
+            "a module given as an object is measured in this process; use workers=1, or give its path."
+        )
     threads = max(1, (os.cpu_count() or 1) // workers)
     return Workers(StartSigmaWork(model.card, reading.inputs, settings, threads), workers)

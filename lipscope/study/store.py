@@ -53,7 +53,9 @@ class Store:
     A write is one transaction: all of a job or nothing. When `write` returns, the rows are on disk.
     """
 
-    def __init__(self, connection: sqlite3.Connection, directory: Path | None, lock: TextIO | None = None) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, directory: Path | None, lock: TextIO | None = None
+    ) -> None:
         self._db = connection
         self._lock = lock
         self.directory = directory
@@ -66,7 +68,9 @@ class Store:
             store._initialise(info)
             return store
         lock = become_writer(directory)
-        store = cls(sqlite3.connect(directory / FILE, isolation_level=None, timeout=30), directory, lock)
+        store = cls(
+            sqlite3.connect(directory / FILE, isolation_level=None, timeout=30), directory, lock
+        )
         try:
             with told(directory):
                 store._prepare(directory, info)
@@ -94,7 +98,9 @@ class Store:
 
     def info(self) -> StudyInfo:
         identity, about = (
-            json.loads(self._db.execute("SELECT value FROM info WHERE key = ?", (key,)).fetchone()[0])
+            json.loads(
+                self._db.execute("SELECT value FROM info WHERE key = ?", (key,)).fetchone()[0]
+            )
             for key in ("identity", "about")
         )
         return StudyInfo(Identity(**identity), About(**about))
@@ -123,7 +129,9 @@ class Store:
     def rows(self, probe: str | None = None) -> list[Row]:
         """All rows, or those of one probe, in an order that does not depend on when they came."""
         where, values = ("", ()) if probe is None else (" WHERE probe = ?", (probe,))
-        found = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM rows{where} ORDER BY {_ORDER}", values)
+        found = self._db.execute(
+            f"SELECT {', '.join(COLUMNS)} FROM rows{where} ORDER BY {_ORDER}", values
+        )
         return [_row(record) for record in found]
 
     def done(self, probe: str) -> set[tuple[str, int | None, int | None, int, int]]:
@@ -132,19 +140,27 @@ class Store:
         return set(self._db.execute(query, (probe,)))
 
     def sample(self, n: int, sample: int) -> Sample:
-        found = self._db.execute("SELECT tokens FROM samples WHERE n = ? AND sample = ?", (n, sample)).fetchone()
+        found = self._db.execute(
+            "SELECT tokens FROM samples WHERE n = ? AND sample = ?", (n, sample)
+        ).fetchone()
         return Sample(n, sample, tuple(json.loads(found[0])) if found else ())
 
-    def sensitivity(self, scope: str, layer: int | None, head: int | None, n: int, sample: int) -> Sensitivity | None:
+    def sensitivity(
+        self, scope: str, layer: int | None, head: int | None, n: int, sample: int
+    ) -> Sensitivity | None:
         """The token norms behind one row."""
         key = (scope, -1 if layer is None else layer, -1 if head is None else head, n, sample)
-        where = "scope = ? AND ifnull(layer, -1) = ? AND ifnull(head, -1) = ? AND n = ? AND sample = ?"
+        where = (
+            "scope = ? AND ifnull(layer, -1) = ? AND ifnull(head, -1) = ? AND n = ? AND sample = ?"
+        )
         found = self._db.execute(f"SELECT * FROM sensitivities WHERE {where}", key).fetchone()
         return _sensitivity(found) if found else None
 
     def sensitivities(self) -> Iterator[Sensitivity]:
         """All token norms, in an order that does not depend on when they came."""
-        for record in self._db.execute("SELECT * FROM sensitivities ORDER BY scope, n, sample, layer, head"):
+        for record in self._db.execute(
+            "SELECT * FROM sensitivities ORDER BY scope, n, sample, layer, head"
+        ):
             yield _sensitivity(record)
 
     def _prepare(self, directory: Path, info: StudyInfo) -> None:
@@ -188,7 +204,11 @@ def _row(record: tuple[Any, ...]) -> Row:
     """SQLite keeps NaN as NULL."""
     row = Row._make(record)
     if row.value is None or row.residual is None or row.radius is None or row.seconds is None:
-        nans = {k: math.nan for k in ("value", "residual", "radius", "seconds") if getattr(row, k) is None}
+        nans = {
+            k: math.nan
+            for k in ("value", "residual", "radius", "seconds")
+            if getattr(row, k) is None
+        }
         return row._replace(**nans)
     return row
 

@@ -75,7 +75,11 @@ class Study:
 
         Bounds from theorems and numbers that were only evaluated hold without one.
         """
-        return [row for row in self.rows if row.kind == CERTIFIED and row.upper < math.inf and not row.failing]
+        return [
+            row
+            for row in self.rows
+            if row.kind == CERTIFIED and row.upper < math.inf and not row.failing
+        ]
 
     @property
     def joint_failure(self) -> float:
@@ -101,7 +105,9 @@ class Study:
     def maps(self) -> list[tuple[str, int | None]]:
         """(scope, layer) of everything measured, layer by layer."""
         found = {(row.scope, row.layer) for row in self.sigma}
-        return sorted(found, key=lambda item: (item[1] is None, item[1] or 0, self._scope_order(item[0])))
+        return sorted(
+            found, key=lambda item: (item[1] is None, item[1] or 0, self._scope_order(item[0]))
+        )
 
     @cached_property
     def _largest(self) -> dict[tuple[str, int | None], dict[tuple[int, int], Row]]:
@@ -127,14 +133,19 @@ class Study:
     def radius(self, scope: str, layer: int | None) -> dict[int, float]:
         """R(n): per length, the median over samples of the largest norm of a token at the map's input."""
         rows = self.largest(scope, layer)
-        return {n: median(row.radius for row in rows if row.n == n) for n in sorted({row.n for row in rows})}
+        return {
+            n: median(row.radius for row in rows if row.n == n)
+            for n in sorted({row.n for row in rows})
+        }
 
     def growth(self) -> list[Growth]:
         """sigma ~ C n^alpha for every layer and scope with enough lengths, by `lipscope.study.growth.METHOD`."""
         laws = [law for scope, layer in self.maps if (law := self.law(scope, layer)) is not None]
         if not laws and self.maps:
             scope, layer = self.maps[0]
-            fit(scope, layer, [(row.n, row.value) for row in self.largest(scope, layer)])  # says what is missing
+            fit(
+                scope, layer, [(row.n, row.value) for row in self.largest(scope, layer)]
+            )  # says what is missing
         return laws
 
     def peak(self) -> Row:
@@ -142,7 +153,9 @@ class Study:
         scopes = [scope for scope, _ in self.maps]
         scope = "attention" if "attention" in scopes else scopes[0]
         longest = max(row.n for row in self.sigma if row.scope == scope)
-        return max((r for r in self.sigma if r.scope == scope and r.n == longest), key=lambda r: r.value)
+        return max(
+            (r for r in self.sigma if r.scope == scope and r.n == longest), key=lambda r: r.value
+        )
 
     def tokens(
         self,
@@ -163,10 +176,20 @@ class Study:
                 f"layer {layer} was not measured; this study has {sorted({str(at) for _, at in self.maps})}."
             )
         scope = scope or next((s for s in scopes if s != "heads"), scopes[0])
-        rows = [r for r in self.sigma if (r.scope, r.layer) == (scope, layer) and (head is None or r.head == head)]
-        rows = [r for r in rows if r.n == (n or max(x.n for x in rows)) and (sample is None or r.sample == sample)]
+        rows = [
+            r
+            for r in self.sigma
+            if (r.scope, r.layer) == (scope, layer) and (head is None or r.head == head)
+        ]
+        rows = [
+            r
+            for r in rows
+            if r.n == (n or max(x.n for x in rows)) and (sample is None or r.sample == sample)
+        ]
         if not rows:
-            raise UserError(f"nothing was measured at layer {layer}, {scope}, n = {n}, sample {sample}, head {head}.")
+            raise UserError(
+                f"nothing was measured at layer {layer}, {scope}, n = {n}, sample {sample}, head {head}."
+            )
         row = max(rows, key=lambda r: r.value)
         return self.tokens_of(row)
 
@@ -174,9 +197,14 @@ class Study:
         """The tokens behind one row."""
         found = self._store.sensitivity(row.scope, row.layer, row.head, row.n, row.sample)
         if found is None:
-            raise UserError(f"the study kept no token norms for layer {row.layer}, scope {row.scope}, n = {row.n}.")
+            raise UserError(
+                f"the study kept no token norms for layer {row.layer}, scope {row.scope}, n = {row.n}."
+            )
         words = self._store.sample(row.n, row.sample).tokens or tuple(f"#{i}" for i in range(row.n))
-        return [Token(i, *item) for i, item in enumerate(zip(words, found.right, found.left, strict=True))]
+        return [
+            Token(i, *item)
+            for i, item in enumerate(zip(words, found.right, found.left, strict=True))
+        ]
 
     def token_records(self) -> Iterator[tuple[Any, ...]]:
         """(scope, layer, head, n, sample, position, token, right, left) for every token of every map."""
@@ -191,7 +219,9 @@ class Study:
         try:
             import pandas as pd
         except ImportError as error:
-            raise UserError("to_dataframe needs pandas; install it with: pip install 'lipscope[data]'") from error
+            raise UserError(
+                "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
+            ) from error
         frame = pd.DataFrame.from_records(self.rows, columns=list(COLUMNS))
         return frame.astype({"layer": "Int64", "head": "Int64"})
 
@@ -207,7 +237,9 @@ class Study:
 
         return growth(self, ax, scope)
 
-    def plot_tokens(self, ax: Any = None, *, layer: int | None = None, scope: str | None = None) -> Any:
+    def plot_tokens(
+        self, ax: Any = None, *, layer: int | None = None, scope: str | None = None
+    ) -> Any:
         """The tokens of a layer (the roughest, unless told) by their part in its largest change; Axes in and out."""
         from lipscope.report.figures import tokens
 
@@ -231,6 +263,8 @@ class Study:
 
 def _default_confidence() -> float:
     """That of float64 searches in a study whose own dtype gives no upper bound, and keeps 0."""
-    from lipscope.linalg.spectral import Solver  # brings torch, which reading a study can do without
+    from lipscope.linalg.spectral import (
+        Solver,
+    )  # brings torch, which reading a study can do without
 
     return 1 - Solver().failure

@@ -87,5 +87,7 @@ class StartSigmaWork:
             random_init=card.random_init,
         )
         if model.card.weights != card.weights:
-            raise UserError(f"the weights of {card.name} changed while they were being measured; start a new study.")
+            raise UserError(
+                f"the weights of {card.name} changed while they were being measured; start a new study."
+            )
         return SigmaWork(model, self.inputs, self.settings)

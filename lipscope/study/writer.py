@@ -12,7 +12,12 @@ Progress = Callable[[float, float], None]
 """Called with the work done and the whole of it, in the same unit, at the start and after every job."""
 
 
-def keep(outcomes: Generator[Outcome], store: Store, jobs: Sequence[Job], progress: Progress | None = None) -> None:
+def keep(
+    outcomes: Generator[Outcome],
+    store: Store,
+    jobs: Sequence[Job],
+    progress: Progress | None = None,
+) -> None:
     """Takes every outcome to the store; Ctrl-C leaves a note that says how to go on."""
     total, done, kept = sum(job.weight for job in jobs), 0.0, 0
     report = progress or (lambda done, total: None)

@@ -17,7 +17,15 @@ _CONTENTS = {
 }
 
 __getattr__, __dir__ = contents(__name__, _CONTENTS)
-__all__ = ["REGISTRY", "Bound", "BoundRow", "BoundRows", "FactoredAttention", "bounds", "network_bound"]
+__all__ = [
+    "REGISTRY",
+    "Bound",
+    "BoundRow",
+    "BoundRows",
+    "FactoredAttention",
+    "bounds",
+    "network_bound",
+]
 
 if TYPE_CHECKING:
     from lipscope.theorems.composition import network_bound as network_bound

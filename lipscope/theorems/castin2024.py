@@ -35,7 +35,9 @@ def theorem_upper(f: SelfAttention, domain: Domain) -> float:
 
     def head(h: Head) -> float:
         a = reach(h, R)
-        return up(math.sqrt(3) * h.V_norm * math.hypot(a.query, 2 * math.sqrt(n) * a.key, math.sqrt(n)))
+        return up(
+            math.sqrt(3) * h.V_norm * math.hypot(a.query, 2 * math.sqrt(n) * a.key, math.sqrt(n))
+        )
 
     return over_heads(f, head)
 
@@ -126,7 +128,9 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     if crowd.numel() == 0:
         return 0.0, torch.zeros(n, h.d, dtype=torch.float64)
     _, vectors = torch.linalg.eigh((h.A + h.A.T) / 2)
-    ends = vectors[:, torch.unique(torch.tensor([*range(min(4, h.d)), *range(max(0, h.d - 4), h.d)]))].T
+    ends = vectors[
+        :, torch.unique(torch.tensor([*range(min(4, h.d)), *range(max(0, h.d - 4), h.d)]))
+    ].T
     units = torch.cat([ends, -ends])
     units = units / length_up(units)[:, None]
     grid = max(17, min(257, (1 << 18) // len(crowd)))
@@ -193,7 +197,9 @@ def _saturated(f: SelfAttention, domain: Domain) -> tuple[float, float, float]:
     seen = features(h, domain.X)
     query, _, keys = terms(h, domain.X)
     chosen = _selection(h, domain.X)
-    away = norm_up(seen.P - chosen).item() + (seen.P_slack.square().sum().sqrt().item() + TINY) * (1 + gamma(64))
+    away = norm_up(seen.P - chosen).item() + (seen.P_slack.square().sum().sqrt().item() + TINY) * (
+        1 + gamma(64)
+    )
     limit = h.V_norm * math.sqrt(chosen.sum(dim=0).max().item())
     # V_norm is an upper bound; the lower use of the limit must not exceed the true norm.
     excess = 2 * gamma(h.d**2 + h.steps) * (h.V_norm + h.V_size) * math.sqrt(domain.n)
@@ -205,7 +211,9 @@ def _has_real_eigenvalue(f: SelfAttention, _: Domain) -> bool:
 
 
 ONE_HEAD = Hypothesis("one head", lambda f, _: f.heads == 1)
-REAL_EIGENVALUE = Hypothesis("A = K'Q/sqrt(k) has a real eigenvalue (in every head)", _has_real_eigenvalue)
+REAL_EIGENVALUE = Hypothesis(
+    "A = K'Q/sqrt(k) has a real eigenvalue (in every head)", _has_real_eigenvalue
+)
 PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
 
 BOUNDS = (

@@ -60,14 +60,33 @@ def base(h: Head, X: Tensor) -> Base:
     Q, Q_off = narrow(h.one.Q)
     K_size, Q_size = frobenius_up(h.one.K), frobenius_up(h.one.Q)
     b, a = s * (seen.q @ K), s * (seen.k @ Q)
-    b_slack = abs(s) * K_size * (seen.q_slack + length_up(seen.q) * (K_off + gamma(h.steps))) * (1 + gamma(16))
-    a_slack = abs(s) * Q_size * (seen.k_slack + length_up(seen.k) * (Q_off + gamma(h.steps))) * (1 + gamma(16))
+    b_slack = (
+        abs(s)
+        * K_size
+        * (seen.q_slack + length_up(seen.q) * (K_off + gamma(h.steps)))
+        * (1 + gamma(16))
+    )
+    a_slack = (
+        abs(s)
+        * Q_size
+        * (seen.k_slack + length_up(seen.k) * (Q_off + gamma(h.steps)))
+        * (1 + gamma(16))
+    )
     whole_a = s * (seen.k @ h.one.Q)
     own = length_up(s * (seen.q @ h.one.K) + whole_a - seen.P @ whole_a)
     # The same centre in two coordinate systems: it may differ by the errors of both.
     own = own + b_slack + a_slack + 4 * a_slack.max() + 4 * gamma(n + 8) * length_up(whole_a).max()
     a_centred = centred(seen, a, a_slack)
-    return Base(h, seen, b, b_slack, length_up(b) + b_slack, centred(seen, seen.v, seen.v_slack), a_centred, own)
+    return Base(
+        h,
+        seen,
+        b,
+        b_slack,
+        length_up(b) + b_slack,
+        centred(seen, seen.v, seen.v_slack),
+        a_centred,
+        own,
+    )
 
 
 def weights_within(x: Base, rho: float) -> Tensor:
@@ -81,7 +100,9 @@ def weights_within(x: Base, rho: float) -> Tensor:
     fall = torch.exp(-delta) * (1 - 8 * U - 4 * U * delta).clamp_min(0)
     high = torch.where(seen.seen, seen.P.clamp_min(TINY), 0.0) * rise
     low = torch.where(seen.P > TINY, seen.P, 0.0) * fall
-    others = ((low.sum(1, keepdim=True) * (1 - gamma(n + 4)) - low * (1 + 4 * U)) * (1 - 4 * U)).clamp_min(0)
+    others = (
+        (low.sum(1, keepdim=True) * (1 - gamma(n + 4)) - low * (1 + 4 * U)) * (1 - 4 * U)
+    ).clamp_min(0)
     monotone = torch.where(high.isinf(), 1.0, high / (high + others).clamp_min(TINY))
     row = length_up(seen.P) * torch.exp(seen.log_slack) * (1 + gamma(n + 8))
     mean = (x.b_long * row * rho + A * rho * rho + x.a.mean * rho) * (1 + 20 * U)
@@ -140,7 +161,11 @@ def third_cumulant(x: Base, s: Spread, rho: float) -> Tensor:
     core = torch.minimum(v_max * s.a_size, a_max * s.v_size)
     if len(s.P) <= GRAM:
         core = torch.minimum(core, _gram(x, s))
-    shifts = V * rho * (s.root * x.a_far).amax(1) + A * rho * (s.root * x.v_far).amax(1) + V * A * rho * rho * s.pi
+    shifts = (
+        V * rho * (s.root * x.a_far).amax(1)
+        + A * rho * (s.root * x.v_far).amax(1)
+        + V * A * rho * rho * s.pi
+    )
     return core + shifts + s.sigma * s.e_a + s.e_v * s.q
 
 
@@ -159,8 +184,16 @@ def second_derivative(x: Base, rho: float) -> float:
     s = spread(x, rho)
     n, d = len(s.P), x.h.d
     query = (V * s.pi * s.q + s.sigma * s.pi * A + s.tau * third_cumulant(x, s, rho)).max()
-    values = V * torch.minimum(s.pi.max() * s.T, (s.P * s.tau[:, None].square()).sum(0).max().sqrt())
-    total = query + values + _keys_through_scores(x, s, rho) + V * _keys_through_tokens(s) + (s.sigma * s.pi).max() * A
+    values = V * torch.minimum(
+        s.pi.max() * s.T, (s.P * s.tau[:, None].square()).sum(0).max().sqrt()
+    )
+    total = (
+        query
+        + values
+        + _keys_through_scores(x, s, rho)
+        + V * _keys_through_tokens(s)
+        + (s.sigma * s.pi).max() * A
+    )
     return up(total.item(), 2 * n + d + x.h.V.shape[0] + 200)
 
 

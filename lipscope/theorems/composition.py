@@ -51,7 +51,10 @@ class LayerNorm:
 
     def __call__(self, X: Tensor) -> Tensor:
         centred = X - X.mean(dim=-1, keepdim=True)
-        return self.weight * centred / (centred.square().mean(dim=-1, keepdim=True) + self.eps).sqrt() + self.bias
+        return (
+            self.weight * centred / (centred.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
+            + self.bias
+        )
 
     @cached_property
     def norm(self) -> float:
@@ -84,7 +87,10 @@ class Affine:
         return norm_up(self.W.double()).item()
 
     def radius(self, R: float) -> float:
-        return up(self.lipschitz(R, 1) * R + (0.0 if self.b is None else length_up(self.b.double()).item()))
+        return up(
+            self.lipschitz(R, 1) * R
+            + (0.0 if self.b is None else length_up(self.b.double()).item())
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +102,9 @@ class Pointwise:
 
     def __post_init__(self) -> None:
         if self.function(torch.zeros(1)).item() != 0:
-            raise UserError("Pointwise needs an activation with function(0) = 0; shift it into the affine map after it")
+            raise UserError(
+                "Pointwise needs an activation with function(0) = 0; shift it into the affine map after it"
+            )
 
     def __call__(self, X: Tensor) -> Tensor:
         return self.function(X)

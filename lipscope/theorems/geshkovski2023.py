@@ -53,7 +53,9 @@ def masked_prices(p: float) -> dict[float, float]:
     return {q: math.log(q / (q - 1)) for q in tried if q > 1}
 
 
-def transport_upper(p: float, prices: dict[float, float]) -> Callable[[SelfAttention, Domain], float]:
+def transport_upper(
+    p: float, prices: dict[float, float]
+) -> Callable[[SelfAttention, Domain], float]:
     """In W_p or d_p, the least of ||V|| (a + (1 + c a_b) (k e^(2 a_b))^(q/p)) over q.
 
     c = max(1, 2^(2q/p - 1)), and log k = prices[q] is what the mask costs. Proof:
@@ -63,7 +65,9 @@ def transport_upper(p: float, prices: dict[float, float]) -> Callable[[SelfAtten
     def theorem(f: SelfAttention, domain: Domain) -> float:
         def formula(a: float, b: float) -> float:
             tried = ((q / p, k) for q, k in prices.items())
-            return a + min((1 + max(1, 2 ** (2 * t - 1)) * b) * exp_up(t * (2 * b + k)) for t, k in tried)
+            return a + min(
+                (1 + max(1, 2 ** (2 * t - 1)) * b) * exp_up(t * (2 * b + k)) for t, k in tried
+            )
 
         # Heads side by side add as squares only from p = 2 on; below, as p-th powers.
         return up(f.heads ** max(0.0, 1 / p - 1 / 2) * _over_heads(f, domain, formula))
@@ -76,7 +80,9 @@ def largest_token_upper(f: SelfAttention, domain: Domain) -> float:
     return _over_heads(f, domain, lambda a, b: 1 + a + b)
 
 
-def _over_heads(f: SelfAttention, domain: Domain, formula: Callable[[float, float], float]) -> float:
+def _over_heads(
+    f: SelfAttention, domain: Domain, formula: Callable[[float, float], float]
+) -> float:
     assert isinstance(domain, Ball)
 
     def head(h: Head) -> float:

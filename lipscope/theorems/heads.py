@@ -34,7 +34,9 @@ class Sight:
             return "causal" if f.causal else "full"
         whole = torch.ones_like(self.seen)
         if self.additive is not None or not torch.equal(self.seen, whole):
-            return "causal" if self.additive is None and torch.equal(self.seen, whole.tril()) else None
+            return (
+                "causal" if self.additive is None and torch.equal(self.seen, whole.tril()) else None
+            )
         return "full"
 
     @property
@@ -48,15 +50,23 @@ class Sight:
         f, n = self.f, self.n
         boolean = f.mask if f.mask is None or f.mask.dtype == torch.bool else f.mask > -math.inf
         mask = None if boolean is None else boolean[None]
-        seen = Pattern(f.causal, f.window, None, mask, f.padding, f.padding).visible(n, n, f.Q.device)
-        return torch.ones(n, n, dtype=torch.bool) if seen is None else seen.reshape(seen.shape[-2:]).expand(n, n)
+        seen = Pattern(f.causal, f.window, None, mask, f.padding, f.padding).visible(
+            n, n, f.Q.device
+        )
+        return (
+            torch.ones(n, n, dtype=torch.bool)
+            if seen is None
+            else seen.reshape(seen.shape[-2:]).expand(n, n)
+        )
 
     @cached_property
     def counts(self) -> Tensor:
         """How many keys each query sees, [n]."""
         if self.order is None:
             return self.seen.sum(dim=1)
-        return torch.arange(1, self.n + 1) if self.order == "causal" else torch.full((self.n,), self.n)
+        return (
+            torch.arange(1, self.n + 1) if self.order == "causal" else torch.full((self.n,), self.n)
+        )
 
     @cached_property
     def most_keys(self) -> int:
@@ -165,7 +175,9 @@ class Head:
 
     @cached_property
     def A_size(self) -> float:
-        return up(abs(self.scale) * frobenius_up(self.one.K).item() * frobenius_up(self.one.Q).item())
+        return up(
+            abs(self.scale) * frobenius_up(self.one.K).item() * frobenius_up(self.one.Q).item()
+        )
 
     @cached_property
     def A_norm(self) -> float:
@@ -183,7 +195,9 @@ class Head:
 
     @cached_property
     def beta_size(self) -> float:
-        return up(abs(self.scale) * frobenius_up(self.one.K).item() * length_up(self.query_bias).item())
+        return up(
+            abs(self.scale) * frobenius_up(self.one.K).item() * length_up(self.query_bias).item()
+        )
 
     @cached_property
     def beta_norm(self) -> float:
@@ -246,7 +260,10 @@ def reach(head: Head, R: float) -> Reach:
     From Q and K apart where A does not tell all: with rope it depends on positions, under a softcap b_k counts.
     """
     kernel, bk = head.one.kernel, head.one.biases[1] if head.one.biases else None
-    rotated, capped = isinstance(kernel, Dot) and kernel.rope is not None, kernel.softcap is not None
+    rotated, capped = (
+        isinstance(kernel, Dot) and kernel.rope is not None,
+        kernel.softcap is not None,
+    )
     if rotated or (capped and bk is not None):
         s = abs(head.scale) * (rope_stretch(head.one) or 1.0) ** 2
         q, k = norm_up(head.one.Q).item(), norm_up(head.one.K).item()
@@ -256,7 +273,9 @@ def reach(head: Head, R: float) -> Reach:
     else:
         query, key = head.A_norm * R * R, R * (head.A_norm * R + head.beta_norm)
         score_range = 2 * key
-    score_range = min(score_range, 2 * kernel.softcap) if kernel.softcap is not None else score_range
+    score_range = (
+        min(score_range, 2 * kernel.softcap) if kernel.softcap is not None else score_range
+    )
     return Reach(up(query), up(key), up(score_range))
 
 

@@ -19,7 +19,17 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.distance_columns import column_distance, column_sum, key_reaction
 from lipscope.theorems.factored_values import Split, Way, splits, whole_rest
 from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, sight
-from lipscope.theorems.rounding import TINY, down, frobenius_up, gamma, norm_down, norm_up, row_sum_up, scaled_up, up
+from lipscope.theorems.rounding import (
+    TINY,
+    down,
+    frobenius_up,
+    gamma,
+    norm_down,
+    norm_up,
+    row_sum_up,
+    scaled_up,
+    up,
+)
 from lipscope.theorems.statement import (
     DISTANCE,
     DOT,
@@ -79,7 +89,11 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
 
 def distance_reaction(seen: Sight) -> float:
     """What L2 attention with identity weights reacts with at most, in norm 2."""
-    return up(math.sqrt(column_sum(seen)) + 2 * mean_distance(seen.most_keys) + 2 * math.sqrt(key_reaction(seen)))
+    return up(
+        math.sqrt(column_sum(seen))
+        + 2 * mean_distance(seen.most_keys)
+        + 2 * math.sqrt(key_reaction(seen))
+    )
 
 
 def _left_over(f: SelfAttention, domain: Domain, seen: Sight, way: Way) -> float:
@@ -128,7 +142,9 @@ def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
         lefts.append(M / m if m > 0 else M)
         rest = max(rest, drift / m if m > 0 else 0.0)
     top = max(powers)
-    right = torch.cat([torch.ldexp(Q, torch.tensor(power - top)) for Q, power in zip(rights, powers, strict=True)])
+    right = torch.cat(
+        [torch.ldexp(Q, torch.tensor(power - top)) for Q, power in zip(rights, powers, strict=True)]
+    )
     rounding = gamma(2 * sum(M.shape[0] for M in lefts) + 16)
     across = up(_spectral(right) + rounding * _size(right))
     if f.O is None:
@@ -178,7 +194,9 @@ def quadratic_lower(f: SelfAttention, domain: Domain) -> float:
 
 def quadratic_witness(f: SelfAttention, domain: Domain) -> Tensor:
     """Zero where a token sees all, R u and -R u in turn elsewhere."""
-    return max((_quadratic_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda case: case[0])[1]
+    return max(
+        (_quadratic_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda case: case[0]
+    )[1]
 
 
 def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
@@ -228,17 +246,30 @@ FACTORED = Hypothesis(
     "by definition, because Q is invertible on the tokens, or to the last bit",
     lambda f, domain: not isinstance(domain, Everywhere) or bool(splits(f, domain)),
 )
-ONE_SEES_ALL = Hypothesis("some token sees all tokens", lambda f, d: bool((sight(f, d.n).counts == d.n).any()))
+ONE_SEES_ALL = Hypothesis(
+    "some token sees all tokens", lambda f, d: bool((sight(f, d.n).counts == d.n).any())
+)
 
 
 def _tied_biases(f: SelfAttention) -> bool:
     bq, bk, _ = f.biases or (None, None, None)
-    return (bq is None and bk is None) or (bq is not None and bk is not None and torch.equal(bq, bk))
+    return (bq is None and bk is None) or (
+        bq is not None and bk is not None and torch.equal(bq, bk)
+    )
 
 
 RESIDUAL = "and, where V is not M Q, a term that grows with the tokens: docs/theory/bounds.md#values-that-do-not-factor"
 L2_HYPOTHESES = (DISTANCE, PLAIN_SCORES, NO_ADDITIVE, TIED, SELF_SEEN, FACTORED)
-DOT_HYPOTHESES = (DOT, PLAIN_SCORES, NO_ROPE, NO_ADDITIVE, NO_QUERY_BIAS, HEADS_APART, TWO_TOKENS, ONE_SEES_ALL)
+DOT_HYPOTHESES = (
+    DOT,
+    PLAIN_SCORES,
+    NO_ROPE,
+    NO_ADDITIVE,
+    NO_QUERY_BIAS,
+    HEADS_APART,
+    TWO_TOKENS,
+    ONE_SEES_ALL,
+)
 
 BOUNDS = (
     Bound(
@@ -248,7 +279,8 @@ BOUNDS = (
         (Ball, Everywhere),
         L2_HYPOTHESES,
         "kim2021",
-        "Theorem 3.2 (2-norm), with the fourth power: docs/theory/bounds.md#l2-attention " + RESIDUAL,
+        "Theorem 3.2 (2-norm), with the fourth power: docs/theory/bounds.md#l2-attention "
+        + RESIDUAL,
         distance_upper,
     ),
     Bound(

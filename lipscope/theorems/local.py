@@ -127,7 +127,11 @@ def _key_term(h: Head, seen: Features, v: Centred) -> float:
     rows = rows if rope is None else rope.turn_back(rows)
     K, K_off = narrow(h.one.K)
     norms = norm_up(rows.transpose(0, 1) @ K)
-    reading = (seen.q_slack + length_up(seen.q) * (K_off + gamma(h.steps) + 8 * U)) * stretch * _size(h.one.K)
+    reading = (
+        (seen.q_slack + length_up(seen.q) * (K_off + gamma(h.steps) + 8 * U))
+        * stretch
+        * _size(h.one.K)
+    )
     norms = norms + length_up((root * reading[:, None]).T)
     return up(abs(h.scale) * norms.max().item())
 

@@ -77,7 +77,13 @@ def bounds(f: SelfAttention, domain: Domain, norm: str = "2") -> BoundRows:
             continue
         rows.append(
             BoundRow(
-                bound.name, bound.kind, norm, evaluate(bound, f, within), bound.cite, bound.where, bound.confidence
+                bound.name,
+                bound.kind,
+                norm,
+                evaluate(bound, f, within),
+                bound.cite,
+                bound.where,
+                bound.confidence,
             )
         )
     return BoundRows(rows, refused)
@@ -92,7 +98,13 @@ def evaluate(bound: Bound, f: SelfAttention, domain: Domain) -> float:
     """The value, for a float64 layer that meets the hypotheses; not a number becomes infinity, or 0 from below."""
     value = bound.fn(f, domain)
     if bound.kind == "upper":
-        return math.inf if math.isnan(value) else math.nextafter(value, math.inf) if value > 0 else value
+        return (
+            math.inf
+            if math.isnan(value)
+            else math.nextafter(value, math.inf)
+            if value > 0
+            else value
+        )
     return 0.0 if math.isnan(value) else value
 
 

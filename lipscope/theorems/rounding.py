@@ -52,7 +52,9 @@ def exp_down(x: float) -> float:
 def length_up(x: Tensor) -> Tensor:
     """Upper bounds of the Euclidean norms of the vectors x [..., m]."""
     size = _exponent(x.unsqueeze(-2))[..., 0]
-    return torch.ldexp(torch.ldexp(x, -size).norm(dim=-1) * (1 + gamma(x.shape[-1] + 4)), size[..., 0])
+    return torch.ldexp(
+        torch.ldexp(x, -size).norm(dim=-1) * (1 + gamma(x.shape[-1] + 4)), size[..., 0]
+    )
 
 
 def frobenius_up(M: Tensor) -> Tensor:
@@ -75,7 +77,9 @@ def norm_up(M: Tensor) -> Tensor:
     L, W = torch.linalg.eigh(G)
     largest = L.abs().amax(dim=-1)
     skew = (W.mT @ W - torch.eye(p, dtype=M.dtype)).norm(dim=(-2, -1)) + 2 * p * gamma(p + 4)
-    residual = (G - (W * L[..., None, :]) @ W.mT).norm(dim=(-2, -1)) + 2 * p * gamma(p + 4) * largest
+    residual = (G - (W * L[..., None, :]) @ W.mT).norm(dim=(-2, -1)) + 2 * p * gamma(
+        p + 4
+    ) * largest
     gram = gamma(q + 4) * M.square().sum(dim=(-2, -1))
     square = (largest * (1 + skew) + residual + gram) * (1 + gamma(p * p + 16))
     return torch.ldexp(square.sqrt() * (1 + 4 * U), size[..., 0, 0])

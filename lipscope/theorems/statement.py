@@ -66,7 +66,8 @@ DISTANCE = Hypothesis(
     lambda f, _: isinstance(f.kernel, L2) and (f.kernel.scale is None or f.kernel.scale > 0),
 )
 PLAIN_SCORES = Hypothesis(
-    "the softmax is plain: no softcap, no sinks", lambda f, _: f.kernel.softcap is None and f.kernel.sinks is None
+    "the softmax is plain: no softcap, no sinks",
+    lambda f, _: f.kernel.softcap is None and f.kernel.sinks is None,
 )
 SINKS_UNBIASED = Hypothesis(
     "keys and values have no bias where there are sinks",
@@ -74,15 +75,20 @@ SINKS_UNBIASED = Hypothesis(
 )
 NO_ROPE = Hypothesis("queries and keys are not rotated (no rope)", lambda f, _: _rope(f) is None)
 ROTATION = Hypothesis(
-    "rope, if any, rotates: its tables repeat the same angles in both halves", lambda f, _: rope_stretch(f) is not None
+    "rope, if any, rotates: its tables repeat the same angles in both halves",
+    lambda f, _: rope_stretch(f) is not None,
 )
 NO_QUERY_BIAS = Hypothesis("the queries have no bias", lambda f, _: not _query_bias(f))
-NO_ADDITIVE = Hypothesis("the mask, if any, only hides keys", lambda f, d: sight(f, d.n).additive is None)
+NO_ADDITIVE = Hypothesis(
+    "the mask, if any, only hides keys", lambda f, d: sight(f, d.n).additive is None
+)
 FULL_OR_CAUSAL = Hypothesis(
-    "every token sees all tokens, or all up to itself (causal)", lambda f, d: sight(f, d.n).order is not None
+    "every token sees all tokens, or all up to itself (causal)",
+    lambda f, d: sight(f, d.n).order is not None,
 )
 FULL = Hypothesis(
-    "every token sees all tokens (no mask, window or padding)", lambda f, d: sight(f, d.n).order == "full"
+    "every token sees all tokens (no mask, window or padding)",
+    lambda f, d: sight(f, d.n).order == "full",
 )
 CAUSAL = Hypothesis(
     "every token sees the tokens up to itself (causal, no other mask)",
@@ -90,9 +96,12 @@ CAUSAL = Hypothesis(
 )
 SELF_SEEN = Hypothesis(
     "every query that sees anything sees its own key",
-    lambda f, d: (s := sight(f, d.n)).order is not None or bool((s.seen.diagonal() | ~s.seen.any(1)).all()),
+    lambda f, d: (
+        (s := sight(f, d.n)).order is not None or bool((s.seen.diagonal() | ~s.seen.any(1)).all())
+    ),
 )
 HEADS_APART = Hypothesis(
-    "one head, or heads concatenated without an output projection", lambda f, _: f.heads == 1 or f.O is None
+    "one head, or heads concatenated without an output projection",
+    lambda f, _: f.heads == 1 or f.O is None,
 )
 TWO_TOKENS = Hypothesis("at least two tokens", lambda _, d: d.n >= 2)

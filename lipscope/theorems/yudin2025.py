@@ -31,7 +31,10 @@ def data_upper(f: SelfAttention, domain: Domain) -> float:
 
     def head(h: Head) -> float:
         seen = features(h, X)
-        return up(h.V_norm * (_weights_norm(seen) + 2 * norm_up(X).item() ** 2 * h.A_norm * _sharpness(seen)))
+        return up(
+            h.V_norm
+            * (_weights_norm(seen) + 2 * norm_up(X).item() ** 2 * h.A_norm * _sharpness(seen))
+        )
 
     return over_heads(f, head)
 

@@ -16,7 +16,9 @@ QUICK = Climb(steps=15, restarts=2)
 
 def head(seed: int, d: int = 6, k: int = 3, **options) -> ls.SelfAttention:
     g = torch.Generator().manual_seed(seed)
-    return ls.SelfAttention(*(torch.randn(k, d, generator=g, dtype=torch.float64) for _ in range(3)), **options)
+    return ls.SelfAttention(
+        *(torch.randn(k, d, generator=g, dtype=torch.float64) for _ in range(3)), **options
+    )
 
 
 def random_tokens(seed: int, *shape: int) -> torch.Tensor:
@@ -27,7 +29,9 @@ def dense_sigma(f, X) -> float:
     return torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kernel": ls.L2()}, {"kernel": ls.Dot(softcap=3.0)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"kernel": ls.L2()}, {"kernel": ls.Dot(softcap=3.0)}]
+)
 def test_the_gradient_is_that_of_the_dense_norm(options):
     f, X, E = head(0, **options), random_tokens(1, 5, 6), random_tokens(2, 5, 6)
     J = dense_jacobian(f, X)
@@ -47,7 +51,9 @@ def test_ascent_in_a_ball_ends_above_constructions_and_random_inputs(causal):
     assert found.value == pytest.approx(dense_sigma(f, found.X), rel=1e-6)
     assert found.value > explicit_inputs(f, Ball(R, n))[0].value
     X = random_tokens(4, 300, n, 6)
-    assert found.value > ls.local_lipschitz(f, R * X / X.norm(dim=-1, keepdim=True), 1e-3).value.max()
+    assert (
+        found.value > ls.local_lipschitz(f, R * X / X.norm(dim=-1, keepdim=True), 1e-3).value.max()
+    )
 
 
 def test_fewer_dimensions_find_the_same_and_hand_back_whole_tokens():
@@ -81,7 +87,9 @@ def test_ascent_over_what_a_layer_norm_can_give():
 def test_any_map_of_a_batch_can_be_climbed():
     W = random_tokens(13, 4, 4)
     found = ascend(lambda X: torch.sin(2 * X @ W), Ball(1.0, 2), QUICK, d=4)
-    assert found.value == pytest.approx(2 * torch.linalg.matrix_norm(W, 2).item(), rel=1e-3)  # cos <= 1
+    assert found.value == pytest.approx(
+        2 * torch.linalg.matrix_norm(W, 2).item(), rel=1e-3
+    )  # cos <= 1
 
 
 def test_a_given_start_is_never_lost():

@@ -16,7 +16,9 @@ LENGTHS = (8, 16, 32, 64, 128, 256)
 
 def head(seed: int, d: int = 4, k: int = 4, **options) -> ls.SelfAttention:
     g = torch.Generator().manual_seed(seed)
-    return ls.SelfAttention(*(torch.randn(k, d, generator=g, dtype=torch.float64) for _ in range(3)), **options)
+    return ls.SelfAttention(
+        *(torch.randn(k, d, generator=g, dtype=torch.float64) for _ in range(3)), **options
+    )
 
 
 def by_name(f, R, n):
@@ -44,7 +46,10 @@ def test_an_opposite_crowd_reaches_the_root_of_n(seed, causal):
 
 def test_the_tuned_gap_gains_the_logarithm():
     f = ls.SelfAttention(-torch.eye(3).double(), torch.eye(3).double(), torch.eye(3).double())
-    gains = {n: (found := by_name(f, 4.0, n))[f"{OPPOSITE}, tuned"].value / found[OPPOSITE].value for n in LENGTHS}
+    gains = {
+        n: (found := by_name(f, 4.0, n))[f"{OPPOSITE}, tuned"].value / found[OPPOSITE].value
+        for n in LENGTHS
+    }
     for n, gain in gains.items():
         assert gain >= 0.5 * (1 + 0.5 * math.log(n - 1))
     assert gains[256] > 1.2 * gains[16] > 1.2
@@ -75,7 +80,9 @@ def test_a_token_at_zero_shows_the_square_of_the_radius():
     assert large.value / small.value == pytest.approx(4, rel=1e-2)
     u = large.X[1] / large.X[1].norm()
     A = f.K.T @ f.Q / 2
-    assert large.value / 60**2 == pytest.approx((n - 1) / n * ((f.V @ u).norm() * (A.T @ u).norm()).item(), rel=1e-2)
+    assert large.value / 60**2 == pytest.approx(
+        (n - 1) / n * ((f.V @ u).norm() * (A.T @ u).norm()).item(), rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 4, "causal": True}])
@@ -86,7 +93,9 @@ def test_every_value_is_that_of_the_dense_jacobian_and_every_token_in_the_ball(o
     assert [one.value for one in found] == sorted((one.value for one in found), reverse=True)
     for one in found:
         assert one.X.norm(dim=1).max() <= 1.5 * (1 + 1e-12)
-        assert one.value == pytest.approx(torch.linalg.matrix_norm(dense_jacobian(f, one.X), 2).item(), rel=1e-6)
+        assert one.value == pytest.approx(
+            torch.linalg.matrix_norm(dense_jacobian(f, one.X), 2).item(), rel=1e-6
+        )
 
 
 def test_several_heads_under_an_output_projection_are_attacked_one_by_one():

@@ -32,7 +32,9 @@ def test_no_random_direction_does_better_for_a_small_step():
 def test_a_linear_map_has_the_same_ratio_at_every_step():
     W = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
     found = singular_response(lambda X: X @ W, torch.ones(4, 2, dtype=torch.float64))
-    assert found.ratios == pytest.approx([3.0] * 7, rel=1e-8) and found.opposite == pytest.approx([3.0] * 7, rel=1e-8)
+    assert found.ratios == pytest.approx([3.0] * 7, rel=1e-8) and found.opposite == pytest.approx(
+        [3.0] * 7, rel=1e-8
+    )
 
 
 @pytest.mark.parametrize("etas", [(), (0.0,), (1e-3, -1.0)])

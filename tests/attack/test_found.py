@@ -31,7 +31,9 @@ def seeds(monkeypatch) -> list[int | None]:
 
 def layer(d: int) -> ls.SelfAttention:
     g = torch.Generator().manual_seed(0)
-    return ls.SelfAttention(*(torch.randn(3, d, generator=g, dtype=torch.float64) for _ in range(3)))
+    return ls.SelfAttention(
+        *(torch.randn(3, d, generator=g, dtype=torch.float64) for _ in range(3))
+    )
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -71,6 +73,8 @@ def test_given_inputs_are_not_measured_with_the_seed_they_may_have_been_drawn_wi
 
 
 def test_seeds_for_different_purposes_differ():
-    found = {fresh_seed(seed, purpose) for seed in range(50) for purpose in ("measure", "constructions")}
+    found = {
+        fresh_seed(seed, purpose) for seed in range(50) for purpose in ("measure", "constructions")
+    }
     assert len(found) == 100 and not found & set(range(50))
     assert max(found) < 2**63 and fresh_seed(0, "measure") == fresh_seed(0, "measure")

@@ -48,7 +48,9 @@ def test_the_gradient_finds_the_singular_direction_for_small_steps_and_more_for_
     found = {name: output_changes(f, X, E) for name, E in every(f, X, [1e-5, 1.0, 4.0]).items()}
     assert found["gradient"][0] == pytest.approx(found["singular"][0].item(), rel=1e-3)
     assert (found["gradient"][1:] > found["singular"][1:]).all()
-    assert (found["singular"][:1] > found["random"][:1]).all() and (found["gradient"] > found["random"]).all()
+    assert (found["singular"][:1] > found["random"][:1]).all() and (
+        found["gradient"] > found["random"]
+    ).all()
 
 
 def test_of_two_signs_the_better_is_taken():

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from lipscope._types import UserError
-from lipscope.attack.tokens import TextTarget, duplicated_tokens, guided_swaps, projected_swaps, random_swaps
+from lipscope.attack.tokens import (
+    TextTarget,
+    duplicated_tokens,
+    guided_swaps,
+    projected_swaps,
+    random_swaps,
+)
 
 V, D, N = 12, 5, 6
 
@@ -54,7 +60,9 @@ def test_a_linear_number_needs_no_more_than_its_first_order_scores():
     g = torch.Generator().manual_seed(0)
     embedding, w = (torch.randn(rows, D, generator=g, dtype=torch.float64) for rows in (500, N))
     t = TextTarget(
-        lambda ids: 50 + (w * embedding[ids]).sum(dim=(-2, -1)), lambda E: (50 + (w * E).sum().item(), w), embedding
+        lambda ids: 50 + (w * embedding[ids]).sum(dim=(-2, -1)),
+        lambda E: (50 + (w * E).sum().item(), w),
+        embedding,
     )
     found = guided_swaps(t, IDS, 3, width=12, sweeps=0)
     gains = (w @ embedding.T).amax(dim=1) - (w * embedding[IDS]).sum(dim=1)

@@ -11,7 +11,9 @@ from tests.cases import KINDS, problem
 
 pytestmark = pytest.mark.gpu
 
-INSIDE_FLOAT32 = [kind for kind in KINDS if "huge" not in kind and "tiny" not in kind and "saturated" not in kind]
+INSIDE_FLOAT32 = [
+    kind for kind in KINDS if "huge" not in kind and "tiny" not in kind and "saturated" not in kind
+]
 
 
 @pytest.mark.parametrize("kind", INSIDE_FLOAT32)
@@ -25,16 +27,24 @@ def test_float32_on_the_gpu_against_float64_on_the_cpu(kind, monkeypatch):
         J = ls.jacobian(single.to("cuda"), x.cuda())
         e = ls.spectral_norm(J, tol=1e-5)
         assert e.status.ok, f"{kind} {seed}: {e}"
-        assert abs(e.value - exact) <= max(float(J.rounding), 1e-5) * exact, f"{kind} {seed}: {e.value} and {exact}"
+        assert abs(e.value - exact) <= max(float(J.rounding), 1e-5) * exact, (
+            f"{kind} {seed}: {e.value} and {exact}"
+        )
         assert e.right.is_cuda and e.right.dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["causal", "grouped keys", "rotary", "softcap", "sinks", "padding"])
+@pytest.mark.parametrize(
+    "kind", ["causal", "grouped keys", "rotary", "softcap", "sinks", "padding"]
+)
 def test_float64_on_the_gpu_keeps_its_certificate(kind):
     f, X = problem(kind, 0)
     exact = ls.local_lipschitz(f, X, tol=1e-10).value
     e = ls.local_lipschitz(f.to("cuda"), X.cuda(), tol=1e-8)
-    assert e.value == pytest.approx(exact, rel=1e-10) and e.lower <= exact * (1 + 1e-12) and exact <= e.upper
+    assert (
+        e.value == pytest.approx(exact, rel=1e-10)
+        and e.lower <= exact * (1 + 1e-12)
+        and exact <= e.upper
+    )
 
 
 def test_attend_on_the_gpu_to_second_order():
@@ -54,7 +64,10 @@ def test_rough_steps_then_exact_ones():
     """A long layer in float32 is solved by bfloat16 steps first; the value is the exact operator's."""
     g = torch.Generator(device="cuda").manual_seed(0)
     Q, K, V, O = (torch.randn(128, 128, generator=g, device="cuda") / 128**0.5 for _ in range(4))
-    f, X = ls.SelfAttention(Q, K, V, O, heads=2, causal=True), torch.randn(6000, 128, generator=g, device="cuda")
+    f, X = (
+        ls.SelfAttention(Q, K, V, O, heads=2, causal=True),
+        torch.randn(6000, 128, generator=g, device="cuda"),
+    )
     J = ls.jacobian(f, X)
     assert J.rough is not None
     e = ls.spectral_norm(J, tol=1e-4)
@@ -77,7 +90,9 @@ def test_mixed_devices_are_refused():
 def long_layer(n: int = 6000) -> tuple[ls.SelfAttention, torch.Tensor]:
     g = torch.Generator(device="cuda").manual_seed(0)
     Q, K, V, O = (torch.randn(128, 128, generator=g, device="cuda") / 128**0.5 for _ in range(4))
-    return ls.SelfAttention(Q, K, V, O, heads=2, causal=True), torch.randn(n, 128, generator=g, device="cuda")
+    return ls.SelfAttention(Q, K, V, O, heads=2, causal=True), torch.randn(
+        n, 128, generator=g, device="cuda"
+    )
 
 
 def test_krylov_vectors_in_bfloat16_and_on_the_host():
@@ -101,12 +116,15 @@ def test_tangents_at_odd_shapes(n, size, dtype, limit):
     """The issue's grid: 1e-6 where products are as exact as float32, 5e-3 in bfloat16."""
     g = torch.Generator(device="cuda").manual_seed(n + size)
     point, tangent = (
-        [torch.randn(1, h, n, size, generator=g, device="cuda").to(dtype) for h in (3, 1, 1)] for _ in range(2)
+        [torch.randn(1, h, n, size, generator=g, device="cuda").to(dtype) for h in (3, 1, 1)]
+        for _ in range(2)
     )
     for causal in (False, True):
         f = lambda *x: ls.attend(*x, causal=causal)  # noqa: B023, E731
         _, mine = torch.autograd.functional.jvp(f, tuple(point), tuple(tangent))
-        _, truth = torch.autograd.functional.jvp(f, *(tuple(x.double() for x in xs) for xs in (point, tangent)))
+        _, truth = torch.autograd.functional.jvp(
+            f, *(tuple(x.double() for x in xs) for xs in (point, tangent))
+        )
         assert (mine.double() - truth).norm() <= limit * truth.norm()
 
 
@@ -118,7 +136,9 @@ def test_derivatives_in_bfloat16_use_the_output_before_it_is_rounded(offset):
     point = [x.bfloat16() for x in (2 * q, k, v + offset)]
     tangent = [x.bfloat16() for x in (dq, dk, dv)]
     _, mine = torch.func.jvp(ls.attend, tuple(point), tuple(tangent))
-    _, truth = torch.func.jvp(ls.attend, *(tuple(x.double() for x in xs) for xs in (point, tangent)))
+    _, truth = torch.func.jvp(
+        ls.attend, *(tuple(x.double() for x in xs) for xs in (point, tangent))
+    )
     assert mine.dtype == torch.bfloat16 and (mine.double() - truth).norm() <= 1e-2 * truth.norm()
 
 
@@ -128,20 +148,29 @@ def test_scores_beyond_the_kernels_resolution_go_through_tiles(factor, monkeypat
     monkeypatch.setattr(linearization, "CACHE", 0)
     f, X = long_layer(513)
     f = replace(f, Q=factor * f.Q)
-    e, truth = ls.local_lipschitz(f, X, tol=1e-3), ls.local_lipschitz(f.double(), X.double(), tol=1e-6)
+    e, truth = (
+        ls.local_lipschitz(f, X, tol=1e-3),
+        ls.local_lipschitz(f.double(), X.double(), tol=1e-6),
+    )
     assert not e.lower > truth.value * (1 + 1e-6)
     if factor > 1e5:
         assert e.value < 10 * truth.value, f"{e} and {truth}"
     else:
-        assert e.value == pytest.approx(truth.value, rel=max(1e-4, float(ls.jacobian(f, X).rounding)))
+        assert e.value == pytest.approx(
+            truth.value, rel=max(1e-4, float(ls.jacobian(f, X).rounding))
+        )
 
 
 def test_out_of_memory_says_what_to_do():
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (600 << 20)) / total)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_allocated() + (600 << 20)) / total
+    )
     try:
-        with pytest.raises(ls.UserError, match=r"200000 tokens of size 128 need more than .* give fewer"):
+        with pytest.raises(
+            ls.UserError, match=r"200000 tokens of size 128 need more than .* give fewer"
+        ):
             ls.local_lipschitz(*long_layer(200000), tol=1e-2)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -32,7 +32,9 @@ def test_scores_too_large_to_resolve_claim_nothing_false(factor, dtype):
             continue
         e = ls.local_lipschitz(f.to(dtype), X.to(dtype))
         exact = truth(f, X)
-        assert not e.lower > exact * (1 + 1e-6) and not e.upper < exact * (1 - 1e-6), f"{seed}: {exact} not in {e}"
+        assert not e.lower > exact * (1 + 1e-6) and not e.upper < exact * (1 - 1e-6), (
+            f"{seed}: {exact} not in {e}"
+        )
 
 
 @pytest.mark.parametrize("size", [1.0, 1e8, 1e20, 1e70])
@@ -69,13 +71,17 @@ def test_an_outlier_that_few_rows_see(size):
 def test_a_value_bias_never_matters(size):
     X = draw(5, 4, seed=4)
     exact = truth(layer(), X)
-    e = ls.local_lipschitz(layer(biases=(None, None, torch.full((3,), size).double())), X, tol=1e-10, gap=1e-4)
+    e = ls.local_lipschitz(
+        layer(biases=(None, None, torch.full((3,), size).double())), X, tol=1e-10, gap=1e-4
+    )
     assert e.value == pytest.approx(exact, rel=1e-12) and e.lower <= exact <= e.upper
 
 
 def test_weights_that_require_grad():
     X = draw(5, 4, seed=4)
-    f = ls.SelfAttention(*(W.requires_grad_() for W in (draw(4, 4), draw(4, 4), draw(3, 4), draw(4, 3))))
+    f = ls.SelfAttention(
+        *(W.requires_grad_() for W in (draw(4, 4), draw(4, 4), draw(3, 4), draw(4, 3)))
+    )
     assert ls.local_lipschitz(f, X).value == pytest.approx(truth(f.to(torch.float64), X), rel=1e-10)
 
 
@@ -87,7 +93,9 @@ def test_half_precision_weights(dtype):
     assert len(ls.local_lipschitz(f.heads_apart(), X, tol=0.05)) == 1
 
 
-@pytest.mark.parametrize("change", [lambda f: f.to(dtype=torch.float32), lambda f: f.to(torch.zeros(1).float())])
+@pytest.mark.parametrize(
+    "change", [lambda f: f.to(dtype=torch.float32), lambda f: f.to(torch.zeros(1).float())]
+)
 def test_a_boolean_mask_stays_boolean(change):
     assert change(layer(mask=torch.ones(5, 5, dtype=torch.bool))).mask.dtype == torch.bool
 
@@ -96,7 +104,10 @@ def test_a_boolean_mask_stays_boolean(change):
     ("options", "message"),
     [
         ({"mask": torch.ones(5, 5, dtype=torch.int64)}, "mask must be boolean"),
-        ({"mask": torch.zeros(5, 5, dtype=torch.float32)}, "mask is torch.float32 and Q is torch.float64"),
+        (
+            {"mask": torch.zeros(5, 5, dtype=torch.float32)},
+            "mask is torch.float32 and Q is torch.float64",
+        ),
         ({"window": 0}, "window must be at least 1"),
         ({"kernel": ls.Dot(softcap=-2.0)}, "softcap must be positive"),
         ({"kernel": ls.Dot(sinks=torch.zeros(3))}, r"sinks must have shape \[1\]"),
@@ -113,7 +124,9 @@ def test_inference_mode_takes_no_derivative_away():
     module = torch.nn.Linear(4, 3)
     expected = torch.linalg.matrix_norm(module.weight.detach(), 2).item()
     with torch.inference_mode():
-        assert ls.local_lipschitz(module, torch.ones(5, 4)).value == pytest.approx(expected, rel=1e-5)
+        assert ls.local_lipschitz(module, torch.ones(5, 4)).value == pytest.approx(
+            expected, rel=1e-5
+        )
 
 
 class Detached(torch.autograd.Function):
@@ -143,7 +156,9 @@ def test_maps_with_state_for_each_member():
 
 def test_a_scalar_output():
     X = draw(5, 4)
-    assert ls.local_lipschitz(lambda x: x.square().sum(), X).value == pytest.approx(2 * X.norm().item(), rel=1e-12)
+    assert ls.local_lipschitz(lambda x: x.square().sum(), X).value == pytest.approx(
+        2 * X.norm().item(), rel=1e-12
+    )
 
 
 def test_restarts_with_a_member_that_is_not_finite():
@@ -152,12 +167,19 @@ def test_restarts_with_a_member_that_is_not_finite():
     e = ls.spectral_norm(dense_operator(M), solver=ls.Solver(memory=1))
     assert e.status[2] is ls.Status.NON_FINITE
     for i in (0, 1, 3):
-        assert e.value[i].item() == pytest.approx(torch.linalg.matrix_norm(M[i], 2).item(), rel=1e-9)
+        assert e.value[i].item() == pytest.approx(
+            torch.linalg.matrix_norm(M[i], 2).item(), rel=1e-9
+        )
 
 
 def test_a_norm_beyond_the_largest_number():
     e = ls.spectral_norm(dense_operator(1.5e308 * torch.ones(4, 1, dtype=torch.float64)))
-    assert e.status is ls.Status.OVERFLOW and e.value != e.value and e.lower == 0 and e.upper == float("inf")
+    assert (
+        e.status is ls.Status.OVERFLOW
+        and e.value != e.value
+        and e.lower == 0
+        and e.upper == float("inf")
+    )
 
 
 def test_later_triplets_have_true_lower_bounds():

@@ -33,7 +33,9 @@ def test_value_against_the_definition(kind):
     assert ((f(X) - expected).abs() / scale).max() < 1e-10
 
 
-@pytest.mark.parametrize("kind", ["multi-head, projected", "grouped keys", "one key head", "sinks", "rotary, biases"])
+@pytest.mark.parametrize(
+    "kind", ["multi-head, projected", "grouped keys", "one key head", "sinks", "rotary, biases"]
+)
 def test_heads_alone_and_apart_are_the_columns_of_the_whole(kind):
     f, X = problem(kind, 1)
     joined = replace(f, O=None)(X)
@@ -55,11 +57,17 @@ def test_padding_is_the_shorter_sequence():
     norms = ls.local_lipschitz(f, X, tol=1e-10).value
     for i, n in enumerate(lengths):
         assert torch.allclose(f(X)[i, :n], layer()(X[i, :n])) and f(X)[i, n:].abs().sum() == 0
-        assert norms[i].item() == pytest.approx(ls.local_lipschitz(layer(), X[i, :n], tol=1e-10).value, rel=1e-11)
+        assert norms[i].item() == pytest.approx(
+            ls.local_lipschitz(layer(), X[i, :n], tol=1e-10).value, rel=1e-11
+        )
 
 
 def test_to_moves_every_tensor():
-    f = layer(biases=(draw(6), draw(6), None), mask=torch.ones(5, 5, dtype=torch.bool), kernel=ls.Dot(sinks=draw(2)))
+    f = layer(
+        biases=(draw(6), draw(6), None),
+        mask=torch.ones(5, 5, dtype=torch.bool),
+        kernel=ls.Dot(sinks=draw(2)),
+    )
     g = f.to(torch.float32)
     assert g.Q.dtype == g.O.dtype == g.biases[0].dtype == g.kernel.sinks.dtype == torch.float32
     assert g.mask.dtype == torch.bool and g.double().Q.dtype == torch.float64
@@ -87,10 +95,17 @@ NAN = draw(5, 4).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(torc
         (lambda: layer()(draw(0, 4)), "X is empty"),
         (lambda: layer()(draw(5, 3)), "X has token size 3"),
         (lambda: layer()(torch.ones(5, 4, dtype=torch.int64)), "X must be a floating-point tensor"),
-        (lambda: layer()(draw(5, 4).float()), "X is torch.float32 and the weights are torch.float64"),
+        (
+            lambda: layer()(draw(5, 4).float()),
+            "X is torch.float32 and the weights are torch.float64",
+        ),
         (lambda: layer(Q=draw(6)), "Q must be a matrix"),
         (
-            lambda: layer(Q=draw(6, 4).index_put((torch.tensor(2), torch.tensor(0)), torch.tensor(torch.inf).double())),
+            lambda: layer(
+                Q=draw(6, 4).index_put(
+                    (torch.tensor(2), torch.tensor(0)), torch.tensor(torch.inf).double()
+                )
+            ),
             r"Q holds inf at index \[2, 0\]",
         ),
         (lambda: layer(K=draw(6, 5)), r"K must have shape \[2 \* size, 4\]"),
@@ -103,7 +118,10 @@ NAN = draw(5, 4).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(torc
             lambda: layer(mask=torch.ones(4, 4, dtype=torch.bool))(draw(5, 4)),
             r"mask must have shape \(5, 5\)",
         ),
-        (lambda: layer(mask=torch.full((5, 5), torch.inf).double())(draw(5, 4)), "mask holds NaN or"),
+        (
+            lambda: layer(mask=torch.full((5, 5), torch.inf).double())(draw(5, 4)),
+            "mask holds NaN or",
+        ),
         (
             lambda: layer(padding=torch.ones(4, dtype=torch.bool))(draw(5, 4)),
             r"padding must have shape \(5,\)",

@@ -49,9 +49,14 @@ def test_members_of_a_batch_with_masks_of_their_own(monkeypatch):
     f, _ = problem("multi-head, projected", 3)
     g = torch.Generator().manual_seed(0)
     X = torch.randn(4, 6, f.Q.shape[1], generator=g, dtype=torch.float64)
-    masked = replace(f, mask=torch.rand(4, 6, 6, generator=g) > 0.4, padding=torch.rand(4, 6, generator=g) > 0.2)
+    masked = replace(
+        f, mask=torch.rand(4, 6, 6, generator=g) > 0.4, padding=torch.rand(4, 6, generator=g) > 0.2
+    )
     dense = torch.stack(
-        [dense_jacobian(replace(masked, mask=masked.mask[i], padding=masked.padding[i]), X[i]) for i in range(4)]
+        [
+            dense_jacobian(replace(masked, mask=masked.mask[i], padding=masked.padding[i]), X[i])
+            for i in range(4)
+        ]
     )
     for cache in (linearization.CACHE, 0):
         monkeypatch.setattr(linearization, "CACHE", cache)
@@ -94,7 +99,12 @@ def test_scores_that_overflow_have_their_status():
     f = ls.SelfAttention(*(torch.eye(3, dtype=torch.float64) for _ in range(3)))
     X = 1e200 * torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     e = ls.local_lipschitz(f, X)
-    assert e.status is ls.Status.OVERFLOW and e.value != e.value and e.upper == float("inf") and e.lower == 0
+    assert (
+        e.status is ls.Status.OVERFLOW
+        and e.value != e.value
+        and e.upper == float("inf")
+        and e.lower == 0
+    )
 
 
 def test_a_norm_that_overflows_has_its_status():
@@ -109,7 +119,9 @@ def test_overflow_of_one_member_leaves_the_others_alone():
     assert e.status[1] is ls.Status.OVERFLOW and e.value[1].isnan() and e.confidence == 1 - 1e-9
     for i, x in ((0, X), (2, 2 * X)):
         assert e.value[i] <= e.upper[i] < 10 * e.value[i]
-        assert e.value[i].item() == pytest.approx(ls.local_lipschitz(f, x, tol=1e-10).value, rel=1e-11)
+        assert e.value[i].item() == pytest.approx(
+            ls.local_lipschitz(f, x, tol=1e-10).value, rel=1e-11
+        )
 
 
 def test_large_radius_limit():

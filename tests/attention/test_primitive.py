@@ -187,7 +187,10 @@ def test_a_product_with_the_jacobian_takes_no_second_derivative(monkeypatch):
 
     X = W[0].clone()
     J = ls.jacobian(f, X)
-    assert torch.allclose(J.to_dense(), torch.autograd.functional.jacobian(f, X).reshape(16, 16)) and not calls
+    assert (
+        torch.allclose(J.to_dense(), torch.autograd.functional.jacobian(f, X).reshape(16, 16))
+        and not calls
+    )
     x = X.clone().requires_grad_()
     (g,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
     (h,) = torch.autograd.grad(g.square().sum(), x)

@@ -38,7 +38,9 @@ def test_each_head_alone():
 
 def test_rows_of_a_long_sequence_stand_for_the_others():
     g = torch.Generator().manual_seed(0)
-    f = ls.SelfAttention(*(torch.randn(4, 4, generator=g) for _ in range(3)), causal=True, window=50)
+    f = ls.SelfAttention(
+        *(torch.randn(4, 4, generator=g) for _ in range(3)), causal=True, window=50
+    )
     X, E = (torch.randn(10 * ROWS, 4, generator=g) for _ in range(2))
     exact = exact_product(f, X, E)
     off = 1e-3 * torch.randn(exact.shape, generator=g).double()

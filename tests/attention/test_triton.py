@@ -50,17 +50,27 @@ class Case:
 CASES = {
     "everything visible": Case(),
     "five tokens": Case(H=6, G=6, n=5, keys=5, k=32, m=32),
-    "causal, grouped, padded": Case(B=2, H=4, G=2, n=133, keys=133, k=40, m=24, causal=True, padded=True),
-    "window, softcap, more keys": Case(G=1, n=101, keys=187, k=33, m=33, causal=True, window=50, softcap=3.0),
-    "sinks, more queries": Case(G=1, n=187, keys=101, k=33, m=80, causal=True, window=90, sinks=True),
+    "causal, grouped, padded": Case(
+        B=2, H=4, G=2, n=133, keys=133, k=40, m=24, causal=True, padded=True
+    ),
+    "window, softcap, more keys": Case(
+        G=1, n=101, keys=187, k=33, m=33, causal=True, window=50, softcap=3.0
+    ),
+    "sinks, more queries": Case(
+        G=1, n=187, keys=101, k=33, m=80, causal=True, window=90, sinks=True
+    ),
     "window without order": Case(n=187, keys=187, k=48, m=48, window=30),
     "large head": Case(H=1, G=1, n=77, keys=77, k=128, m=100, causal=True),
     "tiny tangents": Case(H=1, G=1, n=77, keys=77, k=32, m=32, size=1e-20),
     "nearly one-hot": Case(H=1, G=1, n=77, keys=77, k=64, m=64, sharp=20.0),
     "spans": Case(H=2, G=1, n=275, keys=275, k=32, m=16, span=256),
-    "spans, causal, padded": Case(B=2, H=1, G=1, n=277, keys=277, k=16, m=32, causal=True, padded=True, span=128),
+    "spans, causal, padded": Case(
+        B=2, H=1, G=1, n=277, keys=277, k=16, m=32, causal=True, padded=True, span=128
+    ),
     "spans, window": Case(H=1, G=1, n=200, keys=300, k=32, m=32, causal=True, window=170, span=128),
-    "spans, window without order": Case(H=1, G=1, n=300, keys=280, k=32, m=32, window=140, softcap=3.0, span=128),
+    "spans, window without order": Case(
+        H=1, G=1, n=300, keys=280, k=32, m=32, window=140, softcap=3.0, span=128
+    ),
 }
 INTERPRETED = [(name, "pair") for name in CASES] + [
     ("causal, grouped, padded", "half"),
@@ -70,7 +80,9 @@ INTERPRETED = [(name, "pair") for name in CASES] + [
 ]
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, case: Case, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, case: Case, seen: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Attention as it is written down, and its log-sum-exp; a row that sees nothing is zero."""
     k, v = (x.repeat_interleave(case.H // case.G, dim=1) for x in (k, v))
     t = q @ k.mT
@@ -139,14 +151,18 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     do = torch.func.jvp(lambda *x: value(*x)[0], point, (dq, dk, dv))[1]
     onto = torch.func.vjp(lambda *x: value(*x)[0], *point)[1](g)
 
-    pattern = Pattern(case.causal, case.window, case.softcap, None, real, real, sinks, shift=keys - n)
+    pattern = Pattern(
+        case.causal, case.window, case.softcap, None, real, real, sinks, shift=keys - n
+    )
     q, k_, v, dq, dk, dv, g = (x.to(dtype) for x in (*point, dq, dk, dv, g))
     with poisoned():
         mine_o, mine_lse = triton_forward.forward(q, k_, v, pattern, mode)
         mine_do = triton_jvp.jvp(q, k_, v, mine_o, mine_lse, (dq, dk, dv), pattern, mode)
         mine_g = triton_vjp.vjp(q, k_, v, mine_o, mine_lse, g, pattern, mode)
 
-    pairs = zip(("o", "do", "gq", "gk", "gv"), (mine_o, mine_do, *mine_g), (o, do, *onto), strict=True)
+    pairs = zip(
+        ("o", "do", "gq", "gk", "gv"), (mine_o, mine_do, *mine_g), (o, do, *onto), strict=True
+    )
     found = {name: ((x.double() - y).norm() / y.norm()).item() for name, x, y in pairs}
     assert torch.equal(mine_lse.isfinite(), lse.isfinite())
     found["score"] = (point[0] @ point[1].repeat_interleave(H // G, dim=1).mT).abs().max().item()

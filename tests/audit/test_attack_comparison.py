@@ -82,7 +82,9 @@ def test_success_is_another_nearest_text(trials):
 
 
 def test_the_neighbour_is_the_nearest_other_text():
-    s = torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1).double()
+    s = torch.nn.functional.normalize(
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1
+    ).double()
     for i in range(6):
         others = [j for j in range(6) if j != i]
         truth = max(others, key=lambda j: float(s[i] @ s[j]))
@@ -93,13 +95,26 @@ def test_the_command_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, 
     file, out = tmp_path / "texts.txt", tmp_path / "out"
     texts = texts[:3]
     file.write_text("\n\n".join(texts))
-    options = ["--kind", "compare", "--text", str(file), "--length", "6", "--swaps", "1", "--out", str(out)]
+    options = [
+        "--kind",
+        "compare",
+        "--text",
+        str(file),
+        "--length",
+        "6",
+        "--swaps",
+        "1",
+        "--out",
+        str(out),
+    ]
     assert main(["attack", tiny, *options]) == 0
     printed = capsys.readouterr().out
     assert TOKENS in printed and f"of {len(texts)}" in printed
     with (out / "attacks.csv").open() as lines:
         rows = list(csv.DictReader(lines))
-    assert len(rows) == len(texts) * (3 * (len(SHARES) + 1) + 1) and set(rows[0]) == set(Trial._fields)
+    assert len(rows) == len(texts) * (3 * (len(SHARES) + 1) + 1) and set(rows[0]) == set(
+        Trial._fields
+    )
     assert (out / "attacks.png").read_bytes().startswith(b"\x89PNG")
 
 

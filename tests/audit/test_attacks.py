@@ -21,7 +21,20 @@ from lipscope.study.study import Study
 def test_every_kind_finds_something_and_keeps_it(kind, tiny, prose, tmp_path, capsys):
     text, out = tmp_path / "prose.txt", tmp_path / "study"
     text.write_text(prose)
-    options = ["--kind", kind, "--text", str(text), "--layers", "1", "--length", "6", "--swaps", "1", "--out", str(out)]
+    options = [
+        "--kind",
+        kind,
+        "--text",
+        str(text),
+        "--layers",
+        "1",
+        "--length",
+        "6",
+        "--swaps",
+        "1",
+        "--out",
+        str(out),
+    ]
     assert main(["attack", tiny, *options]) == 0
     assert "found" in capsys.readouterr().out
     rows = [r for r in Study.open(out).rows if r.probe.startswith(f"{PROBE}{kind}")]
@@ -34,7 +47,8 @@ def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):
         sigma = study.largest("attention", 0)[0].value
         best = {line.name: line.value for line in lines}
         assert all(
-            best[name] >= sigma * (1 - 1e-6) for name in {"in the ball", "near the text", "gradient"} & set(best)
+            best[name] >= sigma * (1 - 1e-6)
+            for name in {"in the ball", "near the text", "gradient"} & set(best)
         )
 
 
@@ -52,7 +66,9 @@ def test_a_text_is_not_measured_with_a_seed_it_was_found_with(model, prose, monk
     last = [seed for _, _, seed in used[-len(lines) :]]
     searched = {seed for _, tol, seed in used if tol == 1e-2}
     assert last == [fresh_seed(3, "measure")] * 4 and searched == {3}
-    assert [line.upper for line in attack_model(model, prose, plan)[1]] == [line.upper for line in lines]
+    assert [line.upper for line in attack_model(model, prose, plan)[1]] == [
+        line.upper for line in lines
+    ]
     assert len(study.certified) == 1 + len(lines)  # of the study that was made in memory too
 
 
@@ -75,7 +91,9 @@ def test_the_change_of_the_output_is_that_of_the_model_and_its_slope_is_right(mo
     t, other = output_change(model, ids), [*ids[:2], 40, *ids[3:]]
     with torch.no_grad():
         one, two = (model.trunk(torch.tensor([text])).last_hidden_state for text in (ids, other))
-    assert t.measure(torch.tensor([ids, other])).tolist() == pytest.approx([0, (two - one).norm().item()], abs=1e-9)
+    assert t.measure(torch.tensor([ids, other])).tolist() == pytest.approx(
+        [0, (two - one).norm().item()], abs=1e-9
+    )
     E, h = t.embedding[torch.tensor(other)], 1e-6
     value, gradient = t.slope(E)
     D = torch.randn(E.shape, generator=torch.Generator().manual_seed(0), dtype=E.dtype)
@@ -102,7 +120,10 @@ def test_special_tokens_are_not_put_into_a_text(model):
     ("options", "says"),
     [
         (["--kind", "magic"], "no attack 'magic'"),
-        (["--kind", "tokens", "--length", "4", "--swaps", "5"], "cannot replace 5 tokens in a text of 4"),
+        (
+            ["--kind", "tokens", "--length", "4", "--swaps", "5"],
+            "cannot replace 5 tokens in a text of 4",
+        ),
         (["--kind", "tokens", "--length", "4", "--swaps", "0"], "cannot replace 0"),
         (["--kind", "ascent", "--layers", "7"], "layer 7 does not exist"),
         ([], "kind"),
@@ -122,7 +143,9 @@ def test_a_tokenizer_of_another_model_is_told_in_a_line(tiny, prose, tmp_path, c
     text = tmp_path / "texts.txt"
     text.write_text("\n".join([prose, prose[::-1], prose[60:]]))
     for kind in ("tokens", "compare"):
-        assert main(["attack", str(folder), "--kind", kind, "--text", str(text), "--length", "6"]) == 2
+        assert (
+            main(["attack", str(folder), "--kind", kind, "--text", str(text), "--length", "6"]) == 2
+        )
         assert "which has 60 tokens; use the model's own tokenizer" in capsys.readouterr().err
 
 

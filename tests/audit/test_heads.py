@@ -44,8 +44,35 @@ def test_a_larger_ball_has_larger_bounds(tiny, prose, audited):
 def test_the_command_prints_ratios_and_its_rows_join_the_study(tiny, prose, tmp_path, capsys):
     text, out = tmp_path / "prose.txt", tmp_path / "study"
     text.write_text(prose)
-    words = ["bounds", tiny, "--text", str(text), "--layers", "0", "--lengths", "8", "--out", str(out)]
-    assert main(["measure", tiny, "--text", str(text), "--samples", "1", "--lengths", "8", "--out", str(out)]) == 0
+    words = [
+        "bounds",
+        tiny,
+        "--text",
+        str(text),
+        "--layers",
+        "0",
+        "--lengths",
+        "8",
+        "--out",
+        str(out),
+    ]
+    assert (
+        main(
+            [
+                "measure",
+                tiny,
+                "--text",
+                str(text),
+                "--samples",
+                "1",
+                "--lengths",
+                "8",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     before = len(Study.open(out).rows)
     capsys.readouterr()
     assert main(words) == 0
@@ -53,9 +80,15 @@ def test_the_command_prints_ratios_and_its_rows_join_the_study(tiny, prose, tmp_
     for part in ("input-dependent", "tightness", "worst", "regime"):
         assert part in said
     study = Study.open(out)
-    assert len(study.rows) > before and {r.probe for r in study.rows} >= {SIGMA, WORST, BOUND + "compact"}
+    assert len(study.rows) > before and {r.probe for r in study.rows} >= {
+        SIGMA,
+        WORST,
+        BOUND + "compact",
+    }
     assert main(words) == 0
-    assert [r for r in Study.open(out).rows if r.probe == WORST] == [r for r in study.rows if r.probe == WORST]
+    assert [r for r in Study.open(out).rows if r.probe == WORST] == [
+        r for r in study.rows if r.probe == WORST
+    ]
 
 
 @pytest.mark.parametrize(

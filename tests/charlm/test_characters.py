@@ -17,7 +17,10 @@ def test_windows_are_the_text_and_targets_what_follows():
     whole = "".join(text.alphabet[i] for i in torch.cat([text.learned, text.held_out]))
     assert whole == LINE * 10
     assert UNKNOWN in text.alphabet and list(text.alphabet) == sorted(text.alphabet)
-    for inputs, targets in (text.draw(5, 16, torch.Generator().manual_seed(0)), text.test_windows(2, 16)):
+    for inputs, targets in (
+        text.draw(5, 16, torch.Generator().manual_seed(0)),
+        text.test_windows(2, 16),
+    ):
         for row, following in zip(inputs, targets, strict=True):
             window = "".join(text.alphabet[i] for i in row)
             assert window + text.alphabet[following[-1]] in LINE * 10

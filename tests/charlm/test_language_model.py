@@ -13,7 +13,9 @@ from lipscope.nn import ATTENTIONS
 
 def small(attention: str, invertible: bool = False, norm: str = "pre") -> CharacterTransformer:
     torch.manual_seed(0)
-    return CharacterTransformer(Architecture(11, attention, 3, 8, 2, 12, invertible, norm=norm)).double()
+    return CharacterTransformer(
+        Architecture(11, attention, 3, 8, 2, 12, invertible, norm=norm)
+    ).double()
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -59,8 +61,14 @@ def test_an_invertible_model_has_no_norm_in_its_blocks(norm, count):
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
 def test_blocks_are_what_they_are_called(norm):
     block, X = small("dot", norm=norm).blocks[0], torch.randn(5, 8, dtype=torch.float64)
-    normal = lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()  # noqa: E731
-    inner, outer = {"pre": (normal, lambda x: x), "post": (lambda x: x, normal), "none": (lambda x: x,) * 2}[norm]
+    normal = lambda x: (
+        (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    )  # noqa: E731
+    inner, outer = {
+        "pre": (normal, lambda x: x),
+        "post": (lambda x: x, normal),
+        "none": (lambda x: x,) * 2,
+    }[norm]
     half = outer(X + block.attention(inner(X)))
     torch.testing.assert_close(block(X), outer(half + block.mlp(inner(half))))
 
@@ -94,7 +102,10 @@ def test_layer_constants_are_those_of_dense_autograd(attention):
         ({"constant": math.nan}, "constant must be a positive number"),
         ({"invertible": True}, "choose attention contractive"),
         ({"invertible": True, "attention": "contractive", "constant": 1.0}, "below 1"),
-        ({"invertible": True, "attention": "contractive", "norm": "post"}, "choose norm pre .* or none"),
+        (
+            {"invertible": True, "attention": "contractive", "norm": "post"},
+            "choose norm pre .* or none",
+        ),
         ({"norm": "batch"}, "no norm 'batch'; choose one of pre, post, none"),
     ],
 )

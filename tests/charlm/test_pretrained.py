@@ -34,7 +34,9 @@ def architecture(attention: str, invertible: bool, norm: str = "pre") -> Archite
 @pytest.fixture(scope="module", params=KINDS, ids=str)
 def trained(request, tmp_path_factory) -> tuple[CharacterTransformer, Path, ls.Model]:
     """Twenty steps of training, saved and loaded; the trained model in float64 like the loaded one."""
-    training = Training(TEXT, architecture(*request.param), Recipe(20, 4, 1e-2, 2), torch.device("cpu"))
+    training = Training(
+        TEXT, architecture(*request.param), Recipe(20, 4, 1e-2, 2), torch.device("cpu")
+    )
     for _ in range(20):
         training.advance()
     folder = tmp_path_factory.mktemp("trained")
@@ -127,7 +129,11 @@ def test_every_scope_of_every_norm_is_that_of_dense_autograd(norm, tmp_path):
         "model": (None, lambda x: model.norm(model.trunk(x)), X),
     }
     if norm == "pre":
-        maps["normed"] = (1, lambda x: model.blocks[1].attention(model.blocks[1].attention_norm(x)), reached)
+        maps["normed"] = (
+            1,
+            lambda x: model.blocks[1].attention(model.blocks[1].attention_norm(x)),
+            reached,
+        )
     for scope, (layer, f, tokens) in maps.items():
         site = next(s for s in loaded.sites(IDS, scopes=(scope,)) if s.layer == layer)
         torch.testing.assert_close(site.X[0], tokens)
@@ -136,11 +142,16 @@ def test_every_scope_of_every_norm_is_that_of_dense_autograd(norm, tmp_path):
         assert sigma == pytest.approx(torch.linalg.matrix_norm(J, 2).item(), rel=1e-9), scope
 
 
-@pytest.mark.parametrize("trained", [kind for kind in KINDS if kind[0] == "contractive"], indirect=True)
+@pytest.mark.parametrize(
+    "trained", [kind for kind in KINDS if kind[0] == "contractive"], indirect=True
+)
 def test_the_constant_of_a_contraction_holds_for_the_loaded_map(trained):
     model, _, loaded = trained
     for site in loaded.sites(IDS, scopes=("attention",)):
-        assert ls.local_lipschitz(site.f, 5 * torch.randn_like(site.X)).value.item() <= model.architecture.constant
+        assert (
+            ls.local_lipschitz(site.f, 5 * torch.randn_like(site.X)).value.item()
+            <= model.architecture.constant
+        )
 
 
 def test_the_folder_is_plain_data(trained):
@@ -170,19 +181,30 @@ def test_a_configuration_is_an_architecture():
         assert CharacterConfig.of(a).architecture == a
         assert CharacterConfig.from_dict(CharacterConfig.of(a).to_dict()).architecture == a
     written = CharacterConfig.of(architecture("dot", False)).to_dict()
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    )
     assert [written[name] for name in sizes] == [len(TEXT.alphabet), 8, 2, 2, 12]
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_every_attention_of_the_table_is_routed_and_otherwise_the_same(attention):
     a = Architecture(11, attention, 1, 8, 2, 12, constant=0.3)
-    made, [layer] = make_attention(a), CharacterModel(CharacterConfig.of(a)).network.attention_layers()
+    made, [layer] = (
+        make_attention(a),
+        CharacterModel(CharacterConfig.of(a)).network.attention_layers(),
+    )
     assert isinstance(layer, Routed) and isinstance(layer, type(made)) and layer.causal
     assert getattr(layer, "constant", None) == getattr(made, "constant", None)
 
 
-@pytest.mark.parametrize(("trained", "written"), [(KINDS[1], True), (KINDS[2], False)], indirect=["trained"])
+@pytest.mark.parametrize(
+    ("trained", "written"), [(KINDS[1], True), (KINDS[2], False)], indirect=["trained"]
+)
 def test_folders_that_say_whether_there_are_norms_still_load(trained, written, tmp_path):
     model, folder, loaded = trained
     shutil.copytree(folder, tmp_path / "old")
@@ -200,5 +222,7 @@ def test_random_weights_are_the_model_s_own():
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = CharacterModel(CharacterConfig.of(architecture("l2", False)))
-    for (name, a), (_, b) in zip(expected.named_parameters(), model.network.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(
+        expected.named_parameters(), model.network.named_parameters(), strict=True
+    ):
         assert torch.equal(a, b), name

@@ -24,10 +24,14 @@ def alone(a: Architecture, seed: int, rate: float) -> CharacterTransformer:
         torch.manual_seed(seed)
         model = CharacterTransformer(a)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.98))
-    starts = torch.randint(len(TEXT.learned) - a.context, (STEPS, BATCH), generator=torch.Generator().manual_seed(seed))
+    starts = torch.randint(
+        len(TEXT.learned) - a.context, (STEPS, BATCH), generator=torch.Generator().manual_seed(seed)
+    )
     for row in starts:
         places = row[:, None] + torch.arange(a.context)
-        loss = cross_entropy(model(TEXT.learned[places]).flatten(0, 1), TEXT.learned[places + 1].flatten())
+        loss = cross_entropy(
+            model(TEXT.learned[places]).flatten(0, 1), TEXT.learned[places + 1].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -37,7 +41,12 @@ def alone(a: Architecture, seed: int, rate: float) -> CharacterTransformer:
 
 @pytest.mark.parametrize(
     ("attention", "invertible", "norm"),
-    [("dot", False, "post"), ("l2", False, "none"), ("cosine", False, "pre"), ("contractive", True, "pre")],
+    [
+        ("dot", False, "post"),
+        ("l2", False, "none"),
+        ("cosine", False, "pre"),
+        ("contractive", True, "pre"),
+    ],
 )
 def test_a_stack_trains_each_member_as_if_it_were_alone(attention, invertible, norm):
     a = replace(architecture(attention, invertible), norm=norm)
@@ -56,10 +65,14 @@ def test_the_history_is_what_each_step_saw():
     history = stack.train(TEXT, Schedule(STEPS, BATCH, lambda _: 1.0, None), STEPS, lambda *_: None)
     assert history.losses.shape == history.gradients.shape == history.weights.shape == (STEPS, 2)
     torch.testing.assert_close(history.weights[0], before.norm(dim=1))
-    starts = torch.randint(len(TEXT.learned) - 8, (STEPS, BATCH), generator=torch.Generator().manual_seed(4))[0]
+    starts = torch.randint(
+        len(TEXT.learned) - 8, (STEPS, BATCH), generator=torch.Generator().manual_seed(4)
+    )[0]
     places = starts[:, None] + torch.arange(8)
     model = Stack(a, [4], [1e-3], "cpu").model(0)
-    loss = cross_entropy(model(TEXT.learned[places]).flatten(0, 1), TEXT.learned[places + 1].flatten())
+    loss = cross_entropy(
+        model(TEXT.learned[places]).flatten(0, 1), TEXT.learned[places + 1].flatten()
+    )
     loss.backward()
     length = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     torch.testing.assert_close(history.losses[0, 1], loss.detach())
@@ -83,4 +96,6 @@ def test_losses_are_those_of_the_members():
     together = stack.losses(stack.theta, inputs, targets)
     for member in range(3):
         logits = stack.model(member)(inputs)
-        torch.testing.assert_close(together[member], cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        torch.testing.assert_close(
+            together[member], cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )

@@ -20,10 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
 
 
-def begin(steps: int = 8, attention: str = "l2", seed: int = 0, lr: float = 1e-2, every: int = 2) -> Training:
+def begin(
+    steps: int = 8, attention: str = "l2", seed: int = 0, lr: float = 1e-2, every: int = 2
+) -> Training:
     text = CharacterText.of(PROSE, 8)
     architecture = Architecture(len(text.alphabet), attention, 2, 8, 2, 8)
-    return Training(text, architecture, Recipe(steps, 4, lr, 2, seed=seed, every=every), torch.device("cpu"))
+    return Training(
+        text, architecture, Recipe(steps, 4, lr, 2, seed=seed, every=every), torch.device("cpu")
+    )
 
 
 def kept(directory: Path) -> tuple[dict[str, torch.Tensor], dict]:
@@ -101,7 +105,9 @@ def test_a_real_kill_changes_no_bit(tmp_path):
     )
     torn = tmp_path / "torn"
     torn.mkdir()
-    child = subprocess.Popen([sys.executable, "-c", code, str(torn)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(torn)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     while int(child.stdout.readline()) < 10:
         pass
@@ -122,7 +128,9 @@ def test_a_gpu_learns_what_a_cpu_learns(tmp_path):
         (tmp_path / place).mkdir()
         train(training, tmp_path / place)
     for a, b in zip(here.curve, there.curve, strict=True):
-        assert b.test == pytest.approx(a.test, rel=1e-3) and b.constants == pytest.approx(a.constants, rel=1e-2)
+        assert b.test == pytest.approx(a.test, rel=1e-3) and b.constants == pytest.approx(
+            a.constants, rel=1e-2
+        )
     again = begin()
     again.device = torch.device("cuda")
     again.model.to("cuda")
@@ -147,7 +155,10 @@ def full(*_: object) -> None:
 @pytest.mark.parametrize("step", ["replace", "fsync"])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, step, monkeypatch):
     def fail(words: str) -> None:
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=f"No space left on device; {words}"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(UserError, match=f"No space left on device; {words}"),
+        ):
             patch.setattr(os, step, full)
             write_tensors(tmp_path / FILE, {"x": torch.zeros(2)}, {"step": 2})
 
@@ -163,7 +174,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, step,
 def test_other_settings_do_not_touch_a_training(tmp_path):
     calm(tmp_path / "mine")
     before = (tmp_path / "mine" / FILE).read_bytes()
-    for other, complaint in ((begin(seed=1), "seed 0, not 1"), (begin(attention="dot"), "attention l2, not dot")):
+    for other, complaint in (
+        (begin(seed=1), "seed 0, not 1"),
+        (begin(attention="dot"), "attention l2, not dot"),
+    ):
         with pytest.raises(UserError, match=complaint):
             train(other, tmp_path / "mine")
     elsewhere = begin()
@@ -203,7 +217,9 @@ def test_a_directory_is_claimed_once_and_only_where_nothing_else_is(tmp_path):
 
 def test_a_training_that_diverges_says_so():
     training = begin(lr=1e30)
-    with pytest.raises(UserError, match=r"training has diverged. Try lr below 1e\+30 or warmup above 2, in another"):
+    with pytest.raises(
+        UserError, match=r"training has diverged. Try lr below 1e\+30 or warmup above 2, in another"
+    ):
         for _ in range(8):
             training.advance()
         training.read()
@@ -230,7 +246,9 @@ def test_the_schedule_rises_and_falls():
     recipe = Recipe(steps=100, lr=1.0, warmup=9)
     rates = [recipe.rate(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(rates[9])
-    assert rates[-1] == pytest.approx(0.1, abs=1e-2) and rates[20:] == sorted(rates[20:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-2) and rates[20:] == sorted(
+        rates[20:], reverse=True
+    )
 
 
 def test_a_last_step_that_diverges_is_no_success(tmp_path):

@@ -30,7 +30,9 @@ sys.argv = ["lipscope", "doctor"]
 
 def ended(code: str) -> tuple[int, str]:
     """How a process ends that does as told when it is asked what is installed."""
-    done = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=120
+    )
     return done.returncode, done.stderr
 
 
@@ -45,13 +47,19 @@ STOPS = {
 
 @pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
 def test_it_is_heard(stop):
-    assert ended(f"{stop}\ndoctor.report = report\nsys.exit(main())") == (130, f"lipscope: {FAREWELL}\n")
+    assert ended(f"{stop}\ndoctor.report = report\nsys.exit(main())") == (
+        130,
+        f"lipscope: {FAREWELL}\n",
+    )
 
 
 def test_it_is_heard_while_commands_are_loaded():
     code = "class Slow:\n    def find_spec(self, name, *_):\n        if name == 'lipscope.cli.commands': "
     code += "os.kill(os.getpid(), signal.SIGINT)"
-    assert ended(f"{code}\nsys.meta_path.insert(0, Slow())\nsys.exit(main())") == (130, f"lipscope: {FAREWELL}\n")
+    assert ended(f"{code}\nsys.meta_path.insert(0, Slow())\nsys.exit(main())") == (
+        130,
+        f"lipscope: {FAREWELL}\n",
+    )
 
 
 def test_one_in_the_exec_of_a_string_does_not_decide_how_python_ends(tmp_path):
@@ -60,18 +68,25 @@ def test_one_in_the_exec_of_a_string_does_not_decide_how_python_ends(tmp_path):
     for name, code, expected in (("theirs", "", -signal.SIGINT), ("ours", late, 130)):
         (tmp_path / f"{name}.py").write_text(f"{caught}{code}sys.exit(130)")
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, "-m", name], cwd=tmp_path, env=environment, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-m", name], cwd=tmp_path, env=environment, timeout=120
+        )
         assert done.returncode == expected
 
 
 def test_after_the_work_it_changes_nothing():
-    code = "doctor.report = dict\ncode = main()\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit(code)"
+    code = (
+        "doctor.report = dict\ncode = main()\nos.kill(os.getpid(), signal.SIGINT)\nsys.exit(code)"
+    )
     assert ended(code) == (0, "")
 
 
 def test_whoever_knows_better_speaks_and_the_first_of_them():
     code = "def report():\n    with farewell('Stopped; outer.'), farewell('Stopped; inner.'): raise KeyboardInterrupt\n"
-    assert ended(f"{code}doctor.report = report\nsys.exit(main())") == (130, "lipscope: Stopped; inner.\n")
+    assert ended(f"{code}doctor.report = report\nsys.exit(main())") == (
+        130,
+        "lipscope: Stopped; inner.\n",
+    )
 
 
 def test_it_is_heard_while_arguments_are_read(monkeypatch, capsys):

@@ -21,7 +21,9 @@ def test_it_writes_and_says_what_it_found(tmp_path, capsys):
 
 def test_without_out_the_folder_is_named_after_the_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lipscope.report.simulation_files.animate", lambda simulation, path, progress: path.touch())
+    monkeypatch.setattr(
+        "lipscope.report.simulation_files.animate", lambda simulation, path, progress: path.touch()
+    )
     assert main(["simulate", "--preset", "masked", "--n", "5", "--time", "0.5"]) == 0
     assert sorted(path.name for path in (tmp_path / "simulation-masked").iterdir()) == FILES
 
@@ -38,7 +40,9 @@ def test_without_out_the_folder_is_named_after_the_preset(tmp_path, monkeypatch)
     ],
 )
 def test_the_smallest_and_the_longest_are_drawn(options, tmp_path, monkeypatch, recwarn):
-    monkeypatch.setattr("lipscope.report.simulation_files.animate", lambda simulation, path, progress: path.touch())
+    monkeypatch.setattr(
+        "lipscope.report.simulation_files.animate", lambda simulation, path, progress: path.touch()
+    )
     assert main(["simulate", *options.split(), "--out", str(tmp_path / "out")]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
     assert not [w for w in recwarn if "tight" not in str(w.message)]
@@ -47,13 +51,19 @@ def test_the_smallest_and_the_longest_are_drawn(options, tmp_path, monkeypatch, 
 def test_help_lists_every_preset(capsys):
     assert main(["simulate", "--help"]) == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in ("clusters", "gaussian", "masked", "growth", "n = 200, d = 2, t = 10"))
+    assert all(
+        name in said
+        for name in ("clusters", "gaussian", "masked", "growth", "n = 200, d = 2, t = 10")
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--preset nonsense", "there is no preset 'nonsense'; the presets are clusters, gaussian, masked, growth"),
+        (
+            "--preset nonsense",
+            "there is no preset 'nonsense'; the presets are clusters, gaussian, masked, growth",
+        ),
         ("--n 0", "n, the number of tokens, must be a whole number, at least 1, got 0"),
         ("--n many", "--n"),
         ("--dim -2", "dim, the size of a token, must be a whole number, at least 1, got -2"),
@@ -61,7 +71,10 @@ def test_help_lists_every_preset(capsys):
         ("--time inf", "must be a positive number, got inf"),
         ("--time 5e-324", "time must be long enough to hold 65 different times, got 5e-324"),
         ("--seed -4", "seed must be a whole number, not negative and below 2^63, got -4"),
-        ("--seed 99999999999999999999999", "seed must be a whole number, not negative and below 2^63"),
+        (
+            "--seed 99999999999999999999999",
+            "seed must be a whole number, not negative and below 2^63",
+        ),
         ("--device abacus", "device 'abacus' cannot be used here"),
         ("--device cuda:77", "device 'cuda:77' cannot be used here"),
     ],
@@ -70,4 +83,6 @@ def test_a_mistake_is_told_in_a_line(options, told, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["simulate", *options.split(), "--out", str(out)]) == 2
     said = capsys.readouterr()
-    assert told in said.err and said.out == "" and len(said.err.splitlines()) == 1 and not out.exists()
+    assert (
+        told in said.err and said.out == "" and len(said.err.splitlines()) == 1 and not out.exists()
+    )

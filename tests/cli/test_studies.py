@@ -15,7 +15,16 @@ def measure(tmp_path_factory) -> list[str]:
     place = tmp_path_factory.mktemp("place")
     (place / "prose.txt").write_text(PROSE)
     tiny = save_tiny(place / "tiny", layers=1)
-    return ["measure", tiny, "--text", str(place / "prose.txt"), "--lengths", "8,16", "--samples", "2"]
+    return [
+        "measure",
+        tiny,
+        "--text",
+        str(place / "prose.txt"),
+        "--lengths",
+        "8,16",
+        "--samples",
+        "2",
+    ]
 
 
 def test_measure_show_and_export_hold_the_closed_certificates(measure, tmp_path, capsys):
@@ -35,11 +44,17 @@ def test_measure_show_and_export_hold_the_closed_certificates(measure, tmp_path,
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--gap", "0"], "gap, the relative distance upper / lower - 1, must lie between 0 and 1, got 0"),
+        (
+            ["--gap", "0"],
+            "gap, the relative distance upper / lower - 1, must lie between 0 and 1, got 0",
+        ),
         (["--gap", "-0.5"], "must lie between 0 and 1, got -0.5"),
         (["--gap", "1.01"], "for upper / lower <= 1.01 give 0.01"),
         (["--gap", "small"], "--gap"),
-        (["--gap", "0.01", "--dtype", "float32"], "float32 gives no upper bound: measure in float64"),
+        (
+            ["--gap", "0.01", "--dtype", "float32"],
+            "float32 gives no upper bound: measure in float64",
+        ),
     ],
 )
 def test_what_is_refused(measure, tmp_path, capsys, options, told):

@@ -33,7 +33,9 @@ def test_what_cannot_be_meant_is_refused(inputs, layers, message):
     assert {type(block.attn).__name__ for block in model.h} == {"GPT2Attention"}
 
 
-@pytest.mark.parametrize("inputs", [[1, 2, 3], [[1, 2, 3], [4, 5, 6]], (torch.tensor([[1, 2, 3]]),)])
+@pytest.mark.parametrize(
+    "inputs", [[1, 2, 3], [[1, 2, 3], [4, 5, 6]], (torch.tensor([[1, 2, 3]]),)]
+)
 def test_ids_may_be_lists_or_the_only_argument(inputs):
     expected = convert_model(zoo.make("gpt2"), "l2", torch.tensor([[1, 2, 3]]))
     found = convert_model(zoo.make("gpt2"), "l2", inputs)
@@ -45,13 +47,19 @@ def test_the_layers_of_a_converted_model_go_by_name():
     model = zoo.make("gpt2")
     convert_model(model, "l2", IDS, layers=[1])
     for layers in ([0], [1]):
-        with pytest.raises(ls.UserError, match=r"goes by name, as in layers=\['h.1.attn.layer'\]; to convert more"):
+        with pytest.raises(
+            ls.UserError, match=r"goes by name, as in layers=\['h.1.attn.layer'\]; to convert more"
+        ):
             convert_model(model, "dot", IDS, layers=layers)
     report = convert_model(model, "dot", IDS, layers=["h.1.attn.layer"])
-    assert [(row.old, row.new) for row in report.layers] == [("L2SelfAttention", "DotSelfAttention")]
+    assert [(row.old, row.new) for row in report.layers] == [
+        ("L2SelfAttention", "DotSelfAttention")
+    ]
 
 
-@pytest.mark.parametrize(("name", "path"), [("gpt2", "h.0.attn"), ("bert", "encoder.layer.0.attention")])
+@pytest.mark.parametrize(
+    ("name", "path"), [("gpt2", "h.0.attn"), ("bert", "encoder.layer.0.attention")]
+)
 def test_a_frozen_model_stays_frozen(name, path):
     model = zoo.make(name).requires_grad_(False)
     model.get_submodule(path.replace("0", "1")).requires_grad_(True)
@@ -73,5 +81,7 @@ def test_arguments_by_position_mean_what_they_meant_to_the_old_attention():
     for module, args in ((causal, (None, padding)), (full, (padding,))):
         expected = module(X[:, :3])[0]
         assert torch.allclose(module(X, *args)[0][:, :3], expected, atol=1e-6)
-        assert torch.allclose(module(hidden_states=X, attention_mask=padding)[0][:, :3], expected, atol=1e-6)
+        assert torch.allclose(
+            module(hidden_states=X, attention_mask=padding)[0][:, :3], expected, atol=1e-6
+        )
     assert not torch.allclose(full(X)[0][:, :3], full(X[:, :3])[0], atol=1e-3)

@@ -77,7 +77,9 @@ def test_families_are_converted_and_measured(name, to):
     y = model(**inputs).last_hidden_state
     assert y.shape[:2] == (2, 5) and y.isfinite().all()
     for i, (row, site) in enumerate(zip(report.layers, sites, strict=True)):
-        assert row.before.value == pytest.approx(ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-9)
+        assert row.before.value == pytest.approx(
+            ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-9
+        )
         exact = copy.deepcopy(core(model, name, i).layer).double()
         assert row.after.value == pytest.approx(dense_norm(exact, seen[i]), rel=1e-5)
         assert ("rotary positions" in row.left) == (name in ROTARY)
@@ -98,7 +100,12 @@ def test_to_dot_without_query_bias_is_the_same_model(name):
 
 @pytest.mark.parametrize(
     ("name", "side", "implementation"),
-    [("bert", "right", "eager"), ("bert", "left", "sdpa"), ("gpt2", "left", "eager"), ("gpt2", "right", "sdpa")],
+    [
+        ("bert", "right", "eager"),
+        ("bert", "left", "sdpa"),
+        ("gpt2", "left", "eager"),
+        ("gpt2", "right", "sdpa"),
+    ],
 )
 def test_padding_is_respected(name, side, implementation):
     model, ids = zoo.make(name), zoo.sample(name, batch=3, n=6)["input_ids"]
@@ -147,7 +154,12 @@ def test_a_converted_model_trains_and_keeps_its_state(kind):
     config = getattr(transformers, family.config)(**family.options)
     model = getattr(transformers, kind)(config).train()
     ids = zoo.sample(name)["input_ids"]
-    convert_model(model, "contractive", {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, constant=0.5)
+    convert_model(
+        model,
+        "contractive",
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        constant=0.5,
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(4):
@@ -176,10 +188,14 @@ def test_the_monitor_watches_a_converted_model_and_it_converts_again():
     model(**inputs)
     readings = monitor.step()
     assert [r.layer for r in readings] == ["h.0.attn.layer", "h.1.attn.layer"]
-    assert [r.sigma for r in readings] == pytest.approx([row.after.value for row in report.layers], rel=1e-4)
+    assert [r.sigma for r in readings] == pytest.approx(
+        [row.after.value for row in report.layers], rel=1e-4
+    )
     monitor.close()
     again = convert_model(model, "cosine", inputs)
-    assert [row.before.value for row in again.layers] == pytest.approx([row.after.value for row in report.layers])
+    assert [row.before.value for row in again.layers] == pytest.approx(
+        [row.after.value for row in report.layers]
+    )
     assert sum(isinstance(m, AttentionLayer) for m in model.modules()) == 2
 
 
@@ -194,7 +210,9 @@ def test_what_cannot_be_converted_is_named_and_left_alone(name, message):
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("name", "rule"), [("gemma2", "a soft cap"), ("gpt_oss", "attention sinks")])
+@pytest.mark.parametrize(
+    ("name", "rule"), [("gemma2", "a soft cap"), ("gpt_oss", "attention sinks")]
+)
 def test_a_layer_without_a_window_is_refused_for_what_else_it_has(name, rule):
     with pytest.raises(ls.UserError, match=f"layer 1 .* cannot be converted: it has {rule}"):
         convert_model(zoo.make(name), "l2", zoo.sample(name), layers=[1])
@@ -219,7 +237,9 @@ def test_layers_by_number():
         convert_model(zoo.make("gpt2"), "l2", inputs, layers=[2])
 
 
-@pytest.mark.parametrize("inputs", [torch.tensor([[3]]), {"input_ids": [[3, 4]], "attention_mask": [[0, 1]]}])
+@pytest.mark.parametrize(
+    "inputs", [torch.tensor([[3]]), {"input_ids": [[3, 4]], "attention_mask": [[0, 1]]}]
+)
 def test_a_sample_of_one_token_is_refused_as_it_does_not_show_the_causal_mask(inputs):
     model = zoo.make("gpt2")
     with pytest.raises(ls.UserError, match="the first sample has 1 token"):

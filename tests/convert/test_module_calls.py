@@ -19,7 +19,11 @@ def encoder():
     [
         (None, None, "inputs must be a tensor, a tuple .* got NoneType"),
         ("hello", None, "inputs must be a tensor, a tuple .* got str"),
-        ([torch.ones(1, TOKENS, DIM)], None, r"got list; a model that takes one is given \(inputs,\)"),
+        (
+            [torch.ones(1, TOKENS, DIM)],
+            None,
+            r"got list; a model that takes one is given \(inputs,\)",
+        ),
         (torch.ones(2, 3, DIM + 1), None, r"TransformerEncoder does not run on the inputs \(.*9"),
         ({"foo": torch.ones(2, 3, DIM)}, None, "does not run on the inputs .*'foo'"),
         (torch.ones(2, 3, DIM), [], "layers is empty"),

@@ -39,7 +39,9 @@ def dense_norm(f, X):
 def entering(model, path, run):
     """What the module at `path` reads, first sample, in evaluation mode."""
     seen = []
-    handle = model.get_submodule(path).register_forward_pre_hook(lambda m, args: seen.append(args[0][0].detach()))
+    handle = model.get_submodule(path).register_forward_pre_hook(
+        lambda m, args: seen.append(args[0][0].detach())
+    )
     was = model.training
     with torch.no_grad():
         run(model.eval())
@@ -57,7 +59,10 @@ def test_every_layer_is_converted_and_measured_where_it_stands(to):
     model, X = encoder(2), tokens()
     before = copy.deepcopy(model)
     report = convert_model(model, to, X)
-    assert report.model is model and [x.name for x in report.layers] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert report.model is model and [x.name for x in report.layers] == [
+        "layers.0.self_attn",
+        "layers.1.self_attn",
+    ]
     for row in report.layers:
         path = row.name
         old = copy.deepcopy(before.get_submodule(path)).double().eval()
@@ -68,7 +73,9 @@ def test_every_layer_is_converted_and_measured_where_it_stands(to):
         x = entering(model, f"{path}.layer", lambda m: m(X))
         assert row.after.value == pytest.approx(dense_norm(new, x), rel=1e-5)
         assert row.after.value <= row.bound
-        assert type(new) is type(ATTENTIONS[to](DIM, HEADS, False)) and row.new == type(new).__name__
+        assert (
+            type(new) is type(ATTENTIONS[to](DIM, HEADS, False)) and row.new == type(new).__name__
+        )
         assert str(f"{row.before.value:.4g}") in str(report)
 
 
@@ -82,13 +89,17 @@ def test_to_dot_without_query_bias_is_the_same_function():
     report = convert_model(model, "dot", X)
     assert torch.allclose(model(X), expected, atol=1e-5)
     assert all(row.left == () for row in report.layers)
-    assert [row.after.value for row in report.layers] == pytest.approx([row.before.value for row in report.layers])
+    assert [row.after.value for row in report.layers] == pytest.approx(
+        [row.before.value for row in report.layers]
+    )
 
 
 def test_what_is_left_behind_is_named():
     expected = {"dot": {"query bias"}, "l2": {"key weights"}, "cosine": {"query bias", "key bias"}}
     for to, words in expected.items():
-        assert {word for row in convert_model(encoder(), to, tokens()).layers for word in row.left} == words
+        assert {
+            word for row in convert_model(encoder(), to, tokens()).layers for word in row.left
+        } == words
 
 
 def test_l2_keeps_the_queries_and_the_values_that_queries_can_make():
@@ -106,7 +117,9 @@ def test_l2_keeps_the_queries_and_the_values_that_queries_can_make():
         assert torch.allclose(f.V[own].double(), V[h] @ onto_queries, atol=1e-5)
     assert torch.equal(f.O, old.out_proj.weight)
     bv = old.in_proj_bias[2 * DIM :]
-    assert torch.allclose(model.layers[0].self_attn.bias, old.out_proj.bias + old.out_proj.weight @ bv, atol=1e-6)
+    assert torch.allclose(
+        model.layers[0].self_attn.bias, old.out_proj.bias + old.out_proj.weight @ bv, atol=1e-6
+    )
 
 
 def test_causal_masks_become_causal_layers_and_other_masks_are_refused():
@@ -175,7 +188,14 @@ def test_a_converted_encoder_trains_saves_and_loads():
 
 @pytest.mark.parametrize(
     ("source", "to"),
-    [("dot", "dot"), ("l2", "l2"), ("dot", "l2"), ("l2", "cosine"), ("contractive", "dot"), ("cosine", "contractive")],
+    [
+        ("dot", "dot"),
+        ("l2", "l2"),
+        ("dot", "l2"),
+        ("l2", "cosine"),
+        ("contractive", "dot"),
+        ("cosine", "contractive"),
+    ],
 )
 def test_lipscope_layers_convert_into_each_other(source, to):
     torch.manual_seed(3)
@@ -184,7 +204,9 @@ def test_lipscope_layers_convert_into_each_other(source, to):
     report = convert_model(model, to, X)
     assert isinstance(model[0], AttentionLayer) and model[0].causal
     assert report.layers[0].before.value == pytest.approx(dense_norm(old, X[0]), rel=1e-5)
-    assert report.layers[0].after.value == pytest.approx(dense_norm(copy.deepcopy(model[0]).double(), X[0]), rel=1e-5)
+    assert report.layers[0].after.value == pytest.approx(
+        dense_norm(copy.deepcopy(model[0]).double(), X[0]), rel=1e-5
+    )
     if source == to == "dot" or source == to == "l2":
         assert torch.allclose(model[0](X), old(X.double()).float(), atol=1e-5)
 
@@ -251,9 +273,15 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_changed():
         (("l2", X), r"cross \(MultiheadAttention\) cannot be converted: .*another key or value"),
         (("l3", X), "no attention 'l3' to convert to; choose one of dot, l2"),
         (("l2", X, {"constant": 0.5}), "constant=0.5 is for to='contractive'"),
-        (("contractive", X, {"constant": 0.0, "layers": ["own"]}), "constant must be a positive number"),
+        (
+            ("contractive", X, {"constant": 0.0, "layers": ["own"]}),
+            "constant must be a positive number",
+        ),
         (("l2", X, {"layers": ["own", "idle"]}), "idle .*did not run"),
-        (("l2", X, {"layers": ["own.out_proj"]}), "out_proj is a NonDynamicallyQuantizableLinear, which cannot"),
+        (
+            ("l2", X, {"layers": ["own.out_proj"]}),
+            "out_proj is a NonDynamicallyQuantizableLinear, which cannot",
+        ),
         (("l2", X, {"layers": ["nowhere"]}), "no layer 'nowhere'"),
     ]:
         with pytest.raises(ls.UserError, match=message):
@@ -261,7 +289,9 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_changed():
     assert {name: type(m) for name, m in model.named_modules()} == before
     assert all(torch.equal(weights[name], tensor) for name, tensor in states(model).items())
     assert not any(m._forward_pre_hooks for m in model.modules())
-    with pytest.raises(ls.UserError, match=r"Linear has no attention that can be converted; supported are nn.Multi"):
+    with pytest.raises(
+        ls.UserError, match=r"Linear has no attention that can be converted; supported are nn.Multi"
+    ):
         convert_model(nn.Linear(2, 2), "l2", torch.ones(1, 2))
     with pytest.raises(ls.UserError, match="the model itself is a DotSelfAttention"):
         convert_model(DotSelfAttention(DIM, HEADS), "l2", X)

@@ -41,7 +41,9 @@ def test_a_single_token_may_come_with_a_mask_or_without(mask):
 def test_a_sample_of_one_token_is_refused_as_it_does_not_tell_causal_attention_from_other():
     for inputs in (torch.randn(2, 1, DIM), (torch.randn(1, 1, DIM), torch.zeros(1, 1))):
         model = Attending()
-        with pytest.raises(ls.UserError, match=r"attention .*the first sample has 1 token, padding apart; give two"):
+        with pytest.raises(
+            ls.UserError, match=r"attention .*the first sample has 1 token, padding apart; give two"
+        ):
             ls.convert_model(model, "l2", inputs)
         assert isinstance(model.attention, nn.MultiheadAttention)
     padding = torch.ones(1, TOKENS, dtype=torch.bool)
@@ -50,7 +52,9 @@ def test_a_sample_of_one_token_is_refused_as_it_does_not_tell_causal_attention_f
         with pytest.raises(ls.UserError, match=f"has {real} token"):
             ls.convert_model(Attending(), "l2", (torch.randn(1, TOKENS, DIM), None, padding))
     with pytest.raises(ls.UserError, match="has 1 token"):
-        ls.convert_model(nn.Sequential(DotSelfAttention(DIM, HEADS, causal=True)), "l2", torch.randn(1, 1, DIM))
+        ls.convert_model(
+            nn.Sequential(DotSelfAttention(DIM, HEADS, causal=True)), "l2", torch.randn(1, 1, DIM)
+        )
 
 
 def converted(to="l2", mask=None, batch_first=True):
@@ -75,7 +79,9 @@ def test_to_dot_every_argument_means_what_it_meant(kind, mask, batch_first):
     hidden = torch.zeros(3, TOKENS, dtype=torch.bool)
     hidden[0, 4:] = hidden[1, 2:] = kind != "none"
     X, hidden = (X[0], hidden[0]) if kind == "one sequence" else (X, hidden)
-    padding = torch.zeros(hidden.shape).masked_fill(hidden, -math.inf) if kind == "additive" else hidden
+    padding = (
+        torch.zeros(hidden.shape).masked_fill(hidden, -math.inf) if kind == "additive" else hidden
+    )
     given = X.transpose(0, 1) if not batch_first and X.ndim == 3 else X
     for average in (True, False):
         options = {"key_padding_mask": padding, "attn_mask": mask, "average_attn_weights": average}
@@ -86,7 +92,9 @@ def test_to_dot_every_argument_means_what_it_meant(kind, mask, batch_first):
         assert P.shape == R.shape and torch.allclose(P[~hidden], R[~hidden], atol=1e-6)
         assert torch.equal(y[hidden], new.bias.expand_as(y[hidden])) and (P[hidden] == 0).all()
     y_too, nothing = new(given, given, given, padding, need_weights=False, attn_mask=mask)
-    assert nothing is None and torch.equal(y_too.transpose(0, 1) if y_too.shape != y.shape else y_too, y)
+    assert nothing is None and torch.equal(
+        y_too.transpose(0, 1) if y_too.shape != y.shape else y_too, y
+    )
 
 
 def test_is_causal_speaks_where_there_is_no_mask_and_never_against_the_layer():
@@ -129,4 +137,6 @@ def test_an_encoder_keeps_to_the_converted_attention_on_every_path(training):
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 y = net(X, src_key_padding_mask=hidden)
-                assert torch.allclose(y[1, :3], net(X[1:2, :3])[0], atol=1e-5) and y.shape == X.shape
+                assert (
+                    torch.allclose(y[1, :3], net(X[1:2, :3])[0], atol=1e-5) and y.shape == X.shape
+                )

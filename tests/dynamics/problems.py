@@ -32,7 +32,9 @@ def identity(d: int = 2, causal: bool = False, scale: float = 1.0) -> ls.SelfAtt
 
 
 def random_head(d: int = 3, seed: int = 0, **options) -> ls.SelfAttention:
-    return ls.SelfAttention(draw(2, d, seed=seed), draw(2, d, seed=seed + 1), draw(d, d, seed=seed + 2), **options)
+    return ls.SelfAttention(
+        draw(2, d, seed=seed), draw(2, d, seed=seed + 1), draw(d, d, seed=seed + 2), **options
+    )
 
 
 def two_heads(d: int = 3, kernel: object = None, causal: bool = False) -> ls.SelfAttention:
@@ -46,7 +48,8 @@ def velocity(f: ls.SelfAttention, x: np.ndarray, weights: np.ndarray) -> np.ndar
     """Gamma_mu at its own atoms, by the definition, head by head."""
     n = len(x)
     Q, K, V = (
-        W.numpy().reshape(count, -1, W.shape[1]) for W, count in ((f.Q, f.heads), (f.K, f.groups), (f.V, f.groups))
+        W.numpy().reshape(count, -1, W.shape[1])
+        for W, count in ((f.Q, f.heads), (f.K, f.groups), (f.V, f.groups))
     )
     biases = [None if b is None else b.numpy() for b in f.biases or (None,) * 3]
     out = []
@@ -70,7 +73,9 @@ def velocity(f: ls.SelfAttention, x: np.ndarray, weights: np.ndarray) -> np.ndar
     return joined if f.O is None else joined @ f.O.numpy().T
 
 
-def truth(f: ls.SelfAttention, X: torch.Tensor, times: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+def truth(
+    f: ls.SelfAttention, X: torch.Tensor, times: np.ndarray, weights: np.ndarray | None = None
+) -> np.ndarray:
     """Positions [T, n, d] by scipy's order-8 method, to 1e-12."""
     w = np.ones(len(X)) if weights is None else weights
     solved = solve_ivp(

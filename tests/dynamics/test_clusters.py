@@ -32,8 +32,12 @@ def test_planted_clusters_are_found_with_their_time():
     found = ls.dynamics.find_clusters(planted(SQUARE[where]), tol=1e-3)
     assert len(found) == 4 and found.clear and found.extreme.all()
     assert torch.allclose(found.centres[found.labels], SQUARE[where])
-    assert torch.allclose(found.masses * 12, torch.tensor([5.0, 4.0, 2.0, 1.0], dtype=torch.float64))
-    assert 0.95 <= found.time <= 1.0 and found.formed[-1] == 0  # one token is a cluster from the start
+    assert torch.allclose(
+        found.masses * 12, torch.tensor([5.0, 4.0, 2.0, 1.0], dtype=torch.float64)
+    )
+    assert (
+        0.95 <= found.time <= 1.0 and found.formed[-1] == 0
+    )  # one token is a cluster from the start
     assert found.counts[0] == 12 and found.counts[-1] == 4
 
 
@@ -49,8 +53,14 @@ def test_clusters_do_not_depend_on_the_unit_of_length(size):
         ls.dynamics.find_clusters(flow),
         ls.dynamics.find_clusters(replace(flow, positions=size * flow.positions)),
     )
-    assert torch.equal(one.labels, other.labels) and torch.equal(one.counts, other.counts) and other.clear
-    assert torch.allclose(other.centres / size, one.centres) and other.width / size == pytest.approx(one.width)
+    assert (
+        torch.equal(one.labels, other.labels)
+        and torch.equal(one.counts, other.counts)
+        and other.clear
+    )
+    assert torch.allclose(
+        other.centres / size, one.centres
+    ) and other.width / size == pytest.approx(one.width)
 
 
 def test_a_flow_that_did_not_move_shows_no_clusters():
@@ -64,19 +74,26 @@ def test_groups_are_counted_in_words_that_are_true():
     assert apart.status == "no clear clusters: each of 2 tokens is a group of its own"
     assert apart.title == "no clear clusters: 2 groups"
     one = ls.dynamics.find_clusters(planted(SQUARE[:1]))
-    assert one.status == "1 cluster of 1 token, formed by t = 0" and one.title == "1 cluster at the end"
+    assert (
+        one.status == "1 cluster of 1 token, formed by t = 0"
+        and one.title == "1 cluster at the end"
+    )
 
 
 def test_learned_weights_may_require_gradients():
     flow = planted(SQUARE[torch.arange(12) % 4])
     learned = replace(flow, f=replace(flow.f, V=flow.f.V.clone().requires_grad_()))
-    assert torch.equal(ls.dynamics.find_clusters(learned).centres, ls.dynamics.find_clusters(flow).centres)
+    assert torch.equal(
+        ls.dynamics.find_clusters(learned).centres, ls.dynamics.find_clusters(flow).centres
+    )
 
 
 def test_weights_are_masses():
     weights = torch.arange(1, 13, dtype=torch.float64) / 78
     found = ls.dynamics.find_clusters(planted(SQUARE[torch.arange(12) % 4], weights))
-    assert torch.allclose(found.masses * 78, torch.tensor([24.0, 21.0, 18.0, 15.0], dtype=torch.float64))
+    assert torch.allclose(
+        found.masses * 78, torch.tensor([24.0, 21.0, 18.0, 15.0], dtype=torch.float64)
+    )
 
 
 def test_an_interior_limit_point_is_no_vertex():
@@ -135,17 +152,23 @@ def test_vertices_are_those_of_the_convex_hull(d):
 
 
 def test_a_margin_is_a_distance():
-    margins = hull_margins(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [5.0, 5.0]], dtype=torch.float64))
+    margins = hull_margins(
+        torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [5.0, 5.0]], dtype=torch.float64)
+    )
     assert margins[3].item() == pytest.approx(9) and margins[0].item() == pytest.approx(1)
     assert hull_margins(torch.zeros(1, 2, dtype=torch.float64)).item() == math.inf
-    assert hull_margins(torch.tensor([[-1.0], [0.0], [3.0]], dtype=torch.float64)).tolist() == pytest.approx([1, 0, 3])
+    assert hull_margins(
+        torch.tensor([[-1.0], [0.0], [3.0]], dtype=torch.float64)
+    ).tolist() == pytest.approx([1, 0, 3])
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_identity_values_gather_at_vertices(seed):
     """V = A = I: vertices of their hull, and at rest under hard attention, |c|^2 = max_j <c, c_j>."""
     X = 2 * draw(40, 2, seed=seed)
-    found = ls.dynamics.find_clusters(ls.dynamics.flow(identity(), X, 9.0, tol=1e-5, renormalise=True))
+    found = ls.dynamics.find_clusters(
+        ls.dynamics.flow(identity(), X, 9.0, tol=1e-5, renormalise=True)
+    )
     assert 2 <= len(found) <= 12 and found.clear and found.extreme.all()
     inner = found.centres @ found.centres.T
     assert (inner.amax(1) - inner.diagonal()).max() < 1e-6 * inner.max()
@@ -155,7 +178,9 @@ def test_identity_values_gather_at_vertices(seed):
 
 def test_on_the_line_there_are_two():
     X = draw(30, 1)
-    found = ls.dynamics.find_clusters(ls.dynamics.flow(identity(1), X, 12.0, tol=1e-5, renormalise=True))
+    found = ls.dynamics.find_clusters(
+        ls.dynamics.flow(identity(1), X, 12.0, tol=1e-5, renormalise=True)
+    )
     assert len(found) == 2 and found.extreme.all()
 
 

@@ -35,7 +35,9 @@ def test_against_the_dense_jacobian_of_the_network(f):
     X = draw(5, 3)
     found = ls.dynamics.growth_along_depth(f, X, 0.8, layers=6, points=6, tol=1e-10)
     for depth in range(1, 7):
-        assert found.sigma[depth].item() == pytest.approx(norm(network(f, 0.8 * depth / 6, depth), X), rel=1e-8)
+        assert found.sigma[depth].item() == pytest.approx(
+            norm(network(f, 0.8 * depth / 6, depth), X), rel=1e-8
+        )
     states = found.flow.positions
     one = [norm(network(f, 0.8 / 6, 1), x) for x in states[:-1]]
     assert found.product.tolist() == pytest.approx([math.prod(one[:k]) for k in range(7)], rel=1e-8)
@@ -55,9 +57,15 @@ def test_the_product_of_layers_and_its_adjoint():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_the_bounds(seed):
-    found = ls.dynamics.growth_along_depth(random_head(seed=seed), draw(6, 3, seed=seed), 1.0, layers=10)
-    assert (found.sigma <= found.product * (1 + 1e-6)).all() and (found.product <= found.gronwall * (1 + 1e-6)).all()
-    assert found.sigma[0] == found.product[0] == found.gronwall[0] == 1 and "can grow" in found.status
+    found = ls.dynamics.growth_along_depth(
+        random_head(seed=seed), draw(6, 3, seed=seed), 1.0, layers=10
+    )
+    assert (found.sigma <= found.product * (1 + 1e-6)).all() and (
+        found.product <= found.gronwall * (1 + 1e-6)
+    ).all()
+    assert (
+        found.sigma[0] == found.product[0] == found.gronwall[0] == 1 and "can grow" in found.status
+    )
 
 
 def test_the_flow_grows_as_finite_differences_say():
@@ -67,10 +75,15 @@ def test_the_flow_grows_as_finite_differences_say():
     def end(Z: torch.Tensor) -> torch.Tensor:
         return ls.dynamics.flow(f, Z, 0.5, frames=2, tol=1e-11).positions[-1].flatten()
 
-    sides = [(end(X + E), end(X - E)) for E in h * torch.eye(4, dtype=torch.float64).reshape(4, 2, 2)]
+    sides = [
+        (end(X + E), end(X - E)) for E in h * torch.eye(4, dtype=torch.float64).reshape(4, 2, 2)
+    ]
     J = torch.stack([(a - b) / (2 * h) for a, b in sides], dim=1)
     exact = torch.linalg.matrix_norm(J, 2).item()
-    coarse, fine = (ls.dynamics.growth_along_depth(f, X, 0.5, layers=L, points=1).sigma[-1].item() for L in (12, 24))
+    coarse, fine = (
+        ls.dynamics.growth_along_depth(f, X, 0.5, layers=L, points=1).sigma[-1].item()
+        for L in (12, 24)
+    )
     assert fine - exact == pytest.approx((coarse - exact) / 2, rel=0.15)
     assert 2 * fine - coarse == pytest.approx(exact, rel=2e-3)
 
@@ -87,7 +100,9 @@ def test_a_measure_grows_in_its_own_norm():
 def test_one_token_in_closed_form():
     """Alone, a token sees itself: the network multiplies by (1 + 1/L)^L."""
     found = ls.dynamics.growth_along_depth(identity(), draw(1, 2), 1.0, layers=10)
-    assert found.sigma[-1].item() == pytest.approx(1.1**10) and found.product[-1].item() == pytest.approx(1.1**10)
+    assert found.sigma[-1].item() == pytest.approx(1.1**10) and found.product[
+        -1
+    ].item() == pytest.approx(1.1**10)
 
 
 def test_a_network_deeper_than_the_call_stack():
@@ -125,7 +140,10 @@ def test_a_start_without_a_derivative_is_told():
 def test_unresolved_scores_are_told():
     found = ls.dynamics.growth_along_depth(identity(), draw(3, 2), 20.0, layers=80, points=2)
     assert found.flow.unresolved is not None and "rounding decides" in found.status
-    assert "rounding" not in ls.dynamics.growth_along_depth(identity(), draw(3, 2), 1.0, layers=4).status
+    assert (
+        "rounding"
+        not in ls.dynamics.growth_along_depth(identity(), draw(3, 2), 1.0, layers=4).status
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,4 +159,6 @@ def test_unresolved_scores_are_told():
 )
 def test_refusals(options, told):
     with types_unchecked(), pytest.raises(ls.UserError, match=told):
-        ls.dynamics.growth_along_depth(identity(), draw(3, 2), **({"time": 1.0, "layers": 3} | options))
+        ls.dynamics.growth_along_depth(
+            identity(), draw(3, 2), **({"time": 1.0, "layers": 3} | options)
+        )

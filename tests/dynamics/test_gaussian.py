@@ -30,7 +30,9 @@ def quadrature() -> ls.mean_field.DiscreteMeasure:
     return ls.mean_field.DiscreteMeasure(ALPHA + grid[kept] @ ROOT.T, mass[kept] / mass[kept].sum())
 
 
-@pytest.mark.parametrize("f", [HEAD, two_heads(2), two_heads(2, kernel=ls.L2(scale=0.4))], ids=["one", "two", "L2"])
+@pytest.mark.parametrize(
+    "f", [HEAD, two_heads(2), two_heads(2, kernel=ls.L2(scale=0.4))], ids=["one", "two", "L2"]
+)
 def test_the_velocity_is_affine_with_the_stated_coefficients(f):
     M, c = affine_velocity(f)(ALPHA, SIGMA)
     x = draw(6, 2)
@@ -53,7 +55,10 @@ def test_scalar_values_in_closed_form_with_their_blow_up():
     """V = v I: the inverse covariance falls on a line, Sigma^-1(t) = Sigma_0^-1 - v t (A + A')."""
     v = 0.7
     f = ls.SelfAttention(
-        A, torch.eye(2, dtype=torch.float64), v * torch.eye(2, dtype=torch.float64), kernel=HEAD.kernel
+        A,
+        torch.eye(2, dtype=torch.float64),
+        v * torch.eye(2, dtype=torch.float64),
+        kernel=HEAD.kernel,
     )
     found = ls.dynamics.gaussian_flow(f, ALPHA, SIGMA, 100.0, frames=1000)
     line = SIGMA.inverse() - v * found.times[:-1, None, None] * (A + A.T)
@@ -67,7 +72,9 @@ def test_negative_values_blow_up_where_scores_repel():
     """t* = 1 / lambda_max(v Sigma_0 (A + A')), which is not 1 / (v lambda_max(Sigma_0 (A + A'))) for v < 0."""
     v, B = -0.7, torch.tensor([[0.5, 0.3], [-0.2, -0.9]], dtype=torch.float64)
     I = torch.eye(2, dtype=torch.float64)
-    found = ls.dynamics.gaussian_flow(ls.SelfAttention(B, I, v * I, kernel=HEAD.kernel), ALPHA, SIGMA, 100.0)
+    found = ls.dynamics.gaussian_flow(
+        ls.SelfAttention(B, I, v * I, kernel=HEAD.kernel), ALPHA, SIGMA, 100.0
+    )
     expected = 1 / torch.linalg.eigvals(v * SIGMA @ (B + B.T)).real.max().item()
     assert found.ending is Ending.BLOW_UP and found.blow_up == pytest.approx(expected, rel=1e-7)
 
@@ -79,17 +86,23 @@ def test_steps_may_be_raised_as_the_status_advises():
 
 
 def test_learned_moments_and_weights_may_require_gradients():
-    f = ls.SelfAttention(A, torch.eye(2, dtype=torch.float64), V.clone().requires_grad_(), kernel=HEAD.kernel)
+    f = ls.SelfAttention(
+        A, torch.eye(2, dtype=torch.float64), V.clone().requires_grad_(), kernel=HEAD.kernel
+    )
     found = ls.dynamics.gaussian_flow(f, ALPHA, SIGMA.clone().requires_grad_(), 0.5)
     assert not found.covariances.requires_grad
-    assert torch.equal(found.covariances, ls.dynamics.gaussian_flow(HEAD, ALPHA, SIGMA, 0.5).covariances)
+    assert torch.equal(
+        found.covariances, ls.dynamics.gaussian_flow(HEAD, ALPHA, SIGMA, 0.5).covariances
+    )
 
 
 @pytest.mark.parametrize("a", [0.5, -0.5])
 def test_one_dimension_in_closed_form(a):
     """Sigma(t) = Sigma_0 / (1 - 2 V A Sigma_0 t): infinite at 1/(2 V A Sigma_0), or never."""
     f, sigma = identity(1, scale=a), torch.tensor([[2.0]], dtype=torch.float64)
-    found = ls.dynamics.gaussian_flow(f, torch.zeros(1, dtype=torch.float64), sigma, 3.0, frames=301)
+    found = ls.dynamics.gaussian_flow(
+        f, torch.zeros(1, dtype=torch.float64), sigma, 3.0, frames=301
+    )
     before = found.times < 0.49 if a > 0 else found.times >= 0
     exact = 2 / (1 - 2 * a * 2 * found.times)
     assert torch.allclose(found.covariances[before, 0, 0], exact[before], rtol=1e-6)
@@ -97,7 +110,9 @@ def test_one_dimension_in_closed_form(a):
 
 
 def test_a_blow_up_after_the_time_asked_for_is_no_blow_up():
-    found = ls.dynamics.gaussian_flow(identity(1, scale=0.5), torch.zeros(1).double(), torch.eye(1).double(), 0.99)
+    found = ls.dynamics.gaussian_flow(
+        identity(1, scale=0.5), torch.zeros(1).double(), torch.eye(1).double(), 0.99
+    )
     assert found.ok and found.blow_up is None
 
 
@@ -125,9 +140,13 @@ def moments(x: torch.Tensor) -> torch.Tensor:
 def errors(n: int, seeds: range, time: float = 0.8, f: ls.SelfAttention = HEAD) -> torch.Tensor:
     """Moments of n particles less those of the closed equation, for each seed: [seeds, 5]."""
     closed = ls.dynamics.gaussian_flow(f, ALPHA, SIGMA, time)
-    exact = torch.stack([*closed.means[-1], *closed.covariances[-1][0], closed.covariances[-1][1, 1]])
+    exact = torch.stack(
+        [*closed.means[-1], *closed.covariances[-1][0], closed.covariances[-1][1, 1]]
+    )
     starts = (ALPHA + draw(n, 2, seed=seed) @ ROOT.T for seed in seeds)
-    return torch.stack([moments(ls.dynamics.flow(f, X, time, tol=1e-4).positions[-1]) - exact for X in starts])
+    return torch.stack(
+        [moments(ls.dynamics.flow(f, X, time, tol=1e-4).positions[-1]) - exact for X in starts]
+    )
 
 
 def test_particles_have_the_moments_of_the_closed_equation():
@@ -142,7 +161,9 @@ def test_masked_particles_have_them_too():
     """Tokens of one law at every position: the mask makes no difference in the limit."""
     f = ls.SelfAttention(A, torch.eye(2, dtype=torch.float64), V, causal=True, kernel=HEAD.kernel)
     found = errors(200, range(30), 0.5, f)
-    closed, masked = (ls.dynamics.gaussian_flow(g, ALPHA, SIGMA, 0.5).covariances for g in (HEAD, f))
+    closed, masked = (
+        ls.dynamics.gaussian_flow(g, ALPHA, SIGMA, 0.5).covariances for g in (HEAD, f)
+    )
     assert torch.equal(closed, masked)
     # The first tokens see few others: an error of order log(n)/n beside that of the sample.
     assert (found.mean(0).abs() < 4 * found.std(0) / math.sqrt(30) + 2 * math.log(200) / 200).all()
@@ -166,18 +187,38 @@ WRONG = {
     "frames": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD, 1.0, frames=1), "frames"),
     "half a frame": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD, 1.0, frames=2.5), "frames"),
     "tolerance": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD, 1.0, tol="fine"), "tolerance"),
-    "mean": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO[:1], SPD, 1.0), r"mean must be a tensor of shape \(2,\)"),
-    "covariance": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD[:1], 1.0), "covariance must be a tensor"),
-    "asymmetric": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD + SPD.flip(0).tril(), 1.0), "symmetric"),
-    "negative": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD - 3, 1.0), "negative eigenvalue"),
+    "mean": (
+        lambda: ls.dynamics.gaussian_flow(HEAD, ZERO[:1], SPD, 1.0),
+        r"mean must be a tensor of shape \(2,\)",
+    ),
+    "covariance": (
+        lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD[:1], 1.0),
+        "covariance must be a tensor",
+    ),
+    "asymmetric": (
+        lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD + SPD.flip(0).tril(), 1.0),
+        "symmetric",
+    ),
+    "negative": (
+        lambda: ls.dynamics.gaussian_flow(HEAD, ZERO, SPD - 3, 1.0),
+        "negative eigenvalue",
+    ),
     "NaN": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO / 0, SPD, 1.0), "nan at index"),
     "dtype": (lambda: ls.dynamics.gaussian_flow(HEAD, ZERO.float(), SPD, 1.0), "convert"),
     "softcap": (
-        lambda: ls.dynamics.gaussian_flow(random_head(2, kernel=ls.Dot(softcap=1.0)), ZERO, SPD, 1.0),
+        lambda: ls.dynamics.gaussian_flow(
+            random_head(2, kernel=ls.Dot(softcap=1.0)), ZERO, SPD, 1.0
+        ),
         "softcap",
     ),
-    "V not square": (lambda: ls.dynamics.gaussian_flow(ls.SelfAttention(A, A, draw(3, 2)), ZERO, SPD, 1.0), "equal"),
-    "window": (lambda: ls.dynamics.gaussian_flow(random_head(2, causal=True, window=3), ZERO, SPD, 1.0), "window"),
+    "V not square": (
+        lambda: ls.dynamics.gaussian_flow(ls.SelfAttention(A, A, draw(3, 2)), ZERO, SPD, 1.0),
+        "equal",
+    ),
+    "window": (
+        lambda: ls.dynamics.gaussian_flow(random_head(2, causal=True, window=3), ZERO, SPD, 1.0),
+        "window",
+    ),
 }
 
 

@@ -32,7 +32,9 @@ def test_a_pole_stops_the_path_with_its_time():
 
 
 def test_a_field_that_turns_nan_stops_the_path():
-    path = integrate(lambda t, y: y * (math.nan if t > 0.5 else 1.0), start(1.0), TIMES, rtol=1e-6, atol=1e-6)
+    path = integrate(
+        lambda t, y: y * (math.nan if t > 0.5 else 1.0), start(1.0), TIMES, rtol=1e-6, atol=1e-6
+    )
     assert path.ending is Ending.OVERFLOW and path.times[-1] <= 0.5
     assert path.states.isfinite().all() and len(path.times) == len(path.states)
 
@@ -43,7 +45,14 @@ def test_a_field_that_is_nan_at_once_leaves_the_start():
 
 
 def test_exhausted_steps_keep_what_was_reached():
-    path = integrate(lambda t, y: 30 * torch.cos(30 * t * y), start(1.0), TIMES, rtol=1e-9, atol=1e-9, max_steps=40)
+    path = integrate(
+        lambda t, y: 30 * torch.cos(30 * t * y),
+        start(1.0),
+        TIMES,
+        rtol=1e-9,
+        atol=1e-9,
+        max_steps=40,
+    )
     assert path.ending is Ending.MAX_STEPS and path.steps == 40 and 0 < path.times[-1] < 2
 
 
@@ -56,7 +65,10 @@ def test_a_watch_ends_the_path_at_a_state_it_saw():
 
     path = integrate(lambda t, y: y, start(1.0), TIMES, rtol=1e-6, atol=1e-6, watch=watch)
     assert path.ending is Ending.BLOW_UP and path.times[-1].item() == seen[-1]
-    assert path.states[-1].item() == pytest.approx(math.exp(seen[-1]), rel=1e-5) and path.states[-1] > 3
+    assert (
+        path.states[-1].item() == pytest.approx(math.exp(seen[-1]), rel=1e-5)
+        and path.states[-1] > 3
+    )
 
 
 def test_one_token_among_many_is_as_accurate_as_alone():
@@ -70,11 +82,20 @@ def test_one_token_among_many_is_as_accurate_as_alone():
 
 def test_progress_runs_to_the_end():
     told = []
-    integrate(lambda t, y: y, start(1.0), TIMES, rtol=1e-4, atol=1e-4, progress=lambda done, total: told.append(done))
+    integrate(
+        lambda t, y: y,
+        start(1.0),
+        TIMES,
+        rtol=1e-4,
+        atol=1e-4,
+        progress=lambda done, total: told.append(done),
+    )
     assert told == sorted(told) and told[-1] == 2
 
 
-@pytest.mark.parametrize(("options", "told"), [({"rtol": 0.0}, "tolerance"), ({"max_steps": 0}, "max_steps")])
+@pytest.mark.parametrize(
+    ("options", "told"), [({"rtol": 0.0}, "tolerance"), ({"max_steps": 0}, "max_steps")]
+)
 def test_refusals(options, told):
     with pytest.raises(ls.UserError, match=told):
         integrate(lambda t, y: y, start(1.0), TIMES, **({"rtol": 1e-6, "atol": 1e-6} | options))

@@ -18,7 +18,9 @@ def test_the_example_runs(capsys):
 
 @pytest.mark.parametrize("picture", re.findall(r"\((gallery/[^)]*)\)", PAGE))
 def test_a_picture_is_there_and_small(picture):
-    assert 10_000 < (DOCS / picture).stat().st_size < (500_000 if picture.endswith("gif") else 300_000)
+    assert (
+        10_000 < (DOCS / picture).stat().st_size < (500_000 if picture.endswith("gif") else 300_000)
+    )
 
 
 def test_every_command_has_its_preset():

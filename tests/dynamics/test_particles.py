@@ -33,7 +33,11 @@ def test_the_flow_against_scipy(name, renormalise):
 
 
 def test_weighted_particles_against_scipy():
-    f, X, w = random_head(), draw(6, 3, seed=5), torch.rand(6, generator=torch.Generator().manual_seed(1)).double()
+    f, X, w = (
+        random_head(),
+        draw(6, 3, seed=5),
+        torch.rand(6, generator=torch.Generator().manual_seed(1)).double(),
+    )
     w = w / w.sum()
     found = ls.dynamics.flow(f, ls.mean_field.DiscreteMeasure(X, w), 1.0, frames=9, tol=1e-10)
     exact = truth(f, X, TIMES, w.numpy())
@@ -43,7 +47,9 @@ def test_weighted_particles_against_scipy():
 
 def test_weighted_particles_are_duplicated_particles():
     f, X, copies = two_heads(), draw(4, 3), torch.tensor([1, 2, 3, 2])
-    few = ls.dynamics.flow(f, ls.mean_field.DiscreteMeasure(X, (copies / 8).double()), 1.0, tol=1e-10).positions
+    few = ls.dynamics.flow(
+        f, ls.mean_field.DiscreteMeasure(X, (copies / 8).double()), 1.0, tol=1e-10
+    ).positions
     many = ls.dynamics.flow(f, X.repeat_interleave(copies, 0), 1.0, tol=1e-10).positions
     assert torch.allclose(few.repeat_interleave(copies, 1), many, atol=1e-9)
 
@@ -52,7 +58,9 @@ def test_weighted_causal_particles_with_ties_see_each_other():
     f = random_head(causal=True)
     X, s = draw(4, 3), torch.tensor([0.25, 0.5, 0.5, 1.0], dtype=torch.float64)
     w = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64)
-    found = ls.dynamics.flow(f, ls.mean_field.DiscreteMeasure(X, w, s), 0.5, frames=2, tol=1e-9).positions[-1]
+    found = ls.dynamics.flow(
+        f, ls.mean_field.DiscreteMeasure(X, w, s), 0.5, frames=2, tol=1e-9
+    ).positions[-1]
     swap = torch.tensor([0, 2, 1, 3])
     swapped = ls.dynamics.flow(
         f, ls.mean_field.DiscreteMeasure(X[swap], w[swap], s), 0.5, frames=2, tol=1e-9
@@ -61,7 +69,11 @@ def test_weighted_causal_particles_with_ties_see_each_other():
 
 
 def test_tokens_may_be_renamed():
-    f, X, order = two_heads(), draw(9, 3), torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    f, X, order = (
+        two_heads(),
+        draw(9, 3),
+        torch.randperm(9, generator=torch.Generator().manual_seed(0)),
+    )
     one, other = (ls.dynamics.flow(f, x, 1.0, tol=1e-10).positions for x in (X, X[order]))
     assert torch.allclose(one[:, order], other, atol=1e-9)
 
@@ -79,11 +91,14 @@ def test_tokens_that_agree_follow_the_value_matrix():
     f = replace(two_heads(), biases=None)
     X = draw(1, 3).expand(5, 3)
     found = ls.dynamics.flow(f, X, 1.0, tol=1e-10).positions[-1]
-    assert torch.allclose(found, X @ torch.linalg.matrix_exp(particles.value_matrix(f)).T, rtol=1e-8)
+    assert torch.allclose(
+        found, X @ torch.linalg.matrix_exp(particles.value_matrix(f)).T, rtol=1e-8
+    )
 
 
 @pytest.mark.parametrize(
-    "name", [*MAPS, "window", "window without order", "padding", "additive mask", "softcap", "sinks"]
+    "name",
+    [*MAPS, "window", "window without order", "padding", "additive mask", "softcap", "sinks"],
 )
 def test_rows_at_a_time_are_the_layer_itself(name, monkeypatch):
     monkeypatch.setattr(particles, "SCORES", 40)
@@ -106,7 +121,9 @@ def test_the_layered_network_converges_at_rate_one_over_L():
     f, X = two_heads(), draw(8, 3) / 2
     limit = ls.dynamics.flow(f, X, 1.0, tol=1e-11).positions[-1]
     layers = [32, 64, 128, 256]
-    errors = [(ls.dynamics.layered(f, X, 1.0, L).positions[-1] - limit).norm().item() for L in layers]
+    errors = [
+        (ls.dynamics.layered(f, X, 1.0, L).positions[-1] - limit).norm().item() for L in layers
+    ]
     slope = np.polyfit(np.log(layers), np.log(errors), 1)[0]
     assert slope == pytest.approx(-1, abs=0.05)
 
@@ -117,14 +134,21 @@ def test_the_layered_network_is_the_network():
     for _ in range(3):
         x = x + f(x) / 3
     found = ls.dynamics.layered(f, X, 1.0, 3)
-    assert torch.allclose(found.positions[-1], x, rtol=1e-13) and found.times.tolist() == [0, 1 / 3, 2 / 3, 1]
+    assert torch.allclose(found.positions[-1], x, rtol=1e-13) and found.times.tolist() == [
+        0,
+        1 / 3,
+        2 / 3,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_overflow_stops_the_flow_with_its_time(renormalise):
     """One token grows like e^t, its score like e^{2t}: that overflows at t = log(3.4e38) / 2 - log x."""
     X = torch.tensor([[3.0]])
-    found = ls.dynamics.flow(identity(1).to(torch.float32), X, 1000.0, tol=1e-5, renormalise=renormalise)
+    found = ls.dynamics.flow(
+        identity(1).to(torch.float32), X, 1000.0, tol=1e-5, renormalise=renormalise
+    )
     expected = math.log(torch.finfo(torch.float32).max) / 2 - math.log(3)
     assert found.ending is Ending.OVERFLOW and not found.ok and "overflow" in found.status
     reached = found.times[-1].item()
@@ -134,7 +158,9 @@ def test_overflow_stops_the_flow_with_its_time(renormalise):
 
 
 def test_unresolved_scores_are_told():
-    found = ls.dynamics.flow(identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, tol=1e-4)
+    found = ls.dynamics.flow(
+        identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, tol=1e-4
+    )
     assert found.ok and "rounding decides" in found.status
     # eps e^{2t} 4 = 1e-3
     assert found.unresolved == pytest.approx(math.log(1e-3 / 4 / 2.2e-16) / 2, abs=1.0)
@@ -142,7 +168,9 @@ def test_unresolved_scores_are_told():
 
 
 def test_unresolved_layers_are_told():
-    found = ls.dynamics.layered(identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, 400)
+    found = ls.dynamics.layered(
+        identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, 400
+    )
     assert found.ok and "rounding decides" in found.status
     # eps (1 + h)^{2k} 4 = 1e-3, h = 1/16
     crossed = math.ceil(math.log(1e-3 / 4 / 2.22e-16) / 2 / math.log(17 / 16)) / 16
@@ -154,7 +182,9 @@ def test_an_overflow_of_the_renormalised_is_told_with_its_time():
     f = replace(identity(), V=torch.diag(torch.tensor([-1.0, 0.0], dtype=torch.float64)))
     found = ls.dynamics.flow(f, X, 800.0, frames=81)
     assert found.ok
-    with pytest.raises(ls.UserError, match="overflows float64 at t = 710"):  # log of the largest is 709.8
+    with pytest.raises(
+        ls.UserError, match="overflows float64 at t = 710"
+    ):  # log of the largest is 709.8
         found.renormalised  # noqa: B018
     assert ls.dynamics.find_clusters(found, renormalised=False).width > 0
 
@@ -169,13 +199,25 @@ def test_one_token_that_sees_nothing_rests():
 @pytest.mark.parametrize("equal", [True, False])
 def test_positions_in_any_order_are_positions_in_order(equal, monkeypatch):
     """No mask is built for them, and tokens come back in the order they came in."""
-    f, points, s = random_head(causal=True), draw(6, 3), torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2]).double()
-    w = torch.full((6,), 1 / 6, dtype=torch.float64) if equal else torch.arange(1, 7, dtype=torch.float64) / 21
+    f, points, s = (
+        random_head(causal=True),
+        draw(6, 3),
+        torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2]).double(),
+    )
+    w = (
+        torch.full((6,), 1 / 6, dtype=torch.float64)
+        if equal
+        else torch.arange(1, 7, dtype=torch.float64) / 21
+    )
     masks, rows = [], particles._by_rows
     monkeypatch.setattr(
-        particles, "_by_rows", lambda f, x, mask, *shared: masks.append(mask) or rows(f, x, mask, *shared)
+        particles,
+        "_by_rows",
+        lambda f, x, mask, *shared: masks.append(mask) or rows(f, x, mask, *shared),
     )
-    found = ls.dynamics.flow(f, ls.mean_field.DiscreteMeasure(points, w, s), 0.5, frames=2, tol=1e-9)
+    found = ls.dynamics.flow(
+        f, ls.mean_field.DiscreteMeasure(points, w, s), 0.5, frames=2, tol=1e-9
+    )
     order = s.argsort()
     exact = truth(f, points[order], np.array([0, 0.5]), w[order].numpy())[-1]
     assert np.abs(found.positions[-1, order].numpy() - exact).max() < 1e-7
@@ -187,18 +229,26 @@ def test_learned_weights_and_tokens_may_require_gradients():
     found = ls.dynamics.flow(learned, X.clone().requires_grad_(), 1.0, renormalise=True)
     assert not found.positions.requires_grad
     assert torch.equal(found.positions, ls.dynamics.flow(f, X, 1.0, renormalise=True).positions)
-    assert not ls.dynamics.layered(learned, X.clone().requires_grad_(), 1.0, 3).positions.requires_grad
+    assert not ls.dynamics.layered(
+        learned, X.clone().requires_grad_(), 1.0, 3
+    ).positions.requires_grad
 
 
 def test_layered_overflow_is_told():
     f = replace(identity(1), V=1e200 * torch.eye(1, dtype=torch.float64))
     found = ls.dynamics.layered(f, torch.ones(2, 1).double(), 4.0, 4)
-    assert found.ending is Ending.OVERFLOW and len(found.times) == 2 and found.positions.isfinite().all()
+    assert (
+        found.ending is Ending.OVERFLOW
+        and len(found.times) == 2
+        and found.positions.isfinite().all()
+    )
 
 
 def test_max_steps_is_told():
     found = ls.dynamics.flow(identity(), draw(10, 2), 5.0, tol=1e-9, max_steps=5)
-    assert found.ending is Ending.MAX_STEPS and "max_steps" in found.status and 0 < found.times[-1] < 5
+    assert (
+        found.ending is Ending.MAX_STEPS and "max_steps" in found.status and 0 < found.times[-1] < 5
+    )
 
 
 def test_float32_is_kept():
@@ -220,10 +270,18 @@ WRONG = {
     "a batch": (lambda: ls.dynamics.flow(identity(), X[None], 1.0), r"tokens X \[n, d\]"),
     "another size": (lambda: ls.dynamics.flow(identity(3), X, 1.0), "read tokens of size 3"),
     "another dtype": (lambda: ls.dynamics.flow(identity(), X.float(), 1.0), "convert"),
-    "V not square": (lambda: ls.dynamics.flow(replace(identity(), V=draw(3, 2)), X, 1.0), "square V"),
-    "mask": (lambda: ls.dynamics.flow(replace(identity(), mask=draw(3, 3)), X, 1.0), r"shape \(4, 4\)"),
+    "V not square": (
+        lambda: ls.dynamics.flow(replace(identity(), V=draw(3, 2)), X, 1.0),
+        "square V",
+    ),
+    "mask": (
+        lambda: ls.dynamics.flow(replace(identity(), mask=draw(3, 3)), X, 1.0),
+        r"shape \(4, 4\)",
+    ),
     "positions": (
-        lambda: ls.dynamics.flow(identity(causal=True), ls.mean_field.DiscreteMeasure.uniform(X), 1.0),
+        lambda: ls.dynamics.flow(
+            identity(causal=True), ls.mean_field.DiscreteMeasure.uniform(X), 1.0
+        ),
         "positions",
     ),
     "no time to divide": (lambda: ls.dynamics.flow(identity(), X, 5e-324), "65 different times"),

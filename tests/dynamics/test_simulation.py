@@ -48,7 +48,9 @@ def test_growth_is_bounded_by_the_product():
     assert 1 < found.found.sigma[-1] <= found.found.product[-1] * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(("name", "dim"), [(name, 1) for name in PRESETS] + [("clusters", 3), ("gaussian", 3)])
+@pytest.mark.parametrize(
+    ("name", "dim"), [(name, 1) for name in PRESETS] + [("clusters", 3), ("gaussian", 3)]
+)
 def test_other_dimensions(name, dim):
     found = ls.simulate(name, n=4, dim=dim, time=0.25)
     assert found.flow.positions.shape[1:] == (4, dim) and found.flow.ok
@@ -65,22 +67,31 @@ def test_one_token_is_enough():
 
 
 def test_a_seed_decides():
-    same, again, other = (ls.simulate("clusters", n=6, time=0.5, seed=s).flow.positions for s in (3, 3, 4))
+    same, again, other = (
+        ls.simulate("clusters", n=6, time=0.5, seed=s).flow.positions for s in (3, 3, 4)
+    )
     assert torch.equal(same, again) and not torch.equal(same[0], other[0])
 
 
 def test_tokens_have_the_law_they_say():
     X = tokens_of(PRESETS["gaussian"], 20_000, 3, 0)
     mean, covariance = gaussian_law(3, 1.0)
-    assert torch.allclose(X.mean(0), mean, atol=0.03) and torch.allclose(X.T.cov(), covariance, atol=0.04)
+    assert torch.allclose(X.mean(0), mean, atol=0.03) and torch.allclose(
+        X.T.cov(), covariance, atol=0.04
+    )
     radius = tokens_of(PRESETS["clusters"], 20_000, 2, 0).norm(dim=1)
-    assert radius.max() <= 2 and (radius < 1).double().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert radius.max() <= 2 and (radius < 1).double().mean().item() == pytest.approx(
+        0.25, abs=0.01
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"preset": "nonsense"}, "there is no preset 'nonsense'; the presets are clusters, gaussian"),
+        (
+            {"preset": "nonsense"},
+            "there is no preset 'nonsense'; the presets are clusters, gaussian",
+        ),
         ({"n": 0}, "n, the number of tokens, must be a whole number, at least 1"),
         ({"n": 3.5}, "n, the number of tokens, must be a whole number"),
         ({"dim": 0}, "dim, the size of a token"),

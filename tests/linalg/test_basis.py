@@ -25,7 +25,9 @@ def spectrum(*values: float, copies: int = 30) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (2, 2), (7, 3), (60, 40), (40, 60), (150, 150)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 5), (5, 1), (2, 2), (7, 3), (60, 40), (40, 60), (150, 150)]
+)
 def test_against_svd(kind, shape):
     M = random(5, *shape)
     exact = torch.linalg.matrix_norm(M, 2)
@@ -41,15 +43,22 @@ def test_against_svd(kind, shape):
 @pytest.mark.parametrize("top", [(1.0, 0.999), (1.0, 1.0, 0.5), (1.0, *[0.99] * 20)])
 @pytest.mark.parametrize("size", [1e-200, 1.0, 1e200])
 def test_spectra_that_are_hard_to_tell_apart(kind, top, size):
-    e = ls.spectral_norm(dense_operator(size * spectrum(*top)), 1e-6, solver=ls.Solver(seed=0, basis=kind))
+    e = ls.spectral_norm(
+        dense_operator(size * spectrum(*top)), 1e-6, solver=ls.Solver(seed=0, basis=kind)
+    )
     assert e.value == pytest.approx(size, rel=1e-9) and e.status.ok and e.steps < 200
 
 
 def test_the_host_gives_the_same_certificate():
     J = dense_operator(random(80, 70))
-    here, there = (ls.spectral_norm(J, 1e-9, gap=0.01, solver=ls.Solver(seed=0, basis=b)) for b in ("native", "host"))
+    here, there = (
+        ls.spectral_norm(J, 1e-9, gap=0.01, solver=ls.Solver(seed=0, basis=b))
+        for b in ("native", "host")
+    )
     assert there.value == pytest.approx(here.value, rel=1e-14) and there.steps == here.steps
-    assert there.upper == pytest.approx(here.upper, rel=1e-12) and there.confidence == here.confidence
+    assert (
+        there.upper == pytest.approx(here.upper, rel=1e-12) and there.confidence == here.confidence
+    )
 
 
 def test_rounded_vectors_prove_no_upper_bound():
@@ -61,7 +70,9 @@ def test_rounded_vectors_prove_no_upper_bound():
 @pytest.mark.parametrize("memory", [1, 400 * 8 * 8])
 def test_small_memory(kind, memory):
     M = spectrum(1.0, 0.9, 0.8, copies=200)
-    e = ls.spectral_norm(dense_operator(M), 1e-7, solver=ls.Solver(seed=0, memory=memory, basis=kind))
+    e = ls.spectral_norm(
+        dense_operator(M), 1e-7, solver=ls.Solver(seed=0, memory=memory, basis=kind)
+    )
     assert e.value == pytest.approx(1.0, rel=1e-12) and e.status is ls.Status.CONVERGED
 
 
@@ -77,20 +88,26 @@ def test_members_that_leave_early_and_members_that_are_not_numbers(kind):
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
 def test_steps_that_run_out(kind):
-    e = ls.spectral_norm(dense_operator(random(200, 200)), 1e-12, solver=ls.Solver(seed=0, max_steps=7, basis=kind))
+    e = ls.spectral_norm(
+        dense_operator(random(200, 200)), 1e-12, solver=ls.Solver(seed=0, max_steps=7, basis=kind)
+    )
     exact = torch.linalg.matrix_norm(random(200, 200), 2).item()
     assert e.status is ls.Status.MAX_STEPS and e.steps == 7 and 0.5 * exact < e.value <= exact
     assert (e.upper == float("inf")) == (kind == "bfloat16")
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if "huge" not in name and "tiny" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in KINDS if "huge" not in name and "tiny" not in name]
+)
 def test_every_kind_of_attention(name):
     for seed in range(2):
         f, X = problem(name, seed)
         exact = ls.local_lipschitz(f, X, tol=1e-10).value
         for kind in ELSEWHERE:
             e = ls.local_lipschitz(f, X, tol=1e-8, solver=ls.Solver(seed=1, basis=kind))
-            assert e.value == pytest.approx(exact, rel=1e-8) and e.status.ok, f"{name} {kind} {seed}"
+            assert e.value == pytest.approx(exact, rel=1e-8) and e.status.ok, (
+                f"{name} {kind} {seed}"
+            )
 
 
 def test_two_bytes_a_number_except_the_first_vector(monkeypatch):
@@ -98,7 +115,10 @@ def test_two_bytes_a_number_except_the_first_vector(monkeypatch):
     run = GolubKahan(J, random(2, 30).float(), 100, "bfloat16")
     for _ in range(6):
         run.step()
-    assert isinstance(run.V, Blocks) and [block.dtype for block in run.V.blocks] == [torch.float32, torch.bfloat16]
+    assert isinstance(run.V, Blocks) and [block.dtype for block in run.V.blocks] == [
+        torch.float32,
+        torch.bfloat16,
+    ]
     one = run.V.combine(torch.eye(6)[None, :1].expand(2, 1, 6).double())[0]
     assert torch.equal(one, run.V.blocks[0][0]) and one.dtype == torch.float32
 
@@ -125,7 +145,10 @@ def test_blocks_do_what_one_tensor_does(rows, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"solver": ls.Solver(basis="disk")}, "basis must be one of 'native', 'bfloat16', 'host', got 'disk'"),
+        (
+            {"solver": ls.Solver(basis="disk")},
+            "basis must be one of 'native', 'bfloat16', 'host', got 'disk'",
+        ),
         ({"solver": ls.Solver(basis="bfloat16"), "gap": 0.1}, "basis='bfloat16' gives none"),
     ],
 )

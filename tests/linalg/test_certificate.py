@@ -37,7 +37,9 @@ SPECTRA = {
     "cluster": 1 - 1e-3 * torch.rand(50, generator=torch.Generator().manual_seed(0)),
     "triple": torch.cat([torch.ones(3), torch.linspace(0, 0.97, 40)]),
     "geometric": 0.97 ** torch.arange(80.0),
-    "bulk and outlier": torch.cat([torch.ones(1), 0.7 * torch.rand(100, generator=torch.Generator().manual_seed(1))]),
+    "bulk and outlier": torch.cat(
+        [torch.ones(1), 0.7 * torch.rand(100, generator=torch.Generator().manual_seed(1))]
+    ),
 }
 
 
@@ -99,7 +101,9 @@ def test_the_rounding_term_covers_errors_that_hide_the_top_vector():
         v, previous, b_last = z / z.norm(), u, b[-1]
     coefficients = (torch.tensor([a], dtype=torch.float64), torch.tensor([b], dtype=torch.float64))
     plain = polynomial_bound(*coefficients, overlap, torch.zeros(1, dtype=torch.float64))
-    corrected = polynomial_bound(*coefficients, overlap, torch.tensor([hidden], dtype=torch.float64))
+    corrected = polynomial_bound(
+        *coefficients, overlap, torch.tensor([hidden], dtype=torch.float64)
+    )
     assert plain < 1 <= corrected
 
 

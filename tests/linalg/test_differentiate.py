@@ -13,7 +13,9 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def module(**options) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64, **options).eval()
+    return torch.nn.TransformerEncoderLayer(
+        8, 2, 16, batch_first=True, dtype=torch.float64, **options
+    ).eval()
 
 
 def dense(f, x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +39,9 @@ def test_any_map_against_the_dense_jacobian(name):
         exact = dense(f, X)
     assert_matches_dense(ls.jacobian(f, X), exact)
     batch = torch.stack([X, draw(5, 8, seed=1), 2 * X])
-    assert_matches_dense(ls.jacobian(f, batch), torch.stack([dense(lambda x: f(x[None])[0], x) for x in batch]))
+    assert_matches_dense(
+        ls.jacobian(f, batch), torch.stack([dense(lambda x: f(x[None])[0], x) for x in batch])
+    )
 
 
 def test_closed_form_and_autograd_agree():
@@ -67,7 +71,11 @@ def test_hidden_randomness_is_found_out():
 @pytest.mark.parametrize(
     ("f", "X", "message"),
     [
-        (torch.sin, draw(3, 4).index_fill(0, torch.tensor(1), torch.nan), r"X holds nan at index \[1, 0\]"),
+        (
+            torch.sin,
+            draw(3, 4).index_fill(0, torch.tensor(1), torch.nan),
+            r"X holds nan at index \[1, 0\]",
+        ),
         (
             torch.sin,
             torch.ones(3, 4, dtype=torch.int32),
@@ -77,7 +85,11 @@ def test_hidden_randomness_is_found_out():
         (torch.sin, draw(3, 0), "X is empty"),
         (torch.sin, draw(3, 4).to(torch.float8_e4m3fn), "too coarse to differentiate"),
         (lambda X: (X, X), draw(3, 4), "f must return a floating-point tensor, got tuple"),
-        (lambda X: X.argmax(-1), draw(3, 4), "f must return a floating-point tensor, got torch.int64"),
+        (
+            lambda X: X.argmax(-1),
+            draw(3, 4),
+            "f must return a floating-point tensor, got torch.int64",
+        ),
         (lambda X: X.sum(0), draw(2, 3, 4), "the leading dimension must stay 2"),
     ],
 )

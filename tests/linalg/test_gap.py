@@ -43,7 +43,9 @@ def diagonal(spectrum: torch.Tensor, **claims: float) -> ls.LinearOperator:
     return ls.LinearOperator(multiply, multiply, spectrum.shape[-1:], spectrum.shape[-1:], **claims)
 
 
-def asked(J: ls.LinearOperator, gap: float, failure: float = 1e-9, **options: object) -> ls.Estimate:
+def asked(
+    J: ls.LinearOperator, gap: float, failure: float = 1e-9, **options: object
+) -> ls.Estimate:
     return ls.spectral_norm(J, gap=gap, solver=ls.Solver(seed=1, failure=failure, **options))
 
 
@@ -52,7 +54,12 @@ def asked(J: ls.LinearOperator, gap: float, failure: float = 1e-9, **options: ob
 def test_a_gap_that_is_reached_holds_the_truth(name, gap):
     top = SPECTRA[name].max().item()
     e = asked(diagonal(SPECTRA[name]), gap)
-    assert e.missed == "" and e.upper / e.lower <= 1 + gap and e.lower <= top <= e.upper and e.status.ok
+    assert (
+        e.missed == ""
+        and e.upper / e.lower <= 1 + gap
+        and e.lower <= top <= e.upper
+        and e.status.ok
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
@@ -60,7 +67,10 @@ def test_attention_against_the_dense_svd(n):
     """A batch of layers' inputs, one token included, where J = V has no attention in it."""
     g = torch.Generator().manual_seed(n)
     Q, K, V = torch.randn(3, 6, 6, generator=g, dtype=torch.float64)
-    f, X = ls.SelfAttention(Q, K, V, heads=2), torch.randn(5, n, 6, generator=g, dtype=torch.float64)
+    f, X = (
+        ls.SelfAttention(Q, K, V, heads=2),
+        torch.randn(5, n, 6, generator=g, dtype=torch.float64),
+    )
     e = ls.local_lipschitz(f, X, gap=1e-3)
     exact = torch.linalg.matrix_norm(ls.jacobian(f, X).to_dense(), 2)
     assert e.missed == ("",) * 5 and (e.upper / e.lower <= 1.001).all()
@@ -86,7 +96,9 @@ def test_what_is_called_impossible_does_not_come_with_more_steps(name):
     J, overlap = diagonal(SPECTRA[name]), smallest_overlap(SIZE, 1e-11)
     noise = torch.full((1,), 4 * 2.0**-52, dtype=torch.float64)
     e = asked(J, 1e-9, 1e-11)
-    basis = GolubKahan(J, torch.randn(1, SIZE, generator=torch.Generator().manual_seed(1)).double(), 300)
+    basis = GolubKahan(
+        J, torch.randn(1, SIZE, generator=torch.Generator().manual_seed(1)).double(), 300
+    )
     floors, bounds = [], []
     for step in range(1, 161):
         basis.step()
@@ -106,7 +118,10 @@ def test_the_noise_of_every_member_grows_with_the_steps():
     M = torch.diag(a) + torch.diag(b[:-1], 1)
     T = M.T @ M
     lam = 1.05 * torch.linalg.eigvalsh(T)[-1]
-    sums = [torch.linalg.inv(lam * torch.eye(k).double() - T[:k, :k])[0].sum().item() for k in range(1, 13)]
+    sums = [
+        torch.linalg.inv(lam * torch.eye(k).double() - T[:k, :k])[0].sum().item()
+        for k in range(1, 13)
+    ]
     assert all(x <= y for x, y in pairwise(sums))
     e = torch.tensor([1e-9], dtype=torch.float64)
     term = 3 * e.item() * lam.item() * sums[-1]
@@ -124,10 +139,17 @@ def test_a_candidate_is_a_bound_exactly_where_the_search_says():
 
 def test_members_of_a_batch_answer_for_themselves():
     """The same gap is reached by a rank-one member and not by an identity, whose note says so."""
-    both = torch.stack([torch.diag(SPECTRA["identity"][:300]), torch.diag(SPECTRA["rank one"][:300])])
+    both = torch.stack(
+        [torch.diag(SPECTRA["identity"][:300]), torch.diag(SPECTRA["rank one"][:300])]
+    )
     e = asked(dense_operator(both), 5e-6, 2e-9)
     assert e.missed[0] == NOISE and e.missed[1] == ""
-    assert e[0].note.endswith(NOISE) and NOISE not in e[1].note and (e.lower <= 1).all() and (e.upper >= 1).all()
+    assert (
+        e[0].note.endswith(NOISE)
+        and NOISE not in e[1].note
+        and (e.lower <= 1).all()
+        and (e.upper >= 1).all()
+    )
 
 
 def test_the_reason_is_named():

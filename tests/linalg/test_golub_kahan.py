@@ -11,7 +11,9 @@ from lipscope.linalg.operator import dense_operator
 
 def run(M: torch.Tensor, steps: int, capacity: int = 100) -> GolubKahan:
     g = torch.Generator().manual_seed(1)
-    basis = GolubKahan(dense_operator(M), torch.randn(M.shape[0], M.shape[2], generator=g, dtype=M.dtype), capacity)
+    basis = GolubKahan(
+        dense_operator(M), torch.randn(M.shape[0], M.shape[2], generator=g, dtype=M.dtype), capacity
+    )
     for _ in range(steps):
         basis.step()
     return basis
@@ -43,7 +45,9 @@ def test_bidiagonal_until_restart():
     H = basis.H[:, :10, :10]
     assert (H - torch.triu(torch.tril(H, 1))).abs().max() < 1e-14
     a, b = (torch.stack(x, dim=1) for x in zip(*basis.coefficients, strict=True))
-    assert torch.allclose(H.diagonal(dim1=1, dim2=2), a) and torch.allclose(H.diagonal(1, 1, 2), b[:, :-1])
+    assert torch.allclose(H.diagonal(dim1=1, dim2=2), a) and torch.allclose(
+        H.diagonal(1, 1, 2), b[:, :-1]
+    )
 
 
 def test_drift_shows_rounding_and_no_more():
@@ -55,7 +59,9 @@ def test_drift_shows_rounding_and_no_more():
 def test_prescaling_is_an_exact_power_of_two(size):
     M = matrices(2, 6, 6)
     basis = run(size * M, 4)
-    assert torch.equal(torch.frexp(basis.scale).mantissa, torch.full((2,), 0.5, dtype=torch.float64))
+    assert torch.equal(
+        torch.frexp(basis.scale).mantissa, torch.full((2,), 0.5, dtype=torch.float64)
+    )
     assert basis.H.isfinite().all() and basis.H.abs().max() < 100
 
 
@@ -94,6 +100,8 @@ def test_the_noise_of_products_is_seen():
     basis = run(matrices(3, 30, 30), 12)
     exact, g = basis.J, torch.Generator().manual_seed(0)
     triplet = basis.ritz()
-    shake = lambda E: exact.mv(E) * (1 + 1e-9 * torch.randn(3, 30, generator=g, dtype=torch.float64))  # noqa: E731
+    shake = lambda E: (
+        exact.mv(E) * (1 + 1e-9 * torch.randn(3, 30, generator=g, dtype=torch.float64))
+    )  # noqa: E731
     basis.J = replace(exact, mv=shake)
     assert ((basis.noise(*triplet) > 2e-10) & (basis.noise(*triplet) < 5e-9)).all()

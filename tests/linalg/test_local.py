@@ -18,13 +18,17 @@ def test_exact_precision_recomputes_in_float64():
     single = ls.local_lipschitz(f.to(torch.float32), X.float())
     exact = ls.local_lipschitz(f.to(torch.float32), X.float(), precision="exact", gap=1e-3)
     assert single.confidence == 0 and exact.confidence > 0.99 and exact.upper / exact.lower <= 1.001
-    assert single.value == pytest.approx(exact.value, rel=1e-4) and exact.right.dtype == torch.float64
+    assert (
+        single.value == pytest.approx(exact.value, rel=1e-4) and exact.right.dtype == torch.float64
+    )
 
 
 def test_exact_precision_of_a_module_leaves_it_alone():
     model = torch.nn.Linear(4, 4)
     e = ls.local_lipschitz(model, torch.randn(3, 4), precision="exact")
-    assert e.value == pytest.approx(torch.linalg.matrix_norm(model.weight.detach().double(), 2).item(), rel=1e-12)
+    assert e.value == pytest.approx(
+        torch.linalg.matrix_norm(model.weight.detach().double(), 2).item(), rel=1e-12
+    )
     assert model.weight.dtype == torch.float32
 
 
@@ -39,12 +43,15 @@ def test_unknown_precision():
 
 
 @pytest.mark.parametrize(
-    "M", [draw(20, 30), torch.eye(6).double(), torch.diag(torch.tensor([3.0, 3, 3, 2, 2, 1])).double()]
+    "M",
+    [draw(20, 30), torch.eye(6).double(), torch.diag(torch.tensor([3.0, 3, 3, 2, 2, 1])).double()],
 )
 def test_leading_triplets_with_repetitions(M):
     exact = torch.linalg.svdvals(M)[:4]
     found = ls.singular_triplets(dense_operator(M), 4, tol=1e-9)
-    assert torch.allclose(torch.tensor([e.value for e in found], dtype=torch.float64), exact, rtol=1e-10)
+    assert torch.allclose(
+        torch.tensor([e.value for e in found], dtype=torch.float64), exact, rtol=1e-10
+    )
     V = torch.stack([e.right for e in found])
     assert (V @ V.T - torch.eye(4)).abs().max() < 1e-8
 
@@ -52,7 +59,9 @@ def test_leading_triplets_with_repetitions(M):
 def test_leading_triplets_of_a_batch():
     M = draw(3, 12, 9)
     found = ls.singular_triplets(dense_operator(M), 3, tol=1e-9)
-    assert torch.allclose(torch.stack([e.value for e in found], dim=1), torch.linalg.svdvals(M)[:, :3], rtol=1e-10)
+    assert torch.allclose(
+        torch.stack([e.value for e in found], dim=1), torch.linalg.svdvals(M)[:, :3], rtol=1e-10
+    )
 
 
 @pytest.mark.parametrize("k", [0, 7])
@@ -78,7 +87,11 @@ def test_infinity_norm_is_the_largest_row_sum():
 def test_too_many_tokens_are_told_how_many_could_fit():
     """30 GiB held and 20 more asked for, of 40: of 1000 tokens no more than 800 have a chance."""
     X = torch.zeros(2, 500, 8)
-    said = too_large(X, "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has", 30 << 30, 40 << 30)
-    assert said.startswith("1000 tokens of size 8 need more than the 40 GiB of cpu: fewer than 801 could fit")
+    said = too_large(
+        X, "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has", 30 << 30, 40 << 30
+    )
+    assert said.startswith(
+        "1000 tokens of size 8 need more than the 40 GiB of cpu: fewer than 801 could fit"
+    )
     assert "basis='host'" in said
     assert "could fit" not in too_large(X, "no number here", 30 << 30, 40 << 30)

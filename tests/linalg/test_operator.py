@@ -32,7 +32,9 @@ def test_composition_refuses_shapes_that_do_not_fit():
 
 def test_the_adjoint_check_can_fail():
     M = random(3, 3)
-    wrong = ls.LinearOperator(mv=lambda x: M @ x, rmv=lambda x: M @ x, in_shape=(3,), out_shape=(3,))
+    wrong = ls.LinearOperator(
+        mv=lambda x: M @ x, rmv=lambda x: M @ x, in_shape=(3,), out_shape=(3,)
+    )
     with pytest.raises(AssertionError, match="adjoint"):
         assert_adjoint(wrong)
 
@@ -47,7 +49,10 @@ def test_taking_members_of_a_batch():
 
 
 def test_a_sum_of_operators():
-    A, B = (torch.randn(4, 3, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in (0, 1))
+    A, B = (
+        torch.randn(4, 3, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        for i in (0, 1)
+    )
     J = dense_operator(A) + dense_operator(B)
     assert torch.allclose(J.to_dense(), A + B)
     assert_adjoint(J)

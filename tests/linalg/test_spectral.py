@@ -14,7 +14,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (2, 2), (7, 3), (3, 7), (60, 40), (40, 60)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 5), (5, 1), (2, 2), (7, 3), (3, 7), (60, 40), (40, 60)]
+)
 def test_against_svd(shape):
     M = random(6, *shape)
     exact = torch.linalg.matrix_norm(M, 2)
@@ -149,7 +151,9 @@ def test_a_rough_operator_finds_the_vector_and_never_the_value(noise):
         calls += 1
         return J.mv(E)
 
-    e = ls.spectral_norm(replace(J, mv=counted, rough=rough, take=None), tol=1e-4, solver=ls.Solver(seed=0))
+    e = ls.spectral_norm(
+        replace(J, mv=counted, rough=rough, take=None), tol=1e-4, solver=ls.Solver(seed=0)
+    )
     assert torch.allclose(e.value, alone.value, rtol=1e-6) and all(s.ok for s in e.status)
     assert noise != 1e-3 or calls < alone.steps.max()
 
@@ -167,7 +171,9 @@ def test_a_given_start_that_misses_the_top_vector_claims_nothing(dtype):
 def test_noise_of_the_adjoint_counts():
     """Products with J' that are off by 1e-7, the same way every time: both bounds know of it."""
     M = torch.diag(torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
-    wrong = M + 1e-7 * torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    wrong = M + 1e-7 * torch.tensor(
+        [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], dtype=torch.float64
+    )
     J = ls.LinearOperator(lambda x: M @ x, lambda u: wrong.T @ u, (3,), (3,))
     e = ls.spectral_norm(J, solver=ls.Solver(seed=0))
     assert e.value - e.lower > 1e-7 and e.upper == float("inf")
@@ -176,4 +182,6 @@ def test_noise_of_the_adjoint_counts():
 def test_a_start_is_not_the_numbers_of_its_seed():
     """An input drawn with the solver's own seed must not be the start."""
     drawn = torch.randn(1, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    assert not torch.equal(spectral._random_start(dense_operator(torch.eye(6).double()), 1, 3), drawn)
+    assert not torch.equal(
+        spectral._random_start(dense_operator(torch.eye(6).double()), 1, 3), drawn
+    )

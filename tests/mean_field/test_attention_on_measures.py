@@ -8,7 +8,13 @@ from torch import Generator
 
 import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative, push, query_derivative, stacked, velocity
+from lipscope.mean_field.attention_on_measures import (
+    derivative,
+    push,
+    query_derivative,
+    stacked,
+    velocity,
+)
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
 from tests.cases import problem
@@ -57,7 +63,9 @@ def test_positions_recover_causal_attention(kind, seed):
     order = torch.randperm(len(X), generator=Generator().manual_seed(seed))
     shuffled = push(f, DiscreteMeasure(X[order], mu.weights[order], mu.positions[order]))
     assert (shuffled.points - truth[order]).abs().max() <= 1e-12 * size
-    together = push(f, DiscreteMeasure(X, mu.weights, torch.full_like(mu.weights, 0.5)))  # one position: no mask
+    together = push(
+        f, DiscreteMeasure(X, mu.weights, torch.full_like(mu.weights, 0.5))
+    )  # one position: no mask
     assert (together.points - plain_tokens(replace(f, causal=False), X)).abs().max() <= 1e-12 * size
 
 
@@ -72,7 +80,11 @@ def test_push_and_derivatives_match_plain_sums(seed, masked):
     assert_matches_dense(derivative(f, mu), dense_derivative(f, mu), tol=1e-12)
     J, truth = query_derivative(f, mu), dense_query_norms(f, mu)
     # Where attention is saturated C_i is nearly 0, by cancellation: rounding is relative to the spread of all atoms.
-    size = torch.linalg.matrix_norm(f.V, 2) * torch.linalg.matrix_norm(f.K.T @ f.Q, 2) * (1 + mu.radius) ** 2
+    size = (
+        torch.linalg.matrix_norm(f.V, 2)
+        * torch.linalg.matrix_norm(f.K.T @ f.Q, 2)
+        * (1 + mu.radius) ** 2
+    )
     assert (torch.linalg.matrix_norm(J.to_dense(), 2) - truth).abs().max() <= 1e-13 * size
     assert (J.to_dense() - J.T.to_dense().mT).abs().max() <= 1e-13 * size
 
@@ -97,7 +109,9 @@ def test_a_stack_of_measures_is_each_of_them():
     for b in range(5):
         mu = DiscreteMeasure(X[b], w[b])
         assert torch.allclose(whole[b], derivative(f, mu).to_dense(), atol=1e-12)
-        assert torch.allclose(blocks[3 * b : 3 * b + 3], query_derivative(f, mu).to_dense(), atol=1e-12)
+        assert torch.allclose(
+            blocks[3 * b : 3 * b + 3], query_derivative(f, mu).to_dense(), atol=1e-12
+        )
     few = stacked(f, X, w)[0].take(torch.tensor([1, 3])).to_dense()
     assert torch.allclose(few, whole[[1, 3]], atol=1e-12)
 
@@ -144,7 +158,9 @@ def test_tiny_weights_keep_their_accuracy():
     ],
 )
 def test_maps_that_know_tokens_by_number_are_refused(options, says):
-    f = replace(one_head(torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)), **options)
+    f = replace(
+        one_head(torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)), **options
+    )
     mu = DiscreteMeasure.uniform(torch.eye(2, dtype=torch.float64))
     with pytest.raises(ls.UserError, match=says):
         push(f, mu)

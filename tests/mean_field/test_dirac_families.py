@@ -16,11 +16,15 @@ from tests.naive import dense_jacobian
 
 
 @pytest.mark.parametrize("R", [0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
-@pytest.mark.parametrize(("A", "family", "gamma"), [(-1.0, "opposite", 1.0), (1.0, "same side", 1 / 8)])
+@pytest.mark.parametrize(
+    ("A", "family", "gamma"), [(-1.0, "opposite", 1.0), (1.0, "same side", 1 / 8)]
+)
 def test_both_families_reach_what_is_proved_and_stay_below_the_bounds(R, A, family, gamma):
     f = one_head(A)
     worst = two_diracs(f, R, family)
-    assert worst.gamma == pytest.approx(gamma) and worst.p == pytest.approx(math.exp(-2 * gamma * R * R))
+    assert worst.gamma == pytest.approx(gamma) and worst.p == pytest.approx(
+        math.exp(-2 * gamma * R * R)
+    )
     assert worst.measure.weights[0].item() == pytest.approx(worst.p)
     sigma = spectral_norm(derivative(f, worst.measure), 1e-9).value
     assert worst.guaranteed == pytest.approx(gamma / 2 * R * R * math.exp(gamma * R * R))
@@ -39,7 +43,11 @@ def test_the_guarantee_holds_for_any_matrix_with_a_real_eigenvalue(seed):
     real = real.real[real.imag.abs() < 1e-12]
     assert worst.gamma == pytest.approx(max(-real.min(), real.max() / 8).item())
     assert worst.measure.radius <= 1.5 * (1 + 1e-12)
-    assert worst.guaranteed <= spectral_norm(derivative(f, worst.measure), 1e-9).value <= w2_bound(f, 1.5)
+    assert (
+        worst.guaranteed
+        <= spectral_norm(derivative(f, worst.measure), 1e-9).value
+        <= w2_bound(f, 1.5)
+    )
 
 
 def test_the_transition_is_that_of_real_tokens():
@@ -49,7 +57,9 @@ def test_the_transition_is_that_of_real_tokens():
     for n, sigma in zip(found.n, found.sigma.tolist(), strict=True):
         few = max(1, round(n * math.exp(-2.0)))
         X = torch.tensor([[R]] * few + [[-R]] * (n - few), dtype=torch.float64)
-        assert sigma == pytest.approx(torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10)
+        assert sigma == pytest.approx(
+            torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10
+        )
 
 
 def test_a_small_ball_leaves_one_token_for_the_crowd():
@@ -57,16 +67,22 @@ def test_a_small_ball_leaves_one_token_for_the_crowd():
     found = transition(f, R, 5, per_decade=30)
     for n, sigma in zip(found.n, found.sigma.tolist(), strict=True):
         X = torch.tensor([[R]] * (n - 1) + [[-R]], dtype=torch.float64)
-        assert sigma == pytest.approx(torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10)
+        assert sigma == pytest.approx(
+            torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10
+        )
 
 
 def test_copies_that_move_apart_are_counted():
     """0 and 4, each up to three times: with two copies of 0 the constant is that with splitting."""
     f, atoms = one_head(-1.0), torch.tensor([[0.0], [4.0]], dtype=torch.float64)
     pairs = [(2, 1), (4, 2), (3, 2), (3, 1), (6, 3)]
-    for (n, few), sigma in zip(pairs, _repeated(f, atoms, *map(list, zip(*pairs, strict=True))), strict=True):
+    for (n, few), sigma in zip(
+        pairs, _repeated(f, atoms, *map(list, zip(*pairs, strict=True))), strict=True
+    ):
         X = torch.cat([atoms[:1].expand(few, 1), atoms[1:].expand(n - few, 1)])
-        assert sigma.item() == pytest.approx(torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10)
+        assert sigma.item() == pytest.approx(
+            torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item(), rel=1e-10
+        )
 
 
 def test_from_sqrt_n_to_the_plateau():
@@ -79,7 +95,9 @@ def test_from_sqrt_n_to_the_plateau():
     assert (sigma[early] / (n[early] - 1).sqrt()).sub(1).abs().max() < 0.01
     late = n > 1e4 * found.predicted
     assert (sigma[late] / found.plateau).sub(1).abs().max() < 1e-3
-    assert found.plateau == pytest.approx(5 * math.exp(9), rel=1e-3)  # (1 + gamma R^2)/2 e^{gamma R^2}
+    assert found.plateau == pytest.approx(
+        5 * math.exp(9), rel=1e-3
+    )  # (1 + gamma R^2)/2 e^{gamma R^2}
 
 
 def test_what_has_no_family_is_refused():

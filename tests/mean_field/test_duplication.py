@@ -13,19 +13,31 @@ from lipscope.mean_field.duplication import jump_ratio, split_estimate, splittin
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
-from tests.mean_field.weighted import dense_derivative, line, norm, one_head, randn, random_case, random_weights
+from tests.mean_field.weighted import (
+    dense_derivative,
+    line,
+    norm,
+    one_head,
+    randn,
+    random_case,
+    random_weights,
+)
 
 
 def test_the_example_on_the_line():
     """X = (0, 4), A = -1, V = 1: the copy of 0 that sees both tokens alike is stretched by Var = 4."""
     f, X = one_head(-1.0), torch.tensor([[0.0], [4.0]], dtype=torch.float64)
     found = splitting(f, X, solver=ls.Solver(seed=0))
-    assert found.together.value == pytest.approx(3.6717, abs=5e-5) and found.value == pytest.approx(4.0, abs=1e-12)
+    assert found.together.value == pytest.approx(3.6717, abs=5e-5) and found.value == pytest.approx(
+        4.0, abs=1e-12
+    )
     assert found.helps and found.certain and found.token == 0
     assert found.gain == pytest.approx(4 / 3.6717108047716653, rel=1e-12)
     assert found.direction.abs().tolist() == [1.0]
     assert norm(dense_derivative(f, DiscreteMeasure.uniform(X))) == pytest.approx(3.6717, abs=5e-5)
-    assert norm(dense_derivative(f, DiscreteMeasure.uniform(X).split(2))) == pytest.approx(4.0, abs=1e-12)
+    assert norm(dense_derivative(f, DiscreteMeasure.uniform(X).split(2))) == pytest.approx(
+        4.0, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -35,7 +47,9 @@ def test_two_copies_reach_the_closed_form_and_eight_no_more(block):
         f, mu = random_case(seed)
         found = splitting(f, mu)
         for copies in (2, 8):
-            assert norm(dense_derivative(f, mu.split(copies))) == pytest.approx(found.value, rel=1e-10)
+            assert norm(dense_derivative(f, mu.split(copies))) == pytest.approx(
+                found.value, rel=1e-10
+            )
         assert norm(dense_derivative(f, mu)) == pytest.approx(found.together.value, rel=1e-10)
 
 
@@ -59,12 +73,16 @@ def test_masked_measures_split_by_the_same_formula(seed):
     f = replace(f, causal=True)
     s = torch.rand(len(mu), generator=Generator().manual_seed(seed), dtype=torch.float64)
     mu = replace(mu, positions=s)
-    assert norm(dense_derivative(f, mu.split(2))) == pytest.approx(splitting(f, mu).value, rel=1e-10)
+    assert norm(dense_derivative(f, mu.split(2))) == pytest.approx(
+        splitting(f, mu).value, rel=1e-10
+    )
 
 
 def test_a_masked_example():
     """X = (4, -4, 0), A = -1: 10.344 becomes 10.667 when the last token is split."""
-    found = splitting(one_head(-1.0, causal=True), torch.tensor([[4.0], [-4.0], [0.0]], dtype=torch.float64))
+    found = splitting(
+        one_head(-1.0, causal=True), torch.tensor([[4.0], [-4.0], [0.0]], dtype=torch.float64)
+    )
     assert found.helps and found.token == 2
     assert (found.together.value, found.value) == pytest.approx((10.344, 10.667), abs=5e-4)
 
@@ -75,7 +93,9 @@ def test_the_perturbation_it_names_is_stretched_as_it_says(points):
     found = splitting(f, line(points))
     assert found.helps
     halves = found.halves(1e-5)
-    ratio = wasserstein(push(f, halves), push(f, found.measure)) / wasserstein(halves, found.measure)
+    ratio = wasserstein(push(f, halves), push(f, found.measure)) / wasserstein(
+        halves, found.measure
+    )
     assert ratio == pytest.approx(found.value, rel=1e-4)
 
 
@@ -104,7 +124,9 @@ def test_tokens_that_coincide_are_one_atom():
     found = splitting(f, X)
     assert len(found.measure) == 2 and found.token == 2
     assert found.together.value == pytest.approx(3.6717, abs=5e-5)
-    assert local_lipschitz(f, X).value == pytest.approx(4.0)  # four tokens: the copies are there already
+    assert local_lipschitz(f, X).value == pytest.approx(
+        4.0
+    )  # four tokens: the copies are there already
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -114,7 +136,9 @@ def test_squared_distances_of_tied_weights_never_split(seed):
     n, d = int(torch.randint(2, 6, (), generator=g)), int(torch.randint(1, 4, (), generator=g))
     turn = torch.linalg.qr(randn(g, d, d))[0]
     size = 10 ** (2 * torch.rand((), generator=g, dtype=torch.float64) - 1)
-    f = ls.SelfAttention(size * turn, size * turn, randn(g, d, d), kernel=ls.L2(), causal=bool(seed % 2))
+    f = ls.SelfAttention(
+        size * turn, size * turn, randn(g, d, d), kernel=ls.L2(), causal=bool(seed % 2)
+    )
     s = torch.rand(n, generator=g, dtype=torch.float64) if seed % 2 else None
     found = splitting(f, DiscreteMeasure(3 * randn(g, n, d), random_weights(g, n), s))
     assert found.apart.value <= found.together.value and found.gain == 1.0

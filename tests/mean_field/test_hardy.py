@@ -45,10 +45,16 @@ def test_no_field_does_better(p):
 @pytest.mark.parametrize("n", [1, 10, 100])
 def test_the_constants_run_from_the_harmonic_sum_to_one(n):
     """Near p = 1 the best field is the first token alone, and 1/(p-1) powers of the others vanish."""
-    values = [averaging(n, p) for p in (1, 1 + 1e-12, 1.001, 1.002, 1.1, 2, 40, 1e4, 1e15, math.inf)]
+    values = [
+        averaging(n, p) for p in (1, 1 + 1e-12, 1.001, 1.002, 1.1, 2, 40, 1e4, 1e15, math.inf)
+    ]
     assert all(v.field.isfinite().all() for v in values)
     constants = [v.constant for v in values]
-    assert constants[1] == pytest.approx(constants[0], rel=1e-10) == pytest.approx(sum(1 / i for i in range(1, n + 1)))
+    assert (
+        constants[1]
+        == pytest.approx(constants[0], rel=1e-10)
+        == pytest.approx(sum(1 / i for i in range(1, n + 1)))
+    )
     assert all(low <= high * (1 + 1e-14) for high, low in itertools.pairwise(constants))
     alone = (torch.arange(1, n + 1, dtype=torch.float64) ** -1.001).sum() ** (1 / 1.001)
     assert alone.item() * (1 - 1e-14) <= constants[2] <= alone.item() * (1 + 1e-9)

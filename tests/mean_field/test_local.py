@@ -15,7 +15,9 @@ def test_tokens_and_their_uniform_measure_have_one_constant(kind):
     f, X = problem(kind, 2)
     truth = ls.local_lipschitz(f, X).value
     assert local_lipschitz(f, X).value == pytest.approx(truth, rel=1e-9)
-    assert local_lipschitz(f, DiscreteMeasure.uniform(X, f.causal)).value == pytest.approx(truth, rel=1e-9)
+    assert local_lipschitz(f, DiscreteMeasure.uniform(X, f.causal)).value == pytest.approx(
+        truth, rel=1e-9
+    )
     assert local_lipschitz(f, X, splitting=True).value >= truth * (1 - 1e-9)
 
 
@@ -27,7 +29,10 @@ def test_any_map_and_batches_are_passed_on():
 def test_weights_and_splitting_are_certified():
     f, mu = random_case(7)
     e = local_lipschitz(f, mu, gap=1e-4, solver=ls.Solver(seed=0))
-    assert e.lower <= norm(dense_derivative(f, mu)) <= e.upper <= 1.0001 * e.lower and e.confidence > 0.999
+    assert (
+        e.lower <= norm(dense_derivative(f, mu)) <= e.upper <= 1.0001 * e.lower
+        and e.confidence > 0.999
+    )
     e = local_lipschitz(one_head(-1.0), line([0.0, 4.0]), splitting=True, solver=ls.Solver(seed=0))
     assert (
         e.value == pytest.approx(4.0, abs=1e-9)

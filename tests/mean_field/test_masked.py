@@ -32,7 +32,9 @@ def test_without_ties_the_distance_is_token_by_token(p):
     order = torch.randperm(7, generator=g)
     there = DiscreteMeasure(Y[order], w[order], s[order])
     truth = lengths_norm(w, (X - Y).norm(dim=1), p)
-    assert conditional_distance(DiscreteMeasure(X, w, s), there, p) == pytest.approx(truth, rel=1e-12)
+    assert conditional_distance(DiscreteMeasure(X, w, s), there, p) == pytest.approx(
+        truth, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("p", EXPONENTS)
@@ -55,7 +57,9 @@ def test_different_laws_of_positions_are_refused():
     with pytest.raises(ls.UserError, match=r"position 0 has mass 0\.5 in the first and 0\.25"):
         conditional_distance(mu, line([0.0, 1.0], [0.25, 0.75], [0.0, 1.0]))
     close = line([0.0, 1.0], positions=[0.0, 1.0 - 2**-53])
-    with pytest.raises(ls.UserError, match=r"only the first has mass at position 0\.9999999999999999"):
+    with pytest.raises(
+        ls.UserError, match=r"only the first has mass at position 0\.9999999999999999"
+    ):
         conditional_distance(close, mu)
     with pytest.raises(ls.UserError, match="use wasserstein"):
         conditional_distance(line([0.0]), mu)
@@ -86,7 +90,9 @@ def test_the_unmasked_bound_fails_in_d_p(n, p):
     assert ratio > 1.14 * unmasked
     if p == 2:
         assert ratio < d_p_bound(f, 1.0, 2) == pytest.approx(2.0)
-    longest = conditional_distance(push(f, mu), push(f, nu), math.inf) / conditional_distance(mu, nu, math.inf)
+    longest = conditional_distance(push(f, mu), push(f, nu), math.inf) / conditional_distance(
+        mu, nu, math.inf
+    )
     assert longest <= w_inf_bound(f, 1.0) == pytest.approx(1.0)
 
 
@@ -133,6 +139,8 @@ def test_hardys_inequality_holds_for_any_law_of_positions(seed):
     g = Generator().manual_seed(seed)
     w = torch.rand(60, generator=g, dtype=torch.float64) ** [0.2, 1, 6, 20][seed % 4] + 1e-12
     mu = DiscreteMeasure(
-        torch.zeros(60, 1, dtype=torch.float64), w / w.sum(), torch.linspace(0, 1, 60, dtype=torch.float64)
+        torch.zeros(60, 1, dtype=torch.float64),
+        w / w.sum(),
+        torch.linspace(0, 1, 60, dtype=torch.float64),
     )
     assert 1 < spectral_norm(derivative(one_head(0.0, causal=True), mu)).value <= 2

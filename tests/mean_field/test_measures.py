@@ -64,7 +64,9 @@ def test_weights_of_any_size_are_accepted_down_to_rounding():
 def test_merging_undoes_splitting_in_order_of_first_appearance():
     mu = line([3.0, -1.0, 0.0], [0.2, 0.3, 0.5])
     back = mu.split(4).merged()
-    assert torch.equal(back.points, mu.points) and torch.allclose(back.weights, mu.weights, atol=1e-16)
+    assert torch.equal(back.points, mu.points) and torch.allclose(
+        back.weights, mu.weights, atol=1e-16
+    )
     assert mu.merged() is mu and len(mu.split(4)) == 12
     assert mu.split(4).index_of(torch.tensor([-1.0])) == 4
     with pytest.raises(ls.UserError, match="at least 1"):
@@ -74,7 +76,11 @@ def test_merging_undoes_splitting_in_order_of_first_appearance():
 def test_atoms_at_different_positions_are_not_merged():
     mu = line([1.0, 1.0, 1.0, -0.0, 0.0], [0.2] * 5, [0.5, 1.0, 0.5, 0.5, 0.5])
     merged = mu.merged()
-    assert merged.points[:, 0].tolist() == [1.0, 1.0, 0.0] and merged.positions.tolist() == [0.5, 1.0, 0.5]
+    assert merged.points[:, 0].tolist() == [1.0, 1.0, 0.0] and merged.positions.tolist() == [
+        0.5,
+        1.0,
+        0.5,
+    ]
     assert merged.weights.tolist() == pytest.approx([0.4, 0.2, 0.4])
     assert mu.index_of(torch.tensor([1.0]), torch.tensor(1.0)) == 1
 

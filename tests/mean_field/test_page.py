@@ -21,7 +21,10 @@ from lipscope.theorems.geshkovski2023 import masked_wasserstein_upper
 from tests.mean_field.weighted import line, one_head
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {name: (DOCS / f"{name}.md").read_text() for name in ("mean_field", "masked_mean_field", "mass_splitting")}
+PAGES = {
+    name: (DOCS / f"{name}.md").read_text()
+    for name in ("mean_field", "masked_mean_field", "mass_splitting")
+}
 
 
 def table(page: str, heading: str) -> list[list[str]]:
@@ -31,7 +34,9 @@ def table(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in block.splitlines()]
 
 
-@pytest.mark.parametrize(("page", "numbers"), [("mean_field", 3), ("masked_mean_field", 3), ("mass_splitting", 6)])
+@pytest.mark.parametrize(
+    ("page", "numbers"), [("mean_field", 3), ("masked_mean_field", 3), ("mass_splitting", 6)]
+)
 def test_the_python_of_the_pages_gives_the_numbers_beside_it(page, numbers):
     names: dict = {}
     checked = 0
@@ -41,7 +46,9 @@ def test_the_python_of_the_pages_gives_the_numbers_beside_it(page, numbers):
             said = re.search(r"#\s+(\d+\.\d{4})", block.splitlines()[statement.end_lineno - 1])
             if said:
                 value = eval(compile(ast.Expression(statement.value), page, "eval"), names)
-                assert getattr(value, "value", value) == pytest.approx(float(said[1]), abs=5e-5), said[0]
+                assert getattr(value, "value", value) == pytest.approx(float(said[1]), abs=5e-5), (
+                    said[0]
+                )
                 checked += 1
     assert checked == numbers
 
@@ -78,7 +85,9 @@ def test_the_table_of_masked_bounds():
         f, free = one_head(-a, causal=True), one_head(-a)
         assert float(heading[i].removeprefix("a = ")) == a
         assert float(without[i]) == pytest.approx(w2_bound_geshkovski2023(free, 1.0), rel=1e-3)
-        assert float(corrected[i]) == pytest.approx(masked_wasserstein_upper(f, example.ls.Ball(1.0, 1)), rel=1e-3)
+        assert float(corrected[i]) == pytest.approx(
+            masked_wasserstein_upper(f, example.ls.Ball(1.0, 1)), rel=1e-3
+        )
         assert float(sharper[i]) == pytest.approx(d_p_bound(f, 1.0, 2), rel=1e-3)
 
 
@@ -93,7 +102,9 @@ def test_the_masked_page_puts_the_failures_where_they_are():
 
 
 def test_the_table_of_examples():
-    *_, line_, three, cross, causal = table("mass_splitting", "| measure (V = I, equal weights, A = -I)")
+    *_, line_, three, cross, causal = table(
+        "mass_splitting", "| measure (V = I, equal weights, A = -I)"
+    )
     I = torch.eye(2, dtype=torch.float64)
     star = 4 * torch.cat([0 * I[:1], I, -I])
     plane = one_head(-I, I)
@@ -101,10 +112,16 @@ def test_the_table_of_examples():
         (line_, one_head(-1.0), torch.tensor([[0.0], [4.0]], dtype=torch.float64)),
         (three, plane, star[[0, 1, 3]]),
         (cross, plane, star),
-        (causal, one_head(-1.0, causal=True), torch.tensor([[4.0], [-4.0], [0.0]], dtype=torch.float64)),
+        (
+            causal,
+            one_head(-1.0, causal=True),
+            torch.tensor([[4.0], [-4.0], [0.0]], dtype=torch.float64),
+        ),
     ):
         found = splitting(f, X)
-        assert [float(cell) for cell in row[1:]] == pytest.approx([found.together.value, found.value], abs=6e-4)
+        assert [float(cell) for cell in row[1:]] == pytest.approx(
+            [found.together.value, found.value], abs=6e-4
+        )
 
 
 def test_the_map_splits_where_the_page_says():
@@ -118,7 +135,9 @@ def test_the_table_of_jumps():
     heading, _, row = table("mass_splitting", "| mass that jumps")
     mu = line([1.0, -1.0], [math.exp(-6.0), 1 - math.exp(-6.0)])
     for mass, ratio in zip(heading[1:], row[1:], strict=True):
-        found = jump_ratio(one_head(6.0), mu, 0, torch.tensor([0.338], dtype=torch.float64), float(mass))
+        found = jump_ratio(
+            one_head(6.0), mu, 0, torch.tensor([0.338], dtype=torch.float64), float(mass)
+        )
         assert float(ratio) == pytest.approx(found, abs=6e-5)
 
 
@@ -134,4 +153,6 @@ def test_the_table_of_maps_is_what_the_search_finds():
     for line_, row in zip(found[2:], table("mass_splitting", "| map |")[2:], strict=True):
         name, *gains = [cell.strip() for cell in line_.strip("|").split("|")]
         assert name == row[0] and ("L2" not in name or set(gains) == {"1.0000"})
-        assert [float(gain) for gain in gains] == pytest.approx([float(cell) for cell in row[1:]], rel=0.05)
+        assert [float(gain) for gain in gains] == pytest.approx(
+            [float(cell) for cell in row[1:]], rel=0.05
+        )

@@ -20,16 +20,22 @@ def test_the_map_is_splitting_at_every_pair():
             truth = splitting(f, line([axis[i].item(), axis[j].item()])).gain
             assert found.gain[i, j].item() == pytest.approx(truth, rel=1e-9)
     assert found.gain[1, 2].item() == pytest.approx(4 / 3.6717108, rel=1e-7)  # X = (0, 4)
-    assert torch.allclose(found.gain, found.gain.T) and torch.allclose(found.gain, found.gain.flip(0, 1))
+    assert torch.allclose(found.gain, found.gain.T) and torch.allclose(
+        found.gain, found.gain.flip(0, 1)
+    )
 
 
 def test_the_sign_of_the_scores_decides_near_the_origin_only():
     axis = torch.linspace(-4, 4, 41, dtype=torch.float64)
     assert splitting_map(one_head(-1.0), axis).gain.max() > 1.4
     assert splitting_map(one_head(1.0), axis).gain.max() == 1.0
-    far = torch.tensor([0.2, 12.2], dtype=torch.float64)  # attractive scores split too, far apart and little
+    far = torch.tensor(
+        [0.2, 12.2], dtype=torch.float64
+    )  # attractive scores split too, far apart and little
     assert splitting_map(one_head(1.0), far).gain[0, 1] > 1.003
-    distances = ls.SelfAttention(*torch.eye(1, dtype=torch.float64).expand(3, 1, 1), kernel=ls.L2(scale=0.5))
+    distances = ls.SelfAttention(
+        *torch.eye(1, dtype=torch.float64).expand(3, 1, 1), kernel=ls.L2(scale=0.5)
+    )
     assert splitting_map(distances, 5 * axis).gain.max() == 1.0
 
 
@@ -42,7 +48,9 @@ def test_attractive_scores_split_where_the_analysis_puts_it():
     assert found.helps and found.token == 0 and found.gain == pytest.approx(1.0050, abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "least"), [("A = -I", 1.5), ("masked, A = -I", 1.8), ("A = I", 1.0), ("L2", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("A = -I", 1.5), ("masked, A = -I", 1.8), ("A = I", 1.0), ("L2", 1.0)]
+)
 def test_the_search_finds_measures_in_the_plane_and_reports_their_true_gain(name, least):
     f = MAPS[name]()
     gain, mu = largest_gain(f, 3, 6.0, equal=False, tries=200, seed=0)
@@ -66,11 +74,15 @@ def test_the_map_under_a_mask_knows_who_comes_first():
     gain = splitting_map(one_head(-1.0, causal=True), at).gain
     assert gain[1, 0] > 1.1 and gain[0, 1] == 1.0
     for x, y, found in ((4.0, 0.0, gain[1, 0]), (0.0, 4.0, gain[0, 1])):
-        truth = splitting(one_head(-1.0, causal=True), torch.tensor([[x], [y]], dtype=torch.float64)).gain
+        truth = splitting(
+            one_head(-1.0, causal=True), torch.tensor([[x], [y]], dtype=torch.float64)
+        ).gain
         assert found.item() == pytest.approx(truth, rel=1e-9)
 
 
-@pytest.mark.parametrize(("n", "R", "tries"), [(0, 1.0, 10), (2, -1.0, 10), (2, math.nan, 10), (2, 1.0, 0)])
+@pytest.mark.parametrize(
+    ("n", "R", "tries"), [(0, 1.0, 10), (2, -1.0, 10), (2, math.nan, 10), (2, 1.0, 0)]
+)
 def test_a_search_without_room_is_refused(n, R, tries):
     with pytest.raises(ls.UserError, match="the search needs"):
         largest_gain(one_head(-1.0), n, R, tries=tries)

@@ -23,7 +23,12 @@ def by_enumeration(x, y, p):
     for order in itertools.permutations(range(len(x))):
         moves = D[torch.arange(len(x)), list(order)]
         longest = moves.max().item()
-        best = min(best, longest if math.isinf(p) else longest * (moves / longest).pow(p).mean().item() ** (1 / p))
+        best = min(
+            best,
+            longest
+            if math.isinf(p)
+            else longest * (moves / longest).pow(p).mean().item() ** (1 / p),
+        )
     return best
 
 
@@ -33,9 +38,9 @@ def test_equal_weights_match_enumeration(p, d):
     g = Generator().manual_seed(d)
     for _ in range(5):
         x, y = randn(g, 5, d), randn(g, 5, d)
-        assert wasserstein(DiscreteMeasure.uniform(x), DiscreteMeasure.uniform(y), p) == pytest.approx(
-            by_enumeration(x, y, p), rel=1e-9
-        )
+        assert wasserstein(
+            DiscreteMeasure.uniform(x), DiscreteMeasure.uniform(y), p
+        ) == pytest.approx(by_enumeration(x, y, p), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -54,7 +59,9 @@ def test_the_line_agrees_with_the_linear_program(p):
     g = Generator().manual_seed(0)
     for _ in range(10):
         mu, nu = (DiscreteMeasure(randn(g, n, 1), random_weights(g, n)) for n in (6, 9))
-        lifted = [DiscreteMeasure(torch.cat([m.points, 0 * m.points], dim=1), m.weights) for m in (mu, nu)]
+        lifted = [
+            DiscreteMeasure(torch.cat([m.points, 0 * m.points], dim=1), m.weights) for m in (mu, nu)
+        ]
         assert wasserstein(mu, nu, p) == pytest.approx(wasserstein(*lifted, p), rel=1e-9)
 
 
@@ -113,7 +120,9 @@ def test_weights_of_every_order(seed):
     g = Generator().manual_seed(seed)
     n, d = 3 + seed % 5, 1 + seed % 3
     x = 3 * randn(g, n, d)
-    w = (-[1.0, 15.0, 300.0][seed % 4 % 3] * torch.rand(n, generator=g, dtype=torch.float64)).softmax(0)
+    w = (
+        -[1.0, 15.0, 300.0][seed % 4 % 3] * torch.rand(n, generator=g, dtype=torch.float64)
+    ).softmax(0)
     gap = (distances(x, x) + 1e9 * torch.eye(n)).min()
     field = randn(g, n, d)
     field = 0.2 * gap * field / field.norm(dim=1).max()
@@ -136,7 +145,9 @@ def test_close_pairs_in_a_wide_measure_match_enumeration(p, seed):
     x = x + 1e-7 * randn(g, 6, 2)
     y = x + 1e-7 * randn(g, 6, 2)
     truth = by_enumeration(x, y, p)
-    assert wasserstein(DiscreteMeasure.uniform(x), DiscreteMeasure.uniform(y), p) == pytest.approx(truth, rel=1e-7)
+    assert wasserstein(DiscreteMeasure.uniform(x), DiscreteMeasure.uniform(y), p) == pytest.approx(
+        truth, rel=1e-7
+    )
 
 
 @pytest.mark.parametrize("d", [1, 2])
@@ -145,7 +156,11 @@ def test_scale_does_not_matter(d):
     mu, nu = (DiscreteMeasure(randn(g, 4, d), random_weights(g, 4)) for _ in range(2))
     for s in (1e-300, 1e-170, 1e-100, 1e100, 1e160, 1e306):
         for p in (1, 2, 40, math.inf):
-            far = wasserstein(DiscreteMeasure(s * mu.points, mu.weights), DiscreteMeasure(s * nu.points, nu.weights), p)
+            far = wasserstein(
+                DiscreteMeasure(s * mu.points, mu.weights),
+                DiscreteMeasure(s * nu.points, nu.weights),
+                p,
+            )
             assert far == pytest.approx(s * wasserstein(mu, nu, p), rel=1e-9, abs=0)
 
 

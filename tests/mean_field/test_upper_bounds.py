@@ -12,7 +12,13 @@ from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, push
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
-from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023, w_inf_bound, w_p_bound
+from lipscope.mean_field.upper_bounds import (
+    d_p_bound,
+    w2_bound,
+    w2_bound_geshkovski2023,
+    w_inf_bound,
+    w_p_bound,
+)
 from tests.cases import problem
 from tests.mean_field.weighted import norm, one_head, randn, random_weights
 
@@ -30,7 +36,9 @@ def test_the_formulas():
     assert w_p_bound(f, 0.5, 1) == pytest.approx(2 * (a + (1 + 2 * a) * math.exp(2 * a)))
     assert w_p_bound(f, 0.5, 6) == pytest.approx(2 * (a + (1 + a) * math.exp(a / 3)))
     assert w_p_bound(f, 0.5, 2) == pytest.approx(w2_bound(f, 0.5))
-    assert w_p_bound(f, 0.5, math.inf) == w_inf_bound(f, 0.5) == pytest.approx(w_p_bound(f, 0.5, 1e9))
+    assert (
+        w_p_bound(f, 0.5, math.inf) == w_inf_bound(f, 0.5) == pytest.approx(w_p_bound(f, 0.5, 1e9))
+    )
     assert d_p_bound(masked, 0.5, 1e9) == pytest.approx(w_inf_bound(masked, 0.5), rel=1e-6)
     assert d_p_bound(masked, 0.5, math.inf) == w_inf_bound(masked, 0.5) == w_inf_bound(f, 0.5)
 
@@ -43,9 +51,13 @@ def test_the_masked_bound_takes_the_best_exponent(p, a):
 
     def log_term(t):
         q = 1 + (p - 1) * math.exp(-t)
-        return math.log(1 + max(1, 2 ** (2 * q / p - 1)) * a) + q / p * (2 * a + math.log(q / (q - 1)))
+        return math.log(1 + max(1, 2 ** (2 * q / p - 1)) * a) + q / p * (
+            2 * a + math.log(q / (q - 1))
+        )
 
-    best = min(minimize_scalar(log_term, bounds=(k, k + 2), method="bounded").fun for k in range(0, 9, 2))
+    best = min(
+        minimize_scalar(log_term, bounds=(k, k + 2), method="bounded").fun for k in range(0, 9, 2)
+    )
     bound = d_p_bound(one_head(-a, causal=True), 1.0, p)
     truth = min(a + math.exp(best), a + p / (p - 1) * (1 + 2 * a) * math.exp(2 * a))
     assert truth * (1 - 1e-5) <= bound <= truth * (1 + 1e-3)
@@ -62,7 +74,9 @@ def test_in_d_2_the_masked_bound_is_that_of_the_registry(kind):
 def test_heads_side_by_side_add_as_powers_below_two():
     I = torch.eye(1, dtype=torch.float64)
     f = ls.SelfAttention(I.repeat(4, 1), I.repeat(4, 1), I.repeat(4, 1), heads=4, causal=True)
-    assert d_p_bound(f, 1.0, 1.25) == pytest.approx(4 ** (1 / 1.25) * d_p_bound(f.head(0), 1.0, 1.25))
+    assert d_p_bound(f, 1.0, 1.25) == pytest.approx(
+        4 ** (1 / 1.25) * d_p_bound(f.head(0), 1.0, 1.25)
+    )
     assert d_p_bound(f, 1.0, 3) == pytest.approx(2 * d_p_bound(f.head(0), 1.0, 3))
 
 
@@ -72,7 +86,9 @@ def test_the_sharper_bound_is_never_above_the_published_one():
     assert w2_bound(one_head(1e6), 1.0) == math.inf
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "multi-head", "multi-head, projected", "grouped keys", "biases"])
+@pytest.mark.parametrize(
+    "kind", ["gaussian", "multi-head", "multi-head, projected", "grouped keys", "biases"]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_local_constant_is_above_the_bounds(kind, seed):
     f, X = problem(kind, seed)
@@ -102,7 +118,9 @@ def test_random_pairs_stay_below_the_bounds(seed):
     ratio = wasserstein(push(f, mu), push(f, nu)) / wasserstein(mu, nu)
     assert ratio <= w2_bound(f, 1.0) <= w2_bound_geshkovski2023(f, 1.0)
     for p in (1, 1.5, 4):
-        assert wasserstein(push(f, mu), push(f, nu), p) / wasserstein(mu, nu, p) <= w_p_bound(f, 1.0, p)
+        assert wasserstein(push(f, mu), push(f, nu), p) / wasserstein(mu, nu, p) <= w_p_bound(
+            f, 1.0, p
+        )
     longest = wasserstein(push(f, mu), push(f, nu), math.inf) / wasserstein(mu, nu, math.inf)
     assert longest <= w_inf_bound(f, 1.0)
 
@@ -118,7 +136,12 @@ def test_hypotheses_are_checked():
         (lambda: w2_bound(f, -1.0), "radius"),
         (lambda: w2_bound(replace(f, kernel=ls.L2()), 1.0), "dot-product"),
         (lambda: w2_bound(replace(f, kernel=ls.Dot(softcap=1.0)), 1.0), "softcap"),
-        (lambda: w2_bound_geshkovski2023(replace(f, biases=(torch.ones(1).double(), None, None)), 1.0), "query bias"),
+        (
+            lambda: w2_bound_geshkovski2023(
+                replace(f, biases=(torch.ones(1).double(), None, None)), 1.0
+            ),
+            "query bias",
+        ),
     ):
         with pytest.raises(ls.UserError, match=says):
             bad()

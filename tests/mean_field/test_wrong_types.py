@@ -55,13 +55,16 @@ for case in (
 
 
 def test_every_wrong_type_gets_a_letter():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     letters = done.stdout.splitlines()
     assert len(letters) == 30 and all(line.startswith("letter ") for line in letters), done.stdout
     assert (
         sum(
-            "a DiscreteMeasure is expected, got Tensor; DiscreteMeasure.uniform(X) makes one" in line
+            "a DiscreteMeasure is expected, got Tensor; DiscreteMeasure.uniform(X) makes one"
+            in line
             for line in letters
         )
         == 5

@@ -16,9 +16,14 @@ def randn(g: Generator, *shape: int) -> Tensor:
 
 def one_head(A: Tensor | float, V: Tensor | float = 1.0, **options) -> ls.SelfAttention:
     """A layer whose scores are x_j' A x_i and whose values are V x_j; numbers stand for matrices of size 1."""
-    A, V = (torch.as_tensor(W, dtype=torch.float64).reshape(-1, 1) if isinstance(W, float) else W for W in (A, V))
+    A, V = (
+        torch.as_tensor(W, dtype=torch.float64).reshape(-1, 1) if isinstance(W, float) else W
+        for W in (A, V)
+    )
     d = A.shape[1]
-    return ls.SelfAttention(A, torch.eye(d, dtype=torch.float64), V, kernel=ls.Dot(scale=1.0), **options)
+    return ls.SelfAttention(
+        A, torch.eye(d, dtype=torch.float64), V, kernel=ls.Dot(scale=1.0), **options
+    )
 
 
 def random_weights(g: Generator, n: int) -> Tensor:
@@ -26,7 +31,9 @@ def random_weights(g: Generator, n: int) -> Tensor:
     return w / w.sum()
 
 
-def random_case(seed: int, n_max: int = 4, d_max: int = 3) -> tuple[ls.SelfAttention, DiscreteMeasure]:
+def random_case(
+    seed: int, n_max: int = 4, d_max: int = 3
+) -> tuple[ls.SelfAttention, DiscreteMeasure]:
     """Gaussian A, V and atoms, 1 to n_max atoms in dimension 1 to d_max."""
     g = Generator().manual_seed(seed)
     n = int(torch.randint(1, n_max + 1, (), generator=g))
@@ -55,7 +62,9 @@ def naive_push(f: ls.SelfAttention, mu: DiscreteMeasure, X: Tensor | None = None
 
 def dense_derivative(f: ls.SelfAttention, mu: DiscreteMeasure) -> Tensor:
     """W^{1/2} J W^{-1/2} by autograd."""
-    J = torch.autograd.functional.jacobian(lambda X: naive_push(f, mu, X), mu.points, vectorize=True)
+    J = torch.autograd.functional.jacobian(
+        lambda X: naive_push(f, mu, X), mu.points, vectorize=True
+    )
     r = mu.weights.sqrt()
     J = r[:, None, None, None] * J / r[None, None, :, None]
     return J.reshape(J.shape[0] * J.shape[1], -1)

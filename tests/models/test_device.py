@@ -18,11 +18,15 @@ def test_the_gpu_measures_what_the_cpu_measures(name):
     has = {"normed": family.prenorm, "residual": family.parts["residual"] is not None}
     scopes = [scope for scope in SCOPES if has.get(scope, True)]
     here, there = load(make(name)), load(make(name).cuda())
-    pairs = zip(here.sites(**inputs, scopes=scopes), there.sites(**inputs, scopes=scopes), strict=True)
+    pairs = zip(
+        here.sites(**inputs, scopes=scopes), there.sites(**inputs, scopes=scopes), strict=True
+    )
     for a, b in pairs:
         assert b.X.is_cuda and not a.X.is_cuda
         torch.testing.assert_close(b.radius, a.radius)
-        slow, fast = (spectral_norm(jacobian(site.f, site.X), 1e-8, solver=Solver(seed=0)) for site in (a, b))
+        slow, fast = (
+            spectral_norm(jacobian(site.f, site.X), 1e-8, solver=Solver(seed=0)) for site in (a, b)
+        )
         torch.testing.assert_close(fast.value, slow.value, rtol=1e-9, atol=1e-12)
 
 

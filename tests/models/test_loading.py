@@ -169,7 +169,13 @@ def test_a_hub_revision_is_pinned_and_recorded(tmp_path, monkeypatch):
     assert (first, second) == ("v1", COMMIT)
     fetched = [
         name
-        for name in ("modeling_x.py", "pytorch_model.bin", "a.pkl", "model.gguf", "model.safetensors")
+        for name in (
+            "modeling_x.py",
+            "pytorch_model.bin",
+            "a.pkl",
+            "model.gguf",
+            "model.safetensors",
+        )
         if any(Path(name).match(pattern) for pattern in patterns)
     ]
     assert fetched == ["model.safetensors"]
@@ -193,7 +199,9 @@ def test_a_hub_revision_is_pinned_and_recorded(tmp_path, monkeypatch):
         ({"source": "two words"}, "neither a folder nor the name"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_in_one_sentence_or_two(folder, tmp_path_factory, arguments, message):
+def test_what_cannot_be_loaded_is_refused_in_one_sentence_or_two(
+    folder, tmp_path_factory, arguments, message
+):
     places = {"folder": folder, "empty": tmp_path_factory.mktemp("empty")}
     source = arguments.pop("source")
     with pytest.raises(UserError, match=message) as caught:

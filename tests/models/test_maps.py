@@ -51,6 +51,8 @@ def test_a_model_that_cuts_its_own_gradient_is_refused():
 
 def test_the_size_of_the_scores_is_passed_on_as_rounding_amplification():
     heads, attention = load(make("qwen3")).sites(**sample("qwen3"), layers=[0])
-    each, together = (torch.as_tensor(jacobian(site.f, site.X).condition) for site in (heads, attention))
+    each, together = (
+        torch.as_tensor(jacobian(site.f, site.X).condition) for site in (heads, attention)
+    )
     assert each.shape == (4,) and bool((together > 0.1).all())
     torch.testing.assert_close(each.view(2, 2).amax(dim=1), together)

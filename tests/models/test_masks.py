@@ -45,12 +45,16 @@ def test_plain_masks_are_told(rule, size, expected):
 
 
 @pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("rule", [chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)), WINDOW(3)])
+@pytest.mark.parametrize(
+    "rule", [chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)), WINDOW(3)]
+)
 def test_other_masks_are_what_transformers_makes(rule):
     """Chunks are no window although they come with a size, and a window whose size is not told is no window either."""
     given = arguments(rule, 11, local_size=4)
     mask = make_mask(given)
-    assert not isinstance(mask, PlainMask) and torch.equal(mask, sdpa_mask(**given, allow_is_causal_skip=False))
+    assert not isinstance(mask, PlainMask) and torch.equal(
+        mask, sdpa_mask(**given, allow_is_causal_skip=False)
+    )
 
 
 @pytest.mark.usefixtures("rows")
@@ -60,7 +64,9 @@ def test_one_padded_token_makes_a_mask_of_its_own(position):
     real[1, position] = False
     given = arguments(causal_mask_function, 11, attention_mask=real)
     mask = make_mask(given)
-    assert not isinstance(mask, PlainMask) and torch.equal(mask, sdpa_mask(**given, allow_is_causal_skip=False))
+    assert not isinstance(mask, PlainMask) and torch.equal(
+        mask, sdpa_mask(**given, allow_is_causal_skip=False)
+    )
 
 
 def test_as_many_keys_as_queries_or_no_plain_mask():

@@ -43,15 +43,27 @@ def test_text_becomes_tokens_and_back():
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({}, "got none"),
-    "two inputs": ({"input_ids": [1], "inputs_embeds": torch.zeros(1, 2, 8)}, "got input_ids, inputs_embeds"),
+    "two inputs": (
+        {"input_ids": [1], "inputs_embeds": torch.zeros(1, 2, 8)},
+        "got input_ids, inputs_embeds",
+    ),
     "empty": ({"input_ids": []}, "integers"),
     "real ids": ({"input_ids": [0.5]}, "integers"),
     "too deep": ({"input_ids": [[[1]]]}, r"\[B, n\] or \[n\]"),
     "flat embeddings": ({"inputs_embeds": torch.zeros(8)}, "3 dimensions"),
-    "scope": ({"input_ids": [1, 2], "scopes": ["mlp"]}, "no scope 'mlp'; the scopes are heads, attention"),
-    "layer": ({"input_ids": [1, 2], "layers": [2]}, "layer 2 does not exist: BertModel has layers 0 to 1"),
+    "scope": (
+        {"input_ids": [1, 2], "scopes": ["mlp"]},
+        "no scope 'mlp'; the scopes are heads, attention",
+    ),
+    "layer": (
+        {"input_ids": [1, 2], "layers": [2]},
+        "layer 2 does not exist: BertModel has layers 0 to 1",
+    ),
     "negative layer": ({"input_ids": [1, 2], "layers": [-1]}, "layer -1"),
-    "head": ({"input_ids": [1, 2], "heads": [2]}, "head 2 does not exist: layer 0 has heads 0 to 1"),
+    "head": (
+        {"input_ids": [1, 2], "heads": [2]},
+        "head 2 does not exist: layer 0 has heads 0 to 1",
+    ),
 }
 
 

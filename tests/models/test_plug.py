@@ -212,12 +212,21 @@ def test_a_head_alone_keeps_an_expanded_row_of_its_mask():
 def fingerprint(module):
     """Everything an owner could find changed."""
     return {
-        "weights": {name: (p.data_ptr(), p.dtype, p._version, p.clone()) for name, p in module.state_dict().items()},
-        "parameters": {name: (id(p), p.requires_grad, p.grad is None) for name, p in module.named_parameters()},
+        "weights": {
+            name: (p.data_ptr(), p.dtype, p._version, p.clone())
+            for name, p in module.state_dict().items()
+        },
+        "parameters": {
+            name: (id(p), p.requires_grad, p.grad is None) for name, p in module.named_parameters()
+        },
         "buffers": {name: (id(b), b.dtype, b._version) for name, b in module.named_buffers()},
         "modes": {name: m.training for name, m in module.named_modules()},
         "hooks": {
-            name: [*m._forward_hooks.values(), *m._forward_pre_hooks.values(), *m._backward_hooks.values()]
+            name: [
+                *m._forward_hooks.values(),
+                *m._forward_pre_hooks.values(),
+                *m._backward_hooks.values(),
+            ]
             for name, m in module.named_modules()
         },
         "attributes": {name: sorted(vars(m)) for name, m in module.named_modules()},
@@ -251,7 +260,11 @@ def lived_in(name):
 def test_a_live_module_is_left_exactly_as_it_was(name):
     module = lived_in(name)
     before = fingerprint(module)
-    scopes = ["block", "model"] if name == "falcon" else ["heads", "attention", "residual", "block", "model"]
+    scopes = (
+        ["block", "model"]
+        if name == "falcon"
+        else ["heads", "attention", "residual", "block", "model"]
+    )
     for site in load(module).sites(**sample(name), scopes=scopes):
         jacobian(site.f, site.X)
     after = fingerprint(module)

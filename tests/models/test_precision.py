@@ -57,7 +57,9 @@ CASES = {
     "softmax": lambda x: torch.nn.functional.softmax(x, dim=-1, dtype=torch.float32),
     "sum": lambda x: x.sum(-1, dtype=torch.float32),
     "matmul": lambda x: x @ torch.ones(3, 3, dtype=torch.float32),
-    "linear": lambda x: torch.nn.functional.linear(x.float(), torch.ones(2, 3, dtype=torch.float32)),
+    "linear": lambda x: torch.nn.functional.linear(
+        x.float(), torch.ones(2, 3, dtype=torch.float32)
+    ),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, torch.ones(3, 3, dtype=torch.float32)),
 }
 
@@ -78,5 +80,7 @@ def test_integers_and_float32_are_left_alone():
 
 
 def test_measuring_in_float32_stays_in_float32():
-    for site in load(make("llama"), dtype="float32").sites(**sample("llama"), scopes=["heads", "block"]):
+    for site in load(make("llama"), dtype="float32").sites(
+        **sample("llama"), scopes=["heads", "block"]
+    ):
         assert site.X.dtype == site.value().dtype == torch.float32

@@ -60,7 +60,9 @@ def hostile(tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**spoken, **HOSTILE}))
     (tmp_path / "evil.py").write_text("raise SystemExit('code from the repository ran')\n")
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/repo"}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "owner/repo"})
+    )
     (tmp_path / "generation_config.json").write_text(json.dumps({"custom_generate": "owner/repo"}))
 
     def run(*_, **__):
@@ -93,7 +95,12 @@ def test_what_is_in_force_is_asserted_not_believed(hostile, monkeypatch):
 
 
 def test_scrubbing_reaches_any_depth_and_keeps_the_rest():
-    config = {"hidden_size": 8, "conv_kernel": [3], "layers": [{"a": {**HOSTILE, "b": 1}}], **HOSTILE}
+    config = {
+        "hidden_size": 8,
+        "conv_kernel": [3],
+        "layers": [{"a": {**HOSTILE, "b": 1}}],
+        **HOSTILE,
+    }
     assert scrub(config) == {"hidden_size": 8, "conv_kernel": [3], "layers": [{"a": {"b": 1}}]}
 
 
@@ -136,14 +143,20 @@ WRONG = {
         lambda f: edit(f, quantization_config={"quant_method": "fp8"}),
         r"quantised \(fp8\)",
     ),
-    "unknown type": (lambda f: edit(f, model_type="evil"), "never runs code that comes with a model"),
+    "unknown type": (
+        lambda f: edit(f, model_type="evil"),
+        "never runs code that comes with a model",
+    ),
     "no type": (
         lambda f: edit(f, model_type=None),
         "None, which this version of transformers does not contain",
     ),
     "nonsense": (lambda f: edit(f, num_hidden_layers="many"), "does not describe a llama model"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
-    "a list": (lambda f: (f / "config.json").write_text("[]"), "should hold a JSON object, not list"),
+    "a list": (
+        lambda f: (f / "config.json").write_text("[]"),
+        "should hold a JSON object, not list",
+    ),
     "broken tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),
         "tokenizer cannot be read.*pass one",
@@ -174,7 +187,10 @@ def answer(kind):
 
 
 HUB = {
-    "unknown": (lambda: answer(RepositoryNotFoundError), "there is no model 'owner/name' on the hub"),
+    "unknown": (
+        lambda: answer(RepositoryNotFoundError),
+        "there is no model 'owner/name' on the hub",
+    ),
     "gated": (lambda: answer(GatedRepoError), "owner/name is gated.*hf auth login"),
     "revision": (lambda: answer(RevisionNotFoundError), "has no revision 'v9'"),
     "server": (lambda: answer(HfHubHTTPError), "the hub did not answer for owner/name"),

@@ -54,7 +54,9 @@ def has(name, scope):
     family = FAMILIES.get(name) or BYPASSING[name]
     if name in BYPASSING:
         return scope in ("block", "model")
-    return {"normed": family.prenorm, "residual": family.parts["residual"] is not None}.get(scope, True)
+    return {"normed": family.prenorm, "residual": family.parts["residual"] is not None}.get(
+        scope, True
+    )
 
 
 ALL = [(name, scope) for name in [*FAMILIES, *BYPASSING] for scope in SCOPES]
@@ -70,7 +72,10 @@ def test_value_and_jacobian_are_the_modules_own(name, scope):
     for s in range(2):
         alone = {key: x[s : s + 1] for key, x in inputs.items()}
         X = truth.tokens(alone, path, call)
-        expected, D = truth.value(alone, path, call, X, tap)[0], truth.jacobian(alone, path, call, tap)
+        expected, D = (
+            truth.value(alone, path, call, X, tap)[0],
+            truth.jacobian(alone, path, call, tap),
+        )
         torch.testing.assert_close(site.X[s], X[0], rtol=1e-12, atol=1e-12)
         for r, (member, head) in enumerate(site.members):
             if member != s:
@@ -93,7 +98,9 @@ def test_a_scope_the_model_does_not_have_is_refused_by_name(name, scope):
 @pytest.mark.parametrize("scope", ["heads", "attention"])
 def test_attention_of_several_sequences_at_once_is_refused_by_name(name, scope):
     model = load(make(name))
-    with pytest.raises(UserError, match=r"not one map of one sequence.*no scope heads and no scope attention"):
+    with pytest.raises(
+        UserError, match=r"not one map of one sequence.*no scope heads and no scope attention"
+    ):
         model.sites(**sample(name), scopes=[scope])
     for site in model.sites(**sample(name), scopes=["residual", "block"]):
         jacobian(site.f, site.X)
@@ -102,7 +109,11 @@ def test_attention_of_several_sequences_at_once_is_refused_by_name(name, scope):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plain_self_attention_comes_in_closed_form(name):
     heads, attention = prepared(name)[0].sites(**sample(name), layers=[LAYER])
-    assert isinstance(heads.f, HeadsApart) == isinstance(attention.f, SelfAttention) == FAMILIES[name].closed
+    assert (
+        isinstance(heads.f, HeadsApart)
+        == isinstance(attention.f, SelfAttention)
+        == FAMILIES[name].closed
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
@@ -113,10 +124,14 @@ def test_some_heads_are_those_among_all(name):
     assert some.members == ((0, 1), (0, 0), (1, 1), (1, 0))
     rows = [every.members.index(member) for member in some.members]
     expected = jacobian(every.f, every.X).to_dense()[rows]
-    torch.testing.assert_close(jacobian(some.f, some.X).to_dense(), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        jacobian(some.f, some.X).to_dense(), expected, rtol=1e-10, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize(("name", "scope"), [*(("t5", scope) for scope in SCOPES), ("falcon", "block")])
+@pytest.mark.parametrize(
+    ("name", "scope"), [*(("t5", scope) for scope in SCOPES), ("falcon", "block")]
+)
 def test_a_batch_can_be_narrowed_down_to_some_members(name, scope):
     (site,) = prepared(name)[0].sites(**sample(name, batch=3), scopes=[scope], layers=[LAYER])
     J = jacobian(site.f, site.X)
@@ -126,7 +141,9 @@ def test_a_batch_can_be_narrowed_down_to_some_members(name, scope):
     assert two.take is not None
     dense = J.to_dense()
     torch.testing.assert_close(two.to_dense(), dense[members], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(two.take(torch.tensor([1])).to_dense(), dense[[1]], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        two.take(torch.tensor([1])).to_dense(), dense[[1]], rtol=1e-9, atol=1e-12
+    )
 
 
 def test_radius_is_the_largest_token_of_each_member():

@@ -29,20 +29,34 @@ class Truth:
         """What enters the module at `path` at its `call`-th call."""
         return self._run(inputs, (path, call, None), None)
 
-    def value(self, inputs: dict[str, Tensor], path: str, call: int, x: Tensor, tap: tuple[str, str] | None) -> Tensor:
+    def value(
+        self,
+        inputs: dict[str, Tensor],
+        path: str,
+        call: int,
+        x: Tensor,
+        tap: tuple[str, str] | None,
+    ) -> Tensor:
         """The tokens seen at `tap` (at the end where it is None) when x enters the module at `path`."""
         y = self._run(inputs, (path, call, x), tap)
         return y if y.ndim == 3 else y[None]
 
-    def jacobian(self, inputs: dict[str, Tensor], path: str, call: int, tap: tuple[str, str] | None) -> Tensor:
+    def jacobian(
+        self, inputs: dict[str, Tensor], path: str, call: int, tap: tuple[str, str] | None
+    ) -> Tensor:
         """The dense Jacobian [outputs, inputs] of that map, for a batch of one."""
         x = self.tokens(inputs, path, call)
-        J = torch.autograd.functional.jacobian(lambda z: self.value(inputs, path, call, z, tap), x, vectorize=True)
+        J = torch.autograd.functional.jacobian(
+            lambda z: self.value(inputs, path, call, z, tap), x, vectorize=True
+        )
         assert isinstance(J, Tensor)
         return J.reshape(-1, x.numel())
 
     def _run(
-        self, inputs: dict[str, Tensor], entry: tuple[str, int, Tensor | None], tap: tuple[str, str] | None
+        self,
+        inputs: dict[str, Tensor],
+        entry: tuple[str, int, Tensor | None],
+        tap: tuple[str, str] | None,
     ) -> Tensor:
         path, call, x = entry
         calls, entered, seen = 0, False, []

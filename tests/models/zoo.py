@@ -53,7 +53,9 @@ class Family:
 
 FAMILIES = {
     "bert": Family("BertModel", "BertConfig", TEXT, BERT, prenorm=False),
-    "roberta": Family("RobertaModel", "RobertaConfig", {**TEXT, "pad_token_id": 1}, BERT, prenorm=False),
+    "roberta": Family(
+        "RobertaModel", "RobertaConfig", {**TEXT, "pad_token_id": 1}, BERT, prenorm=False
+    ),
     "distilbert": Family(
         "DistilBertModel",
         "DistilBertConfig",
@@ -164,7 +166,14 @@ FAMILIES = {
     "gpt_neox": Family(
         "GPTNeoXModel",
         "GPTNeoXConfig",
-        {**TEXT, "hidden_size": 16, "num_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "rotary_pct": 0.5},
+        {
+            **TEXT,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "rotary_pct": 0.5,
+        },
         {
             "block": "layers.{}",
             "core": "layers.{}.attention",
@@ -225,7 +234,13 @@ BYPASSING = {
     "falcon": Family(
         "FalconModel",
         "FalconConfig",
-        {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True},
+        {
+            "vocab_size": 50,
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "alibi": True,
+        },
         {"block": "h.{}"},
     ),
 }
@@ -236,7 +251,13 @@ ENTANGLED = {
     "mobilebert": Family(
         "MobileBertModel",
         "MobileBertConfig",
-        {**TEXT, "embedding_size": 8, "true_hidden_size": 8, "intra_bottleneck_size": 8, "num_feedforward_networks": 1},
+        {
+            **TEXT,
+            "embedding_size": 8,
+            "true_hidden_size": 8,
+            "intra_bottleneck_size": 8,
+            "num_feedforward_networks": 1,
+        },
     ),
 }
 
@@ -250,7 +271,9 @@ def make(name: str, seed: int = 0) -> PreTrainedModel:
     options = {key: value for key, value in family.options.items() if value is not None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, family.model)(getattr(transformers, family.config)(**copy.deepcopy(options)))
+        model = getattr(transformers, family.model)(
+            getattr(transformers, family.config)(**copy.deepcopy(options))
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter))
@@ -261,5 +284,7 @@ def sample(name: str, batch: int = 2, n: int = 5) -> dict[str, Any]:
     """A random input, by the name the model takes it under."""
     generator = torch.Generator().manual_seed(1)
     if name == "vit":
-        return {"pixel_values": torch.randn(batch, 3, 8, 8, generator=generator, dtype=torch.float64)}
+        return {
+            "pixel_values": torch.randn(batch, 3, 8, 8, generator=generator, dtype=torch.float64)
+        }
     return {"input_ids": torch.randint(3, 50, (batch, n), generator=generator)}

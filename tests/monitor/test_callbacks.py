@@ -37,7 +37,9 @@ def texts(count=16, n=6):
     for i in range(count):
         mask = torch.ones(n, dtype=torch.long)
         mask[n - i % 3 :] = 0
-        rows.append({"input_ids": torch.randint(3, 50, (n,), generator=generator), "attention_mask": mask})
+        rows.append(
+            {"input_ids": torch.randint(3, 50, (n,), generator=generator), "attention_mask": mask}
+        )
     return rows
 
 
@@ -76,7 +78,9 @@ def trained(name, folder, monitor_of=None, **options):
 @pytest.fixture(autouse=True)
 def quiet():
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="transformers|accelerate|torch|pytorch_lightning|lightning")
+        warnings.filterwarnings(
+            "ignore", module="transformers|accelerate|torch|pytorch_lightning|lightning"
+        )
         yield
 
 
@@ -93,7 +97,10 @@ def quiet():
 def test_trainer_trains_and_logs_as_without(name, options, tmp_path, capsys):
     plain, _, losses = trained(name, tmp_path, **options)
     watched, monitor, losses_too = trained(
-        name, tmp_path, lambda m: SmoothnessMonitor(watch(m), every=2, csv=tmp_path / "sigma.csv"), **options
+        name,
+        tmp_path,
+        lambda m: SmoothnessMonitor(watch(m), every=2, csv=tmp_path / "sigma.csv"),
+        **options,
     )
     assert [step for step, _, _ in losses] == [1, 2, 3, 4, 5, 6]
     assert losses_too == losses
@@ -101,7 +108,9 @@ def test_trainer_trains_and_logs_as_without(name, options, tmp_path, capsys):
         assert torch.equal(p, q)
     own = [line for line in watched.state.log_history if "sigma/attention.0" in line]
     assert [line["step"] for line in own] == [2, 4, 6]
-    assert [line["sigma/attention.1"] for line in own] == [r.sigma for r in monitor.readings if r.layer[-1] == "1"]
+    assert [line["sigma/attention.1"] for line in own] == [
+        r.sigma for r in monitor.readings if r.layer[-1] == "1"
+    ]
     assert all(r.sigma > 0 and r.status in ("converged", "resolution") for r in monitor.readings)
     with open(tmp_path / "sigma.csv") as file:
         assert len(list(csv.DictReader(file))) == 6
@@ -112,7 +121,9 @@ def test_trainer_stops_at_the_alarm(tmp_path, capsys):
     watched, monitor, losses = trained(
         "gpt2",
         tmp_path,
-        lambda m: SmoothnessMonitor(watch(m, [0]), every=2, max_sigma=1e-6, stop=True, alarm=alarms.append),
+        lambda m: SmoothnessMonitor(
+            watch(m, [0]), every=2, max_sigma=1e-6, stop=True, alarm=alarms.append
+        ),
     )
     assert watched.state.global_step == 2 and len(alarms) == 1 and monitor.stopped
     assert [step for step, _, _ in losses] == [1, 2]
@@ -127,7 +138,13 @@ def test_without_the_restored_flag_the_trainer_would_lose_its_line(tmp_path, cap
 
     torch.manual_seed(0)
     arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no"
+        str(tmp_path),
+        max_steps=2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
     )
     careless = Trainer(Reconstruction("gpt2"), arguments, train_dataset=texts())
     careless.add_callback(Careless())
@@ -160,7 +177,9 @@ def lightning_run(folder, monitored, accumulate=1, **options):
 
     torch.manual_seed(0)
     net = Net()
-    monitor = SmoothnessMonitor(net, every=2, csv=folder / "sigma.csv", **options) if monitored else None
+    monitor = (
+        SmoothnessMonitor(net, every=2, csv=folder / "sigma.csv", **options) if monitored else None
+    )
     data = torch.randn(12, 5, 8, generator=torch.Generator().manual_seed(1))
     trainer = pl.Trainer(
         max_steps=6,
@@ -187,11 +206,15 @@ def test_lightning_trains_and_logs_as_without(accumulate, tmp_path):
     for p, q in zip(net.parameters(), watched.parameters(), strict=True):
         assert torch.equal(p, q)
     losses = {line["step"]: line["loss"] for line in lines if line["loss"]}
-    assert {line["step"]: line["loss"] for line in lines_too if line["loss"]} == losses and len(losses) == 6
+    assert {line["step"]: line["loss"] for line in lines_too if line["loss"]} == losses and len(
+        losses
+    ) == 6
     own = [line for line in lines_too if line["sigma/attention"]]
     assert [list(losses).index(line["step"]) + 1 for line in own] == [2, 4, 6]
     readings = [r for r in monitor.readings if r.layer == "attention"]
-    assert [float(line["sigma/attention"]) for line in own] == pytest.approx([r.sigma for r in readings])
+    assert [float(line["sigma/attention"]) for line in own] == pytest.approx(
+        [r.sigma for r in readings]
+    )
     assert [r.step for r in readings] == [2, 4, 6]
 
 
@@ -220,7 +243,9 @@ def test_lightning_counts_steps_not_optimizers_also_after_a_resume(tmp_path):
                 optimizer.zero_grad()
 
         def configure_optimizers(self):
-            return [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (self.attention, self.other)]
+            return [
+                torch.optim.SGD(part.parameters(), lr=1e-2) for part in (self.attention, self.other)
+            ]
 
     def run(batches, checkpoint):
         net = Pair()
@@ -240,8 +265,15 @@ def test_lightning_counts_steps_not_optimizers_also_after_a_resume(tmp_path):
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         with open(f"{trainer.logger.log_dir}/metrics.csv") as file:
             lines = list(csv.DictReader(file))
-        at = {key: [int(line["step"]) for line in lines if line[key]] for key in ("loss", "sigma/attention")}
+        at = {
+            key: [int(line["step"]) for line in lines if line[key]]
+            for key in ("loss", "sigma/attention")
+        }
         return trainer.global_step, [reading.step for reading in monitor.readings], at
 
     assert run(4, None) == (8, [2, 4], {"loss": [0, 1, 2, 3], "sigma/attention": [1, 3]})
-    assert run(4, tmp_path / "last.ckpt") == (16, [6, 8], {"loss": [4, 5, 6, 7], "sigma/attention": [5, 7]})
+    assert run(4, tmp_path / "last.ckpt") == (
+        16,
+        [6, 8],
+        {"loss": [4, 5, 6, 7], "sigma/attention": [5, 7]},
+    )

@@ -109,5 +109,7 @@ print("watched")
 
 def test_compiled_models_are_measured_from_outside_and_notice_nothing():
     """In a fresh interpreter, without the shape checks that only tests have."""
-    done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=280
+    )
     assert done.stdout.strip() == "watched", done.stderr

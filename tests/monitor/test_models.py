@@ -87,7 +87,9 @@ def test_what_cannot_be_watched_is_said():
 
 @pytest.mark.parametrize("make", [character, gpt2])
 @pytest.mark.parametrize("scope", ["attention", "block"])
-@pytest.mark.parametrize("normalize", [spectral_norm, nn.utils.spectral_norm], ids=["parametrization", "hook"])
+@pytest.mark.parametrize(
+    "normalize", [spectral_norm, nn.utils.spectral_norm], ids=["parametrization", "hook"]
+)
 def test_weights_that_torch_normalizes_stay_as_they_are(make, scope, normalize):
     torch.manual_seed(0)
     model, layer = make()
@@ -156,7 +158,9 @@ def test_a_model_that_runs_several_times_is_measured_at_its_last_call_in_the_for
     monitor = SmoothnessMonitor(watch(model, [0]), every=1, tol=1e-5)
     first, last = (zoo.sample("gpt2", n=n)["input_ids"] for n in (4, 6))
     sums = [
-        checkpoint(lambda x: model(input_ids=x).last_hidden_state.square().sum(), x, use_reentrant=False)
+        checkpoint(
+            lambda x: model(input_ids=x).last_hidden_state.square().sum(), x, use_reentrant=False
+        )
         for x in (first, last)
     ]
     sum(sums).backward()
@@ -177,7 +181,10 @@ def test_a_call_that_cannot_be_kept_runs_as_it_would_unwatched():
     expected = model(ids, attention_mask=mask).last_hidden_state
     monitor = SmoothnessMonitor(watch(model, [0]), every=1)
     assert torch.equal(model(ids, attention_mask=mask).last_hidden_state, expected)
-    with pytest.warns(SmoothnessWarning, match=r"no readings of attention.0: slice\(\) cannot be applied to a 0-dim"):
+    with pytest.warns(
+        SmoothnessWarning,
+        match=r"no readings of attention.0: slice\(\) cannot be applied to a 0-dim",
+    ):
         assert math.isnan(monitor.step()[0].sigma)
     model(ids)
     assert monitor.step()[0].sigma > 0

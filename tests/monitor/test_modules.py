@@ -41,7 +41,11 @@ def test_every_constant_is_that_of_the_dense_jacobian_at_the_present_weights(mak
         (reading,) = monitor.step()
         truth = dense_norm(copy.deepcopy(model).double(), X[0])
         assert reading.sigma == pytest.approx(truth, rel=1e-9 if dtype == torch.float64 else 2e-6)
-        assert reading.residual <= 1e-4 and reading.tokens == TOKENS and reading.status in ("converged", "resolution")
+        assert (
+            reading.residual <= 1e-4
+            and reading.tokens == TOKENS
+            and reading.status in ("converged", "resolution")
+        )
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -72,7 +76,9 @@ def test_torch_attention_with_masks_and_padding(batch_first, mask, padded):
     exact.batch_first = True
 
     def f(x):
-        return exact(x[None], x[None], x[None], attn_mask=None if mask is None else hidden[:n, :n])[0][0]
+        return exact(x[None], x[None], x[None], attn_mask=None if mask is None else hidden[:n, :n])[
+            0
+        ][0]
 
     assert reading.sigma == pytest.approx(dense_norm(f, X[0, :n]), rel=2e-6)
     assert reading.tokens == n
@@ -127,7 +133,11 @@ def test_a_layer_that_runs_several_times_is_measured_at_its_last_call_in_the_for
 
 def test_it_works_under_no_grad_inference_mode_and_autocast():
     model = nn.Sequential(CosineSelfAttention(DIM, HEADS), DotSelfAttention(DIM, HEADS))
-    for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
+    for context in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
         monitor = SmoothnessMonitor(model, every=1, tol=1e-5)
         for X in batches(2):
             with context:
@@ -164,7 +174,11 @@ def test_a_layer_it_cannot_measure_is_named_once_and_the_rest_goes_on():
             assert [math.isnan(r.sigma) for r in readings] == [True, False, True]
             assert "not enough memory" in readings[2].status
     first, second = (str(warning.message) for warning in caught)
-    assert "no readings of cross" in first and "another key" in first and "no readings of failing" in second
+    assert (
+        "no readings of cross" in first
+        and "another key" in first
+        and "no readings of failing" in second
+    )
 
 
 def test_patterns_choose_layers():

@@ -41,7 +41,13 @@ def train(steps=5, watch=None, autocast=False, accumulate=1, dtype=torch.float32
 
 @pytest.mark.parametrize(
     "setting",
-    [{}, {"autocast": True}, {"accumulate": 2}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}],
+    [
+        {},
+        {"autocast": True},
+        {"accumulate": 2},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float64},
+    ],
     ids=["plain", "autocast", "accumulation", "bfloat16", "float64"],
 )
 def test_training_is_bit_identical(setting, tmp_path):
@@ -123,7 +129,9 @@ def test_a_remembered_vector_saves_products():
     first, *others = [(model(X), monitor.step()[0])[1] for _ in range(4)]
     assert all(2 * other.products <= first.products for other in others)
     truth = ls.local_lipschitz(model.as_map(40), X[0], precision="exact")
-    assert first.sigma == pytest.approx(truth.value, rel=1e-5) and others[-1].sigma <= truth.upper * (1 + 1e-6)
+    assert first.sigma == pytest.approx(truth.value, rel=1e-5) and others[
+        -1
+    ].sigma <= truth.upper * (1 + 1e-6)
 
 
 def test_the_alarm_warns_calls_or_stops():
@@ -148,7 +156,9 @@ def test_the_alarm_warns_calls_or_stops():
 def test_a_training_that_diverges_is_not_ended_by_its_monitor(tmp_path):
     model = nn.Sequential(DotSelfAttention(DIM, HEADS), L2SelfAttention(DIM, HEADS))
     called = []
-    monitor = SmoothnessMonitor(model, every=1, max_sigma=1e9, alarm=called.append, csv=tmp_path / "s.csv")
+    monitor = SmoothnessMonitor(
+        model, every=1, max_sigma=1e9, alarm=called.append, csv=tmp_path / "s.csv"
+    )
     model(torch.full((1, TOKENS, DIM), math.inf))
     assert [math.isnan(r.sigma) for r in monitor.step()] == [True, True]
     with torch.no_grad():
@@ -177,7 +187,9 @@ def test_a_layer_that_counts_its_calls_does_not_count_those_of_the_monitor():
     monitor = SmoothnessMonitor(model, [model], every=1)
     for X in batches(3):
         model(X)
-        assert monitor.step()[0].sigma == pytest.approx(torch.linalg.matrix_norm(model.map.weight, 2).item(), rel=1e-3)
+        assert monitor.step()[0].sigma == pytest.approx(
+            torch.linalg.matrix_norm(model.map.weight, 2).item(), rel=1e-3
+        )
     assert model.calls == 3
     assert torch.allclose(model.mean, sum(X.flatten(0, 1).mean(dim=0) for X in batches(3)))
 
@@ -208,7 +220,10 @@ def test_readings_reach_the_log_and_the_file(tmp_path):
     logged = []
     path = tmp_path / "sigma.csv"
     _, _, _, monitor = train(
-        steps=5, watch=lambda m: SmoothnessMonitor(m, ["l2"], every=2, csv=path, log=lambda *a: logged.append(a))
+        steps=5,
+        watch=lambda m: SmoothnessMonitor(
+            m, ["l2"], every=2, csv=path, log=lambda *a: logged.append(a)
+        ),
     )
     assert logged == [({"sigma/l2": r.sigma}, r.step) for r in monitor.readings]
     with open(path) as file:
@@ -233,7 +248,9 @@ def test_a_log_that_fails_is_told_once_and_the_training_goes_on():
         for _ in range(5):
             model(X)
             monitor.step()
-    assert [str(w.message) for w in caught] == ["step 0: no readings in the log: ConnectionError, the tracker is gone"]
+    assert [str(w.message) for w in caught] == [
+        "step 0: no readings in the log: ConnectionError, the tracker is gone"
+    ]
     assert asked == [0, 2, 4] == [reading.step for reading in monitor.readings]
 
 
@@ -281,7 +298,10 @@ def test_what_is_wrong_is_said(tmp_path):
         SmoothnessMonitor(nn.Linear(2, 2))
     with pytest.raises(ls.UserError, match="has its layers already"):
         SmoothnessMonitor(ModuleWatch(model), ["0"])
-    with unchecked(), pytest.raises(ls.UserError, match="takes a torch module or a watch of one, got NoneType"):
+    with (
+        unchecked(),
+        pytest.raises(ls.UserError, match="takes a torch module or a watch of one, got NoneType"),
+    ):
         SmoothnessMonitor(None)
     monitor = SmoothnessMonitor(model, every=1)
     for number in (1.5, -1, True, "1"):

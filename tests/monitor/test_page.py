@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "monitor.md"
-BLOCKS = re.findall(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", PAGE.read_text(), flags=re.DOTALL)
+BLOCKS = re.findall(
+    r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", PAGE.read_text(), flags=re.DOTALL
+)
 NUMBER = r"\d+(?:\.\d+)?"
 
 
@@ -19,11 +21,15 @@ def assert_same_output(found: str, expected: str) -> None:
         assert abs(float(x) - float(y)) <= 1.01 * 10**-digits * (digits > 0), (x, y)
 
 
-@pytest.mark.parametrize(("block", "printed"), BLOCKS, ids=["loop", "trainer", "lightning", "convert"])
+@pytest.mark.parametrize(
+    ("block", "printed"), BLOCKS, ids=["loop", "trainer", "lightning", "convert"]
+)
 def test_the_page_runs_and_prints_what_it_says(block, printed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="transformers|accelerate|torch|pytorch_lightning|lightning")
+        warnings.filterwarnings(
+            "ignore", module="transformers|accelerate|torch|pytorch_lightning|lightning"
+        )
         exec(compile(block, PAGE.name, "exec"), {})
     assert bool(printed) == ("print(" in block), "what is printed stands on the page"
     if printed:
@@ -34,7 +40,9 @@ def test_every_output_on_the_page_is_compared():
     assert PAGE.read_text().count("```text") == sum(bool(printed) for _, printed in BLOCKS) == 2
 
 
-@pytest.mark.parametrize("stale", ["layer 0 52.92", "layer 0 53.0", "layer 1 52.90", "layer 0 -52.90", "head 0 52.90"])
+@pytest.mark.parametrize(
+    "stale", ["layer 0 52.92", "layer 0 53.0", "layer 1 52.90", "layer 0 -52.90", "head 0 52.90"]
+)
 def test_a_stale_number_is_seen(stale):
     assert_same_output("layer 0 52.9\n", "layer  0  52.91")
     with pytest.raises(AssertionError):

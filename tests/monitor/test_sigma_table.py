@@ -25,7 +25,9 @@ DAMAGE = {
 def test_a_file_that_is_no_table_is_refused_at_the_start_and_left_alone(content, tmp_path):
     path = tmp_path / "sigma.csv"
     path.write_bytes(content)
-    with pytest.raises(ls.UserError, match="is no table of a SmoothnessMonitor; choose another file"):
+    with pytest.raises(
+        ls.UserError, match="is no table of a SmoothnessMonitor; choose another file"
+    ):
         SmoothnessMonitor(DotSelfAttention(DIM, HEADS), csv=path)
     assert path.read_bytes() == content
 
@@ -35,7 +37,9 @@ def test_a_file_damaged_during_the_training_is_complained_of_once(content, tmp_p
     path = tmp_path / "sigma.csv"
     model, X = DotSelfAttention(DIM, HEADS), batches(1)[0]
     logged = []
-    monitor = SmoothnessMonitor(model, every=1, csv=path, log=lambda values, step: logged.append(step))
+    monitor = SmoothnessMonitor(
+        model, every=1, csv=path, log=lambda values, step: logged.append(step)
+    )
     model(X)
     monitor.step()
     path.write_bytes(content)
@@ -78,7 +82,9 @@ def test_a_resumed_training_continues_the_file_without_doubles(tmp_path):
         file.write("10,DotSelf")  # torn by a kill
     run(9, 13)
     assert steps() == [0, 2, 4, 6, 8, 10, 12]
-    with pytest.warns(SmoothnessWarning, match=r"step 6 comes again: 4 lines of .*sigma.csv gave way to it"):
+    with pytest.warns(
+        SmoothnessWarning, match=r"step 6 comes again: 4 lines of .*sigma.csv gave way to it"
+    ):
         run(5, 11)
     assert steps() == [0, 2, 4, 6, 8, 10]
     with pytest.warns(SmoothnessWarning, match=r"step 0 comes again: 6 lines"):
@@ -103,11 +109,19 @@ def test_a_monitor_begun_again_without_numbers_goes_on_after_the_last_line(tmp_p
     assert [step(first) for _ in range(5)] == [[0], [], [2], [], [4]]
     lines = path.read_text().splitlines()
     second = monitor()
-    with pytest.warns(SmoothnessWarning, match=r"sigma.csv ends at step 4: steps without numbers go on from 5; "):
+    with pytest.warns(
+        SmoothnessWarning, match=r"sigma.csv ends at step 4: steps without numbers go on from 5; "
+    ):
         assert step(second) == []
     assert [step(second) for _ in range(3)] == [[6], [], [8]]
     assert path.read_text().splitlines()[:4] == lines
-    assert [line.split(",")[0] for line in path.read_text().splitlines()[1:]] == ["0", "2", "4", "6", "8"]
+    assert [line.split(",")[0] for line in path.read_text().splitlines()[1:]] == [
+        "0",
+        "2",
+        "4",
+        "6",
+        "8",
+    ]
     third = monitor()
     assert step(third, 10) == [10] and [step(third) for _ in range(2)] == [[], [12]]
     announced = monitor()

@@ -43,7 +43,11 @@ class Random(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "layers"),
-    [(normalized, None), (lambda: nn.Sequential(normalized()), ["0"]), (lambda: Kept(spectral_norm), None)],
+    [
+        (normalized, None),
+        (lambda: nn.Sequential(normalized()), ["0"]),
+        (lambda: Kept(spectral_norm), None),
+    ],
     ids=["closed form", "autograd", "torch"],
 )
 def test_the_training_is_bit_identical(make, layers):
@@ -70,7 +74,9 @@ def test_normalized_weights_are_measured_as_they_stand():
     X = batches(1)[0]
     model(X)
     (reading,) = monitor.step()
-    assert reading.sigma == pytest.approx(dense_norm(copy.deepcopy(model).double().eval(), X[0]), rel=2e-6)
+    assert reading.sigma == pytest.approx(
+        dense_norm(copy.deepcopy(model).double().eval(), X[0]), rel=2e-6
+    )
 
 
 class Block(nn.Module):

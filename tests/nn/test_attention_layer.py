@@ -58,7 +58,9 @@ def test_nothing_in_the_padding_changes_a_bit(name):
         X, real = padded(garbage, torch.float32)
         Y = m(X, real)
         found.append([Y, *torch.autograd.grad(Y.square().sum(), list(m.parameters()))])
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    assert all(
+        torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True)
+    )
     X, _ = padded(0.0, torch.float32)
     whole = torch.ones(5, TOKENS, dtype=torch.bool)
     torch.testing.assert_close(m(X, whole), m(X), rtol=1e-6, atol=1e-6)
@@ -99,10 +101,15 @@ def test_the_contractive_layer_keeps_its_word_and_does_not_scale_by_the_padding(
     for count in (2, 7, 12):
         real = torch.zeros(12, dtype=torch.bool)
         real[slice(-count, None) if causal else slice(0, count)] = True
-        J = [torch.autograd.functional.jacobian(lambda x, r=real: m(x, r), x).reshape(24, 24) for x in X]
+        J = [
+            torch.autograd.functional.jacobian(lambda x, r=real: m(x, r), x).reshape(24, 24)
+            for x in X
+        ]
         own = [torch.autograd.functional.jacobian(m, x[real]).reshape(2 * count, -1) for x in X]
         sizes = [torch.linalg.matrix_norm(j, norm) for j in J]
-        torch.testing.assert_close(sizes, [torch.linalg.matrix_norm(j, norm) for j in own], rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            sizes, [torch.linalg.matrix_norm(j, norm) for j in own], rtol=1e-9, atol=0
+        )
         largest.append(max(sizes).item())
     assert max(largest) <= 0.9 and largest[0] > 0.25
 
@@ -119,7 +126,10 @@ def test_bounds_grow_with_the_tokens_so_that_padding_keeps_them(name, causal):
 @pytest.mark.parametrize("name", ["dot", "contractive", "cosine"])
 def test_gradcheck_to_second_order(name):
     m = layer(name, dim=4).double()
-    X, real = torch.randn(2, 3, 4).double().requires_grad_(True), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    X, real = (
+        torch.randn(2, 3, 4).double().requires_grad_(True),
+        torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(),
+    )
     assert torch.autograd.gradcheck(lambda X: m(X, real), (X,))
     assert torch.autograd.gradgradcheck(lambda X: m(X, real), (X,), fast_mode=True)
 
@@ -166,10 +176,16 @@ def test_weights_of_padded_tokens_are_zero():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (torch.ones(5, TOKENS), r"padding must be a boolean tensor \[5, 9\], True for real tokens, got torch.float32"),
+        (
+            torch.ones(5, TOKENS),
+            r"padding must be a boolean tensor \[5, 9\], True for real tokens, got torch.float32",
+        ),
         (torch.ones(5, TOKENS + 1).bool(), r"got torch.bool \(5, 10\)"),
         (torch.ones(TOKENS).bool(), r"got torch.bool \(9,\)"),
-        ([True] * TOKENS, r"got list; of a tokenizer's attention_mask take .bool\(\), of torch's key_padding_mask"),
+        (
+            [True] * TOKENS,
+            r"got list; of a tokenizer's attention_mask take .bool\(\), of torch's key_padding_mask",
+        ),
     ],
 )
 def test_padding_that_is_none_is_refused(wrong, message):

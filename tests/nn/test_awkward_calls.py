@@ -51,7 +51,9 @@ def test_autocast_changes_neither_inverse_nor_determinant(dtype):
         with torch.autocast("cpu", torch.bfloat16):
             mixed = r.inverse(y)
         assert mixed.value.dtype == torch.float32
-        assert torch.equal(mixed.value, plain.value) and torch.equal(mixed.error_bound, plain.error_bound)
+        assert torch.equal(mixed.value, plain.value) and torch.equal(
+            mixed.error_bound, plain.error_bound
+        )
         torch.manual_seed(1)
         value = r.log_det(y.float()).value
         torch.manual_seed(1)
@@ -77,7 +79,9 @@ def test_tokens_of_any_size_take_the_same_steps(dtype, size, norm):
     r, y = ls.nn.InvertibleResidual(Turn(norm)), torch.randn(3, 5, 2).to(dtype)
     size = 2.0 ** round(math.log2(size))
     small, large = r.inverse(y), r.inverse(y * size)
-    assert small.steps.min() > 20 and (large.steps - small.steps).abs().max() <= (5 if dtype == torch.float16 else 0)
+    assert small.steps.min() > 20 and (large.steps - small.steps).abs().max() <= (
+        5 if dtype == torch.float16 else 0
+    )
     exact = (y.double() - Turn()(y.double())) / (1 + 0.9**2) * size
     error = (large.value.double() - exact).abs().flatten(1)
     length = error.amax(1) if norm == math.inf else (error / size).norm(dim=1) * size
@@ -90,15 +94,21 @@ def test_large_and_small_tokens_come_back_from_attention():
     for size in (1e-30, 1e15):
         X = size * torch.randn(2, 6, 8)
         found = r.inverse(r(X))
-        assert (found.value - X).abs().max() < 2e-6 * size and (found.error_bound < 1e-3 * size).all()
+        assert (found.value - X).abs().max() < 2e-6 * size and (
+            found.error_bound < 1e-3 * size
+        ).all()
 
 
 @pytest.mark.parametrize("constant", [0.5, None])
-@pytest.mark.parametrize("make", [ls.nn.L2SelfAttention, ls.nn.CosineSelfAttention, ls.nn.DotSelfAttention])
+@pytest.mark.parametrize(
+    "make", [ls.nn.L2SelfAttention, ls.nn.CosineSelfAttention, ls.nn.DotSelfAttention]
+)
 def test_attention_that_promises_no_constant_is_refused(make, constant):
     with pytest.raises(ls.UserError, match=r"ContractiveL2Attention\(") as letter:
         ls.nn.InvertibleResidual(make(32, 4), constant)
-    assert constant is None or ("has no" if make is ls.nn.DotSelfAttention else "bounds it at 2 tokens") in str(letter)
+    assert constant is None or (
+        "has no" if make is ls.nn.DotSelfAttention else "bounds it at 2 tokens"
+    ) in str(letter)
 
 
 def test_the_determinant_in_inference_mode_is_the_usual_one():

@@ -51,7 +51,10 @@ def test_rounded_weights_keep_the_constant(dtype):
         for fill in (lambda W: W.fill_(1.0), lambda W: W.normal_()):
             with torch.no_grad():
                 fill(f.up.weight), fill(f.down.weight)
-            up, down = of_norm(1.0, f.up.weight).double(), of_norm(f.constant / STEEPEST, f.down.weight).double()
+            up, down = (
+                of_norm(1.0, f.up.weight).double(),
+                of_norm(f.constant / STEEPEST, f.down.weight).double(),
+            )
             product = torch.linalg.matrix_norm(up, 2) * torch.linalg.matrix_norm(down, 2) * STEEPEST
             assert 0.999 * (1 - 4 * torch.finfo(dtype).eps - 1e-6) <= product.item() <= 0.999
 

@@ -27,7 +27,9 @@ def layer(name: str, dtype: torch.dtype = torch.float32, causal: bool = True) ->
 
 
 def tokens(dtype: torch.dtype = torch.float32, batch: int = 3) -> Tensor:
-    return torch.randn(batch, TOKENS, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        batch, TOKENS, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).to(dtype)
 
 
 def gradients(f: nn.Module, X: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -63,14 +65,18 @@ def test_bounds_are_those_of_the_cpu_and_hold(name, norm):
     assert bound == pytest.approx(here.lipschitz_bound(TOKENS, norm), rel=0.02)
     if norm == 2 and name != "cosine":
         sigma = ls.local_lipschitz(there.as_map(TOKENS), tokens()[0].cuda()).value
-        assert sigma == pytest.approx(ls.local_lipschitz(here.as_map(TOKENS), tokens()[0]).value, rel=1e-4)
+        assert sigma == pytest.approx(
+            ls.local_lipschitz(here.as_map(TOKENS), tokens()[0]).value, rel=1e-4
+        )
         assert 0 < sigma <= bound
 
 
 @pytest.mark.parametrize("norm", [2, math.inf])
 def test_an_inverse_is_found(norm):
     torch.manual_seed(0)
-    block = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(DIM, HEADS, 0.9, norm=norm)).cuda()
+    block = ls.nn.InvertibleResidual(
+        ls.nn.ContractiveL2Attention(DIM, HEADS, 0.9, norm=norm)
+    ).cuda()
     X = tokens().cuda()
     found = block.inverse(block(X))
     assert found.value.is_cuda and (found.value - X).abs().max() < 1e-5

@@ -19,13 +19,17 @@ def by_the_formula(layer, X: Tensor) -> Tensor:
         rows = slice(h * k, (h + 1) * k)
         q, key, v = (X @ part.weight[rows].T for part in (layer.query, layer.key, layer.value))
         if isinstance(layer, ls.nn.CosineSelfAttention):
-            q, key, v = (y / (y.square().sum(-1, keepdim=True) + layer.eps).sqrt() for y in (q, key, v))
+            q, key, v = (
+                y / (y.square().sum(-1, keepdim=True) + layer.eps).sqrt() for y in (q, key, v)
+            )
             scores = layer.log_tau[h].exp() * q @ key.T
         else:
             if layer.qk_norm:
                 eps = 1e-6
                 q = layer.query_norm.weight * q / (q.square().mean(-1, keepdim=True) + eps).sqrt()
-                key = layer.key_norm.weight * key / (key.square().mean(-1, keepdim=True) + eps).sqrt()
+                key = (
+                    layer.key_norm.weight * key / (key.square().mean(-1, keepdim=True) + eps).sqrt()
+                )
             scores = q @ key.T / math.sqrt(k) / layer.temperature
         if layer.causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
@@ -125,10 +129,16 @@ def test_the_cosine_bound_is_within_reach():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ls.nn.DotSelfAttention(8, 2, temperature=0), "temperature must be a positive number, got 0"),
+        (
+            lambda: ls.nn.DotSelfAttention(8, 2, temperature=0),
+            "temperature must be a positive number, got 0",
+        ),
         (lambda: ls.nn.CosineSelfAttention(8, 2, eps=0), "eps must be a positive number"),
         (lambda: ls.nn.CosineSelfAttention(8, 3), "multiple of heads=3"),
-        (lambda: ls.nn.DotSelfAttention(8, 2)(torch.randn(2, 3, 4, 8)), r"got torch.float32 \(2, 3, 4, 8\)"),
+        (
+            lambda: ls.nn.DotSelfAttention(8, 2)(torch.randn(2, 3, 4, 8)),
+            r"got torch.float32 \(2, 3, 4, 8\)",
+        ),
     ],
 )
 def test_errors_say_what_to_do(call, words):

@@ -55,7 +55,9 @@ def test_the_training_is_bit_identical(make, layers):
     assert len(readings) == 4 and all(reading.sigma > 0 for reading in readings)
 
 
-@pytest.mark.parametrize("kind", [ls.nn.DotSelfAttention, ls.nn.L2SelfAttention, ls.nn.CosineSelfAttention, "torch"])
+@pytest.mark.parametrize(
+    "kind", [ls.nn.DotSelfAttention, ls.nn.L2SelfAttention, ls.nn.CosineSelfAttention, "torch"]
+)
 def test_they_are_measured_at_the_weights_after_the_step(kind):
     torch.manual_seed(0)
 

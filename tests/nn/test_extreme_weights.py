@@ -47,7 +47,9 @@ def test_zero_weights_give_zero_and_a_slope_to_leave_it(name, dtype):
             nn.init.zeros_(W)
         assert module(X).isfinite().all()
         found = gradients(module, X)
-        assert all(g.isfinite().all() and g.abs().max() <= X.shape[:2].numel() / FLOOR for g in found)
+        assert all(
+            g.isfinite().all() and g.abs().max() <= X.shape[:2].numel() / FLOOR for g in found
+        )
         # The values of a query that is zero are zero twice; any other matrix alone can be left at once.
         if isinstance(zero, int) and not (name.startswith("contractive") and zero == 0):
             assert found[zero].abs().max() > 1
@@ -69,7 +71,9 @@ def test_the_scale_is_taken_before_it_is_rounded(name, dtype, size):
     module, X = module.to(dtype), X.to(dtype)
     exact = copy.deepcopy(module).double()(X.double())
     left_for_rounding = {"mlp": 2, "spectral": 1, "sigma": 1}.get(name, 0)
-    assert (module(X).double() - exact).norm() < (2 + left_for_rounding) * torch.finfo(dtype).eps * exact.norm() + 5e-6
+    assert (module(X).double() - exact).norm() < (2 + left_for_rounding) * torch.finfo(
+        dtype
+    ).eps * exact.norm() + 5e-6
     assert exact.norm() > 1e-2
     assert all(g.isfinite().all() for g in gradients(module, X))
 
@@ -120,4 +124,6 @@ def test_squaring_is_not_below_the_norm_at_any_scale(size):
         exact = torch.linalg.eigvalsh(G / size)[..., -1] * size
         assert (by_squaring(G) * (1 + 4 * p * torch.finfo(torch.float64).eps) >= exact).all()
         assert (spectral_upper(W * size) >= torch.linalg.matrix_norm(W, 2) * size).all()
-        assert (spectral_upper(W * size) <= torch.linalg.matrix_norm(W, 2) * size * (1 + 1e-10)).all()
+        assert (
+            spectral_upper(W * size) <= torch.linalg.matrix_norm(W, 2) * size * (1 + 1e-10)
+        ).all()

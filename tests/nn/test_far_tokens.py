@@ -35,7 +35,9 @@ def test_the_past_does_not_see_how_far_the_future_is(dtype, tol, far, position):
     if position:
         past = slice(0, position)
         assert (layer(Z) - layer(X))[past].norm() <= tol * layer(X)[past].norm()
-        assert layer.weights(X)[0, past].double().amax(-1).min() < 0.9, "tokens that see only themselves show nothing"
+        assert layer.weights(X)[0, past].double().amax(-1).min() < 0.9, (
+            "tokens that see only themselves show nothing"
+        )
 
 
 @pytest.mark.parametrize("far", FAR)
@@ -76,10 +78,16 @@ def close_pairs(scale: float, gap: float, n: int, d: int) -> torch.Tensor:
 def exactly(g: ls.nn.ContractiveL2Attention, X: mpmath.matrix) -> mpmath.matrix:
     """One head of L2 attention in 40 digits, X [n, d]."""
     n, d = X.rows, X.cols
-    Q, O, M = (mpmath.matrix(W.detach().double().tolist()) for W in (g.query.weight, g.out.weight, g.value_map(n)[0]))
+    Q, O, M = (
+        mpmath.matrix(W.detach().double().tolist())
+        for W in (g.query.weight, g.out.weight, g.value_map(n)[0])
+    )
     Y, out = X * Q.T, mpmath.matrix(n, d)
     for i in range(n):
-        w = [mpmath.exp(-sum((Y[i, a] - Y[j, a]) ** 2 for a in range(d)) / mpmath.sqrt(d)) for j in range(n)]
+        w = [
+            mpmath.exp(-sum((Y[i, a] - Y[j, a]) ** 2 for a in range(d)) / mpmath.sqrt(d))
+            for j in range(n)
+        ]
         for a in range(d):
             out[i, a] = sum(w[j] * Y[j, a] for j in range(n)) / sum(w)
     return out * M.T * O.T
@@ -125,7 +133,10 @@ def test_rounding_of_g_in_float64_is_inside_the_error_bound():
                 z, before = Y - exactly(r.g, z), z
             error, left = mpmath.norm(z - start), mpmath.norm(z - before)
         assert left < 0.01 * found.error_bound.item() and error <= found.error_bound.item()
-        residual, resolution = (y - found.value - r.g(found.value)).norm(), 2 * 64 * 2.0**-52 * y.norm()
+        residual, resolution = (
+            (y - found.value - r.g(found.value)).norm(),
+            2 * 64 * 2.0**-52 * y.norm(),
+        )
         unseen += bool(error > (residual + resolution).item() / (1 - 0.5))
     assert unseen > 0
 
@@ -145,7 +156,9 @@ def test_a_layer_with_a_proof_is_never_accused():
         torch.manual_seed(seed)
         dtype, scale = ((torch.float32, 3e3), (torch.float64, 1e7))[seed % 2]
         r = ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(4, 1, 0.9).to(dtype))
-        x = torch.stack([close_pairs(scale * 10 ** (i / 40), 0.7, 8, 4) for i in range(100)]).to(dtype)
+        x = torch.stack([close_pairs(scale * 10 ** (i / 40), 0.7, 8, 4) for i in range(100)]).to(
+            dtype
+        )
         noisy += int(r.inverse(r(x)).noisy.sum())
     assert noisy > 10
 

@@ -15,7 +15,9 @@ from lipscope.nn.parametrize import SpectralNormalised
 from tests.monitor.watched import unchecked
 
 
-def residual(constant: float, seed: int = 0, norm: float = 2, causal: bool = False) -> ls.nn.InvertibleResidual:
+def residual(
+    constant: float, seed: int = 0, norm: float = 2, causal: bool = False
+) -> ls.nn.InvertibleResidual:
     torch.manual_seed(seed)
     return ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, constant, norm, causal))
 
@@ -68,7 +70,9 @@ def test_the_error_bound_covers_the_error_in_its_norm(norm, dtype):
     error = (found.value.double() - exact_inverse(r, y)).flatten(1)
     error = error.abs().amax(1) if norm == math.inf else error.norm(dim=1)
     assert (error <= found.error_bound).all()
-    assert (found.error_bound < 2000 * torch.finfo(dtype).eps * y.flatten(1).double().norm(dim=1)).all()
+    assert (
+        found.error_bound < 2000 * torch.finfo(dtype).eps * y.flatten(1).double().norm(dim=1)
+    ).all()
 
 
 @pytest.mark.parametrize("constant", [0.3, 0.9, 0.99])
@@ -110,7 +114,10 @@ def test_a_broken_promise_is_noticed():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ls.nn.InvertibleResidual(ls.nn.DotSelfAttention(8, 2)), "states no Lipschitz constant"),
+        (
+            lambda: ls.nn.InvertibleResidual(ls.nn.DotSelfAttention(8, 2)),
+            "states no Lipschitz constant",
+        ),
         (
             lambda: ls.nn.InvertibleResidual(ls.nn.DotSelfAttention(8, 2), 0.5),
             "has no Lipschitz constant, whatever its weig",
@@ -121,8 +128,14 @@ def test_a_broken_promise_is_noticed():
         ),
         (lambda: ls.nn.InvertibleResidual(residual(0.9)), "its g has the constant 0.9, it has 1.9"),
         (lambda: ls.nn.InvertibleResidual(residual(0.9), 0.95), "one after the other"),
-        (lambda: ls.nn.InvertibleResidual(nn.DataParallel(residual(0.9)), 0.95), "one after the other"),
-        (lambda: ls.nn.InvertibleResidual(SpectralNormalised(0.5)), "is a parametrization of weights"),
+        (
+            lambda: ls.nn.InvertibleResidual(nn.DataParallel(residual(0.9)), 0.95),
+            "one after the other",
+        ),
+        (
+            lambda: ls.nn.InvertibleResidual(SpectralNormalised(0.5)),
+            "is a parametrization of weights",
+        ),
         (lambda: ls.nn.InvertibleResidual(Named("0.5")), "strictly between 0 and 1, got '0.5'"),
         (lambda: ls.nn.InvertibleResidual(Named(0.5, norm=1)), "norm must be 2 .* got 1"),
         (
@@ -133,11 +146,23 @@ def test_a_broken_promise_is_noticed():
             lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.5), 1),
             "strictly between 0 and 1, got 1",
         ),
-        (lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.5), -0.5), "strictly between 0 and 1"),
-        (lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.9), 0.5), "below the constant 0.9"),
-        (lambda: residual(0.5).inverse(torch.full((3, 8), math.nan)), r"X holds nan at index \[0, 0\]"),
+        (
+            lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.5), -0.5),
+            "strictly between 0 and 1",
+        ),
+        (
+            lambda: ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(8, 2, 0.9), 0.5),
+            "below the constant 0.9",
+        ),
+        (
+            lambda: residual(0.5).inverse(torch.full((3, 8), math.nan)),
+            r"X holds nan at index \[0, 0\]",
+        ),
         (lambda: residual(0.5).inverse(torch.randn(3, 7)), "got torch.float32"),
-        (lambda: residual(0.5).log_det(torch.randn(3, 8), terms=0), "terms must be a positive integer"),
+        (
+            lambda: residual(0.5).log_det(torch.randn(3, 8), terms=0),
+            "terms must be a positive integer",
+        ),
     ],
 )
 def test_errors_say_what_to_do(make, words):
@@ -147,7 +172,10 @@ def test_errors_say_what_to_do(make, words):
 
 @pytest.mark.parametrize("g", [lambda x: 0.5 * x, torch.tanh])
 def test_a_plain_function_is_refused_at_once(g):
-    with unchecked(), pytest.raises(ls.UserError, match=r"must be a torch.nn.Module.* got .*function"):
+    with (
+        unchecked(),
+        pytest.raises(ls.UserError, match=r"must be a torch.nn.Module.* got .*function"),
+    ):
         ls.nn.InvertibleResidual(g, 0.5)
 
 
@@ -220,11 +248,15 @@ def test_all_sign_vectors_give_the_series_and_its_gradient_exactly(which):
     r, x = problems()[which]
     x = x[0].requires_grad_(True)
     weights = [x, *r.parameters()]
-    signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=6))).double().reshape(-1, *x.shape)
+    signs = (
+        torch.tensor(list(itertools.product((-1.0, 1.0), repeat=6))).double().reshape(-1, *x.shape)
+    )
     series = power_series(r.g, x, signs, series_weights(90, 64, 0.0), keep=True).mean()
     exact = dense_log_det(r, x)
     assert series.item() == pytest.approx(exact.item(), rel=1e-9)
-    for a, b in zip(torch.autograd.grad(series, weights), torch.autograd.grad(exact, weights), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(series, weights), torch.autograd.grad(exact, weights), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
     with torch.no_grad():
         assert not r.log_det(x, terms=2).value.requires_grad
@@ -276,7 +308,9 @@ def test_padded_sequences_invert_as_they_do_alone(norm):
     assert (found.value - x)[real].abs().max() < 1e-13 and found.error_bound.max() < 1e-10
     for i, own in enumerate(real):
         torch.testing.assert_close(y[i, own], r(x[i, own]), rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(found.value[i, own], r.inverse(y[i, own]).value, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            found.value[i, own], r.inverse(y[i, own]).value, rtol=1e-12, atol=1e-13
+        )
 
 
 def test_padded_tokens_have_no_part_in_the_determinant():
@@ -293,7 +327,11 @@ def test_padded_tokens_have_no_part_in_the_determinant():
         truth = torch.linalg.slogdet(J).logabsdet
         assert (found.value[i] - truth).abs() < 5 * found.standard_error[i] + 1e-6
     (gradient,) = torch.autograd.grad(found.value.sum(), x)
-    assert gradient.isfinite().all() and (gradient[~real] == 0).all() and gradient[real].abs().min() > 0
+    assert (
+        gradient.isfinite().all()
+        and (gradient[~real] == 0).all()
+        and gradient[real].abs().min() > 0
+    )
     with pytest.raises(ls.UserError, match="padding is for attention, and g is a ContractiveMLP"):
         ls.nn.InvertibleResidual(ContractiveMLP(4, 8, 0.5)).double()(x, real)
     with pytest.raises(ls.UserError, match="padding must be a boolean tensor"):

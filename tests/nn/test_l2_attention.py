@@ -47,7 +47,11 @@ def top_pair(f: ls.SelfAttention, X: Tensor, norm: str) -> tuple[float, Tensor, 
     dense = J.to_dense()
     if norm == "inf":
         row = dense.abs().sum(dim=1).argmax()
-        return dense[row].abs().sum().item(), torch.eye(len(dense)).double()[row], dense[row].sign().view_as(X)
+        return (
+            dense[row].abs().sum().item(),
+            torch.eye(len(dense)).double()[row],
+            dense[row].sign().view_as(X),
+        )
     U, S, V = torch.linalg.svd(dense)
     return S[0].item(), U[:, 0], V[0].view_as(X)
 
@@ -76,7 +80,8 @@ def test_the_layer_is_the_formula(dim, heads, causal):
 
 
 @pytest.mark.parametrize(
-    "make", [ls.nn.L2SelfAttention, lambda d, h, c: ls.nn.ContractiveL2Attention(d, h, 0.7, causal=c)]
+    "make",
+    [ls.nn.L2SelfAttention, lambda d, h, c: ls.nn.ContractiveL2Attention(d, h, 0.7, causal=c)],
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_as_map_is_the_layer(make, causal):
@@ -119,9 +124,13 @@ def test_one_head_and_identity_weights_give_the_theorems_bound(norm):
             layer.query.weight.copy_(torch.eye(3))
             layer.value.weight.copy_(torch.eye(3).double() / 3)
             layer.out.weight.copy_(torch.eye(3))
-        assert layer.lipschitz_bound(7, norm) == pytest.approx(reaction(7, 3, causal, norm), rel=1e-11)
+        assert layer.lipschitz_bound(7, norm) == pytest.approx(
+            reaction(7, 3, causal, norm), rel=1e-11
+        )
         offered = ls.bounds(layer.as_map(7), ls.Everywhere(7), norm="2" if norm == 2 else "inf")
-        assert layer.lipschitz_bound(7, norm) == pytest.approx(min(r.value for r in offered if r.kind == "upper"))
+        assert layer.lipschitz_bound(7, norm) == pytest.approx(
+            min(r.value for r in offered if r.kind == "upper")
+        )
 
 
 @pytest.mark.parametrize("norm", [2, math.inf])
@@ -199,7 +208,10 @@ def test_no_climb_exceeds_the_bound(n):
 @pytest.mark.parametrize("n", [2, 3, 8, 32, 64, 128, 256])
 def test_no_long_climb_exceeds_the_bound(n):
     """pytest -s -m slow tests/nn/test_l2_attention.py prints the largest ratios"""
-    runs = [ratios(n, seed, steps=60 if n <= 32 else 10) for seed in range({2: 6, 3: 6, 8: 6, 32: 3}.get(n, 1))]
+    runs = [
+        ratios(n, seed, steps=60 if n <= 32 else 10)
+        for seed in range({2: 6, 3: 6, 8: 6, 32: 3}.get(n, 1))
+    ]
     worst = {case: max(run[case] for run in runs) for case in runs[0]}
     print(n, {" ".join(case): round(ratio, 3) for case, ratio in worst.items()})
     assert max(worst.values()) <= 1
@@ -212,7 +224,9 @@ def test_long_sequences_with_several_heads_stay_below_the_bound(causal):
     layer = ls.nn.L2SelfAttention(6, 2, causal).double()
     f, last = layer.as_map(256), torch.zeros(6, 256, 6).double()
     last[torch.arange(6), -1, torch.arange(6)] = 1
-    X = torch.stack([one_among_two(layer, 256), *(s * torch.randn(256, 6).double() for s in (0.5, 3.0, 30.0))])
+    X = torch.stack(
+        [one_among_two(layer, 256), *(s * torch.randn(256, 6).double() for s in (0.5, 3.0, 30.0))]
+    )
     found = ls.local_lipschitz(f, X, 1e-2).value.max().item()
     assert 0.02 < found / layer.lipschitz_bound(256) <= 1
     rows = [f.linearize(x).rmv(u).abs().sum().item() for x in X for u in last]
@@ -239,7 +253,9 @@ def test_the_constant_can_almost_be_reached():
     """With one token the layer is linear, and the bound is its norm."""
     torch.manual_seed(0)
     layer = ls.nn.ContractiveL2Attention(1, 1, 0.9).double()
-    assert ls.local_lipschitz(layer.as_map(1), torch.ones(1, 1).double()).value == pytest.approx(0.9, rel=1e-9)
+    assert ls.local_lipschitz(layer.as_map(1), torch.ones(1, 1).double()).value == pytest.approx(
+        0.9, rel=1e-9
+    )
 
 
 def test_the_scale_is_differentiable_and_the_same_in_every_dtype():
@@ -280,7 +296,10 @@ def test_a_constant_is_positive(bad):
         (lambda: ls.nn.L2SelfAttention(8, 3), "multiple of heads=3"),
         (lambda: ls.nn.L2SelfAttention(0, 1), "dim must be a positive integer"),
         (lambda: ls.nn.ContractiveL2Attention(8, 2, 0.9, norm=1), "norm must be 2"),
-        (lambda: ls.nn.L2SelfAttention(8, 2)(torch.randn(5, 7)), r"\[B, n, 8\], got torch.float32 \(5, 7\)"),
+        (
+            lambda: ls.nn.L2SelfAttention(8, 2)(torch.randn(5, 7)),
+            r"\[B, n, 8\], got torch.float32 \(5, 7\)",
+        ),
         (lambda: ls.nn.L2SelfAttention(8, 2)(torch.randn(8)), r"got torch.float32 \(8,\)"),
         (lambda: ls.nn.L2SelfAttention(8, 2)(torch.zeros(5, 8).long()), "floating-point tokens"),
         (lambda: ls.nn.L2SelfAttention(8, 2).lipschitz_bound(0), "at least 1, got 0"),

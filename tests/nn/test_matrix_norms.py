@@ -49,7 +49,9 @@ def test_where_all_entries_round_the_same_way_the_worst_case_is_left_for_it(dtyp
     Then the former round up and the latter towards zero: the errors of all entries add up.
     """
     n, eps = 64, torch.finfo(dtype).eps
-    signs = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)]).double()
+    signs = torch.tensor(
+        [[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)]
+    ).double()
     W = torch.where(signs > 0, 1 + eps, -1.0).to(dtype)
     scale = 1 + eps / 2 - eps**2 / 4
     target = (scale * spectral_upper(W)).item() / (1 - eps)
@@ -61,7 +63,9 @@ def test_where_all_entries_round_the_same_way_the_worst_case_is_left_for_it(dtyp
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_by_bits_is_rounding(dtype):
     torch.manual_seed(0)
-    x = torch.cat([torch.randn(4000), torch.exp(8 * torch.rand(4000)), -torch.exp(-8 * torch.rand(4000))]).double()
+    x = torch.cat(
+        [torch.randn(4000), torch.exp(8 * torch.rand(4000)), -torch.exp(-8 * torch.rand(4000))]
+    ).double()
     by_bits = _rounded(x, dtype)
     assert torch.equal(by_bits.to(dtype).double(), by_bits)
     assert torch.equal(by_bits, x.to(dtype).double())
@@ -88,7 +92,9 @@ def test_signs_batches_and_zeros(dtype):
     assert R.dtype == dtype and (norm(R) <= target.double().abs()).all()
     assert not R[2:].any() and (R[1] * W[1] <= 0).all()
     for i in range(4):
-        torch.testing.assert_close(of_norm(target[i], W[i]), R[i], rtol=2 * torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(
+            of_norm(target[i], W[i]), R[i], rtol=2 * torch.finfo(dtype).eps, atol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -99,4 +105,6 @@ def test_the_gradient_passes_through_the_rounding(dtype):
     found, exact = (V.clone().requires_grad_(True) for V in (W, W.double()))
     (of_norm(0.9, found).float() * U).sum().backward()
     (0.9 * exact / torch.linalg.matrix_norm(exact, 2) * U).sum().backward()
-    assert (found.grad.double() - exact.grad).norm() < 4 * torch.finfo(dtype).eps * exact.grad.norm()
+    assert (found.grad.double() - exact.grad).norm() < 4 * torch.finfo(
+        dtype
+    ).eps * exact.grad.norm()

@@ -19,7 +19,9 @@ LAYERS = {
     **ATTENTIONS,
     "qk_norm": lambda dim, heads, causal: ls.nn.DotSelfAttention(dim, heads, causal, qk_norm=True),
     "cool": lambda dim, heads, causal: ls.nn.DotSelfAttention(dim, heads, causal, temperature=3.0),
-    "inf": lambda dim, heads, causal: ls.nn.ContractiveL2Attention(dim, heads, 0.9, math.inf, causal),
+    "inf": lambda dim, heads, causal: ls.nn.ContractiveL2Attention(
+        dim, heads, 0.9, math.inf, causal
+    ),
     "residual": lambda dim, heads, causal: ls.nn.InvertibleResidual(
         ls.nn.ContractiveL2Attention(dim, heads, 0.9, 2, causal)
     ),
@@ -88,7 +90,9 @@ def test_low_precision_is_the_same_map(name):
     exact = truth(X.bfloat16().double())
     assert (out.double() - exact).norm() < 0.03 * exact.norm()
     loss_and_gradients(half, X.bfloat16())
-    assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in half.parameters())
+    assert all(
+        p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in half.parameters()
+    )
     with torch.autocast("cpu", torch.bfloat16):
         mixed = m(X)
     mixed.float().square().sum().backward()
@@ -178,7 +182,9 @@ print("compiled")
 def compiled(backend: str, names: list[str], device: str = "cpu") -> None:
     """In a fresh interpreter, without the shape checks that only tests have."""
     code = COMPILE.format(backend=backend, names=names, device=device)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=3000)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=3000
+    )
     assert done.stdout.strip() == "compiled", done.stderr
 
 

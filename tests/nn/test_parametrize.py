@@ -23,7 +23,10 @@ def norm(W: torch.Tensor) -> float:
 def test_normalised_weights_have_their_norm_and_train(normalise):
     torch.manual_seed(0)
     m, X = normalise(ls.nn.DotSelfAttention(8, 2)), torch.randn(2, 5, 8)
-    norms = [torch.linalg.matrix_norm(part.weight.double(), 2).item() for part in (m.query, m.key, m.value, m.out)]
+    norms = [
+        torch.linalg.matrix_norm(part.weight.double(), 2).item()
+        for part in (m.query, m.key, m.value, m.out)
+    ]
     expected = 1.0 if normalise is sigma_reparametrise else 2.0
     assert norms == pytest.approx([expected] * 4, rel=1e-6)
     optimiser = torch.optim.Adam(m.parameters(), 0.1)
@@ -31,13 +34,20 @@ def test_normalised_weights_have_their_norm_and_train(normalise):
         optimiser.zero_grad()
         m(X).square().sum().backward()
         optimiser.step()
-    gammas = [p.abs().item() for name, p in m.named_parameters() if name.endswith("gamma")] or [2.0] * 4
-    norms = [torch.linalg.matrix_norm(part.weight.double(), 2).item() for part in (m.query, m.key, m.value, m.out)]
+    gammas = [p.abs().item() for name, p in m.named_parameters() if name.endswith("gamma")] or [
+        2.0
+    ] * 4
+    norms = [
+        torch.linalg.matrix_norm(part.weight.double(), 2).item()
+        for part in (m.query, m.key, m.value, m.out)
+    ]
     assert sorted(norms) == pytest.approx(sorted(gammas), rel=1e-6)
     again = normalise(ls.nn.DotSelfAttention(8, 2))
     again.load_state_dict(m.state_dict())
     assert torch.equal(again(X), m(X))
-    torch.testing.assert_close(copy.deepcopy(m).bfloat16()(X.bfloat16()).float(), m(X), rtol=0.1, atol=0.05)
+    torch.testing.assert_close(
+        copy.deepcopy(m).bfloat16()(X.bfloat16()).float(), m(X), rtol=0.1, atol=0.05
+    )
 
 
 @both
@@ -55,12 +65,16 @@ def test_the_norm_is_never_above_what_was_asked_for(normalise, dtype):
 def test_queries_keys_and_values_of_torchs_attention_each_have_the_norm(normalise):
     torch.manual_seed(0)
     f, X = normalise(nn.MultiheadAttention(8, 2, batch_first=True)), torch.randn(2, 5, 8)
-    assert [norm(W) for W in (*f.in_proj_weight.chunk(3), f.out_proj.weight)] == pytest.approx([1.0] * 4, rel=1e-6)
+    assert [norm(W) for W in (*f.in_proj_weight.chunk(3), f.out_proj.weight)] == pytest.approx(
+        [1.0] * 4, rel=1e-6
+    )
     f(X, X, X)[0].square().sum().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in f.parameters() if p.ndim == 2)
     training = f(X, X, X, need_weights=False)[0]
     with torch.no_grad():  # where torch has a faster way
-        torch.testing.assert_close(f.eval()(X, X, X, need_weights=False)[0], training, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            f.eval()(X, X, X, need_weights=False)[0], training, rtol=1e-5, atol=1e-6
+        )
     apart = normalise(nn.MultiheadAttention(8, 2, kdim=4, vdim=6))
     weights = apart.q_proj_weight, apart.k_proj_weight, apart.v_proj_weight, apart.out_proj.weight
     assert [norm(W) for W in weights] == pytest.approx([1.0] * 4, rel=1e-6)
@@ -116,7 +130,9 @@ def test_a_head_tied_to_an_embedding_stays_and_is_named(normalise):
     torch.manual_seed(0)
     f = Tied()
     table = f.embedding.weight.clone()
-    with pytest.warns(LeftAsTheyAre, match=r"left as they are: head.weight \(tied to embedding.weight\)$"):
+    with pytest.warns(
+        LeftAsTheyAre, match=r"left as they are: head.weight \(tied to embedding.weight\)$"
+    ):
         normalise(f)
     assert norm(f.layer.weight) == pytest.approx(1.0, rel=1e-6)
     assert f.head.weight is f.embedding.weight and torch.equal(f.head.weight, table)
@@ -132,7 +148,9 @@ def test_linear_layers_that_share_a_weight_go_on_sharing_it(normalise):
         for p in f.parameters():
             p.mul_(0.5)
     assert torch.equal(f[0].weight, f[2].weight)
-    assert norm(f[0].weight) == pytest.approx(0.5 if normalise is sigma_reparametrise else 1.0, rel=1e-6)
+    assert norm(f[0].weight) == pytest.approx(
+        0.5 if normalise is sigma_reparametrise else 1.0, rel=1e-6
+    )
 
 
 @both
@@ -155,7 +173,10 @@ def test_matrices_of_other_layers_are_named(normalise):
         (lambda: spectrally_normalise(nn.Linear(2, 2)), "Linear.weight is parametrized already"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "0.weight has no size yet"),
         (lambda: nn.utils.spectral_norm(nn.Linear(2, 2)), "Linear.weight is made by a hook"),
-        (lambda: nn.Sequential(nn.Linear(2, 2).to(torch.float8_e5m2)), "stored in torch.float8_e5m2"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2).to(torch.float8_e5m2)),
+            "stored in torch.float8_e5m2",
+        ),
         (lambda: 3, "a torch.nn.Module is wanted"),
     ],
 )

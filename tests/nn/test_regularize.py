@@ -16,7 +16,9 @@ from tests.monitor.watched import unchecked
 
 def dense_sigma(m: nn.Module, X: torch.Tensor) -> torch.Tensor:
     def one(x):
-        return torch.linalg.matrix_norm(torch.autograd.functional.jacobian(m, x).reshape(x.numel(), -1), 2)
+        return torch.linalg.matrix_norm(
+            torch.autograd.functional.jacobian(m, x).reshape(x.numel(), -1), 2
+        )
 
     return torch.stack([one(x) for x in X])
 
@@ -24,7 +26,10 @@ def dense_sigma(m: nn.Module, X: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_the_measured_constant_has_the_gradient_of_the_dense_norm(name):
     torch.manual_seed(0)
-    m, X = ATTENTIONS[name](4, 2, name != "l2").double(), torch.randn(2, 3, 4).double().requires_grad_(True)
+    m, X = (
+        ATTENTIONS[name](4, 2, name != "l2").double(),
+        torch.randn(2, 3, 4).double().requires_grad_(True),
+    )
     sigma = ls.nn.measured_sigma(m, X, 1e-10)
     torch.testing.assert_close(sigma, dense_sigma(m, X.detach()), rtol=1e-9, atol=0)
     sigma.sum().backward()
@@ -35,7 +40,9 @@ def test_the_measured_constant_has_the_gradient_of_the_dense_norm(name):
                 variable.add_(step * direction)
             values.append(dense_sigma(m, X.detach()).sum())
         expected = (values[0] - values[1]) / 2e-5
-        torch.testing.assert_close((variable.grad * direction).sum(), expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            (variable.grad * direction).sum(), expected, rtol=1e-5, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -99,7 +106,10 @@ def test_jasmin_does_not_lose_what_is_left_beside_a_sharp_row(dtype):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ls.nn.jasmin(torch.eye(4), 1), "k must be the integer 0, or one between 2 and the number of keys 4"),
+        (
+            lambda: ls.nn.jasmin(torch.eye(4), 1),
+            "k must be the integer 0, or one between 2 and the number of keys 4",
+        ),
         (lambda: ls.nn.jasmin(torch.eye(4), 5), "k must be the integer 0"),
         (lambda: ls.nn.jasmin(torch.eye(4), 2.0), "got 2.0"),
         (lambda: ls.nn.jasmin(torch.eye(4), "2"), "got '2'"),
@@ -133,10 +143,14 @@ def test_the_norm_is_an_upper_bound_and_close(shape, dtype):
     for size in (1e-12, 1.0, 1e8):
         W = (size * torch.randn(shape)).to(dtype)
         exact = torch.linalg.matrix_norm(W.double(), 2)
-        assert (spectral_upper(W) >= exact).all() and (spectral_upper(W) <= exact * (1 + 1e-10)).all()
+        assert (spectral_upper(W) >= exact).all() and (
+            spectral_upper(W) <= exact * (1 + 1e-10)
+        ).all()
         G = W.double() @ W.double().mT
         squared = by_squaring(G) * (1 + 1e-12)
-        assert (squared >= exact.square()).all() and (squared <= exact.square() * shape[-2] ** (1 / 512) * 1.01).all()
+        assert (squared >= exact.square()).all() and (
+            squared <= exact.square() * shape[-2] ** (1 / 512) * 1.01
+        ).all()
 
 
 def test_weights_that_diverged_have_no_norm():
@@ -173,7 +187,10 @@ def test_torchs_own_spectral_norm_is_not_a_bound():
 def test_a_power_iteration_is_measured_one_step_on_and_does_not_move():
     """What the next pass in training will be; the iteration itself stays where it is."""
     torch.manual_seed(0)
-    f, X = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16, bias=False)).double(), torch.randn(3, 16).double()
+    f, X = (
+        nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16, bias=False)).double(),
+        torch.randn(3, 16).double(),
+    )
     iteration = f.parametrizations.weight[0]
     before = iteration._u.clone()
     found = ls.nn.measured_sigma(f, X, 1e-10)
@@ -182,4 +199,6 @@ def test_a_power_iteration_is_measured_one_step_on_and_does_not_move():
         following = torch.linalg.matrix_norm(f.weight, 2)
     assert not torch.equal(iteration._u, before)
     torch.testing.assert_close(found.detach(), following, rtol=1e-9, atol=0)
-    assert ls.local_lipschitz(f.eval(), X).value == pytest.approx(ls.nn.measured_sigma(f, X, 1e-10).item(), rel=1e-6)
+    assert ls.local_lipschitz(f.eval(), X).value == pytest.approx(
+        ls.nn.measured_sigma(f, X, 1e-10).item(), rel=1e-6
+    )

@@ -82,7 +82,9 @@ print("undisturbed")
 
 @pytest.mark.filterwarnings("ignore")
 def test_distributed_data_parallel_changes_nothing_and_shards_are_named():
-    done = subprocess.run([sys.executable, "-c", ONE_PROCESS], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_PROCESS], capture_output=True, text=True, timeout=280
+    )
     assert done.stdout.strip() == "undisturbed", done.stderr
 
 
@@ -118,8 +120,14 @@ print("together")
 @pytest.mark.slow
 def test_a_process_that_measures_does_not_wait_for_the_others(tmp_path):
     """The first of two processes looks at weights of which it has half; the training goes on."""
-    commands = [[sys.executable, "-c", TWO_PROCESSES, str(rank), str(tmp_path / "store")] for rank in range(2)]
-    both = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
+    commands = [
+        [sys.executable, "-c", TWO_PROCESSES, str(rank), str(tmp_path / "store")]
+        for rank in range(2)
+    ]
+    both = [
+        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for c in commands
+    ]
     try:
         for process in both:
             out, errors = process.communicate(timeout=200)
@@ -136,7 +144,9 @@ def test_weights_whose_storage_was_freed_are_not_touched():
     monitor = SmoothnessMonitor(model, every=1)
     model(batches(1)[0])
     layer.key.weight.untyped_storage().resize_(0)
-    with pytest.warns(SmoothnessWarning, match=r"no readings of 0: its weights are sharded among processes"):
+    with pytest.warns(
+        SmoothnessWarning, match=r"no readings of 0: its weights are sharded among processes"
+    ):
         monitor.step()
     with pytest.raises(ls.UserError, match="sharded"):
         ls.convert_model(model, "l2", batches(1)[0])
@@ -151,7 +161,10 @@ def test_layers_of_a_wrapped_model_go_by_their_own_names():
         wrapped(batches(1)[0])
         assert [r.layer for r in monitor.step()] == ["l2"]
         monitor.close()
-    with pytest.raises(ls.UserError, match=r"wrapped in DataParallel, which would go on with the old layers; convert"):
+    with pytest.raises(
+        ls.UserError,
+        match=r"wrapped in DataParallel, which would go on with the old layers; convert",
+    ):
         ls.convert_model(wrapped, "l2", batches(1)[0])
     with pytest.raises(ls.UserError, match="Small has no layer 'cosin'; did you mean 'cosine'"):
         SmoothnessMonitor(wrapped, ["cosin"])

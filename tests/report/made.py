@@ -29,7 +29,9 @@ def study(place: Path, rows: list[Row], words: tuple[str, ...] = HARMLESS, **abo
     facts = info()
     store = Store.create(place, StudyInfo(facts.identity, replace(facts.about, **about)))
     inputs = sorted({(r.n, r.sample) for r in rows})
-    store.write_samples(Sample(n, s, tuple(words[i % len(words)] for i in range(n))) for n, s in inputs)
+    store.write_samples(
+        Sample(n, s, tuple(words[i % len(words)] for i in range(n))) for n, s in inputs
+    )
     store.write(rows, [sensitivity(r) for r in rows if not r.failing and r.probe == "sigma"])
     store.close()
     return Study.open(place)
@@ -38,7 +40,14 @@ def study(place: Path, rows: list[Row], words: tuple[str, ...] = HARMLESS, **abo
 def grid(lengths=(8, 16, 32), layers=2, heads=2, samples=2) -> list[Row]:
     """sigma = (1 + layer) sqrt(n), a little more with every sample and less with every head."""
     return [
-        row(scope, layer, head, n, sample, value=(1 + layer) * math.sqrt(n) * (1 + sample / 10) / (1 + (head or 0)))
+        row(
+            scope,
+            layer,
+            head,
+            n,
+            sample,
+            value=(1 + layer) * math.sqrt(n) * (1 + sample / 10) / (1 + (head or 0)),
+        )
         for n in lengths
         for sample in range(samples)
         for layer in range(layers)
@@ -53,7 +62,9 @@ def failed(reason: str = "failed: out of <b>memory</b>") -> Row:
 def bounded(rows: list[Row], factors: dict[str, float]) -> list[Row]:
     """Upper bounds around every sigma without a head, by name and factor."""
     return [
-        r._replace(probe=name, kind="upper", value=r.value * by, lower=r.value * by, upper=r.value * by)
+        r._replace(
+            probe=name, kind="upper", value=r.value * by, lower=r.value * by, upper=r.value * by
+        )
         for r in rows
         if r.head is None
         for name, by in factors.items()

@@ -23,7 +23,9 @@ def test_titles_numbers_and_labels(at, tmp_path, monkeypatch):
     plain = replace(simulation.preset, renormalise=False)
     drawn, set_title = [], Axes.set_title
     monkeypatch.setattr(
-        Axes, "set_title", lambda ax, text, **how: drawn.append((ax, text)) or set_title(ax, text, **how)
+        Axes,
+        "set_title",
+        lambda ax, text, **how: drawn.append((ax, text)) or set_title(ax, text, **how),
     )
     animate(replace(simulation, flow=few, preset=plain), tmp_path / "two.gif")
     with Image.open(tmp_path / "two.gif") as image:

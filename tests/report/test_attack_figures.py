@@ -25,7 +25,11 @@ def test_the_contest_has_a_line_for_every_attack_at_its_median():
         assert line.get_xdata().tolist() == pytest.approx([2 * b for b in budgets])
         assert line.get_ydata().tolist() == pytest.approx([i * b for b in budgets])
         assert share.get_ydata().tolist() == [100 * (b > 1) for b in budgets]
-    assert left.get_xscale() == left.get_yscale() == "log" and "3 texts" in left.get_xlabel() and right.get_ylabel()
+    assert (
+        left.get_xscale() == left.get_yscale() == "log"
+        and "3 texts" in left.get_xlabel()
+        and right.get_ylabel()
+    )
 
 
 def test_the_growth_has_a_curve_for_every_name():
@@ -33,7 +37,11 @@ def test_the_growth_has_a_curve_for_every_name():
     (ax,) = adversarial_growth_figure(curves, "a $layer").axes
     names = [line.get_label() for line in ax.get_lines()]
     assert names == ["real", "bound", "slope 1/2"] and ax.get_title() == "a $layer"
-    assert ax.get_lines()[1].get_ydata().tolist() == [30.0, 42.0, 60.0] and ax.get_xlabel() and ax.get_ylabel()
+    assert (
+        ax.get_lines()[1].get_ydata().tolist() == [30.0, 42.0, 60.0]
+        and ax.get_xlabel()
+        and ax.get_ylabel()
+    )
 
 
 def test_nothing_cannot_be_drawn():

@@ -7,15 +7,21 @@ import pytest
 from lipscope.report.page import render
 from tests.report.made import HARMLESS, HOSTILE, bounded, failed, grid, study
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install playwright"
+)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 60_000  # milliseconds: a loaded machine is slow, not wrong
 
 LINK = "<a href='https://example.org'>x</a>"  # plotly would make a link of it
-SKELETON = (
-    """() => [...document.querySelectorAll("body *")].map((e) => e.tagName + ":" + e.getAttributeNames().join())"""
-)
+SKELETON = """() => [...document.querySelectorAll("body *")].map((e) => e.tagName + ":" + e.getAttributeNames().join())"""
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +42,20 @@ def visit(browser):
 
     def opened(path, width=1400, scheme="light"):
         context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True, reduced_motion="reduce"
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,
+            offline=True,
+            reduced_motion="reduce",
         )
         contexts.append(context)
         context.set_default_timeout(PATIENCE)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: request.url.startswith("file:") or complaints.append(request.url))
+        page.on(
+            "request",
+            lambda request: request.url.startswith("file:") or complaints.append(request.url),
+        )
         page.on("dialog", lambda dialog: complaints.append(dialog.message))
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-ready]", state="attached")
@@ -72,7 +84,12 @@ def test_charts_answer_the_pointer(visit, plain):
     page.wait_for_selector("#rough .hoverlayer .hovertext")
     said = page.locator("#rough .hoverlayer").text_content()
     # Layer 1, attention, n = 32: the median of 2 sqrt(32) and 1.1 times that.
-    assert "layer 1, attention" in said and "σ = 11.88" in said and "n = 32" in said and "2 samples" in said
+    assert (
+        "layer 1, attention" in said
+        and "σ = 11.88" in said
+        and "n = 32" in said
+        and "2 samples" in said
+    )
     page.locator("#rough select").select_option(label="8")
     assert "n = 8" in page.locator("#rough .gtitle").text_content()
 
@@ -83,7 +100,9 @@ def test_the_layer_of_the_tokens_is_chosen_by_a_control(visit, plain):
     assert tokens.locator(".note").first.text_content().startswith("layer 1, attention: σ = 12.45")
     tokens.locator("select").first.select_option(label="layer 0")
     assert tokens.locator(".note").first.text_content().startswith("layer 0, attention: σ = 6.223")
-    assert tokens.locator(".strip").first.locator(".token").all_text_contents()[:8] == list(HARMLESS)
+    assert tokens.locator(".strip").first.locator(".token").all_text_contents()[:8] == list(
+        HARMLESS
+    )
 
 
 def test_keys_reach_the_tokens(visit, plain):
@@ -104,7 +123,9 @@ def test_the_table_sorts_and_filters(visit, plain):
     table.locator("thead button").nth(value).click()
     column = f"tbody tr td:nth-child({value + 1})"
     shown = [float(text) for text in table.locator(column).all_text_contents()]
-    assert shown == sorted(shown, reverse=True) and shown[0] == pytest.approx(80 * 12.4451, rel=1e-5)
+    assert shown == sorted(shown, reverse=True) and shown[0] == pytest.approx(
+        80 * 12.4451, rel=1e-5
+    )
     table.locator("input").fill("probe=sigma scope=heads layer=1 n>=32 value<8")
     table.locator(".controls .note", has_text="of 2 rows").wait_for()
     assert table.locator("tbody tr").count() == 2
@@ -112,7 +133,12 @@ def test_the_table_sorts_and_filters(visit, plain):
 
 def test_hostile_words_are_words(visit, plain, tmp_path):
     rows = grid()
-    evil = {"model": HOSTILE[0], "text": HOSTILE[1], "architecture": HOSTILE[2], "command": HOSTILE[4]}
+    evil = {
+        "model": HOSTILE[0],
+        "text": HOSTILE[1],
+        "architecture": HOSTILE[2],
+        "command": HOSTILE[4],
+    }
     hostile = study(tmp_path / "s", rows + bounded(rows, {LINK: 80.0}), HOSTILE, **evil)
     page, calm = visit(render(hostile, tmp_path / "r.html")), visit(plain)
     for where in (page, calm):
@@ -133,14 +159,19 @@ def test_it_fits_the_window(visit, plain, width, scheme):
     assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 27)")
 
 
-@pytest.mark.parametrize("rows", [[], [failed()], grid(lengths=(8,)), grid(layers=1, heads=0)], ids=len)
+@pytest.mark.parametrize(
+    "rows", [[], [failed()], grid(lengths=(8,)), grid(layers=1, heads=0)], ids=len
+)
 def test_odd_studies_open(visit, rows, tmp_path):
     page = visit(render(study(tmp_path / "s", rows), tmp_path / "r.html"))
     assert page.locator("h2").count() >= 3
 
 
 def test_two_studies_stand_side_by_side(visit, tmp_path):
-    first, second = study(tmp_path / "a", grid()), study(tmp_path / "b", grid(layers=1), model="other")
+    first, second = (
+        study(tmp_path / "a", grid()),
+        study(tmp_path / "b", grid(layers=1), model="other"),
+    )
     page = visit(render(first, tmp_path / "r.html", second))
     assert page.locator("#comparison .js-plotly-plot").count() == 1
     left, right = (page.locator("#rough .pane").nth(i).bounding_box() for i in (0, 1))

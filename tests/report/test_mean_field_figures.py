@@ -53,11 +53,15 @@ def test_transitions(ax):
 
 
 def test_splitting_map(ax):
-    found = splitting_map(one_head(-1.0, causal=True), torch.tensor([-4.0, 0.0, 4.0], dtype=torch.float64))
+    found = splitting_map(
+        one_head(-1.0, causal=True), torch.tensor([-4.0, 0.0, 4.0], dtype=torch.float64)
+    )
     assert figures.draw_splitting_map(found, ax) is ax
     (image,) = ax.collections
     drawn = image.get_array().reshape(3, 3)
-    assert drawn[1, 2] == found.gain[2, 1].item() > 1.1 and drawn[2, 1] == 1.0  # rows of the picture are token 2
+    assert (
+        drawn[1, 2] == found.gain[2, 1].item() > 1.1 and drawn[2, 1] == 1.0
+    )  # rows of the picture are token 2
     assert len(ax.figure.axes) == 2 and "gain" in ax.figure.axes[1].get_ylabel()
 
 
@@ -66,7 +70,10 @@ def test_two_diracs(ax):
     assert figures.draw_two_diracs(f, radii, ax) is ax
     below, sigma = curve(ax, "proved from below"), curve(ax, "‖D_μF‖")
     assert sigma == [
-        pytest.approx(spectral_norm(derivative(f, ls.mean_field.two_diracs(f, R).measure), 1e-9).value) for R in radii
+        pytest.approx(
+            spectral_norm(derivative(f, ls.mean_field.two_diracs(f, R).measure), 1e-9).value
+        )
+        for R in radii
     ]
     assert curve(ax, "sharper") == [w2_bound(f, R) for R in radii]
     assert curve(ax, "published") == [w2_bound_geshkovski2023(f, R) for R in radii]
@@ -77,15 +84,29 @@ def test_averaging(ax):
     assert figures.draw_averaging((1, 2, math.inf), (1, 10, 100), ax) is ax
     assert curve(ax, "p = 2, limit 2") == [averaging(n, 2).constant for n in (1, 10, 100)]
     assert curve(ax, "p = 1, limit ∞")[1] == pytest.approx(sum(1 / k for k in range(1, 11)))
-    assert curve(ax, "p = ∞, limit 1") == [1.0] * 3 and curve(ax, "bound without mask") == [1.0, 1.0]
+    assert curve(ax, "p = ∞, limit 1") == [1.0] * 3 and curve(ax, "bound without mask") == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_masked_bounds(ax):
-    f, X, radii = one_head(-1.0, causal=True), torch.tensor([[1.0], [-1.0]] * 20, dtype=torch.float64), [0.1, 0.9]
+    f, X, radii = (
+        one_head(-1.0, causal=True),
+        torch.tensor([[1.0], [-1.0]] * 20, dtype=torch.float64),
+        [0.1, 0.9],
+    )
     assert figures.draw_masked_bounds(f, radii, X, ax) is ax
-    truth = [spectral_norm(derivative(f, DiscreteMeasure.uniform(R * X, causal=True))).value for R in radii]
+    truth = [
+        spectral_norm(derivative(f, DiscreteMeasure.uniform(R * X, causal=True))).value
+        for R in radii
+    ]
     assert curve(ax, "‖D_μF‖ of 40") == pytest.approx(truth, rel=1e-5)
     assert curve(ax, "corrected, exponent") == [d_p_bound(f, R, 2) for R in radii]
-    assert curve(ax, "corrected: ") == [pytest.approx(a + 2 * (1 + 2 * a) * math.exp(2 * a)) for a in (0.01, 0.81)]
-    assert curve(ax, "bound without") == [pytest.approx((1 + 3 * a) * math.exp(2 * a)) for a in (0.01, 0.81)]
+    assert curve(ax, "corrected: ") == [
+        pytest.approx(a + 2 * (1 + 2 * a) * math.exp(2 * a)) for a in (0.01, 0.81)
+    ]
+    assert curve(ax, "bound without") == [
+        pytest.approx((1 + 3 * a) * math.exp(2 * a)) for a in (0.01, 0.81)
+    ]
     assert truth[0] > curve(ax, "bound without")[0]

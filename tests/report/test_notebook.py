@@ -22,4 +22,7 @@ def test_an_estimate_shows_a_line_per_member():
     assert batch._repr_html_().count("<tr>") == 1 + 3
     one = local_lipschitz(lambda x: 2 * x, X[0])
     assert "<td>2</td>" in one._repr_html_()
-    assert one._repr_html_().count("<tr>") == 1 + 1 and f"<td>{one.status.name.lower()}</td>" in one._repr_html_()
+    assert (
+        one._repr_html_().count("<tr>") == 1 + 1
+        and f"<td>{one.status.name.lower()}</td>" in one._repr_html_()
+    )

@@ -56,7 +56,9 @@ def read(text: str) -> Skeleton:
 
 
 def data_of(page: Skeleton) -> dict:
-    (found,) = [text for attributes, text in page.scripts if attributes.get("type") == "application/json"]
+    (found,) = [
+        text for attributes, text in page.scripts if attributes.get("type") == "application/json"
+    ]
     return json.loads(found)
 
 
@@ -67,7 +69,14 @@ def plain(tmp_path_factory):
 
 def test_the_answers_stand_in_order_with_their_numbers(plain):
     page = read(html([plain]))
-    questions = ["How smooth", "Where is it rough", "grow with length", "Which tokens", "worst case", "How sure"]
+    questions = [
+        "How smooth",
+        "Where is it rough",
+        "grow with length",
+        "Which tokens",
+        "worst case",
+        "How sure",
+    ]
     places = [page.text.index(question) for question in questions]
     assert places == sorted(places)
     # The largest sigma: layer 1, n = 32, sample 1: 2 sqrt(32) 1.1.
@@ -75,7 +84,16 @@ def test_the_answers_stand_in_order_with_their_numbers(plain):
     assert "n^0.50" in page.text and "head 0 of layer 1" in page.text
     assert "All 36 upper bounds hold together with probability at least 1 - 3.6e-08." in page.text
     assert "no input was chosen with knowledge of the seed" in page.text
-    for fact in ("fake/model", "w" * 64, "x" * 64, "float64", "cpu", "1e-06", "lipscope measure", "each head"):
+    for fact in (
+        "fake/model",
+        "w" * 64,
+        "x" * 64,
+        "float64",
+        "cpu",
+        "1e-06",
+        "lipscope measure",
+        "each head",
+    ):
         assert fact in page.text
 
 
@@ -104,11 +122,18 @@ def test_only_what_is_in_the_file_may_run(plain):
     assert "default-src 'none'" in page.policy
     scripting = re.search(r"script-src ([^;]*)", page.policy).group(1)
     assert "unsafe" not in scripting and "http" not in scripting
-    assert not [name for _, names in page.tags for name in names if name.startswith("on") or name == "src"]
+    assert not [
+        name for _, names in page.tags for name in names if name.startswith("on") or name == "src"
+    ]
 
 
 def test_hostile_words_leave_the_skeleton_as_it_is(tmp_path, plain):
-    evil = {"model": HOSTILE[0], "text": HOSTILE[1], "architecture": HOSTILE[2], "command": HOSTILE[4]}
+    evil = {
+        "model": HOSTILE[0],
+        "text": HOSTILE[1],
+        "architecture": HOSTILE[2],
+        "command": HOSTILE[4],
+    }
     hostile = study(tmp_path / "s", grid(), HOSTILE, **evil)
     page, calm = read(html([hostile])), read(html([plain]))
     assert page.tags == calm.tags
@@ -131,14 +156,21 @@ def test_numbers_read_back_to_six_digits():
 
 
 def test_the_median_lies_in_its_interval():
-    rows = [row(sample=i, value=v, lower=v - 0.1, upper=v + 1.0) for i, v in enumerate((3.0, 1.0, 2.0, 7.0))]
+    rows = [
+        row(sample=i, value=v, lower=v - 0.1, upper=v + 1.0)
+        for i, v in enumerate((3.0, 1.0, 2.0, 7.0))
+    ]
     assert cell(rows) == [2.5, pytest.approx(2.4), 3.5, 1.0, 7.0, 4]
 
 
 def test_the_data_are_the_study(plain):
     found = content(plain)
     table = found["heat"]
-    assert table["columns"] == ["head 0", "head 1", " ", "attention"] and table["lengths"] == [8, 16, 32]
+    assert table["columns"] == ["head 0", "head 1", " ", "attention"] and table["lengths"] == [
+        8,
+        16,
+        32,
+    ]
     assert table["cells"][2][1][3][0] == pytest.approx(2 * math.sqrt(32) * 1.05)
     assert found["table"]["count"] == len(plain.rows) == len(found["table"]["values"]["value"])
     (curve,) = [c for c in found["growth"] if (c["scope"], c["layer"]) == ("attention", "layer 0")]
@@ -154,9 +186,9 @@ def test_bounds_stand_around_their_own_sigma(tmp_path):
     items = content(found)["bounds"]
     assert [(item["layer"], item["n"]) for item in items] == [("layer 0", 32), ("layer 1", 32)]
     for item in items:
-        assert {name: value / item["sigma"][0] for name, _, value in item["marks"]} == pytest.approx(
-            {"kim2021": 80.0, "castin2024": 12.0}
-        )
+        assert {
+            name: value / item["sigma"][0] for name, _, value in item["marks"]
+        } == pytest.approx({"kim2021": 80.0, "castin2024": 12.0})
     assert "bound / σ = 12" in html([found])
 
 
@@ -165,7 +197,10 @@ def test_bounds_stand_around_their_own_sigma(tmp_path):
     [
         ([], "No value has been measured yet."),
         ([failed()], "Every measurement failed"),
-        ([row(layer=layer, value=2.0 + layer) for layer in range(3)], "a growth law needs at least 3 lengths"),
+        (
+            [row(layer=layer, value=2.0 + layer) for layer in range(3)],
+            "a growth law needs at least 3 lengths",
+        ),
         ([row(n=n, value=n**0.5) for n in (8, 16, 32)], "n^0.50"),
         ([row(value=0.0, lower=0.0, upper=1e-9)], "up to 0 times"),
         ([row(upper=math.inf)], "--gap goes on until there is one"),
@@ -180,10 +215,19 @@ def test_odd_studies_make_sense(tmp_path, rows, says):
 
 
 def test_two_studies_are_compared(tmp_path, plain):
-    other = study(tmp_path / "s", [r._replace(value=r.value / 2, lower=0.0) for r in grid()], model="fixed/model")
+    other = study(
+        tmp_path / "s",
+        [r._replace(value=r.value / 2, lower=0.0) for r in grid()],
+        model="fixed/model",
+    )
     found = comparison(plain, other)
     assert found["n"] == 32
-    assert all(ratio == pytest.approx(0.5) for line in found["ratios"] for ratio in line if ratio is not None)
+    assert all(
+        ratio == pytest.approx(0.5)
+        for line in found["ratios"]
+        for ratio in line
+        if ratio is not None
+    )
     assert [len([r for r in line if r]) for line in found["ratios"]] == [3, 3]
     assert [line["alpha"][1][0] for line in found["lines"]] == pytest.approx([0.5] * 4)
     page = read(html([plain, other]))
@@ -198,7 +242,9 @@ def test_studies_without_a_common_length_say_so(tmp_path, plain):
 
 def test_a_report_is_whole_or_not_there(tmp_path, plain):
     path = render(plain, tmp_path / "r.html")
-    assert path.read_text(encoding="utf-8").endswith("</html>\n") and path.stat().st_size < 6_000_000
+    assert (
+        path.read_text(encoding="utf-8").endswith("</html>\n") and path.stat().st_size < 6_000_000
+    )
     with pytest.raises(UserError, match="cannot write"):
         render(plain, tmp_path / "nowhere" / "r.html")
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
@@ -210,7 +256,10 @@ def test_the_command_writes_one_or_compares_two(tmp_path, capsys):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert main(["report", a]) == 0 and (tmp_path / "a" / "report.html").is_file()
     assert main(["report", a, b]) == 0 and (tmp_path / "a" / "comparison.html").is_file()
-    assert main(["report", a, "--out", str(tmp_path / "r.html")]) == 0 and (tmp_path / "r.html").is_file()
+    assert (
+        main(["report", a, "--out", str(tmp_path / "r.html")]) == 0
+        and (tmp_path / "r.html").is_file()
+    )
     assert main(["report", str(tmp_path)]) == 2
     assert "is not a study" in capsys.readouterr().err
 
@@ -218,7 +267,21 @@ def test_the_command_writes_one_or_compares_two(tmp_path, capsys):
 def test_measure_writes_the_report_at_its_end(tmp_path, capsys):
     model, text = save_tiny(tmp_path / "tiny", layers=1), tmp_path / "prose.txt"
     text.write_text(PROSE)
-    assert main(["measure", model, "--text", str(text), "--lengths", "4,8", "--out", str(tmp_path / "s")]) == 0
+    assert (
+        main(
+            [
+                "measure",
+                model,
+                "--text",
+                str(text),
+                "--lengths",
+                "4,8",
+                "--out",
+                str(tmp_path / "s"),
+            ]
+        )
+        == 0
+    )
     page = read((tmp_path / "s" / "report.html").read_text(encoding="utf-8"))
     assert "prose.txt" in page.text and data_of(page)["studies"][0]["heat"]["lengths"] == [4, 8]
 

@@ -18,24 +18,40 @@ def test_everything_is_written_and_can_be_read(name, tmp_path, monkeypatch):
     found, told = ls.simulate(name, n=5, time=0.25), []
     moving = name in ("clusters", "gaussian")
     if not moving:  # the other two move as the first does; drawing takes seconds
-        monkeypatch.setattr(simulation_files, "animate", lambda simulation, path, progress: path.touch())
-    paths = write_simulation(found, tmp_path / "new" / "out", lambda done, total: told.append(done / total))
+        monkeypatch.setattr(
+            simulation_files, "animate", lambda simulation, path, progress: path.touch()
+        )
+    paths = write_simulation(
+        found, tmp_path / "new" / "out", lambda done, total: told.append(done / total)
+    )
     animation, figure, numbers, series = paths
     if moving:
         with Image.open(animation) as image:
-            assert 10 < image.n_frames <= len(found.flow.times) and image.format == "GIF"  # equal frames are joined
+            assert (
+                10 < image.n_frames <= len(found.flow.times) and image.format == "GIF"
+            )  # equal frames are joined
         assert told[-1] == 1
     with Image.open(figure) as image:
         assert image.size[0] > 800
     read = json.loads(numbers.read_text())
-    assert (read["preset"], read["seed"], read["n"], read["dim"], read["time"]) == (name, 0, 5, 2, 0.25)
+    assert (read["preset"], read["seed"], read["n"], read["dim"], read["time"]) == (
+        name,
+        0,
+        5,
+        2,
+        0.25,
+    )
     assert read["versions"]["lipscope"] == ls.__version__ and read["status"] == found.status
     lines = list(csv.reader(series.open()))
-    assert lines[0][0] == "t" and all(len(line) == len(lines[0]) for line in lines) and len(lines) > 10
+    assert (
+        lines[0][0] == "t" and all(len(line) == len(lines[0]) for line in lines) and len(lines) > 10
+    )
     assert all(name and text for name, text in summary(found))
 
 
-@pytest.mark.parametrize(("name", "dim"), [("clusters", 1), ("gaussian", 1), ("masked", 3), ("gaussian", 3)])
+@pytest.mark.parametrize(
+    ("name", "dim"), [("clusters", 1), ("gaussian", 1), ("masked", 3), ("gaussian", 3)]
+)
 def test_figures_of_other_dimensions(name, dim):
     figure = draw(ls.simulate(name, n=4, dim=dim, time=0.25))
     for ax in figure.axes:
@@ -45,12 +61,16 @@ def test_figures_of_other_dimensions(name, dim):
 def test_what_has_not_gathered_is_not_called_a_limit():
     figure = draw(ls.simulate("clusters", n=6, time=0.25))
     said = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert any("centres of groups" in text for text in said) and not any("limit" in text for text in said)
+    assert any("centres of groups" in text for text in said) and not any(
+        "limit" in text for text in said
+    )
     assert figure.axes[1].get_title() == "no clear clusters: 6 groups"
 
 
 def test_a_search_that_found_no_blow_up_says_how_far_it_went():
-    assert dict(summary(ls.simulate("gaussian", n=2, time=1e-3)))["blow-up"] == "none before t = 0.1"
+    assert (
+        dict(summary(ls.simulate("gaussian", n=2, time=1e-3)))["blow-up"] == "none before t = 0.1"
+    )
 
 
 def test_a_run_cut_short_leaves_no_broken_or_older_picture(tmp_path, monkeypatch):
@@ -63,7 +83,11 @@ def test_a_run_cut_short_leaves_no_broken_or_older_picture(tmp_path, monkeypatch
     monkeypatch.setattr(simulation_files, "animate", cut)
     with pytest.raises(KeyboardInterrupt):
         write_simulation(ls.simulate("clusters", n=2, time=0.25), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["figure.png", "series.csv", "simulation.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "figure.png",
+        "series.csv",
+        "simulation.json",
+    ]
     check_folder(tmp_path)
 
 
@@ -72,7 +96,10 @@ def test_a_blow_up_is_drawn_and_told():
     numbers = json.loads(json.dumps(numbers_of(found), allow_nan=False))["gaussian"]
     assert numbers["blow_up"] == pytest.approx(2 / 3**0.5) and numbers["reached"] < 1.2
     assert "infinite at" in dict(summary(found))["moments"]
-    assert any("blow-up at t = 1.155" in text.get_text() for text in draw(found).axes[1].get_legend().get_texts())
+    assert any(
+        "blow-up at t = 1.155" in text.get_text()
+        for text in draw(found).axes[1].get_legend().get_texts()
+    )
 
 
 def test_a_folder_may_be_used_again_but_not_one_of_something_else(tmp_path):

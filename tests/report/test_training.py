@@ -29,19 +29,31 @@ def test_the_figure_has_both_losses_and_every_layer():
     left, right = draw_curves(CURVE, 3.3).axes
     assert [line.get_label() for line in left.lines] == ["training", "test", "frequencies alone"]
     assert list(left.lines[1].get_ydata()) == [point.test for point in CURVE]
-    assert [list(line.get_ydata()) for line in right.lines] == [[p.constants[i] for p in CURVE] for i in range(2)]
+    assert [list(line.get_ydata()) for line in right.lines] == [
+        [p.constants[i] for p in CURVE] for i in range(2)
+    ]
     assert "nats" in left.get_ylabel() and right.get_yscale() == "log"
 
 
-@pytest.mark.parametrize(("most", "scale"), [(1.4, "linear"), (1e-30, "log"), (40.0, "log"), (1e5, "log")])
+@pytest.mark.parametrize(
+    ("most", "scale"), [(1.4, "linear"), (1e-30, "log"), (40.0, "log"), (1e5, "log")]
+)
 def test_constants_are_read_off_an_axis_of_plain_numbers(most, scale):
-    figure = draw_curves([CurvePoint(0, math.nan, 3.5, (1.0,)), CurvePoint(10, 3.0, 3.0, (most,))], 3.3)
+    figure = draw_curves(
+        [CurvePoint(0, math.nan, 3.5, (1.0,)), CurvePoint(10, 3.0, 3.0, (most,))], 3.3
+    )
     figure.canvas.draw()
     axis = figure.axes[1].yaxis
     low, high = axis.get_view_interval()
-    shown = [label.get_text() for label in axis.get_ticklabels() if low <= label.get_position()[1] <= high]
+    shown = [
+        label.get_text()
+        for label in axis.get_ticklabels()
+        if low <= label.get_position()[1] <= high
+    ]
     assert axis.get_scale() == scale and len(shown) >= 3
-    assert all("$" not in words and float(words.replace("\N{MINUS SIGN}", "-")) >= 0 for words in shown)
+    assert all(
+        "$" not in words and float(words.replace("\N{MINUS SIGN}", "-")) >= 0 for words in shown
+    )
 
 
 def test_both_files_are_written(tmp_path):

@@ -63,7 +63,9 @@ def sensitivity(of: Row) -> Sensitivity:
 
 
 def jobs(count: int, layers: int = 4) -> list[Job]:
-    return [Job(8 * (1 + i // layers), (0,), i % layers, ("attention",), (0, 1)) for i in range(count)]
+    return [
+        Job(8 * (1 + i // layers), (0,), i % layers, ("attention",), (0, 1)) for i in range(count)
+    ]
 
 
 def answer(job: Job) -> Outcome:

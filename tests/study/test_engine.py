@@ -10,7 +10,14 @@ import pytest
 from lipscope._types import UserError
 from lipscope.study.engine import InProcess, Workers
 from lipscope.study.records import Job
-from tests.study.fakes import Start, answer, die_at_birth, jobs, refuse_at_birth, start_leaving_orphans
+from tests.study.fakes import (
+    Start,
+    answer,
+    die_at_birth,
+    jobs,
+    refuse_at_birth,
+    start_leaving_orphans,
+)
 
 
 @pytest.fixture(params=["in process", "workers"])
@@ -45,9 +52,13 @@ def test_a_dead_worker_costs_its_job_one_try_and_no_neighbour(tmp_path):
 
 def test_the_third_death_fails_the_job_and_says_why(tmp_path):
     todo = jobs(4)
-    outcomes = {o.job.layer: o for o in Workers(Start(tmp_path, deadly=(2,), deaths=99), 2).run(todo)}
+    outcomes = {
+        o.job.layer: o for o in Workers(Start(tmp_path, deadly=(2,), deaths=99), 2).run(todo)
+    }
     assert outcomes[2].failure == "the worker was killed by SIGKILL with this job in hand, 3 times"
-    assert [outcomes[layer] for layer in (0, 1, 3)] == [answer(job) for job in todo if job.layer != 2]
+    assert [outcomes[layer] for layer in (0, 1, 3)] == [
+        answer(job) for job in todo if job.layer != 2
+    ]
     assert len(list(tmp_path.glob("8-2-*"))) == 3
 
 
@@ -64,8 +75,12 @@ def test_workers_live_long_and_keep_to_their_input(tmp_path):
     list(Workers(Start(tmp_path, seconds=0.02), 2).run(todo))
     pids = {path.name.split("-")[-1] for path in tmp_path.glob("done-*")}
     assert len(pids) == 2
-    first_of = {(path.name.split("-")[1], path.name.split("-")[-1]) for path in tmp_path.glob("done-*")}
-    assert len(first_of) <= 3  # two inputs, two workers: each prepares its own, at most one helps the other out
+    first_of = {
+        (path.name.split("-")[1], path.name.split("-")[-1]) for path in tmp_path.glob("done-*")
+    }
+    assert (
+        len(first_of) <= 3
+    )  # two inputs, two workers: each prepares its own, at most one helps the other out
 
 
 def test_workers_end_when_the_run_is_left_early(tmp_path):
@@ -78,7 +93,8 @@ def test_workers_end_when_the_run_is_left_early(tmp_path):
 
 def test_workers_that_cannot_start_are_told_once():
     with pytest.raises(
-        UserError, match=r"do not start: the worker was killed by SIGKILL, 3 times.*__main__.*workers=1"
+        UserError,
+        match=r"do not start: the worker was killed by SIGKILL, 3 times.*__main__.*workers=1",
     ):
         list(Workers(die_at_birth, 2).run(jobs(3)))
     with pytest.raises(UserError, match="no such model"):

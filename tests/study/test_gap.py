@@ -40,14 +40,20 @@ def test_every_certificate_is_closed_around_the_truth(model, prose):
         heads = None if found.head is None else [found.head]
         (site,) = model.sites(ids, scopes=[found.scope], layers=[found.layer], heads=heads)
         truth = torch.linalg.matrix_norm(jacobian(site.f, site.X).to_dense()[0], 2).item()
-        assert found.lower <= truth * (1 + 1e-13) and truth <= found.upper and found.upper - truth <= 0.01 * truth
+        assert (
+            found.lower <= truth * (1 + 1e-13)
+            and truth <= found.upper
+            and found.upper - truth <= 0.01 * truth
+        )
 
 
 def test_a_gap_that_rounding_hides_is_told_in_its_row_and_table(model, prose, tmp_path):
     study = measure(model, prose, (16,), 1, scopes=("attention",), gap=1e-9, out=tmp_path / "s")
     assert {row.status for row in study.rows} <= {f"converged: {NOISE}", f"breakdown: {NOISE}"}
     assert len(study.sigma) == 2 and not study.failed and study.sigma[0].missed == NOISE
-    assert f"2 of 2 rows miss the gap of 1e-09; the first says: converged: {NOISE}." in on_one_line(study)
+    assert f"2 of 2 rows miss the gap of 1e-09; the first says: converged: {NOISE}." in on_one_line(
+        study
+    )
     assert width(study) < 1e-3  # as near as rounding allows, not as far as it was when it gave up
     again = []
     measure(
@@ -105,14 +111,18 @@ def test_workers_are_asked_for_the_same(model):
 
 @pytest.mark.parametrize("gap", [0.0, -0.1, 1.0, 1.01, math.inf, math.nan])
 def test_what_a_gap_is(model, prose, tmp_path, gap):
-    with pytest.raises(UserError, match="gap, the relative distance upper / lower - 1, must lie") as told:
+    with pytest.raises(
+        UserError, match="gap, the relative distance upper / lower - 1, must lie"
+    ) as told:
         measure(model, prose, (4,), 1, gap=gap, out=tmp_path / "s")
     assert ("for upper / lower <= 1.01 give 0.01" in str(told.value)) is (gap == 1.01)
     assert not (tmp_path / "s").exists()
 
 
 def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
-    with pytest.raises(UserError, match=r"float32 gives no upper bound: measure in float64 \(--dtype float64\)"):
+    with pytest.raises(
+        UserError, match=r"float32 gives no upper bound: measure in float64 \(--dtype float64\)"
+    ):
         measure(load(tiny, dtype="float32"), prose, (4,), 1, gap=0.01, out=tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
@@ -125,13 +135,28 @@ def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
             (math.inf, math.inf),
             "Every σ has a lower bound and no upper one; an upper bound needs --dtype",
         ),
-        ({}, (2.2, math.inf), "at most a factor 1.1 apart, but 1 have no upper one; --gap goes on until there is one."),
-        ({"gap": 0.1}, (2.2, math.inf), "at most a factor 1.1 apart, but 1 have no upper one. The upper bound holds"),
-        ({}, (2.2, 2.4), "Every σ lies between its lower and upper bound, at most a factor 1.2 apart. All 2 upper"),
+        (
+            {},
+            (2.2, math.inf),
+            "at most a factor 1.1 apart, but 1 have no upper one; --gap goes on until there is one.",
+        ),
+        (
+            {"gap": 0.1},
+            (2.2, math.inf),
+            "at most a factor 1.1 apart, but 1 have no upper one. The upper bound holds",
+        ),
+        (
+            {},
+            (2.2, 2.4),
+            "Every σ lies between its lower and upper bound, at most a factor 1.2 apart. All 2 upper",
+        ),
     ],
 )
 def test_the_table_says_what_is_bounded(identity, upper, told):
-    store, rows = Store.create(None, info(**identity)), [row(sample=i, upper=x) for i, x in enumerate(upper)]
+    store, rows = (
+        Store.create(None, info(**identity)),
+        [row(sample=i, upper=x) for i, x in enumerate(upper)],
+    )
     store.write(rows, map(sensitivity, rows))
     assert told in on_one_line(Study(store))
 
@@ -151,7 +176,10 @@ def test_a_study_says_with_what_probability_all_its_upper_bounds_hold(certified,
     rows += [row(sample=200, upper=math.inf)]
     # A theorem and an evaluated number hold without a probability; a row that failed claims nothing.
     rows += [row(probe="bound: compact", kind="upper", upper=2.0, lower=0.0)]
-    rows += [row(probe="attack: direction, step 1", kind="ratio"), row(probe="regime", kind="log length")]
+    rows += [
+        row(probe="attack: direction, step 1", kind="ratio"),
+        row(probe="regime", kind="log length"),
+    ]
     rows += [row(sample=201, value=math.nan, lower=0.0, upper=math.inf, status="failed: memory")]
     store.write(rows, [sensitivity(r) for r in rows if r.probe == "sigma" and not r.failing])
     study = Study(store)
@@ -171,6 +199,9 @@ def test_rows_that_rounding_drowns_are_counted():
     rows = [row(), row(sample=1, lower=0.0, status="imprecise"), row(sample=2, upper=math.inf)]
     store.write(rows, map(sensitivity, rows))
     said = on_one_line(Study(store))
-    assert "at most a factor 1.01 apart, but 1 have no upper one; --gap goes on until there is one" in said
+    assert (
+        "at most a factor 1.01 apart, but 1 have no upper one; --gap goes on until there is one"
+        in said
+    )
     assert "; 1 have no lower bound above 0, for rounding may exceed them." in said
     assert "1 of 3 rows are imprecise: rounding may exceed 1 % of σ." in said

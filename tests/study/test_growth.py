@@ -12,7 +12,9 @@ from lipscope.study.growth import fit
 
 def noisy(alpha, C, lengths, samples, noise, seed=0):
     rng = random.Random(seed)
-    return [(n, C * n**alpha * math.exp(rng.gauss(0, noise))) for n in lengths for _ in range(samples)]
+    return [
+        (n, C * n**alpha * math.exp(rng.gauss(0, noise))) for n in lengths for _ in range(samples)
+    ]
 
 
 def test_an_exact_law_is_found_exactly():
@@ -35,11 +37,15 @@ def test_interval_agrees_with_scipy():
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
-    laws = [fit("attention", 0, noisy(0.5, 1.0, (8, 32, 128), 3, 0.3, seed)) for seed in range(2000)]
+    laws = [
+        fit("attention", 0, noisy(0.5, 1.0, (8, 32, 128), 3, 0.3, seed)) for seed in range(2000)
+    ]
     covered = sum(law.low <= 0.5 <= law.high for law in laws) / len(laws)
     assert 0.935 < covered < 0.965  # 0.95 with a standard error of 0.005
 
 
 def test_too_few_lengths_are_refused():
-    with pytest.raises(UserError, match=r"at least 3 lengths .* layer 1, scope heads has 2 \[8, 16\]"):
+    with pytest.raises(
+        UserError, match=r"at least 3 lengths .* layer 1, scope heads has 2 \[8, 16\]"
+    ):
         fit("heads", 1, [(8, 1.0), (16, 2.0), (16, 2.1), (32, 0.0), (64, math.inf)])

@@ -31,10 +31,14 @@ def exported(directory: Path) -> str:
 
 def test_a_few_kills(tmp_path, capsys):
     random.seed(0)
-    code = f"from tests.study.fakes import keep_slowly; keep_slowly({str(tmp_path / 'killed')!r}, 60)"
+    code = (
+        f"from tests.study.fakes import keep_slowly; keep_slowly({str(tmp_path / 'killed')!r}, 60)"
+    )
     kept = 0
     for _ in range(4):
-        child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         assert child.stdout is not None
         child.stdout.readline()  # the study has begun
         time.sleep(random.uniform(0.0, 0.15))
@@ -67,15 +71,21 @@ def test_fifty_kills_of_two_hundred_jobs(tmp_path, prose, capsys):
         "--out",
     ]
     assert main([*command, str(tmp_path / "calm")]) == 0
-    assert len({row[2:6:2] for row in Study.open(tmp_path / "calm").rows}) == 200  # (layer, n): one job each
+    assert (
+        len({row[2:6:2] for row in Study.open(tmp_path / "calm").rows}) == 200
+    )  # (layer, n): one job each
     killed = tmp_path / "killed"
     known: set[str] = set()
     for _ in range(50):
-        child = multiprocessing.get_context("fork").Process(target=main, args=([*command, str(killed)],))
+        child = multiprocessing.get_context("fork").Process(
+            target=main, args=([*command, str(killed)],)
+        )
         child.start()
         wait_for_growth(killed, len(known))
         time.sleep(random.uniform(0.0, 0.03))
-        assert child.pid is not None and child.is_alive(), "the study was over before its fiftieth kill"
+        assert child.pid is not None and child.is_alive(), (
+            "the study was over before its fiftieth kill"
+        )
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         now = set(map(repr, Study.open(killed).rows))

@@ -6,7 +6,9 @@ from lipscope.study.plan import Request
 from lipscope.study.records import Job
 
 HEADS = {0: (0, 1, 2), 2: (0, 1)}
-ASKED = Request(tuple(product((8, 128, 512), range(5))), (0, 2), HEADS, ("heads", "attention", "model"))
+ASKED = Request(
+    tuple(product((8, 128, 512), range(5))), (0, 2), HEADS, ("heads", "attention", "model")
+)
 
 
 def owed(jobs: list[Job]) -> list:

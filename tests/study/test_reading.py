@@ -21,11 +21,23 @@ def test_a_string_a_file_a_list_and_ids_are_the_same_text(model, prose, tmp_path
     words = prose.split()
     readings = [
         read(model, given, None, WINDOWS)
-        for given in (prose, path, [" ".join(words[:100]), " ".join(words[100:])], model.encode(prose))
+        for given in (
+            prose,
+            path,
+            [" ".join(words[:100]), " ".join(words[100:])],
+            model.encode(prose),
+        )
     ]
-    assert {reading.inputs.window(8, 1) for reading in readings} == {readings[0].inputs.window(8, 1)}
+    assert {reading.inputs.window(8, 1) for reading in readings} == {
+        readings[0].inputs.window(8, 1)
+    }
     assert [reading.tokens for reading in readings] == [300] * 4
-    assert [reading.option for reading in readings] == [("--text", "-"), ("--text", "prose.txt"), None, None]
+    assert [reading.option for reading in readings] == [
+        ("--text", "-"),
+        ("--text", "prose.txt"),
+        None,
+        None,
+    ]
 
 
 def test_digests_tell_texts_apart(model, prose):
@@ -41,7 +53,9 @@ def test_digests_tell_texts_apart(model, prose):
 
 def test_no_text_means_the_embedded_one(model):
     reading = read(model, None, None, WINDOWS)
-    assert reading.name == "Python's help topics" and reading.tokens > 10_000 and reading.option == ()
+    assert (
+        reading.name == "Python's help topics" and reading.tokens > 10_000 and reading.option == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +96,12 @@ def test_embeddings_of_another_width_are_told(model):
 def test_pixels():
     torch.manual_seed(0)
     config = ViTConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        image_size=8,
+        patch_size=4,
     )
     model = load(ViTModel(config))
     pixels = torch.randn(2, 3, 8, 8)

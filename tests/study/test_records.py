@@ -18,7 +18,9 @@ def test_a_true_row_passes():
     assert row().check() == row()
     assert row(value=0.0, lower=0.0, upper=math.inf).check()
     assert row(value=math.nan, lower=0.0, upper=math.inf, status="overflow").check()
-    assert row(value=math.nan, lower=0.0, upper=math.inf, status="failed: the worker was killed by SIGKILL").check()
+    assert row(
+        value=math.nan, lower=0.0, upper=math.inf, status="failed: the worker was killed by SIGKILL"
+    ).check()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,10 @@ def test_a_job_owes_a_row_per_scope_head_and_sample():
     failed = job.failed_rows("out of\n memory", "float32", "cuda")
     assert [r[1:6] for r in failed] == job.targets()
     assert {r.status for r in failed} == {"failed: out of memory"}
-    assert all(r.check().failing and math.isnan(r.value) and (r.lower, r.upper) == (0.0, math.inf) for r in failed)
+    assert all(
+        r.check().failing and math.isnan(r.value) and (r.lower, r.upper) == (0.0, math.inf)
+        for r in failed
+    )
 
 
 def test_identity_names_its_differences():

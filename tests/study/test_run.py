@@ -16,7 +16,9 @@ from tests.study.printed import exported
 
 
 def test_every_number_is_the_norm_of_the_dense_jacobian(model, prose):
-    study = measure(model, prose, (3, 6), 2, scopes=("heads", "attention", "residual", "block", "model"))
+    study = measure(
+        model, prose, (3, 6), 2, scopes=("heads", "attention", "residual", "block", "model")
+    )
     assert len(study.rows) == 2 * 2 * (2 * (2 + 3) + 1) and not study.failed
     window = torch.tensor(model.encode(prose))
     for row in study.rows:
@@ -34,7 +36,9 @@ def test_every_number_is_the_norm_of_the_dense_jacobian(model, prose):
         if S[1] < 0.98 * S[0]:
             right = Vh[0].reshape(row.n, -1).norm(dim=-1)
             left = U[:, 0].reshape(row.n, -1).norm(dim=-1)
-            assert [t.right for t in study.tokens_of(row)] == pytest.approx(right.tolist(), abs=1e-4)
+            assert [t.right for t in study.tokens_of(row)] == pytest.approx(
+                right.tolist(), abs=1e-4
+            )
             assert [t.left for t in study.tokens_of(row)] == pytest.approx(left.tolist(), abs=1e-4)
 
 
@@ -59,7 +63,9 @@ def test_in_pieces_or_at_once_the_table_is_the_same(model, prose, tmp_path):
     study = measure(model, prose, **asked, out=tmp_path / "s")
     assert exported(study) == exported(whole)
     seen = []
-    again = measure(model, prose, **asked, out=tmp_path / "s", progress=lambda done, total: seen.append(total))
+    again = measure(
+        model, prose, **asked, out=tmp_path / "s", progress=lambda done, total: seen.append(total)
+    )
     assert seen == [0] and exported(again) == exported(whole)
 
 
@@ -71,7 +77,9 @@ def test_workers_give_the_same_table(model, prose, tmp_path):
 
 
 def test_a_study_grows_without_measuring_again(model, prose, tmp_path):
-    first = measure(model, prose, (4,), 1, layers=(1,), heads=(1,), scopes=("heads",), out=tmp_path / "s")
+    first = measure(
+        model, prose, (4,), 1, layers=(1,), heads=(1,), scopes=("heads",), out=tmp_path / "s"
+    )
     assert [row[1:6] for row in first.rows] == [("heads", 1, 1, 4, 0)]
     second = measure(model, prose, (4, 6), 2, out=tmp_path / "s")
     assert len(second.rows) == 2 * 2 * 2 * 3
@@ -119,7 +127,9 @@ def test_embeddings_in_place_of_text(model, prose):
     table = model.trunk.get_input_embeddings().weight
     study = measure(model, inputs=table[ids][None], scopes=("attention",))
     same = measure(model, [ids], scopes=("attention",))
-    assert [row.value for row in study.rows] == pytest.approx([row.value for row in same.rows], rel=1e-9)
+    assert [row.value for row in study.rows] == pytest.approx(
+        [row.value for row in same.rows], rel=1e-9
+    )
     assert [t.token for t in study.tokens(0)] == [f"#{i}" for i in range(6)]
 
 
@@ -127,7 +137,9 @@ def test_special_tokens_frame_a_sample(model, prose):
     study = measure(model, prose, (6,), 1, scopes=("attention",), special_tokens=True)
     tokens = [t.token for t in study.tokens(0)]
     assert tokens[0] == "[CLS]" and tokens[-1] == "[SEP]" and len(tokens) == 6
-    assert "[CLS]" not in [t.token for t in measure(model, prose, (6,), 1, scopes=("attention",)).tokens(0)]
+    assert "[CLS]" not in [
+        t.token for t in measure(model, prose, (6,), 1, scopes=("attention",)).tokens(0)
+    ]
 
 
 def test_a_job_that_fails_is_a_row_that_says_why(model, prose, monkeypatch, tmp_path):
@@ -140,7 +152,9 @@ def test_a_job_that_fails_is_a_row_that_says_why(model, prose, monkeypatch, tmp_
     monkeypatch.setattr("lipscope.study.work.sigma", weak)
     study = measure(model, prose, (4,), 1, out=tmp_path / "s")
     assert {row.status for row in study.failed} == {"failed: MemoryError: no room for this"}
-    assert {row.layer for row in study.failed} == {1} and all(math.isnan(row.value) for row in study.failed)
+    assert {row.layer for row in study.failed} == {1} and all(
+        math.isnan(row.value) for row in study.failed
+    )
     assert {row.layer for row in study.sigma} == {0}
     monkeypatch.undo()
     mended = measure(model, prose, (4,), 1, out=tmp_path / "s")
@@ -155,7 +169,9 @@ def test_a_live_module_stays_here_and_as_it_was(tiny, prose):
     live = load(module, load(tiny).tokenizer)
     study = measure(live, prose, (4,), 1)
     assert exported(study) == exported(measure(tiny, prose, (4,), 1))
-    assert module.training and all(torch.equal(before[name], t) for name, t in module.state_dict().items())
+    assert module.training and all(
+        torch.equal(before[name], t) for name, t in module.state_dict().items()
+    )
     with pytest.raises(UserError, match="workers=1"):
         measure(live, prose, (4,), 1, workers=2)
 
@@ -163,4 +179,6 @@ def test_a_live_module_stays_here_and_as_it_was(tiny, prose):
 def test_default_lengths_go_as_far_as_text_and_model(model, prose):
     lengths = lambda study: sorted({row.n for row in study.rows})  # noqa: E731
     assert lengths(measure(model, prose, samples=1, scopes=("attention",))) == [8, 16, 32]
-    assert lengths(measure(model, " ".join(prose.split()[:20]), samples=1, scopes=("attention",))) == [8, 16]
+    assert lengths(
+        measure(model, " ".join(prose.split()[:20]), samples=1, scopes=("attention",))
+    ) == [8, 16]

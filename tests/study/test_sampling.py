@@ -14,14 +14,19 @@ def windows(**changes) -> Windows:
 
 def test_offsets_are_fixed_for_ever():
     """Numbers that studies on disk depend on: a change of them is a new numeric version."""
-    drawn = [offset(1000, n, sample, seed) for n, sample, seed in ((8, 0, 0), (8, 1, 0), (16, 0, 0), (8, 0, 1))]
+    drawn = [
+        offset(1000, n, sample, seed)
+        for n, sample, seed in ((8, 0, 0), (8, 1, 0), (16, 0, 0), (8, 0, 1))
+    ]
     assert drawn == [772, 498, 549, 105]
 
 
 def test_offsets_are_even():
     counts = Counter(offset(10, 8, sample, 0) for sample in range(10_000))
     assert set(counts) == set(range(10))
-    assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 27.9  # chi-squared, 9 degrees, p = 0.001
+    assert (
+        sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 27.9
+    )  # chi-squared, 9 degrees, p = 0.001
 
 
 def test_a_window_is_consecutive_and_depends_on_its_own_number_alone():

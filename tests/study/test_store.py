@@ -16,7 +16,16 @@ from tests.study.fakes import info, row, sensitivity
 def test_what_was_written_is_read_back_exactly(tmp_path):
     rows = [
         row("heads", 1, 0, value=1 / 3),
-        row("heads", 1, 1, value=math.nan, lower=0.0, upper=math.inf, residual=math.nan, status="overflow"),
+        row(
+            "heads",
+            1,
+            1,
+            value=math.nan,
+            lower=0.0,
+            upper=math.inf,
+            residual=math.nan,
+            status="overflow",
+        ),
         row("model", None, None, value=5e-324, lower=0.0, upper=math.inf),
         row("attention", 1, None, value=1e300, upper=math.inf),
     ]
@@ -123,7 +132,9 @@ def broken(directory: Path, case: str) -> Path:
         return place
     place.mkdir()
     if case == "not sqlite":
-        (place / FILE).write_text("this is not a database, but it is long enough to look like one" * 20)
+        (place / FILE).write_text(
+            "this is not a database, but it is long enough to look like one" * 20
+        )
     elif case == "empty database":
         (place / FILE).touch()
     elif case == "foreign database":

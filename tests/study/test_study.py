@@ -40,10 +40,25 @@ def study(tmp_path) -> Study:
         store.write_samples([Sample(n, s, (HOSTILE * 4)[:n]) for s in range(2)])
         for layer in range(3):
             for s in range(2):
-                rows = [row("heads", layer, h, n, s, sigma(layer, n, s, h), radius=float(n)) for h in range(2)]
+                rows = [
+                    row("heads", layer, h, n, s, sigma(layer, n, s, h), radius=float(n))
+                    for h in range(2)
+                ]
                 rows += [row("attention", layer, None, n, s, sigma(layer, n, s), radius=float(n))]
                 store.write(rows, [sensitivity(r) for r in rows])
-    store.write([row(layer=1, n=32, sample=9, value=math.nan, lower=0.0, upper=math.inf, status="failed: no\x1b[5m")])
+    store.write(
+        [
+            row(
+                layer=1,
+                n=32,
+                sample=9,
+                value=math.nan,
+                lower=0.0,
+                upper=math.inf,
+                status="failed: no\x1b[5m",
+            )
+        ]
+    )
     store.close()
     return Study.open(tmp_path / "s")
 
@@ -53,7 +68,9 @@ def test_growth_per_layer_and_scope_counts_heads_by_their_largest(study):
     assert list(laws) == [(scope, layer) for layer in range(3) for scope in ("heads", "attention")]
     for (scope, layer), law in laws.items():
         assert law.alpha == pytest.approx(0.25, abs=1e-12)
-        assert pytest.approx((1 + layer) * 1.005 * (0.6 if scope == "heads" else 1), rel=1e-3) == law.C
+        assert (
+            pytest.approx((1 + layer) * 1.005 * (0.6 if scope == "heads" else 1), rel=1e-3) == law.C
+        )
         assert law.points == 6
 
 
@@ -76,13 +93,17 @@ def test_tokens_of_the_most_sensitive_sample(study):
     assert len(tokens) == 32 and [t.position for t in tokens] == list(range(32))
     assert tokens[0].token == HOSTILE[0]
     assert math.fsum(t.right**2 for t in tokens) == pytest.approx(1, abs=1e-6)
-    assert max(tokens, key=lambda t: t.right).position == 31  # the fake's norms rise along the sample
+    assert (
+        max(tokens, key=lambda t: t.right).position == 31
+    )  # the fake's norms rise along the sample
     assert max(tokens, key=lambda t: t.left).position == 0
     assert len(study.tokens(0, "heads", n=8, sample=1, head=0)) == 8
     assert study.peak()[1:6] == ("attention", 2, None, 32, 1)
 
 
-@pytest.mark.parametrize("wanted", [{"layer": 7}, {"layer": 1, "n": 9}, {"layer": 1, "scope": "block"}])
+@pytest.mark.parametrize(
+    "wanted", [{"layer": 7}, {"layer": 1, "n": 9}, {"layer": 1, "scope": "block"}]
+)
 def test_tokens_of_what_was_not_measured(study, wanted):
     with pytest.raises(UserError, match="measured"):
         study.tokens(**wanted)
@@ -92,7 +113,9 @@ def test_dataframe(study):
     frame = study.to_dataframe()
     assert tuple(frame.columns) == COLUMNS and len(frame) == 55
     assert str(frame["head"].dtype) == "Int64" and frame["head"].isna().sum() == 19
-    heads = frame[(frame.scope == "heads") & (frame.n == 32) & (frame["sample"] == 1) & (frame["head"] == 1)]
+    heads = frame[
+        (frame.scope == "heads") & (frame.n == 32) & (frame["sample"] == 1) & (frame["head"] == 1)
+    ]
     assert list(heads.value) == [sigma(layer, 32, 1, 1) for layer in range(3)]
 
 
@@ -168,7 +191,9 @@ def test_repr(study):
 
 
 def test_printable():
-    assert for_terminal("naïve 日本 \x1b\u202e\u0007\ud800") == "naïve 日本 \\x1b\\u202e\\x07\\ud800"
+    assert (
+        for_terminal("naïve 日本 \x1b\u202e\u0007\ud800") == "naïve 日本 \\x1b\\u202e\\x07\\ud800"
+    )
     assert for_terminal("x" * 99, 10) == "x" * 9 + "…"
     assert [for_spreadsheet(t) for t in ("=1", " =1", "-1", "\t", "ok", "")] == [
         "'=1",

@@ -20,7 +20,12 @@ def save_tiny(folder: Path, layers: int) -> str:
     backend.post_processor = processors.TemplateProcessing(
         "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    special = {
+        "unk_token": "[UNK]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     config = BertConfig(
         vocab_size=len(vocabulary),

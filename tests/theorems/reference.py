@@ -16,7 +16,9 @@ def second_derivative_bound(f: ls.SelfAttention, X: Tensor, rho: float) -> mp.mp
         return _bound(f, X, mp.mpf(rho))
 
 
-def certificate(f: ls.SelfAttention, X: Tensor, r: float, steps: int) -> tuple[mp.mpf, mp.mpf, mp.mpf]:
+def certificate(
+    f: ls.SelfAttention, X: Tensor, r: float, steps: int
+) -> tuple[mp.mpf, mp.mpf, mp.mpf]:
     """||D_X f||, the right Riemann sum of B up to r, and the interval bound, without rounding."""
     with mp.workdps(DIGITS):
         radii = [mp.mpf(r) * (i + 1) / steps for i in range(steps)]
@@ -46,7 +48,9 @@ def _dot(x: list, y: list) -> mp.mpf:
 
 def _stack(weights: list, vectors: list) -> mp.mpf:
     """||(sqrt(w_j) v_j)_j||."""
-    return _norm(mp.matrix([[mp.sqrt(w) * x for x in v] for w, v in zip(weights, vectors, strict=True)]))
+    return _norm(
+        mp.matrix([[mp.sqrt(w) * x for x in v] for w, v in zip(weights, vectors, strict=True)])
+    )
 
 
 def _at(f: ls.SelfAttention, X: Tensor):
@@ -77,7 +81,8 @@ def _jacobian(f: ls.SelfAttention, X: Tensor) -> mp.matrix:
             C += P[i][j] * y * y.T
         for j in range(n):
             block = V * (
-                P[i][j] * (mp.eye(d) + mp.matrix(away[i][j]) * mp.matrix(b[i]).T) + (C * A if i == j else 0 * C)
+                P[i][j] * (mp.eye(d) + mp.matrix(away[i][j]) * mp.matrix(b[i]).T)
+                + (C * A if i == j else 0 * C)
             )
             for p in range(m):
                 for q in range(d):
@@ -102,7 +107,9 @@ def _interval(W, b, Ax, Vx, seen, a, v, rho) -> mp.mpf:
     sigma = [_stack(W[i], Vx[i]) + v * pi[i] * rho for i in N]
     q = [_stack(W[i], Ax[i]) + a * pi[i] * rho for i in N]
     weights = min(_norm(mp.matrix(W)), mp.sqrt(max(sum(W[i][j] for i in N) for j in N)))
-    keys = max(_stack([W[i][j] * sigma[i] ** 2 for i in N], b) for j in N) + a * rho * max(sigma[i] * pi[i] for i in N)
+    keys = max(_stack([W[i][j] * sigma[i] ** 2 for i in N], b) for j in N) + a * rho * max(
+        sigma[i] * pi[i] for i in N
+    )
     return max(sigma[i] * q[i] for i in N) + v * weights + keys
 
 
@@ -119,7 +126,10 @@ def _weights(P: list, b: list, Ax: list, seen: list, i: int, a: mp.mpf, rho: mp.
     high = [P[j] * mp.exp(delta[j]) for j in N]
     low = [P[j] * mp.exp(-delta[j]) for j in N]
     jensen = mp.exp(_length(b) * _length(P) * rho + a * rho**2)
-    most = [min(high[j] / (high[j] + sum(low) - low[j]), high[j] * jensen) if seen[j] else mp.mpf(0) for j in N]
+    most = [
+        min(high[j] / (high[j] + sum(low) - low[j]), high[j] * jensen) if seen[j] else mp.mpf(0)
+        for j in N
+    ]
     return [min(w, mp.mpf(1)) for w in most]
 
 
@@ -145,15 +155,22 @@ def _assemble(W, b, Ax, Vx, seen, a, v, rho) -> mp.mpf:
         G = mp.matrix(len(W), len(W))
         for j in N:
             for k in N:
-                G[j, k] = root[i][j] * root[i][k] * _dot(Vx[i][j], Vx[i][k]) * _dot(Ax[i][j], Ax[i][k])
+                G[j, k] = (
+                    root[i][j] * root[i][k] * _dot(Vx[i][j], Vx[i][k]) * _dot(Ax[i][j], Ax[i][k])
+                )
         core = min(mp.sqrt(_norm(G)), max(far_v[i]) * size_a[i], max(far_a[i]) * size_v[i])
-        shifts = v * rho * max(root[i][j] * far_a[i][j] for j in N) + a * rho * max(root[i][j] * far_v[i][j] for j in N)
+        shifts = v * rho * max(root[i][j] * far_a[i][j] for j in N) + a * rho * max(
+            root[i][j] * far_v[i][j] for j in N
+        )
         cumulant = core + shifts + v * a * rho**2 * pi[i] + sigma[i] * e_a[i] + e_v[i] * q[i]
         query = max(query, v * pi[i] * q[i] + sigma[i] * pi[i] * a + tau[i] * cumulant)
     values = v * min(max(pi) * T, mp.sqrt(max(sum(W[i][j] * tau[i] ** 2 for i in N) for j in N)))
     omega = [max(root[i][j] * far_v[i][j] for j in N) + pi[i] * (v * rho + e_v[i]) for i in N]
     apart = (
-        max(_length([bar[i] ** 2 * W[i][j] * (far_v[i][j] + v * rho + e_v[i]) for i in N]) for j in N)
+        max(
+            _length([bar[i] ** 2 * W[i][j] * (far_v[i][j] + v * rho + e_v[i]) for i in N])
+            for j in N
+        )
         + max(bar[i] ** 2 * sigma[i] * pi[i] for i in N) * whole
         + max(bar[i] * omega[i] * q[i] for i in N)
         + max(sigma[i] * bar[i] * row[i] for i in N) * T
@@ -164,6 +181,9 @@ def _assemble(W, b, Ax, Vx, seen, a, v, rho) -> mp.mpf:
         max(tau[i] * (max(far_v[i]) + v * rho + e_v[i]) for i in N) * k_b,
     )
     mass = mp.sqrt(max(sum(W[i][j] for i in N) for j in N)) * max(bar[i] * pi[i] for i in N)
-    direct = max(_length([bar[i] * W[i][j] for i in N]) for j in N) + max(bar[i] * row[i] for i in N) * whole
+    direct = (
+        max(_length([bar[i] * W[i][j] for i in N]) for j in N)
+        + max(bar[i] * row[i] for i in N) * whole
+    )
     c2 = v * min(direct, max(pi) * k_b, mass)
     return query + values + c1 + c2 + max(sigma[i] * pi[i] for i in N) * a

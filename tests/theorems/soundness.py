@@ -52,7 +52,11 @@ def _weighted(f: ls.SelfAttention, X: Tensor, g: Generator) -> float:
     n = len(X)
     w = torch.softmax(3 * torch.randn(n, generator=g, dtype=torch.float64), 0)
     logs = w.log().expand(n, n)
-    seen = torch.ones(n, n, dtype=torch.bool).tril() if f.causal else torch.ones(n, n, dtype=torch.bool)
+    seen = (
+        torch.ones(n, n, dtype=torch.bool).tril()
+        if f.causal
+        else torch.ones(n, n, dtype=torch.bool)
+    )
     weighted = replace(f, mask=torch.where(seen, logs, -math.inf))
     J = dense_jacobian(weighted, X)
     out = w.sqrt().repeat_interleave(J.shape[0] // n)
@@ -126,7 +130,9 @@ def domains(X: Tensor) -> list[Domain]:
     return [Point(X), Ball(R, n), Around(X, 1e-3 * R), Around(X, 0.2 * R), Everywhere(n)]
 
 
-def members(f: ls.SelfAttention, X: Tensor, domain: Domain, g: Generator, effort: Effort) -> Iterator[Tensor]:
+def members(
+    f: ls.SelfAttention, X: Tensor, domain: Domain, g: Generator, effort: Effort
+) -> Iterator[Tensor]:
     """Inputs of the domain: given, random, constructed, ascended."""
     yield X
     if isinstance(domain, Point):
@@ -178,9 +184,17 @@ def _check_lower(bound: Bound, value: float, f, domain: Domain, offered, tally: 
     for other, above, _ in offered:
         if other.kind == "upper" and other.norm == bound.norm:
             assert value <= above, f"{bound.name} gives {value}, {other.name} {above}"
-    Y = domain.X if isinstance(domain, Point) else None if bound.witness is None else bound.witness(f, domain)
+    Y = (
+        domain.X
+        if isinstance(domain, Point)
+        else None
+        if bound.witness is None
+        else bound.witness(f, domain)
+    )
     if Y is not None:
-        assert torch.equal(inside(Y, domain), Y) or (inside(Y, domain) - Y).norm() <= 1e-14 * Y.norm()
+        assert (
+            torch.equal(inside(Y, domain), Y) or (inside(Y, domain) - Y).norm() <= 1e-14 * Y.norm()
+        )
         truth = measured(bound.norm, f, Y, dense_jacobian(f, Y), Generator())
         assert value <= truth * (1 + relative_slack(f, Y)), f"{bound.name}: {value} > {truth}"
         tally.note(bound, value / truth if truth > 0 else 0.0)

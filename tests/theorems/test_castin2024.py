@@ -48,7 +48,9 @@ def test_the_configuration_grows_like_the_root_of_n(causal: bool):
     assert abs(fitted_exponent(lengths, exact) - 0.5) < 0.03
     for n, value in zip(lengths, exact, strict=True):
         stated = theorem_lower(f, Ball(R, n))
-        assert stated == pytest.approx(math.sqrt(n - 1) / (1 + (n - 1) * math.exp(-2 * R * R)), rel=1e-9)
+        assert stated == pytest.approx(
+            math.sqrt(n - 1) / (1 + (n - 1) * math.exp(-2 * R * R)), rel=1e-9
+        )
         assert stated <= value
 
 
@@ -66,7 +68,9 @@ def test_the_tuned_gap_wins_by_a_logarithm(causal: bool):
 
 def test_the_tuned_gap_is_not_rounded_up():
     """Saturated attention in one dimension: the constant at the witness is |v| sqrt(n - 1) to the last digit."""
-    for v in torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist():
+    for v in torch.rand(
+        40, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).tolist():
         one = torch.ones(1, 1, dtype=torch.float64)
         f, exact = ls.SelfAttention(-3e4 * one, one, v * one), v * math.sqrt(6)
         assert exact * (1 - 1e-8) <= tuned_lower(f, Ball(1.0, 7)) <= exact
@@ -106,7 +110,9 @@ def test_compact_is_this_formula(causal: bool, bias: float):
     one = torch.ones(1, 1, dtype=torch.float64)
     n, v = 9, 3.0
     for size, saturated in ((40.0, True), (0.01, False)):
-        f = ls.SelfAttention(size * one, one, v * one, biases=(bias * one[0], None, None), causal=causal)
+        f = ls.SelfAttention(
+            size * one, one, v * one, biases=(bias * one[0], None, None), causal=causal
+        )
         R = 1.5
         a, b = size * R * R, R * (size * R + bias)
         counts = range(1, n + 1) if causal else [n] * n
@@ -169,12 +175,16 @@ def test_compact_stops_growing_with_n_in_the_mean_field_regime():
 def test_the_large_radius_limit():
     g = torch.Generator().manual_seed(4)
     n, d = 8, 3
-    Q, V, X = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((d, d), (d, d), (n, d)))
+    Q, V, X = (
+        torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((d, d), (d, d), (n, d))
+    )
     f = ls.SelfAttention(Q, torch.eye(d, dtype=torch.float64), V)
     X = torch.nn.functional.normalize(X)
     limit = large_radius_limit(f, X)
     errors = [abs(sigma(f, R * X) / limit - 1) for R in (10.0, 30.0, 100.0)]
     assert errors[2] < 1e-6 and errors[2] <= errors[0]
     for R in (1.0, 10.0, 100.0):
-        assert saturated_lower(f, Point(R * X)) <= sigma(f, R * X) <= saturated_upper(f, Point(R * X))
+        assert (
+            saturated_lower(f, Point(R * X)) <= sigma(f, R * X) <= saturated_upper(f, Point(R * X))
+        )
     assert saturated_upper(f, Point(100 * X)) / saturated_lower(f, Point(100 * X)) < 1 + 1e-6

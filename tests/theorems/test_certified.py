@@ -10,7 +10,14 @@ import torch
 
 import lipscope as ls
 from lipscope._types import Around
-from lipscope.theorems.certified import STEPS, Base, base, certified_upper, second_derivative, weights_within
+from lipscope.theorems.certified import (
+    STEPS,
+    Base,
+    base,
+    certified_upper,
+    second_derivative,
+    weights_within,
+)
 from lipscope.theorems.heads import heads_of
 from lipscope.theorems.rounding import gamma
 from tests.cases import problem
@@ -63,7 +70,9 @@ def test_it_is_close_to_what_ascent_finds_at_64_tokens(causal):
         assert found <= certified <= ratio * found
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "causal", "biases", "additive mask", "fully masked rows"])
+@pytest.mark.parametrize(
+    "kind", ["gaussian", "causal", "biases", "additive mask", "fully masked rows"]
+)
 def test_b_bounds_the_second_derivative(kind: str):
     """Finite differences of dense Jacobians, and weights, at random Z in the ball."""
     f, X, view = head(kind, 1)
@@ -86,7 +95,13 @@ def weight_row(f: ls.SelfAttention, Z, i: int):
     values = torch.eye(len(Z), dtype=torch.float64)
     scores = f.project(Z)
     return ls.attend(
-        scores[0], scores[1], values[None], causal=f.causal, window=f.window, mask=f.mask, padding=f.padding
+        scores[0],
+        scores[1],
+        values[None],
+        causal=f.causal,
+        window=f.window,
+        mask=f.mask,
+        padding=f.padding,
     )[0, i]
 
 
@@ -101,7 +116,12 @@ def test_the_sum_is_above_the_integral():
     f, X, view = head("gaussian", 3)
     r, fine = 0.5, 64
     x = base(view, X)
-    integral = sum(second_derivative(x, r * (i + 0.5) / fine) for i in range(fine)) * r / fine * view.factor
+    integral = (
+        sum(second_derivative(x, r * (i + 0.5) / fine) for i in range(fine))
+        * r
+        / fine
+        * view.factor
+    )
     sigma = torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
     coarse = second_derivative(x, 0.0) * r * view.factor
     assert integral > 1.01 * coarse  # B grows: a left sum would be too small
@@ -115,7 +135,10 @@ def test_heads_and_projection_are_summed():
     assert (
         J
         <= whole
-        <= sum(certified_upper(replace(f.head(h), O=f.O[:, cut(f, h)]), Around(X, 0.05)) for h in range(f.heads))
+        <= sum(
+            certified_upper(replace(f.head(h), O=f.O[:, cut(f, h)]), Around(X, 0.05))
+            for h in range(f.heads)
+        )
         * (1 + 1e-3)
     )
 
@@ -146,7 +169,10 @@ def small_head(seed: int) -> Drawn:
     small = 1 / max(1.0, offset)
     biases = (torch.randn(k, **draw), None, None) if seed % 2 else None
     f = ls.SelfAttention(
-        small * torch.randn(k, d, **draw), torch.randn(k, d, **draw), torch.randn(m, d, **draw), biases=biases
+        small * torch.randn(k, d, **draw),
+        torch.randn(k, d, **draw),
+        torch.randn(m, d, **draw),
+        biases=biases,
     )
     return Drawn(replace(f, causal=seed % 4 == 1), X, rho, offset)
 
@@ -204,7 +230,13 @@ def test_two_hundred_certificates_against_fifty_digits(monkeypatch):
         norm, rise, interval = certificate(one.f, one.X, one.rho, STEPS)
         computed = certified_upper(one.f, Around(one.X, one.rho))
         at_X = uppers[-1].upper * (1 + gamma(200))
-        slack = 1 + STEPS * predicted_margin(base(view, one.X), one)  # the first radius is r / STEPS
-        assert min(norm + rise, interval) <= computed <= min(at_X + rise * slack, interval * slack), seed
+        slack = 1 + STEPS * predicted_margin(
+            base(view, one.X), one
+        )  # the first radius is r / STEPS
+        assert (
+            min(norm + rise, interval) <= computed <= min(at_X + rise * slack, interval * slack)
+        ), seed
         excess.append(float(computed / min(norm + rise, interval) - 1))
-    print(f"certificates above their formula by: median {sorted(excess)[100]:.1e}, largest {max(excess):.1e}")
+    print(
+        f"certificates above their formula by: median {sorted(excess)[100]:.1e}, largest {max(excess):.1e}"
+    )

@@ -40,7 +40,13 @@ def network(seed: int, kind: str = "multi-head, projected"):
     eps = 0.3
     norm = LayerNorm(randn(g, d), randn(g, d), eps) if seed % 2 else RMSNorm(randn(g, d), eps)
     attention = Residual(Chain((norm, Attention(f))))
-    mlp = Chain((Affine(randn(g, 7, d), None), Pointwise(torch.tanh, 1.0), Affine(randn(g, d, 7), randn(g, d))))
+    mlp = Chain(
+        (
+            Affine(randn(g, 7, d), None),
+            Pointwise(torch.tanh, 1.0),
+            Affine(randn(g, d, 7), randn(g, d)),
+        )
+    )
     return Chain((attention, Residual(Chain((norm, mlp))), attention)), X
 
 
@@ -73,7 +79,9 @@ def test_norm_layers_attain_their_constants():
     assert rms(largest).norm().item() == pytest.approx(rms.radius(1e6), rel=1e-9)
     for scale in (1e-3, 1.0, 1e3):
         x = scale * randn(g, 1, d)
-        assert sigma(rms, x) <= rms.lipschitz(math.inf, 1) and sigma(layer, x) <= layer.lipschitz(math.inf, 1)
+        assert sigma(rms, x) <= rms.lipschitz(math.inf, 1) and sigma(layer, x) <= layer.lipschitz(
+            math.inf, 1
+        )
         assert rms(x).norm().item() <= rms.radius(x.norm().item())
         assert layer(x).norm().item() <= layer.radius(x.norm().item())
 
@@ -99,5 +107,7 @@ def test_parts_compose_as_stated():
     W, b = 3 * torch.eye(2, dtype=torch.float64), torch.tensor([0.0, 4.0], dtype=torch.float64)
     step = Affine(W, b)
     assert network_bound(Residual(step), Ball(1.0, 2)) == pytest.approx(4.0, rel=1e-12)
-    assert network_bound(Chain((step, Pointwise(torch.relu, 1.0), step)), Ball(1.0, 2)) == pytest.approx(9.0, rel=1e-12)
+    assert network_bound(
+        Chain((step, Pointwise(torch.relu, 1.0), step)), Ball(1.0, 2)
+    ) == pytest.approx(9.0, rel=1e-12)
     assert Residual(step).radius(1.0) == pytest.approx(8.0, rel=1e-12)

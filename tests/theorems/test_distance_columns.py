@@ -12,14 +12,23 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope._types import Everywhere
-from lipscope.theorems.distance_columns import column_distance, column_sum, key_reaction, largest_share
+from lipscope.theorems.distance_columns import (
+    column_distance,
+    column_sum,
+    key_reaction,
+    largest_share,
+)
 from lipscope.theorems.heads import sight
 from lipscope.theorems.kim2021 import distance_upper, mean_distance, tighter_distance_upper
 
 
-def layer(causal: bool = False, window: int | None = None, mask: Tensor | None = None, k: int = 1) -> ls.SelfAttention:
+def layer(
+    causal: bool = False, window: int | None = None, mask: Tensor | None = None, k: int = 1
+) -> ls.SelfAttention:
     one = torch.eye(k, dtype=torch.float64)
-    return ls.SelfAttention(one, one, one, kernel=ls.L2(scale=1.0), causal=causal, window=window, mask=mask)
+    return ls.SelfAttention(
+        one, one, one, kernel=ls.L2(scale=1.0), causal=causal, window=window, mask=mask
+    )
 
 
 def columns(Y: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +103,9 @@ def test_the_column_of_distances_is_the_least_over_cuts(causal: bool):
     assert column_distance(sight(layer(causal), 3)) == pytest.approx(2 * omega, rel=1e-12)
     strangers = torch.eye(n).bool()
     strangers[:, 0] = True
-    assert column_distance(sight(layer(mask=strangers), n)) == pytest.approx((n - 1) * omega, rel=1e-12)
+    assert column_distance(sight(layer(mask=strangers), n)) == pytest.approx(
+        (n - 1) * omega, rel=1e-12
+    )
     assert column_distance(sight(layer(), 1)) == 0
 
 
@@ -104,7 +115,13 @@ def test_who_sees_whom_is_read_from_any_mask():
     blocks = torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)).bool()
     star = torch.eye(n).bool()
     star[:, 0] = True
-    cases = [(layer(), 1), (layer(True), 2), (layer(True, window=3), 2), (layer(mask=blocks), 1), (layer(mask=low), 2)]
+    cases = [
+        (layer(), 1),
+        (layer(True), 2),
+        (layer(True, window=3), 2),
+        (layer(mask=blocks), 1),
+        (layer(mask=low), 2),
+    ]
     for f, regard in [*cases, (layer(mask=star), math.inf)]:
         assert sight(f, n).regard == regard
     # A key that does not see itself is one that others see all the same.
@@ -137,7 +154,9 @@ def test_the_fourth_root_is_needed():
         x = 1 / m
         here, there = m + m * m * x, 1 + m * x + (m * m - 1) * x * x
         sizes = torch.tensor([m, m * m], dtype=torch.float64).sqrt()
-        weights = torch.tensor([[1 / here, x / here], [x / there, (1 + (m * m - 1) * x * x) / there / (m * m)]])
+        weights = torch.tensor(
+            [[1 / here, x / here], [x / there, (1 + (m * m - 1) * x * x) / there / (m * m)]]
+        )
         norm = torch.linalg.matrix_norm(sizes[:, None] * weights.double() * sizes, 2).item()
         n = m + m * m
         assert math.sqrt(m) / 3 * 0.95 < norm <= math.sqrt(column_sum(sight(layer(), n)))
@@ -150,7 +169,9 @@ def test_long_sequences_gain_most():
     """Against sqrt(1 + N/2) + 2 phi + 2 sqrt(omega N phi), what P_ij <= 1/2 alone gives."""
     for n, factor in ((128, 1.4), (1024, 1.9), (131_072, 5.0)):
         phi = mean_distance(n)
-        plain = math.sqrt(1 + (n - 1) / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * (n - 1) * phi)
+        plain = (
+            math.sqrt(1 + (n - 1) / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * (n - 1) * phi)
+        )
         for causal in (False, True):
             assert plain / tighter_distance_upper(layer(causal), Everywhere(n)) > factor
 
@@ -159,12 +180,18 @@ def test_the_table_of_the_page_is_this():
     """docs/theory/bounds.md: n, Kim et al., plain, no mask, causal, with identity weights."""
     page = Path(__file__).parents[2].joinpath("docs/theory/bounds.md").read_text()
     section = page.split("### Columns of a Gaussian kernel")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3].strip("| ").isdigit()]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in section.splitlines()
+        if line[:3].strip("| ").isdigit()
+    ]
     assert len(rows) == 5
     for n, *shown in rows:
         N = int(n.replace(",", ""))
         phi = mean_distance(N)
-        plain = math.sqrt(1 + (N - 1) / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * (N - 1) * phi)
+        plain = (
+            math.sqrt(1 + (N - 1) / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * (N - 1) * phi)
+        )
         ours = [tighter_distance_upper(layer(causal), Everywhere(N)) for causal in (False, True)]
         kim = distance_upper(layer(), Everywhere(N)) if N < 10_000 else math.sqrt(N) * (4 * phi + 1)
         assert shown == [f"{x:.4g}" for x in (kim, plain, *ours)], N

@@ -46,7 +46,9 @@ def matrix(rows: list[list[float]]) -> torch.Tensor:
 
 
 def tied(Q, V, O=None, heads=1, **options) -> ls.SelfAttention:
-    return ls.SelfAttention(Q, Q, V, O, heads=heads, kernel=options.pop("kernel", ls.L2()), **options)
+    return ls.SelfAttention(
+        Q, Q, V, O, heads=heads, kernel=options.pop("kernel", ls.L2()), **options
+    )
 
 
 def head_of(f: ls.SelfAttention):
@@ -72,7 +74,10 @@ def test_a_residual_of_one_rounding_error_counts_at_tokens_of_any_size():
                 assert set(found) == names
                 assert exact[norm] <= min(found.values()) <= 60 * exact[norm]
     assert not uppers(f, Everywhere(3)) and not uppers(f, Everywhere(3), "inf")
-    assert any("factor through the queries exactly" in r.failed for r in ls.bounds(f, Everywhere(3)).not_offered)
+    assert any(
+        "factor through the queries exactly" in r.failed
+        for r in ls.bounds(f, Everywhere(3)).not_offered
+    )
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -142,7 +147,9 @@ def test_the_split_bounds_what_is_left_over(seed: int):
     """V - M Q in 60 digits, for values that factor, nearly factor and do not, at wild scales."""
     g = Generator().manual_seed(seed)
     k, d, m = 2 + seed % 3, 4, 3
-    scale = 10.0 ** (40 * torch.rand(k, 1, generator=g, dtype=torch.float64) - 20) if seed % 2 else 1.0
+    scale = (
+        10.0 ** (40 * torch.rand(k, 1, generator=g, dtype=torch.float64) - 20) if seed % 2 else 1.0
+    )
     Q = scale * randn(g, k, d)
     V = randn(g, m, k) @ Q + (0.0, 1e-12, 1.0)[seed % 3] * randn(g, m, d)
     h = head_of(tied(Q, V))
@@ -224,7 +231,9 @@ def test_values_defined_by_m_have_the_theorems_constant_on_all_inputs():
     I = torch.eye(2, dtype=torch.float32)
     Q = torch.cat([I, 0 * I], dim=1)
     f = FactoredAttention(Q, Q, (2 + 2**-20) * Q, kernel=ls.L2(), M=2 * I[None])
-    assert uppers(f, Everywhere(9))["L2 attention"] == pytest.approx(2 * distance_reaction(sight(f, 9)), rel=1e-9)
+    assert uppers(f, Everywhere(9))["L2 attention"] == pytest.approx(
+        2 * distance_reaction(sight(f, 9)), rel=1e-9
+    )
     phi = mean_distance(9)
     coordinate = uppers(f, Everywhere(9), "inf")["Kim et al., L2 attention, largest coordinate"]
     assert coordinate == pytest.approx(2 * (4 * math.sqrt(2) * phi + 1), rel=1e-9)
@@ -237,7 +246,9 @@ def test_the_factored_map_is_the_layer_it_stands_for():
     f = factored(g, dtype=torch.float64)
     X = randn(g, 4, 6)
     torch.testing.assert_close(f(X), plain(f)(X), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(f.linearize(X).to_dense(), dense_jacobian(f, X), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        f.linearize(X).to_dense(), dense_jacobian(f, X), rtol=1e-11, atol=1e-11
+    )
     parts = [f.head(h)(X) for h in range(f.heads)]
     torch.testing.assert_close(torch.cat(parts, dim=-1) @ f.O.T, f(X), rtol=1e-13, atol=1e-13)
     assert isinstance(f.to(torch.float32).double(), FactoredAttention)

@@ -29,8 +29,12 @@ def test_the_formulas_are_these():
     R, bias = 1.5, 0.5
     a, b = R**2, R * (R + bias)
     ball = Ball(R, 3)
-    assert wasserstein_upper(repelling(), ball) == pytest.approx((1 + 3 * a) * math.exp(2 * a), rel=1e-9)
-    assert sharper_wasserstein_upper(repelling(bias), ball) == pytest.approx(a + (1 + b) * math.exp(b), rel=1e-9)
+    assert wasserstein_upper(repelling(), ball) == pytest.approx(
+        (1 + 3 * a) * math.exp(2 * a), rel=1e-9
+    )
+    assert sharper_wasserstein_upper(repelling(bias), ball) == pytest.approx(
+        a + (1 + b) * math.exp(b), rel=1e-9
+    )
     masked = masked_wasserstein_upper(repelling(bias, causal=True), ball)
     assert masked == pytest.approx(a + 2 * (1 + 2 * b) * math.exp(2 * b), rel=1e-9)
     assert largest_token_upper(repelling(bias), ball) == pytest.approx(1 + a + b, rel=1e-9)

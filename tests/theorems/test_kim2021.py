@@ -36,12 +36,16 @@ def test_phi_inverts_and_the_formulas_are_these():
     N, size = 7, 2.0
     assert phi(N) * math.exp(phi(N) + 1) == pytest.approx(N - 1)
     f = layer(size)
-    assert distance_upper(f, Everywhere(N)) == pytest.approx(size**2 * math.sqrt(N) * (4 * phi(N) + 1), rel=1e-9)
+    assert distance_upper(f, Everywhere(N)) == pytest.approx(
+        size**2 * math.sqrt(N) * (4 * phi(N) + 1), rel=1e-9
+    )
     seen = sight(f, N)
     tighter = math.sqrt(column_sum(seen)) + 2 * phi(N) + 2 * math.sqrt(key_reaction(seen))
     assert column_sum(seen) == pytest.approx(math.sqrt(N))
     assert tighter_distance_upper(f, Everywhere(N)) == pytest.approx(size**2 * tighter, rel=1e-9)
-    assert largest_coordinate_upper(f, Everywhere(N)) == pytest.approx(size**2 * (4 * phi(N) + 1), rel=1e-9)
+    assert largest_coordinate_upper(f, Everywhere(N)) == pytest.approx(
+        size**2 * (4 * phi(N) + 1), rel=1e-9
+    )
 
 
 def test_causal_rows_see_fewer_keys():
@@ -61,19 +65,32 @@ def test_the_lower_bound_grows_like_the_square_of_the_radius():
 
 @pytest.mark.parametrize(
     ("q", "v", "o"),
-    [(1e150, 1e-200, 1.0), (1e10, 1e-320, 1.0), (1.0, 1e160, 1.0), (1.0, 1e-160, 1e160), (1e-150, 1e300, 1.0)],
+    [
+        (1e150, 1e-200, 1.0),
+        (1e10, 1e-320, 1.0),
+        (1.0, 1e160, 1.0),
+        (1.0, 1e-160, 1e160),
+        (1e-150, 1e300, 1.0),
+    ],
 )
 def test_weights_of_any_size_neither_vanish_nor_overflow(q, v, o):
     one = torch.eye(2, dtype=torch.float64)
     f = ls.SelfAttention(q * one, q * one, v * one, o * one, kernel=ls.L2())
     plain = tighter_distance_upper(ls.SelfAttention(one, one, one, kernel=ls.L2()), Everywhere(3))
     # Of 1e-320 only three digits are there.
-    assert tighter_distance_upper(f, Everywhere(3)) == pytest.approx(plain * v * o, rel=1e-2 if v < 1e-310 else 1e-9)
+    assert tighter_distance_upper(f, Everywhere(3)) == pytest.approx(
+        plain * v * o, rel=1e-2 if v < 1e-310 else 1e-9
+    )
 
 
 def test_a_value_beyond_all_powers_of_two_has_no_bound():
     one = torch.eye(2, dtype=torch.float64)
-    assert tighter_distance_upper(ls.SelfAttention(one, one, 1.7e308 * one, kernel=ls.L2()), Everywhere(3)) == math.inf
+    assert (
+        tighter_distance_upper(
+            ls.SelfAttention(one, one, 1.7e308 * one, kernel=ls.L2()), Everywhere(3)
+        )
+        == math.inf
+    )
 
 
 def test_scores_that_grow_with_distance_have_no_bound():

@@ -62,10 +62,16 @@ def test_l2_attention_nearly_attains_its_bound_for_the_largest_coordinate():
     for N in (5, 51):
         phi = mean_distance(N)
         t = math.sqrt(1 + phi)
-        X = torch.cat([torch.zeros(1), *(torch.tensor([t, -t]) for _ in range((N - 1) // 2))]).double()[:, None]
+        X = torch.cat(
+            [torch.zeros(1), *(torch.tensor([t, -t]) for _ in range((N - 1) // 2))]
+        ).double()[:, None]
         rows = dense_jacobian(l2_layer(1.0), X).abs().sum(dim=1)
         assert rows.max().item() == pytest.approx(4 * phi + (1 - phi) / (1 + phi), rel=1e-6)
-        assert rows.max().item() <= smallest_upper(l2_layer(1.0), Everywhere(N), "inf") <= rows.max().item() + 2
+        assert (
+            rows.max().item()
+            <= smallest_upper(l2_layer(1.0), Everywhere(N), "inf")
+            <= rows.max().item() + 2
+        )
 
 
 @pytest.mark.parametrize("broken", ["untied", "no self"])
@@ -144,6 +150,8 @@ def test_g1_written_literally_rounds_below_the_norm():
                     M[i, j] = (exact[i] if i == j else 0) - exact[i] * exact[j]
             norm = max(mpmath.eigsy(M, eigvals_only=True))
             top = p.sort(descending=True).values.tolist()
-            literal_fails += mpmath.mpf(top[0] * (1 - top[0] + top[1])) < norm * (1 - mpmath.mpf("1e-6"))
+            literal_fails += mpmath.mpf(top[0] * (1 - top[0] + top[1])) < norm * (
+                1 - mpmath.mpf("1e-6")
+            )
             assert mpmath.mpf(softmax_jacobian_norm(p).item()) >= norm
     assert literal_fails > 0

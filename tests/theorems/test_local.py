@@ -23,7 +23,11 @@ def written_out(X, A, V, beta, mask=None):
     away = X[None] - (P @ X)[:, None]
     C = torch.einsum("ij,ija,ijb->iab", P, away, away)
     spread = torch.linalg.matrix_norm(V @ C @ V.T, 2)
-    keys = torch.linalg.matrix_norm(torch.einsum("ij,ia,ib->jab", P * spread[:, None], b, b), 2).max().sqrt()
+    keys = (
+        torch.linalg.matrix_norm(torch.einsum("ij,ia,ib->jab", P * spread[:, None], b, b), 2)
+        .max()
+        .sqrt()
+    )
     first = torch.linalg.matrix_norm(V @ C @ A, 2).max()
     return (first + torch.linalg.matrix_norm(V, 2) * torch.linalg.matrix_norm(P, 2) + keys).item()
 
@@ -51,10 +55,14 @@ def test_tightness_on_random_heads():
     ratios = []
     for seed in range(12):
         g = torch.Generator().manual_seed(seed)
-        X = torch.nn.functional.layer_norm(torch.randn(16, 12, generator=g, dtype=torch.float64), (12,))
+        X = torch.nn.functional.layer_norm(
+            torch.randn(16, 12, generator=g, dtype=torch.float64), (12,)
+        )
         Q, K, V = (torch.randn(6, 12, generator=g, dtype=torch.float64) / 12**0.5 for _ in range(3))
         f = ls.SelfAttention(Q, K, V)
-        ratios.append(local_upper(f, Point(X)) / torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item())
+        ratios.append(
+            local_upper(f, Point(X)) / torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
+        )
     assert min(ratios) >= 1 and sorted(ratios)[6] <= 2.5
 
 

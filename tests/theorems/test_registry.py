@@ -35,7 +35,9 @@ def test_every_bound_is_sound_campaign():
             audit(*problem(kind, seed), seed, tally, Effort(random=20, steps=6))
     print(f"{tally.pairs} pairs; worst ratios:", *sorted(tally.worst.items()), sep="\n")
     assert tally.pairs >= 100_000
-    tested = {bound.name for bound in REGISTRY if bound.kind == "upper" or bound.domain is not Everywhere}
+    tested = {
+        bound.name for bound in REGISTRY if bound.kind == "upper" or bound.domain is not Everywhere
+    }
     assert tested <= set(tally.worst)
 
 
@@ -52,7 +54,9 @@ def test_tightness_is_relative_to_a_measured_sigma():
     f, X = problem("gaussian", 0)
     sigma = torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
     rows = {row.name: row for row in bounds(f, Point(X))}
-    assert rows["input-dependent"].tightness(sigma) == pytest.approx(rows["input-dependent"].value / sigma)
+    assert rows["input-dependent"].tightness(sigma) == pytest.approx(
+        rows["input-dependent"].value / sigma
+    )
     assert all(row.tightness(sigma) >= 1 - 1e-12 for row in rows.values() if row.kind == "upper")
     assert rows["compact"].tightness(0.0) == math.inf
     with pytest.raises(UserError, match="measured sigma"):
@@ -60,14 +64,24 @@ def test_tightness_is_relative_to_a_measured_sigma():
 
 
 def test_every_theorem_has_a_citation_and_a_number_or_a_section_that_exists():
-    keys = {"lipscope", *re.findall(r"^@\w+\{(\w+),", (DOCS / "references.bib").read_text(), re.MULTILINE)}
+    keys = {
+        "lipscope",
+        *re.findall(r"^@\w+\{(\w+),", (DOCS / "references.bib").read_text(), re.MULTILINE),
+    }
     for bound in REGISTRY:
         assert bound.cite in keys, bound.name
-        number, pages = re.search(r"Theorem \d", bound.where), re.findall(r"docs/(\S+\.md)#(\S+)", bound.where)
+        number, pages = (
+            re.search(r"Theorem \d", bound.where),
+            re.findall(r"docs/(\S+\.md)#(\S+)", bound.where),
+        )
         assert number or pages, f"{bound.name} has neither a theorem number nor a section"
-        assert bound.cite != "lipscope" or pages, f"{bound.name} is new: its proof must have a section"
+        assert bound.cite != "lipscope" or pages, (
+            f"{bound.name} is new: its proof must have a section"
+        )
         for page, section in pages:
-            assert section in anchors((DOCS / page).read_text()), f"{bound.name}: {page}#{section} does not exist"
+            assert section in anchors((DOCS / page).read_text()), (
+                f"{bound.name}: {page}#{section} does not exist"
+            )
 
 
 def anchors(page: str) -> set[str]:
@@ -80,7 +94,9 @@ def test_what_does_not_apply_says_why():
     f, X = problem("softcap", 0)
     rows = bounds(f, Around(X, 0.1))
     assert "certified" not in {row.name for row in rows}
-    assert {refusal.failed for refusal in rows.not_offered} >= {"the softmax is plain: no softcap, no sinks"}
+    assert {refusal.failed for refusal in rows.not_offered} >= {
+        "the softmax is plain: no softcap, no sinks"
+    }
 
 
 def test_every_theorem_is_offered_or_refused_in_its_norm():
@@ -92,7 +108,10 @@ def test_every_theorem_is_offered_or_refused_in_its_norm():
             bound.name
             for bound in REGISTRY
             if bound.norm == norm
-            and (bound.domain in (Ball, (Ball, Everywhere)) or (bound.domain is Everywhere and bound.kind == "upper"))
+            and (
+                bound.domain in (Ball, (Ball, Everywhere))
+                or (bound.domain is Everywhere and bound.kind == "upper")
+            )
         }
 
 
@@ -103,7 +122,9 @@ def test_a_theorem_about_two_kinds_of_sets_is_asked_about_the_smaller():
     assert enclosing(Everywhere(3), both, "upper") == Everywhere(3)
     for domain, radius in ((Point(X), 0.0), (Around(X, 0.5), 0.5)):
         ball = enclosing(domain, both, "upper")
-        assert isinstance(ball, Ball) and math.sqrt(2) + radius <= ball.R <= (math.sqrt(2) + radius) * (1 + 1e-14)
+        assert isinstance(ball, Ball) and math.sqrt(2) + radius <= ball.R <= (
+            math.sqrt(2) + radius
+        ) * (1 + 1e-14)
     assert enclosing(Point(X), both, "lower") is None
 
 
