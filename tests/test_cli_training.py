@@ -102,11 +102,11 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
         (["--attention", "contractive", "--invertible", "--constant", "1"], "below 1"),
         (
             ["--constant", "0.5"],
-            "--constant is for --attention contractive; l2 attention takes none",
+            "constant is for contractive attention, l2 attention takes none",
         ),
         (
             ["--attention", "dot", "--constant", "0.9"],
-            "--constant is for --attention contractive; dot attention",
+            "constant is for contractive attention, dot attention takes none",
         ),
         (["--norm", "batch"], "choose one of pre, post, none"),
         (["--attention", "contractive", "--invertible", "--norm", "post"], "choose norm pre"),
@@ -203,20 +203,20 @@ def test_the_bar_says_how_well_it_goes(tmp_path, text, monkeypatch):
 
 
 PLACES = {
-    "lipscope.charlm.characters.read_characters": (
-        "before a step was taken; nothing has changed. Give the same",
+    "lipscope.charlm.training.read_characters": (
+        "before the first step; nothing has changed. Run the same",
         [],
     ),
     "lipscope.charlm.training.Training.read": (
-        "nothing is kept in {} yet. The same command begins again",
+        "nothing is saved in {} yet. Run the same command to start again",
         [],
     ),
     "lipscope.charlm.folder.write_json": (
-        "step 0 of 20 is kept in {}. The same command goes on",
+        "step 0 of 20 is saved in {}. Run the same command to resume",
         [],
     ),
     "lipscope.report.training.draw_curves": (
-        "step 20 of 20 is kept in {}. The same command",
+        "step 20 of 20 is saved in {}. Run the same command",
         ["model.safetensors"],
     ),
     "lipscope.report.training.curve_table": (
@@ -258,8 +258,7 @@ def test_a_full_disk_leaves_no_draft_and_is_told_as_it_is(tmp_path, text):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert (
-        done.stderr
-        == f"lipscope: cannot write {out / FILE}: File too large; there was none before, nor is now\n"
+        done.stderr == f"lipscope: cannot write {out / FILE}: File too large; no file was written\n"
     )
     assert [path.name for path in out.iterdir()] == [LOCK]
 

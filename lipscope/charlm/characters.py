@@ -1,4 +1,4 @@
-"""A text as characters: its alphabet, the part to learn from, the part held out, and windows of both."""
+"""A text as characters: its alphabet, a training part, a held-out part, and windows of both."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from lipscope._types import UserError
 
 HELD_OUT = 10
-"""The last tenth of a text is for testing."""
+"""The last 1/HELD_OUT of a text is for testing."""
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Every alphabet has it: it stands for the characters of other texts."""
+"""Part of every alphabet: it stands for the characters of other texts."""
 
 
 @dataclass(frozen=True, eq=False)
 class CharacterText:
-    """Characters as numbers: their places in the alphabet, which is sorted."""
+    """A text as indices into its sorted alphabet, split into a training and a held-out part."""
 
     alphabet: str
     learned: Tensor
@@ -29,34 +29,38 @@ class CharacterText:
 
     @staticmethod
     def of(text: str, context: int) -> CharacterText:
-        """Refuses a text that is too short for one held-out window of `context` characters."""
+        """Encode and split a text; it must be long enough for one held-out window of `context`."""
         needed = HELD_OUT * (context + 1)
         if len(text) < needed:
             raise UserError(
-                f"the text has {len(text)} characters, and a context of {context} needs at least {needed}; "
-                "give more text, or a smaller context"
+                f"the text has {len(text)} characters, and a context of {context} needs at least "
+                f"{needed}; give more text, or a smaller context"
             )
         alphabet = "".join(sorted({*text, UNKNOWN}))
         if len(set(text)) < 2:
             raise UserError(
-                f"the text is one character, {text[0]!r}, over and over: there is nothing to learn"
+                f"the text repeats a single character, {text[0]!r}; give a text with at least two"
             )
         place = {character: i for i, character in enumerate(alphabet)}
         ids = torch.tensor([place[character] for character in text])
         cut = len(text) - len(text) // HELD_OUT
         return CharacterText(
-            alphabet, ids[:cut], ids[cut:], hashlib.sha256(text.encode()).hexdigest()
+            alphabet=alphabet,
+            learned=ids[:cut],
+            held_out=ids[cut:],
+            digest=hashlib.sha256(text.encode()).hexdigest(),
         )
 
     @property
     def unigram_loss(self) -> float:
-        """What knowing no more than how frequent each character is costs on the held-out part, in nats."""
+        """The unigram baseline: held-out loss of character frequencies, in nats per character."""
+        # Add-one smoothing: a held-out character that was never seen must not cost infinity.
         counts = torch.bincount(self.learned, minlength=len(self.alphabet)).double() + 1
         return float(-(counts / counts.sum()).log()[self.held_out].mean())
 
     @property
     def bigram_loss(self) -> float:
-        """The same for how frequent each pair of characters is: what a model without attention can learn."""
+        """The bigram baseline, of character pairs: the best a model without attention can do."""
         size = len(self.alphabet)
         pairs = (
             torch.bincount(
@@ -68,19 +72,19 @@ class CharacterText:
         return float(-chances.log()[self.held_out[:-1], self.held_out[1:]].mean())
 
     def draw(self, count: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows at random places of the learned part, and for each character the one that follows it."""
+        """Random windows of the training part, and the same windows shifted by one character."""
         starts = torch.randint(len(self.learned) - context, (count,), generator=generator)
         return _windows(self.learned, starts, context)
 
     def test_windows(self, most: int, context: int) -> tuple[Tensor, Tensor]:
-        """At most `most` windows that do not overlap, evenly spread over the held-out part."""
+        """At most `most` disjoint windows, evenly spread over the held-out part."""
         places = (len(self.held_out) - 1) // context
         chosen = torch.arange(min(most, places)) * places // min(most, places)
         return _windows(self.held_out, chosen * context, context)
 
 
 def read_characters(text: str | Path, context: int) -> CharacterText:
-    """A text, or a file of UTF-8 text; its line ends are read as one character, as `lipscope measure` reads them."""
+    """Encode a text or a UTF-8 file; line endings are translated, as in `lipscope measure`."""
     try:
         words = text if isinstance(text, str) else text.read_text(encoding="utf-8")
         return CharacterText.of(words, context)

@@ -1,4 +1,4 @@
-"""One file that holds a whole training: tensors and facts, there entirely or not at all."""
+"""A whole training in one file, tensors and metadata, which is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lipscope._types import UserError
 
 FILE, LOCK = "training.safetensors", "training.lock"
 FACTS = "lipscope.training"
-"""The key of the facts in the file's own metadata."""
+"""The key of the facts in the metadata of the file."""
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes beside the old file, to disk, and then takes its place: a reader sees the old file or the new one."""
+    """Write a safetensors file atomically: readers see either the old file or the new one."""
     from safetensors.torch import save
 
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -33,7 +33,7 @@ def write_tensors(
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Tensors and facts of a training, or None where none has been kept yet."""
+    """Tensors and facts of the checkpoint in a directory, or None if there is no checkpoint."""
     from safetensors import safe_open
 
     path = directory / FILE
@@ -42,8 +42,9 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
     try:
         with safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})[FACTS])
-            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 (it is no dict)
-    except Exception as error:  # safetensors has errors of its own
+            names = file.keys()  # not a dict: it cannot be iterated over itself
+            return {name: file.get_tensor(name) for name in names}, facts
+    except Exception as error:  # safetensors raises its own classes
         raise UserError(
             f"{path} is not a checkpoint of lipscope train ({error}); give another --out"
         ) from error
@@ -51,7 +52,7 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 @contextmanager
 def claimed(directory: Path) -> Iterator[None]:
-    """The directory, made where needed, for this process alone; refused where it holds something else."""
+    """Create and lock a directory for this process; refuse one that holds something else."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; --out takes a directory")
     if directory.is_dir() and not (directory / LOCK).exists():
@@ -79,7 +80,7 @@ def claimed(directory: Path) -> Iterator[None]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """The state of an optimiser, by parameter name and quantity."""
+    """The state of an optimizer, keyed by parameter name and quantity."""
     state = optimizer.state_dict()["state"]
     return {
         f"{names[i]}/{quantity}": value

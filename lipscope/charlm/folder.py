@@ -1,4 +1,4 @@
-"""The folder of a trained character model: configuration, tokenizer and weights, written without transformers."""
+"""The folder of a trained model: configuration, tokenizer, weights, without transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lipscope.charlm.checkpoint import write_tensors
 from lipscope.charlm.language_model import Architecture, CharacterTransformer
 
 MODEL_TYPE, MODEL_CLASS = "lipscope_character", "CharacterModel"
-"""What transformers is to know it by; both are defined in lipscope.charlm.pretrained."""
+"""The names transformers knows it by; lipscope.charlm.pretrained defines both."""
 
 NAMES = {
     "vocabulary": "vocab_size",
@@ -22,11 +22,11 @@ NAMES = {
     "heads": "num_attention_heads",
     "context": "max_position_embeddings",
 }
-"""Sizes of an Architecture by the names that transformers has for them; its other fields keep theirs."""
+"""Fields of an Architecture that transformers has other names for."""
 
 
 def save_character_model(directory: Path, model: CharacterTransformer, alphabet: str) -> None:
-    """A folder that `lipscope measure` and AutoModel read: configuration, tokenizer, and last the weights."""
+    """Write a folder that `lipscope measure` and AutoModel can load; the weights come last."""
     kind = {"model_type": MODEL_TYPE, "architectures": [MODEL_CLASS]}
     write_json(directory / "config.json", kind | config_fields(model.architecture))
     write_json(directory / "tokenizer.json", character_tokenizer(alphabet))
@@ -42,7 +42,7 @@ def save_character_model(directory: Path, model: CharacterTransformer, alphabet:
 
 
 def config_fields(architecture: Architecture) -> dict[str, Any]:
-    """An architecture as a configuration file has it."""
+    """The fields of an architecture under the names of a configuration file."""
     return {NAMES.get(name, name): value for name, value in asdict(architecture).items()}
 
 
@@ -52,7 +52,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def character_tokenizer(alphabet: str) -> dict[str, Any]:
-    """A tokenizer.json: every character is a token, and one that is not in the alphabet is unknown."""
+    """The content of tokenizer.json: one token per character, UNKNOWN outside the alphabet."""
     vocabulary = {character: i for i, character in enumerate(alphabet)}
     return {
         "version": "1.0",

@@ -1,10 +1,13 @@
-"""A character language model whose attention can be chosen, and whose blocks can be made invertible.
+"""A character language model with a choice of attention, and optionally invertible blocks.
 
-An ordinary block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); or post-norm: norm(x + attention(x)), then
-norm(x + mlp(x)); or it has no norm. LayerNorm has no useful Lipschitz constant (1/sqrt(eps), attained at constant
-tokens), so an invertible block has none: both its branches g are contractions,
-|g(x) - g(y)| <= c |x - y| with c < 1, whatever the weights are. Then (1 - c) |x - y| <= |x + g(x) - y - g(y)| <=
-(1 + c) |x - y|, and a stack of `depth` such blocks is invertible with Lipschitz constant at most (1 + c)^(2 depth).
+An ordinary block is pre-norm, x + attention(norm(x)), then x + mlp(norm(x)); or post-norm,
+norm(x + attention(x)), then norm(x + mlp(x)); or it has no norm. LayerNorm has no useful Lipschitz
+constant (1/sqrt(eps), attained at constant tokens), so an invertible block does without: both its
+branches g are contractions, |g(x) - g(y)| <= c |x - y| with c < 1, for any weights. Then
+
+    (1 - c) |x - y| <= |x + g(x) - y - g(y)| <= (1 + c) |x - y|,
+
+and a stack of `depth` such blocks is invertible with Lipschitz constant at most (1 + c)^(2 depth).
 """
 
 from __future__ import annotations
@@ -24,22 +27,21 @@ from lipscope.nn.l2_attention import ContractiveL2Attention
 from lipscope.nn.variants import ATTENTIONS, CONSTANT
 
 INITIAL = 0.1
-"""Standard deviation of embeddings at first: small ones are learned faster than those of torch, of size 1."""
+"""Initial standard deviation of embeddings; they train faster than with torch's default of 1."""
 
 EXPANSION = 4
-"""Hidden units of a feed-forward layer for each of its inputs."""
-
+"""Hidden units of a feed-forward layer per input."""
 
 NORMS = ("pre", "post", "none")
-"""Where a block has its LayerNorms: before its branches, after its sums, nowhere."""
+"""Where a block has its LayerNorms: before its branches, after its sums, or nowhere."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The shape of a model, in numbers and words alone: what a configuration file holds.
+    """The shape of a model, as plain numbers and strings: the content of a configuration file.
 
-    constant: the Lipschitz constant of contractive branches: attention, and with `invertible` the feed-forward layers
-    norm:     one of NORMS; pre has one more before the readout, which is all that an invertible model has of it
+    constant: Lipschitz constant of contractive attention; if invertible, of feed-forward layers too
+    norm:     one of NORMS; "pre" has one more norm before the readout, an invertible model's only
     """
 
     vocabulary: int
@@ -69,8 +71,8 @@ class Architecture:
             raise UserError(f"constant must be a positive number, got {self.constant!r}")
         if self.invertible and self.attention != "contractive":
             raise UserError(
-                f"invertible blocks need attention that is a contraction, and {self.attention} attention is none; "
-                "choose attention contractive"
+                f"invertible blocks need attention that is a contraction, which {self.attention} "
+                "attention is not; choose attention contractive"
             )
         if self.invertible and self.constant >= 1:
             raise UserError(f"invertible blocks need a constant below 1, got {self.constant:g}")
@@ -82,13 +84,13 @@ class Architecture:
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """Refuses what is no whole number, or does not fit in 63 bits."""
+    """Raise UserError unless value is an integer that is at least `least` and fits in 63 bits."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         raise UserError(f"{name} must be a whole number from {least} to {2**63 - 1}, got {value!r}")
 
 
 def norm_in_words(norm: str | bool) -> str:
-    """The norm as a file has it: those written before there were three say whether a model is pre-norm."""
+    """The norm by name; older files store a boolean, whether the model is pre-norm."""
     return {True: "pre", False: "none"}[norm] if isinstance(norm, bool) else norm
 
 
@@ -96,7 +98,7 @@ MakeAttention = Callable[[Architecture], AttentionLayer]
 
 
 def make_attention(architecture: Architecture) -> AttentionLayer:
-    """One attention layer, causal; a contractive one has the constant of the architecture."""
+    """One causal attention layer of this architecture."""
     a = architecture
     if a.attention == "contractive":
         return ContractiveL2Attention(a.width, a.heads, a.constant, causal=True)
@@ -104,7 +106,7 @@ def make_attention(architecture: Architecture) -> AttentionLayer:
 
 
 class CharacterTransformer(nn.Module):
-    """Character numbers [..., n] to the logits of what follows each of them [..., n, vocabulary]."""
+    """Character indices [..., n] to logits of the next character, [..., n, vocabulary]."""
 
     def __init__(
         self, architecture: Architecture, attention: MakeAttention = make_attention
@@ -140,12 +142,12 @@ class CharacterTransformer(nn.Module):
         return [layer for layer in self.modules() if isinstance(layer, AttentionLayer)]
 
     def trunk_bound(self) -> float:
-        """A Lipschitz constant of the trunk for sequences of any length; infinity unless it is invertible."""
+        """A Lipschitz constant of the trunk for any length; infinite unless it is invertible."""
         a = self.architecture
         return (1 + a.constant) ** (2 * a.depth) if a.invertible else math.inf
 
     def trunk_inverse(self, Y: Tensor) -> Tensor:
-        """The embedded characters that the trunk maps to Y; only an invertible trunk has them."""
+        """The embedded characters that the trunk maps to Y, for an invertible trunk."""
         if not self.architecture.invertible:
             raise UserError(
                 "the blocks of this model are not invertible; make it with invertible=True"
@@ -177,7 +179,7 @@ class Block(nn.Module):
 
 
 class PostNormBlock(Block):
-    """norm(x + attention(x)), then norm(x + mlp(x)): tokens come out normed, and go to the readout as they are."""
+    """norm(x + attention(x)), then norm(x + mlp(x)); the readout follows without another norm."""
 
     def forward(self, X: Tensor) -> Tensor:
         X = self.attention_norm(X + self.attention(X))

@@ -12,12 +12,12 @@ from lipscope.linalg.spectral import Solver
 from lipscope.monitor.modules import ModuleWatch
 
 TOL = 1e-3
-"""Relative residual of the solve: plenty for a curve, and a handful of products. The seed is fixed, so that a training
-that was interrupted has the same curve."""
+"""Relative residual of the solve: accurate enough for a curve, for a handful of products. The seed
+is fixed, so that an interrupted training has the same curve."""
 
 
 def layer_constants(model: nn.Module, ids: Tensor) -> list[float]:
-    """sigma of each attention layer of the model, first to last, where it reads `model(ids)`; ids is one sequence."""
+    """sigma of each attention layer, first to last, at its input in `model(ids)`; ids is [n]."""
     watch = ModuleWatch(model)
     watch.arm()
     try:

@@ -1,7 +1,8 @@
-"""The character models of `lipscope train`, as an architecture that transformers knows and lipscope can measure."""
+"""The character model as a transformers architecture, which lipscope can load and measure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,30 +15,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipscope.attention.layer import SelfAttention
 from lipscope.charlm.folder import MODEL_TYPE, NAMES, config_fields
-from lipscope.charlm.language_model import (
-    Architecture,
-    CharacterTransformer,
-    make_attention,
-    norm_in_words,
-)
+from lipscope.charlm.language_model import Architecture, CharacterTransformer, norm_in_words
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
 
 SMALLEST = Architecture(2, width=8, depth=1, heads=1, context=8)
-"""What a configuration is that says nothing: transformers makes one to compare others with."""
+"""The default configuration: transformers constructs one without arguments for comparison."""
 
 
 class CharacterConfig(PretrainedConfig):
-    """An Architecture, its sizes by transformers' names."""
+    """An Architecture as a configuration, with the names that transformers uses."""
 
     model_type = MODEL_TYPE
     attribute_map = NAMES
 
-    def __init__(
-        self, **held: Any
-    ) -> None:  # fields of an architecture, and what every configuration may hold
+    # Keywords are fields of an Architecture, and whatever any configuration may hold.
+    def __init__(self, **held: Any) -> None:
         for name, default in config_fields(SMALLEST).items():
             value = held.pop(name, default)
             setattr(self, name, norm_in_words(value) if name == "norm" else value)
@@ -55,11 +50,15 @@ class CharacterConfig(PretrainedConfig):
 
 
 class Routed(AttentionLayer):
-    """An attention layer that asks transformers which attention function to use, as its own models do."""
+    """An attention layer that calls the attention function which its configuration selects.
+
+    It comes before AttentionLayer in the MRO of the classes below, so its forward wins.
+    """
 
     config: PretrainedConfig
 
-    def forward(self, X: Tensor) -> Tensor:  # type: ignore[override]  # windows of characters have no padding
+    # Windows of characters have no padding.
+    def forward(self, X: Tensor) -> Tensor:  # type: ignore[override]
         q, k, v = self.project(X)
         mask = create_causal_mask(self.config, X, attention_mask=None, past_key_values=None)
         name = self.config._attn_implementation
@@ -68,34 +67,37 @@ class Routed(AttentionLayer):
         return self.out(heads.flatten(-2))
 
     def closed_heads(self, n: int) -> SelfAttention:
-        """The heads before the output projection, in closed form."""
+        """The heads before the output projection, as a map with a closed-form Jacobian."""
         return replace(self.as_map(n), O=None)
 
 
 class RoutedDot(DotSelfAttention, Routed):
-    """Dot-product attention on the attention function in force."""
+    """Dot-product attention on the selected attention function."""
 
 
 class RoutedL2(L2SelfAttention, Routed):
-    """L2 attention on the attention function in force."""
+    """L2 attention on the selected attention function."""
 
 
 class RoutedCosine(CosineSelfAttention, Routed):
-    """Cosine attention on the attention function in force."""
+    """Cosine attention on the selected attention function."""
 
 
 class RoutedContractive(ContractiveL2Attention, Routed):
-    """Contractive L2 attention on the attention function in force; its scale is in the values."""
+    """Contractive L2 attention on the selected attention function; the values carry its scale."""
 
 
-ROUTED = {
-    kind.__bases__[0]: kind for kind in (RoutedDot, RoutedL2, RoutedCosine, RoutedContractive)
+ROUTED: dict[str, Callable[[Architecture], Routed]] = {
+    "dot": lambda a: RoutedDot(a.width, a.heads, causal=True),
+    "l2": lambda a: RoutedL2(a.width, a.heads, causal=True),
+    "cosine": lambda a: RoutedCosine(a.width, a.heads, causal=True),
+    "contractive": lambda a: RoutedContractive(a.width, a.heads, a.constant, causal=True),
 }
-"""The routed class of each layer that make_attention gives."""
+"""What make_attention makes, by the same names, routed."""
 
 
 class CharacterModel(PreTrainedModel):
-    """Character numbers to the last hidden state, of the same weights that were trained."""
+    """Character indices to the last hidden state, with the trained weights."""
 
     config_class = CharacterConfig
     main_input_name = "input_ids"
@@ -110,7 +112,7 @@ class CharacterModel(PreTrainedModel):
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **unused: Any
     ) -> BaseModelOutput:
-        """One of token ids [B, n] and embeddings [B, n, d], which have their positions in them."""
+        """Takes token ids [B, n], or embeddings [B, n, d] that include positions."""
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.network.embed(input_ids)
@@ -122,13 +124,10 @@ class CharacterModel(PreTrainedModel):
         return self.network.embedding
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Every layer has drawn its own weights when it was made."""
+        """Nothing: every layer initialises its own weights in its constructor."""
 
     def _routed(self, architecture: Architecture) -> AttentionLayer:
-        """The layer of the table, told to ask for its attention function."""
-        layer = make_attention(architecture)
-        layer.__class__ = ROUTED[type(layer)]
-        assert isinstance(layer, Routed)
+        layer = ROUTED[architecture.attention](architecture)
         layer.config = self.config
         return layer
 
@@ -136,7 +135,7 @@ class CharacterModel(PreTrainedModel):
 def eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention spelled out, to hold lipscope's against."""
+    """Attention written out, as a reference for lipscope's."""
     scores = scaling * query @ key.transpose(-2, -1)
     weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
     return (weights @ value).transpose(1, 2), weights

@@ -1,10 +1,10 @@
-"""Training a character model: every step is a function of what a checkpoint holds, so a kill changes nothing."""
+"""Training a character model; every step depends only on the checkpoint, so runs can resume."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lipscope._types import UserError
-from lipscope.charlm.characters import CharacterText
+from lipscope.charlm.characters import CharacterText, read_characters
 from lipscope.charlm.checkpoint import (
     FILE,
+    claimed,
     optimizer_tensors,
     read_checkpoint,
     restore_optimizer,
     write_tensors,
 )
+from lipscope.charlm.folder import save_character_model
 from lipscope.charlm.language_model import (
     Architecture,
     CharacterTransformer,
@@ -30,15 +32,15 @@ from lipscope.charlm.language_model import (
     norm_in_words,
 )
 from lipscope.charlm.layer_constants import layer_constants
-from lipscope.linalg.device import memory_of
+from lipscope.linalg.device import memory_of, usable_device
 
 TEST_WINDOWS = 64
-"""Held-out windows on which the test loss is taken."""
+"""Number of held-out windows in the test loss."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: AdamW, a linear warm-up, then a cosine down to a tenth of the learning rate."""
+    """Hyperparameters: AdamW, linear warm-up, then cosine decay to a tenth of the learning rate."""
 
     steps: int = 600
     batch: int = 16
@@ -69,9 +71,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """What a training showed after `step` steps: losses in nats a character, and sigma of each attention layer.
+    """The state after `step` steps: losses in nats per character, and sigma of each layer.
 
-    learned is the mean loss of the batches since the last reading, NaN before the first step.
+    learned is the mean loss of the batches since the last evaluation, NaN before the first step.
     """
 
     step: int
@@ -81,7 +83,7 @@ class CurvePoint:
 
 
 class Training:
-    """A model with its optimiser, its source of randomness and its curve, between two steps."""
+    """A model with its optimizer, random generator and training curve, between two steps."""
 
     def __init__(
         self,
@@ -93,11 +95,13 @@ class Training:
     ) -> None:
         if len(text.alphabet) != architecture.vocabulary:
             raise UserError(
-                f"the text has {len(text.alphabet)} characters and the model {architecture.vocabulary}"
+                f"the text has an alphabet of {len(text.alphabet)} characters and the model a "
+                f"vocabulary of {architecture.vocabulary}; make them equal"
             )
         _check_memory(architecture, recipe, device)
         self.text, self.architecture, self.recipe, self.device = text, architecture, recipe, device
         self.generator = torch.Generator().manual_seed(recipe.seed)
+        # Layers draw their weights from the global generator: seed it, and leave it as it was.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             self.model = CharacterTransformer(architecture, attention).to(device)
@@ -112,7 +116,7 @@ class Training:
         self._losses: list[Tensor] = []
 
     def advance(self) -> None:
-        """One step of the optimiser."""
+        """Take one optimizer step."""
         inputs, targets = self.text.draw(
             self.recipe.batch, self.architecture.context, self.generator
         )
@@ -127,7 +131,7 @@ class Training:
         self.step += 1
 
     def read(self) -> CurvePoint:
-        """Losses and constants now; they leave no trace in the training."""
+        """Evaluate losses and constants, without any effect on the training."""
         learned = float(torch.stack(self._losses).mean()) if self._losses else math.nan
         self._losses = []
         inputs, targets = (
@@ -142,19 +146,27 @@ class Training:
         if not math.isfinite(test) or (self.step and not math.isfinite(learned)):
             raise UserError(
                 f"the loss is no longer finite after {self.step} steps: training has diverged. "
-                f"Try lr below {self.recipe.lr:g} or warmup above {self.recipe.warmup}, in another directory"
+                f"Try lr below {self.recipe.lr:g} or warmup above {self.recipe.warmup}, "
+                "in another directory"
             )
         constants = layer_constants(self.model, inputs[0])
-        self.curve.append(CurvePoint(self.step, learned, test / len(inputs), tuple(constants)))
+        self.curve.append(
+            CurvePoint(
+                step=self.step,
+                learned=learned,
+                test=test / len(inputs),
+                constants=tuple(constants),
+            )
+        )
         return self.curve[-1]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides every number of this training."""
+        """Everything that the numbers of this training depend on."""
         return {"text": self.text.digest, **asdict(self.architecture), **asdict(self.recipe)}
 
     def save(self, directory: Path) -> None:
-        """Model, optimiser, randomness, step and curve in one file, at once."""
+        """Write model, optimizer, generator, step and curve to one file, atomically."""
         names = [name for name, _ in self.model.named_parameters()]
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {
@@ -169,7 +181,7 @@ class Training:
         write_tensors(directory / FILE, tensors, facts)
 
     def restore(self, directory: Path) -> bool:
-        """Goes on where the directory's checkpoint stands; False where there is none."""
+        """Load the checkpoint of a directory; False if there is none."""
         found = read_checkpoint(directory)
         if found is None:
             return False
@@ -189,13 +201,123 @@ class Training:
         return True
 
 
+def train_character_model(
+    text: str | Path,
+    *,
+    out: str | Path,
+    attention: str = "l2",
+    depth: int = 4,
+    width: int = 64,
+    heads: int = 4,
+    context: int = 64,
+    norm: str = "pre",
+    invertible: bool = False,
+    constant: float | None = None,
+    steps: int = 2000,
+    batch: int = 16,
+    lr: float = 3e-3,
+    warmup: int = 50,
+    weight_decay: float = 0.01,
+    clip: float = 1.0,
+    seed: int = 0,
+    every: int = 200,
+    device: str = "cpu",
+    progress: Callable[[float, float], None] = lambda done, total: None,
+    kept: Callable[[Training], None] = lambda training: None,
+) -> Training:
+    """Train a character language model and save it where `lipscope measure` can load it.
+
+    Interrupted runs resume where they left off when called again with the same arguments.
+
+    Args:
+        text: The text itself, or the path of a UTF-8 file; its last tenth is held out.
+        out: Directory for the model and the checkpoint: new, empty, or of an earlier training.
+        attention: A name in `lipscope.nn.ATTENTIONS`: dot, l2, contractive or cosine.
+        depth: Number of blocks.
+        width: Embedding dimension, a multiple of heads.
+        heads: Heads per layer.
+        context: Maximum sequence length, in characters.
+        norm: Placement of LayerNorm: pre, post or none.
+        invertible: Use invertible blocks; they need contractive attention.
+        constant: Lipschitz constant of contractive branches, 0.9 by default.
+        steps: Number of optimizer steps.
+        batch: Sequences per step.
+        lr: Peak learning rate of AdamW.
+        warmup: Steps of linear warm-up.
+        weight_decay: AdamW weight decay.
+        clip: Maximum gradient norm.
+        seed: Seed of weights and batches.
+        every: Steps between evaluations and checkpoints.
+        device: For example "cpu", "cuda" or "cuda:1".
+        progress: Called with (steps done, steps in all) after every step.
+        kept: Called with the training whenever it has been saved.
+
+    Returns:
+        The finished training: its `model`, and its `curve` of losses and layer constants.
+
+    Raises:
+        UserError: If an option, the text or the directory cannot be used, or training diverges.
+
+    Example:
+        >>> import tempfile
+        >>> from lipscope.charlm import train_character_model
+        >>> prose = "she sells sea shells by the sea shore. " * 20
+        >>> with tempfile.TemporaryDirectory() as out:
+        ...     training = train_character_model(
+        ...         prose, out=out, depth=1, width=8, heads=2, context=8, steps=2, every=1
+        ...     )
+        >>> [point.step for point in training.curve]
+        [0, 1, 2]
+    """
+    recipe = Recipe(
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=clip,
+        seed=seed,
+        every=every,
+    )
+    # The vocabulary is unknown until the text is read; the other options are checked before that.
+    shape = Architecture(
+        vocabulary=2,
+        attention=attention,
+        depth=depth,
+        width=width,
+        heads=heads,
+        context=context,
+        invertible=invertible,
+        norm=norm,
+    )
+    if constant is not None:
+        shape = replace(shape, constant=constant)
+        if attention != "contractive":
+            raise UserError(
+                f"constant is for contractive attention, {attention} attention takes none; "
+                "leave it out, or choose attention contractive"
+            )
+    learned = read_characters(text, context)
+    shape = replace(shape, vocabulary=len(learned.alphabet))
+    training = Training(learned, shape, recipe, usable_device(device))
+    directory = Path(out)
+
+    def save(now: Training) -> None:
+        save_character_model(directory, now.model, now.text.alphabet)
+        kept(now)
+
+    with claimed(directory):
+        train(training, directory, progress, save)
+    return training
+
+
 def train(
     training: Training,
     directory: Path,
     progress: Callable[[float, float], None] = lambda done, total: None,
     kept: Callable[[Training], None] = lambda training: None,
 ) -> None:
-    """Runs a training to its end, or what is left of it; every `every` steps it is read, saved, and `kept` is told."""
+    """Run the remaining steps; every `every` steps evaluate, save, and call `kept`."""
     total = training.recipe.steps
     try:
         if not training.restore(directory):
@@ -216,22 +338,27 @@ def train(
 
 
 def _farewell(directory: Path, total: int) -> str:
-    """What is on disk, and how to go on."""
+    """What has been saved, and how to resume."""
     found = read_checkpoint(directory)
     if found is None:
-        return f"Stopped; nothing is kept in {directory} yet. The same command begins again."
-    return f"Stopped; step {found[1]['step']} of {total} is kept in {directory}. The same command goes on from there."
+        return f"Stopped; nothing is saved in {directory} yet. Run the same command to start again."
+    return (
+        f"Stopped; step {found[1]['step']} of {total} is saved in {directory}. "
+        "Run the same command to resume."
+    )
 
 
 def _check_memory(a: Architecture, recipe: Recipe, device: torch.device) -> None:
-    """Refuse what cannot fit before it is made: weights, gradients and Adam's two moments, and one block's tokens."""
+    """Refuse a training that cannot fit into memory, before anything is allocated."""
+    # Lower bounds: weights, gradients and Adam's two moments; the activations of the blocks.
     weights = a.depth * 12 * a.width**2 + (2 * a.vocabulary + a.context) * a.width
     tokens = recipe.batch * a.context * (a.vocabulary + 6 * a.width * a.depth)
     needed, total = 4 * (4 * weights + tokens), memory_of(device)
     if needed > total:
         raise UserError(
-            f"this training needs more than {needed / 2**30:.3g} GiB and {device} has {total / 2**30:.3g}; "
-            f"try a smaller width ({a.width}), depth ({a.depth}), context ({a.context}) or batch ({recipe.batch})"
+            f"this training needs more than {needed / 2**30:.3g} GiB and {device} has "
+            f"{total / 2**30:.3g}; try a smaller width ({a.width}), depth ({a.depth}), "
+            f"context ({a.context}) or batch ({recipe.batch})"
         )
 
 
@@ -248,12 +375,12 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_same(there: dict[str, Any], asked: dict[str, Any], directory: Path) -> None:
-    """A checkpoint is gone on with only where everything that decides its numbers is the same."""
+    """Refuse to resume a checkpoint with other settings: its numbers would be of neither."""
     for name, value in asked.items():
         if there.get(name) != value:
             was = "another text" if name == "text" else f"{name} {there.get(name)}"
             raise UserError(
                 f"{directory} holds a training with {was}"
                 + ("" if name == "text" else f", not {value}")
-                + "; give the same options to go on with it, or another --out"
+                + "; give the same options to resume it, or another --out"
             )

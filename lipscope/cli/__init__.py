@@ -1,4 +1,4 @@
-"""The command line: `main` runs one command and gives its exit code."""
+"""The command line: `main` runs one command and returns its exit code."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from lipscope.cli.interrupt import FAREWELL, Remembered, too_late
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command, or that of this process, where Ctrl-C ends in a line and exit code 130 whenever it comes."""
+    """Run a command and return its exit code; Ctrl-C prints one line and exits with 130.
+
+    Args:
+        arguments: The command line as a list of words; by default, that of this process.
+    """
     try:
         if arguments is None:
             signal.signal(signal.SIGINT, Remembered())
-        from lipscope.cli.commands import run  # late: Ctrl-C may come while commands are loaded
+        from lipscope.cli.commands import run  # late: Ctrl-C may come during imports
 
         return run(arguments)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The commands that look for the worst: every theorem against each head, and attacks."""
+"""The commands `bounds` and `attack`: theorems beside measurements, and worst-case inputs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from lipscope.cli.terminal import numbers, progress, read_text, show_table
 
 def bounds(
     model: Annotated[
-        str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")
+        str | None, typer.Argument(help="Model id or directory.", show_default="embedded MiniLM")
     ] = None,
     text: Annotated[
-        str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")
+        str | None,
+        typer.Option(
+            metavar="FILE|-", help="UTF-8 text; - reads stdin.", show_default="embedded prose"
+        ),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")
+        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
     ] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Tokens per sample.", show_default="64")
     ] = None,
     radius: Annotated[
-        float | None, typer.Option(help="Of the ball.", show_default="the text's")
+        float | None, typer.Option(help="Radius of the ball of inputs.", show_default="the text's")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory to save the study in; rerun to resume."),
     ] = None,
 ) -> None:
-    """Hold every theorem against each head: bounds, the worst input found, and how tight they are."""
+    """Compare every theorem with the measured constant of each head and the worst input found."""
     sizes, where, words = (
         numbers("lengths", lengths),
         numbers("layers", layers),
@@ -46,27 +50,34 @@ def bounds(
 
 
 def attack(
-    kind: Annotated[str, typer.Option(help="construction, ascent, direction, tokens or compare.")],
+    kind: Annotated[
+        str, typer.Option(help="One of construction, ascent, direction, tokens, compare.")
+    ],
     model: Annotated[
-        str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")
+        str | None, typer.Argument(help="Model id or directory.", show_default="embedded MiniLM")
     ] = None,
     text: Annotated[
-        str | None, typer.Option(metavar="FILE|-", show_default="embedded prose")
+        str | None,
+        typer.Option(
+            metavar="FILE|-", help="UTF-8 text; - reads stdin.", show_default="embedded prose"
+        ),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")
+        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of the text.")] = 32,
-    swaps: Annotated[int, typer.Option(help="Tokens to replace, at most.")] = 3,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the study.")] = None,
+    length: Annotated[int, typer.Option(help="Number of tokens taken from the text.")] = 32,
+    swaps: Annotated[int, typer.Option(help="Maximum number of tokens to replace.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory to save the results in.")
+    ] = None,
 ) -> None:
-    """Look for inputs, or words, on which attention reacts most.
+    """Search for inputs, or replacement words, that attention is most sensitive to.
 
-    Kind compare sets attacks on the whole model against each other at equal norm, on a text in each line of the file.
+    The kind `compare` compares attacks on the whole model at equal norm, one text per line.
     """
     if kind == "compare":
         if layers is not None:
-            raise UserError("kind compare attacks the whole model; leave --layers out.")
+            raise UserError("--kind compare attacks the whole model; leave --layers out")
         return _compare(model, text, length, swaps, out)
     with progress() as report:
         from lipscope.audit.attacks import Plan, attack_model, attack_table
@@ -79,7 +90,7 @@ def attack(
 def _compare(
     model: str | None, text: str | None, length: int, swaps: int, out: Path | None
 ) -> None:
-    """Prints the table; with `out` also leaves attacks.csv and attacks.png there."""
+    """Print the table; with `out`, also write attacks.csv and attacks.png there."""
     with progress() as report:
         from lipscope.audit.attack_comparison import (
             Contest,

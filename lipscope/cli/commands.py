@@ -1,4 +1,4 @@
-"""The subcommands in one application, and how each of them ends: well, in a mistake, or by Ctrl-C."""
+"""The commands in one application, and how each ends: done, with an error, or by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lipscope.cli.terminal import INTERRUPTED, WRONG_INPUT, tell
 
 
 class StoppedError(Exception):
-    """Ctrl-C came; the message says what is kept."""
+    """Ctrl-C was pressed; the message says what has been saved."""
 
 
 class Commands(TyperGroup):
-    """Takes Ctrl-C out of a command before typer does, which would say nothing."""
+    """Handles Ctrl-C before typer does, which would exit without a message."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,14 +50,14 @@ for command in (
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """How strongly does attention react to its input? Local Lipschitz constants, with certificates."""
+    """Local Lipschitz constants of attention, with certificates."""
     if version:
         typer.echo(f"lipscope {__version__}")
         raise typer.Exit()
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """The exit code of a command; a mistake of the user's is told in a line or two, with exit code 2."""
+    """Run a command and return its exit code; an error of the user prints a message and gives 2."""
     try:
         code = app(args=arguments, prog_name="lipscope", standalone_mode=False)
     except StoppedError as stop:
@@ -67,9 +67,8 @@ def run(arguments: Sequence[str] | None) -> int:
             return tell(FAREWELL, INTERRUPTED)
         if isinstance(error, UserError):
             return tell(str(error), WRONG_INPUT)
-        if not hasattr(
-            error, "format_message"
-        ):  # the parser's own complaints, whose class typer does not export
+        # Typer does not export the class of its parser's errors; this method is what they have.
+        if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
         remedy = f" Try `{context.command_path} --help`." if context else ""

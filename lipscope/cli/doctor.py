@@ -1,4 +1,4 @@
-"""What lipscope stands on here: versions, device, caches, and whether anything can be fetched."""
+"""The environment: versions, device, caches, and whether models can be downloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def report() -> dict[str, str]:
-    """Name and state of everything a bug report should tell."""
+    """Everything a bug report should contain, by name."""
     import torch
     from huggingface_hub import constants, is_offline_mode
 
@@ -52,4 +52,4 @@ def _embedded() -> str:
     if _version(embedded.PACKAGE) == embedded.VERSION:
         return f"{embedded.REVISION}, installed"
     place = embedded.cache_folder() / f"{embedded.PACKAGE}-{embedded.VERSION}"
-    return f"{embedded.REVISION}, {'in' if place.is_dir() else 'will be fetched to'} {place}"
+    return f"{embedded.REVISION}, {'in' if place.is_dir() else 'will be downloaded to'} {place}"

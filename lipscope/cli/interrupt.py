@@ -1,16 +1,16 @@
-"""Ctrl-C, remembered: libraries that are being loaded swallow it, or turn it into an error of their own."""
+"""Ctrl-C that is not lost: libraries being imported may swallow it or raise their own error."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-FAREWELL = "Stopped; what is on disk stays there. Give the same command again."
-"""What Ctrl-C says where nobody has left a note that knows better."""
+FAREWELL = "Stopped; what was saved is kept. Run the same command again."
+"""The message after Ctrl-C, where the exception carries no more specific note."""
 
 
 class Remembered:
-    """A handler of SIGINT that raises KeyboardInterrupt like Python's own, and knows that it has."""
+    """A SIGINT handler that raises KeyboardInterrupt like Python's own, and records that it did."""
 
     def __init__(self) -> None:
         self.came = False
@@ -21,14 +21,15 @@ class Remembered:
 
 
 def interrupted() -> bool:
-    """Whether Ctrl-C has come since a Remembered was put in charge."""
+    """Whether Ctrl-C was pressed since a Remembered handler was installed."""
     handler = signal.getsignal(signal.SIGINT)
     return isinstance(handler, Remembered) and handler.came
 
 
 def too_late() -> None:
-    """From here on Ctrl-C changes nothing: what is left is Python's tidying up, which it would end half-way."""
+    """Ignore Ctrl-C from here on: it would interrupt Python's own shutdown half-way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Python ends itself by SIGINT, and not with our exit code, when a Ctrl-C has come within the exec of a string, as
-    # dataclasses have it, even one that was dealt with. It forgets at the next string.
+    # If Ctrl-C arrived inside the exec of a string (dataclasses run one), Python kills itself by
+    # SIGINT at exit instead of returning our exit code, even if the exception was handled. The
+    # flag behind this is cleared by the next exec.
     exec("")

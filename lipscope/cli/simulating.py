@@ -1,4 +1,4 @@
-"""The command that shows attention as a flow: particles, clusters, Gaussians, growth along depth."""
+"""The command `simulate`: attention as a flow of particles through depth."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SimulateCommand(TyperCommand):
-    """Its help ends with what every preset shows, from the one table that has them."""
+    """Appends the table of presets to the help text."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from lipscope.dynamics.presets import PRESETS
@@ -26,26 +26,32 @@ class SimulateCommand(TyperCommand):
         typer.echo(" Presets\n")
         for name, preset in PRESETS.items():
             typer.echo(
-                f"   {name:<10} {preset.about}\n{'':<14}n = {preset.n}, d = {preset.dim}, t = {preset.time:g}"
+                f"   {name:<10} {preset.about}\n"
+                f"{'':<14}n = {preset.n}, d = {preset.dim}, t = {preset.time:g}"
             )
 
 
 def simulate(
-    preset: Annotated[str, typer.Option(help="Which flow, see below.")] = "clusters",
+    preset: Annotated[str, typer.Option(help="Flow to simulate; listed below.")] = "clusters",
     n: Annotated[
-        int | None, typer.Option("--n", help="Tokens.", show_default="the preset's")
+        int | None, typer.Option("--n", help="Number of tokens.", show_default="the preset's")
     ] = None,
     dim: Annotated[
-        int | None, typer.Option(help="Size of a token.", show_default="the preset's")
+        int | None, typer.Option(help="Dimension of a token.", show_default="the preset's")
     ] = None,
-    time: Annotated[float | None, typer.Option(help="Depth.", show_default="the preset's")] = None,
-    device: Annotated[str, typer.Option(help="As in cpu, cuda, cuda:1.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Decides where tokens start.")] = 0,
+    time: Annotated[
+        float | None, typer.Option(help="Depth to integrate to.", show_default="the preset's")
+    ] = None,
+    device: Annotated[str, typer.Option(help="For example cpu, cuda or cuda:1.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the initial tokens.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", show_default="simulation-PRESET")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory to write to.", show_default="simulation-PRESET"
+        ),
     ] = None,
 ) -> None:
-    """Let tokens flow through infinitely many layers of attention; write an animation, a figure and the numbers."""
+    """Simulate tokens flowing through infinitely many layers; write an animation and a figure."""
     with progress("simulating") as report:
         from lipscope.dynamics.simulation import simulate as run
         from lipscope.report.simulation_files import check_folder, write_simulation

@@ -1,4 +1,4 @@
-"""The commands around a study: measure a model, show, report and export what was measured; doctor."""
+"""The commands around a study: `measure`, `show`, `report`, `export`; and `doctor`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ REPORT, COMPARISON = "report.html", "comparison.html"
 
 
 class MeasureCommand(TyperCommand):
-    """Its help ends with the formula of every scope, from the one table that has them."""
+    """Appends the table of scopes and their formulas to the help text."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from lipscope.models.scopes import SCOPES
 
         super().format_help(ctx, formatter)
-        typer.echo(" Scopes: the map f that is measured, at X, which holds one token per row.\n")
+        typer.echo(" Scopes: the map f whose constant is measured at X, one token per row.\n")
         for name, scope in SCOPES.items():
             typer.echo(f"   {name:<10} {scope.formula}\n{'':<14}{scope.description}")
 
 
 def measure(
     model: Annotated[
-        str | None, typer.Argument(help="Hub name or folder.", show_default="embedded MiniLM")
+        str | None, typer.Argument(help="Model id or directory.", show_default="embedded MiniLM")
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE|-", help="UTF-8 text; - is stdin.", show_default="embedded prose"
+            metavar="FILE|-", help="UTF-8 text; - reads stdin.", show_default="embedded prose"
         ),
     ] = None,
     lengths: Annotated[
@@ -46,34 +46,43 @@ def measure(
     ] = None,
     samples: Annotated[int, typer.Option(help="Samples per length.")] = 3,
     layers: Annotated[
-        str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")
+        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
     ] = None,
-    heads: Annotated[str | None, typer.Option(help="As in 0,2 or 0-5.", show_default="all")] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
+    ] = None,
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="Which map, see below; repeat it.", show_default="heads, attention"),
+        typer.Option(
+            help="Map to measure, listed below; repeatable.", show_default="heads, attention"
+        ),
     ] = None,
     random_init: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Random weights instead.")
+        int | None, typer.Option(metavar="SEED", help="Use random weights.")
     ] = None,
     special_tokens: Annotated[
-        bool, typer.Option("--special-tokens", help="Frame samples with them.")
+        bool, typer.Option("--special-tokens", help="Add special tokens to samples.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    tol: Annotated[float, typer.Option(help="Relative residual at which a solve ends.")] = 1e-6,
-    gap: Annotated[float | None, typer.Option(help="Go on to upper / lower - 1 <= this.")] = None,
+    tol: Annotated[float, typer.Option(help="Relative residual at which the solver stops.")] = 1e-6,
+    gap: Annotated[
+        float | None, typer.Option(help="Iterate until upper / lower - 1 is at most this.")
+    ] = None,
     device: Annotated[
-        str | None, typer.Option(help="As in cpu, cuda, cuda:1.", show_default="cpu")
+        str | None, typer.Option(help="For example cpu, cuda or cuda:1.", show_default="cpu")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float64 certifies, float32 is faster.")] = "float64",
-    seed: Annotated[int, typer.Option(help="Decides samples and solver starts.")] = 0,
-    workers: Annotated[int, typer.Option(help="Processes; 1 is this one.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="float64 is most accurate; float32 is faster.")
+    ] = "float64",
+    seed: Annotated[int, typer.Option(help="Seed of samples and solver starts.")] = 0,
+    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep the study; resume it.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory to save the study in; rerun to resume."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """DiscreteMeasure how smooth every attention layer of a model is on a text, and how that grows with length."""
+    """Measure how smooth every attention layer of a model is, and how that changes with length."""
     sizes, where, which = (
         numbers("lengths", lengths),
         numbers("layers", layers),
@@ -108,8 +117,10 @@ def measure(
 
 
 def show(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a measure.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory that `measure --out` wrote.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Print a study again."""
     from lipscope.study.study import Study
@@ -118,15 +129,18 @@ def show(
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a measure.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory that `measure --out` wrote.")
+    ],
     other: Annotated[
-        Path | None, typer.Argument(metavar="[DIR2]", help="A second study, side by side.")
+        Path | None, typer.Argument(metavar="[DIR2]", help="A second study to show side by side.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default="DIR/report.html")
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write.", show_default="DIR/report.html"),
     ] = None,
 ) -> None:
-    """Write a study, or two side by side, as one page that opens anywhere."""
+    """Write a study, or two side by side, as one self-contained HTML page."""
     from lipscope.study.study import Study
 
     against = None if other is None else Study.open(other)
@@ -138,12 +152,16 @@ def report(
 
 
 def export(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of a measure.")],
-    file: Annotated[Path | None, typer.Argument(help="Where to.", show_default="stdout")] = None,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory that `measure --out` wrote.")
+    ],
+    file: Annotated[
+        Path | None, typer.Argument(help="File to write.", show_default="stdout")
+    ] = None,
     csv: Annotated[bool, typer.Option("--csv", help="CSV, the default.")] = False,
     parquet: Annotated[bool, typer.Option("--parquet", help="Parquet; needs FILE.")] = False,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Tokens and their norms, not rows.")
+        bool, typer.Option("--tokens", help="Export tokens and their norms.")
     ] = False,
 ) -> None:
     """Write a study as CSV or Parquet."""
@@ -151,9 +169,9 @@ def export(
     from lipscope.study.study import Study
 
     if csv and parquet:
-        raise UserError("give --csv or --parquet, not both.")
+        raise UserError("--csv and --parquet exclude each other; give one of them")
     if parquet and file is None:
-        raise UserError("--parquet needs a file to write to: lipscope export DIR --parquet FILE.")
+        raise UserError("--parquet needs a file to write to: lipscope export DIR --parquet FILE")
     study = Study.open(directory)
     if file is None:
         write_csv(study, sys.stdout, tokens)
@@ -162,7 +180,7 @@ def export(
 
 
 def doctor() -> None:
-    """Say what is installed, which device would be used, and whether models can be fetched."""
+    """Print installed versions, the device, and whether models can be downloaded."""
     from lipscope.cli.doctor import report
 
     for name, value in report().items():
@@ -170,7 +188,7 @@ def doctor() -> None:
 
 
 def _write_report(study: Study, path: Path, against: Study | None = None) -> None:
-    """Writes the page, and says where to a person."""
+    """Write the page; on a terminal, print where."""
     from lipscope.report.page import render
 
     render(study, path, against)

@@ -1,4 +1,4 @@
-"""What every command shares: numbers and texts from arguments, the progress bar, tables, a line for a mistake."""
+"""What the commands share: parsing of arguments, the progress bar, tables, error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tell(message: str, code: int) -> int:
 
 
 def numbers(name: str, value: str | None) -> list[int] | None:
-    """0,2,5-7 as numbers."""
+    """Parse 0,2,5-7 into a list of integers."""
     if value is None:
         return None
     found: list[int] = []
@@ -37,18 +37,18 @@ def numbers(name: str, value: str | None) -> list[int] | None:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UserError(
-                f"--{name} takes whole numbers and ranges, as in 0,2,5-7; {part.strip()!r} is neither."
+                f"--{name} takes integers and ranges such as 0,2,5-7; {part.strip()!r} is neither"
             )
         if dash and int(last) < int(first):
             raise UserError(
-                f"--{name}: the range {part.strip()} is empty; write the smaller number first."
+                f"--{name}: the range {part.strip()} is empty; write the smaller number first"
             )
         found += range(int(first), int(last or first) + 1)
     return found
 
 
 def read_text(source: str) -> str | Path:
-    """A file, or what stands on stdin; its line ends are read as one character, as those of a file are."""
+    """The path of a file, or the text on stdin with line endings translated as for a file."""
     if source != "-":
         return Path(source)
     try:
@@ -56,12 +56,12 @@ def read_text(source: str) -> str | Path:
         return io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)
     except UnicodeDecodeError as error:
         raise UserError(
-            f"the text on stdin is not UTF-8 (byte {error.start}); convert it first."
+            f"the text on stdin is not UTF-8 (byte {error.start}); convert it first"
         ) from error
 
 
 class Report:
-    """Moves a bar that says what is being done. A Ctrl-C that a library has swallowed is heard here."""
+    """Updates the progress bar; also raises a Ctrl-C that a library has swallowed."""
 
     def __init__(self, bar: Progress, doing: str) -> None:
         self.doing, self._bar, self._task = doing, bar, bar.add_task("loading", total=None)
@@ -74,7 +74,7 @@ class Report:
 
 @contextmanager
 def progress(doing: str = "measuring") -> Iterator[Report]:
-    """A bar with the time left, on a terminal; stdout stays clean."""
+    """A progress bar on stderr, shown on a terminal only; stdout stays clean."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -99,7 +99,7 @@ def progress(doing: str = "measuring") -> Iterator[Report]:
 
 @contextmanager
 def farewell(words: str) -> Iterator[None]:
-    """What Ctrl-C says in here, unless whoever it reached first knows better."""
+    """Attach a message to a Ctrl-C raised inside, unless it carries one already."""
     try:
         yield
     except KeyboardInterrupt as stop:

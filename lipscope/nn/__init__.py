@@ -1,4 +1,4 @@
-"""Attention layers with a Lipschitz constant, residuals that invert, and what regularises them; torch alone."""
+"""Attention layers with a Lipschitz constant, invertible residuals and regularisers, in torch."""
 
 from __future__ import annotations
 

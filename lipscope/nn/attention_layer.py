@@ -1,4 +1,4 @@
-"""What the attention layers of this room share: sizes, checks, and the road through `attend`."""
+"""The base class of the attention layers: sizes, checks, padding, and the call of `attend`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,28 @@ from lipscope.attention.primitive import attend
 
 
 class AttentionLayer(nn.Module):
-    """Tokens [n, dim] or [B, n, dim] to tokens of the same shape; a subclass says what queries, keys and values are."""
+    """Base class of multi-head self-attention layers.
+
+    A layer maps tokens [n, dim] or [B, n, dim] to tokens of the same shape. A subclass defines
+    `project`, which gives queries, keys and values, and the linear map `out`.
+
+    Args:
+        dim: Dimension of a token, a multiple of heads.
+        heads: Number of heads.
+        causal: Whether a token attends to itself and earlier tokens only.
+
+    Raises:
+        UserError: If dim or heads is not a positive integer, or heads does not divide dim.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = ls.nn.DotSelfAttention(8, heads=2)
+        >>> isinstance(layer, ls.nn.AttentionLayer)
+        True
+        >>> layer.weights(torch.zeros(3, 8)).shape
+        torch.Size([2, 3, 3])
+    """
 
     out: nn.Linear
 
@@ -24,7 +45,8 @@ class AttentionLayer(nn.Module):
                 raise UserError(f"{name} must be a positive integer, got {size!r}")
         if dim % heads:
             raise UserError(
-                f"dim={dim} must be a multiple of heads={heads}: every head takes dim / heads coordinates"
+                f"dim={dim} must be a multiple of heads={heads}: "
+                "every head has dim / heads coordinates"
             )
         self.dim, self.heads, self.causal = dim, heads, causal
 
@@ -33,22 +55,29 @@ class AttentionLayer(nn.Module):
         return self.dim // self.heads
 
     def forward(self, X: Tensor, padding: Tensor | None = None) -> Tensor:
-        """padding [n] or [B, n] is True for real tokens: the layer of these alone, whatever the others hold, NaN too.
+        """Apply the layer.
 
-        A padded token gives zero, and neither it nor its gradient reaches anything.
+        Args:
+            X: Tokens [n, dim] or [B, n, dim].
+            padding: Boolean [n] or [B, n], True for real tokens. Padded tokens, NaN included,
+                have no effect on the others; their output is zero, and so is their gradient.
+
+        Returns:
+            Tokens of the shape of X.
         """
         check_tokens(X, self.dim)
         q, k, v = self.project(_real(X, padding), padding)
         return self.out(_mix(q, k, v, self.causal, padding).transpose(-3, -2).flatten(-2))
 
     def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [..., heads, n, size]; the score of a pair is the dot product of q and k."""
+        """Queries, keys and values [..., heads, n, size], scaled so that the scores are q k^T."""
         raise NotImplementedError
 
     def weights(self, X: Tensor, padding: Tensor | None = None) -> Tensor:
-        """The attention weights P [..., heads, n, n], differentiable; n^2 numbers a head, which forward never holds.
+        """The attention weights P [..., heads, n, n], differentiable.
 
-        Rows and columns of padded tokens are zero.
+        They take n^2 numbers per head, which forward never stores. Rows and columns of padded
+        tokens are zero.
         """
         check_tokens(X, self.dim)
         q, k, _ = self.project(_real(X, padding), padding)
@@ -60,22 +89,29 @@ class AttentionLayer(nn.Module):
         return P if padding is None else P.masked_fill(~padding[..., None, :, None], 0)
 
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
-        """An upper bound of the Lipschitz constant over all sequences of n tokens; infinity where there is none.
+        """An upper bound on the Lipschitz constant over all sequences of n tokens.
 
-        It grows with n. Padded tokens do not count, so that it also holds for n tokens some of which are padding.
+        The bound does not decrease in n, so it also holds for n tokens some of which are padding.
+
+        Args:
+            n: Number of tokens.
+            norm: 2 for the Frobenius norm of the tokens, math.inf for the largest coordinate.
+
+        Returns:
+            The bound, infinite where the layer has no Lipschitz constant.
         """
         check_length(n)
         check_norm(norm)
         return math.inf
 
     def as_map(self, n: int) -> SelfAttention:
-        """The papers' map of n real tokens at the present weights, detached, with its Jacobian in closed form."""
+        """The layer on n real tokens as a SelfAttention: current weights, closed-form Jacobian."""
         raise UserError(
-            f"{type(self).__name__} is no map of the papers; measure the module itself, by autograd"
+            f"{type(self).__name__} has no closed form; measure the module itself, through autograd"
         )
 
     def split(self, Y: Tensor) -> Tensor:
-        """[..., n, heads size] to [..., heads, n, size]."""
+        """Reshape [..., n, heads * size] to [..., heads, n, size]."""
         return Y.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def extra_repr(self) -> str:
@@ -83,7 +119,8 @@ class AttentionLayer(nn.Module):
 
 
 def _mix(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding: Tensor | None) -> Tensor:
-    """softmax(q k') v; the compiler refuses functions with their own jvp, and its graphs have no use for one."""
+    """softmax(q k') v."""
+    # torch.compile rejects functions that define their own jvp, and compiled graphs need none.
     if not torch.compiler.is_compiling():
         return attend(q, k, v, scale=1.0, causal=causal, padding=padding)
     if padding is None:
@@ -94,24 +131,21 @@ def _mix(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding: Tensor | None) 
 
 
 def _seen(X: Tensor, causal: bool, padding: Tensor | None) -> Tensor | None:
-    """Which keys a query of X [..., n, d] may see, [n, n] or [..., 1, n, n]; None for all.
-
-    A padded token sees itself: what torch makes of an empty row differs from device to device.
-    """
+    """Which keys a query of X [..., n, d] may attend to, [n, n] or [..., 1, n, n]; None for all."""
     if padding is None and not causal:
         return None
     seen = torch.ones(X.shape[-2], X.shape[-2], dtype=torch.bool, device=X.device)
     itself = seen.tril().triu()
     seen = seen.tril() if causal else seen
+    # A padded token attends to itself: torch's result for a fully masked row depends on the device.
     return seen if padding is None else seen & padding[..., None, None, :] | itself
 
 
 def _real(X: Tensor, padding: Tensor | None) -> Tensor:
-    """X with real tokens, held fixed, in place of the padded ones; zeros in a sequence that has none.
-
-    Padding may hold anything, and zero times NaN is NaN. Zeros everywhere would draw L2's centre away from the real
-    tokens; these are taken from among them in turn, so that no single one of them does.
-    """
+    """X with padded tokens replaced by real ones, detached; by zeros if a sequence has none."""
+    # Padding may contain anything, and zero times NaN is NaN: it has to be replaced, not masked.
+    # Zeros would move the centre that L2 subtracts away from the real tokens, and so would copies
+    # of a single token: the replacements cycle through the real ones.
     if padding is None:
         return X
     check_padding(padding, X)
@@ -124,10 +158,11 @@ def _real(X: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def check_tokens(X: Tensor, dim: int) -> None:
-    """Shape and kind alone: whether the entries are finite is not asked in every step of training."""
+    """Check shape and dtype only: a test for finite entries would cost a sync in every step."""
     if not isinstance(X, Tensor):
         raise UserError(
-            f"the layer takes a tensor of tokens [n, {dim}] or [B, n, {dim}], got {type(X).__name__}"
+            f"the layer takes a tensor of tokens [n, {dim}] or [B, n, {dim}], "
+            f"got {type(X).__name__}"
         )
     if (
         X.ndim not in (2, 3)
@@ -136,7 +171,8 @@ def check_tokens(X: Tensor, dim: int) -> None:
         or not X.dtype.is_floating_point
     ):
         raise UserError(
-            f"the layer takes floating-point tokens [n, {dim}] or [B, n, {dim}], got {X.dtype} {tuple(X.shape)}"
+            f"the layer takes floating-point tokens [n, {dim}] or [B, n, {dim}], "
+            f"got {X.dtype} {tuple(X.shape)}"
         )
 
 
@@ -152,25 +188,29 @@ def check_padding(padding: Tensor, X: Tensor) -> None:
             else type(padding).__name__
         )
         raise UserError(
-            f"padding must be a boolean tensor {list(X.shape[:-1])}, True for real tokens, got {got}; "
-            "of a tokenizer's attention_mask take .bool(), of torch's key_padding_mask the opposite, ~mask"
+            f"padding must be a boolean tensor {list(X.shape[:-1])}, True for real tokens, "
+            f"got {got}; for a tokenizer's attention_mask pass mask.bool(), for torch's "
+            "key_padding_mask its negation ~mask"
         )
 
 
 def check_finite(module: nn.Module) -> None:
-    """No bound holds for weights that are not numbers."""
+    """Raise UserError if a weight is NaN or infinite."""
     for name, weight in module.named_parameters():
         if not weight.isfinite().all():
-            raise UserError(f"the weight {name} is not finite; no bound holds")
+            raise UserError(
+                f"the weight {name} is not finite, so no bound holds; look for NaN or inf in it"
+            )
 
 
 def check_length(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UserError(f"n must be a number of tokens, at least 1, got {n!r}")
+        raise UserError(f"n, the number of tokens, must be an integer of at least 1, got {n!r}")
 
 
 def check_norm(norm: float) -> None:
     if norm not in (2, math.inf):
         raise UserError(
-            f"norm must be 2 (the Frobenius norm of tokens) or math.inf (largest coordinate), got {norm!r}"
+            "norm must be 2 (Frobenius norm of the tokens) or math.inf (largest coordinate), "
+            f"got {norm!r}"
         )

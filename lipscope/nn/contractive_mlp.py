@@ -1,4 +1,4 @@
-"""A feed-forward layer that is a contraction, whatever its weights are."""
+"""A feed-forward layer that is a contraction for any weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,27 @@ from lipscope._checks import check_positive
 from lipscope.nn.matrix_norms import of_norm
 
 STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)
-"""The largest slope of GELU, Phi(x) + x phi(x), attained at x = sqrt(2): about 1.129."""
+"""The maximum slope of GELU, Phi(x) + x phi(x), attained at x = sqrt(2): about 1.129."""
 
 
 class ContractiveMLP(nn.Module):
-    """x -> c W2 gelu(W1 x + b1) / (||W1|| ||W2|| max gelu') + b2: its Lipschitz constant is at most c = `constant`.
+    """A two-layer MLP with Lipschitz constant at most `constant`, for any weights.
 
-    The norms are taken anew from the weights in every pass, from above, and gradients flow through them.
+    It computes c W2 gelu(W1 x + b1) / (||W1|| ||W2|| max gelu') + b2 with c = `constant`. The norms
+    are recomputed from the weights in every pass, as upper bounds, and gradients flow through them.
+
+    Args:
+        dim: Dimension of a token.
+        hidden: Number of hidden units.
+        constant: The Lipschitz constant, positive.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> mlp = ls.nn.ContractiveMLP(4, hidden=16, constant=0.5)
+        >>> X, Y = torch.zeros(3, 4), torch.ones(3, 4)
+        >>> bool((mlp(X) - mlp(Y)).norm() <= 0.5 * (X - Y).norm())
+        True
     """
 
     def __init__(self, dim: int, hidden: int, constant: float) -> None:

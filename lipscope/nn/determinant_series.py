@@ -1,4 +1,4 @@
-"""log det(I + J) = tr J - tr J^2 / 2 + tr J^3 / 3 - ...: traces by random signs, the end bounded or by roulette."""
+"""log det(I + J) = tr J - tr J^2 / 2 + tr J^3 / 3 - ..., with traces from random sign vectors."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from torch import Tensor
 
 
 def remainder(constant: float, terms: int, size: int) -> float:
-    """size c^(m+1) / ((m+1) (1-c)) >= sum over k > m of |tr J^k| / k, since |tr J^k| <= size c^k."""
+    """size c^(m+1) / ((m+1) (1-c)) >= sum_{k>m} |tr J^k| / k, since |tr J^k| <= size c^k."""
     return size * constant ** (terms + 1) / ((terms + 1) * (1 - constant))
 
 
 def power_series(
     g: Callable[[Tensor], Tensor], x: Tensor, signs: Tensor, weights: Tensor, keep: bool
 ) -> Tensor:
-    """sum over k of weights[k] v'J^k v, J = D_x g, for every v of signs [probes, ...]: [probes] or [probes, B].
+    """sum_k weights[k] v'J^k v with J = D_x g, for every v in signs: [probes] or [probes, B].
 
-    Every probe has its own copy of x in one batch, so that a term costs one backward pass for all of them.
+    signs is [probes, *x.shape]. keep: whether the result is differentiable.
     """
+    # Every probe gets its own copy of x in one batch: a term costs one backward pass for all.
     many = (x if keep else x.detach()).expand_as(signs).reshape(-1, *x.shape[-2:])
     many = many if many.requires_grad else many.requires_grad_(True)
     y = g(many)
     v = w = signs.reshape(many.shape)
     total = torch.zeros(signs.shape[:-2], dtype=x.dtype, device=x.device)
     for weight in weights:
-        if not y.requires_grad:  # g does not read x
+        if not y.requires_grad:  # g does not depend on x
             break
         (w,) = torch.autograd.grad(
             y, many, w, create_graph=keep, retain_graph=True, materialize_grads=True
@@ -39,7 +40,8 @@ def power_series(
 def series_weights(terms: int, probes: int, going_on: float) -> Tensor:
     """(-1)^(k+1) / k for `terms` terms, [k, probes], and a tail of random length for each probe.
 
-    The tail goes on with probability going_on after each term, and its j-th term is divided by going_on^j.
+    The tail continues with probability going_on after each term. Its j-th term is divided by
+    going_on^j, the probability of reaching it, which keeps the sum unbiased.
     """
     tails = torch.zeros(probes, dtype=torch.long)
     walking = torch.rand(probes) < going_on

@@ -1,4 +1,4 @@
-"""Dot-product attention as a module: no Lipschitz constant, with or without QK-norm, at any temperature."""
+"""Dot-product attention as a module; it has no Lipschitz constant, even with QK-norm."""
 
 from __future__ import annotations
 
@@ -15,9 +15,23 @@ from lipscope.nn.attention_layer import AttentionLayer, check_length
 class DotSelfAttention(AttentionLayer):
     """Multi-head dot-product attention without biases or dropout.
 
-    qk_norm:     queries and keys of every head pass an RMSNorm with a learned gain. It bounds the scores and not the
-                 reaction: a query near 0 still turns fast, and the values it turns between may lie far apart.
-    temperature: the scores are divided by it.
+    Args:
+        dim: Dimension of a token, a multiple of heads.
+        heads: Number of heads.
+        causal: Whether a token attends to itself and earlier tokens only.
+        qk_norm: Apply an RMSNorm with a learned gain to the queries and keys of every head. This
+            bounds the scores but not the Lipschitz constant: the direction of a query near 0 still
+            changes fast, and the values it selects may be far apart.
+        temperature: Divides the scores.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = ls.nn.DotSelfAttention(8, heads=2, causal=True)
+        >>> layer(torch.zeros(5, 8)).shape
+        torch.Size([5, 8])
+        >>> layer.lipschitz_bound(n=5)
+        inf
     """
 
     def __init__(

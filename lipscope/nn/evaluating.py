@@ -1,4 +1,4 @@
-"""Looking at a module without a trace: its mode, and what it or its hooks keep in attributes, are put back."""
+"""Evaluate a module without side effects: its mode and its tensor attributes are restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """No dropout, no statistics, weights at their present values; afterwards every module as it was."""
+    """Evaluation mode with up-to-date weights; every module is restored on exit."""
     modes = [(m, m.training) for m in module.modules()]
     with attributes_kept(module):
         try:
@@ -28,7 +28,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Tensors that modules hold as plain attributes, such as the weights made by torch's older spectral_norm."""
+    """Restore tensors in plain attributes, such as the weights of torch's older spectral_norm."""
     kept = [
         (m, {name: t for name, t in vars(m).items() if isinstance(t, Tensor)})
         for m in module.modules()
@@ -42,8 +42,9 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _make_weights(module: nn.Module) -> None:
-    """Make those weights anew: the optimizer has moved what they are made of since a forward pass last did."""
-    # torch's attention reads the weight of out_proj and never calls it.
+    """Recompute the weights that hooks make in a forward pass."""
+    # They are stale: the optimizer has changed what they are computed from since the last pass.
+    # torch's attention reads the weight of out_proj without calling it, so its hook never runs.
     uncalled = {m.out_proj for m in module.modules() if isinstance(m, nn.MultiheadAttention)}
     for m in module.modules():
         for hook in m._forward_pre_hooks.values():

@@ -1,4 +1,4 @@
-"""Residuals that invert: y = x + g(x) with g a contraction, its inverse by fixed point and its log-determinant."""
+"""Invertible residuals y = x + g(x) with g a contraction: inverse and log-determinant."""
 
 from __future__ import annotations
 
@@ -20,21 +20,28 @@ from lipscope.nn.parametrize import SpectralNormalised
 from lipscope.nn.wrapped import unwrapped
 
 ROUNDING = 64
-"""How many units in the last place of its input one evaluation of g is trusted to."""
+"""Assumed accuracy of one evaluation of g, in units in the last place of its input."""
 
 NEIGHBOURS, EXCESS = 64, 16
-"""How many tokens next to those of x tell how far rounding moves g, and how many times the largest move is allowed."""
+"""The number of perturbed tokens from which rounding errors in g are estimated, and the multiple of
+the largest error seen that is allowed for."""
 
 PROVED = (ContractiveL2Attention, ContractiveMLP)
-"""The layers whose constant is a theorem: what contradicts it is rounding."""
+"""Layers whose constant is a theorem: what seems to contradict it is rounding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """x with x + g(x) = y: how far it can be from the true one (a number a sequence, in the norm of g), and steps.
+    """The solution x of x + g(x) = y, with an error bound.
 
-    noisy: True where rounding inside g ended the steps early, as of tokens close to each other and far from the rest.
-           error_bound allows for it and is larger then; float64 makes it smaller.
+    Attributes:
+        value: The solution, of the shape of y.
+        error_bound: Upper bound on its distance from the exact solution, in the norm of g, one
+            number per sequence.
+        steps: Number of fixed-point steps, per sequence.
+        noisy: True where rounding errors in g ended the iteration early, as they may for tokens
+            close to each other and far from the rest. error_bound accounts for this and is larger
+            then; float64 makes it smaller.
     """
 
     value: Tensor
@@ -45,10 +52,12 @@ class Inverse:
 
 @dataclass(frozen=True, eq=False)
 class LogDet:
-    """log |det D(x + g(x))|, a number a sequence.
+    """An estimate of log |det D(x + g(x))|.
 
-    standard_error: of the random probes, estimated from their spread; NaN for a single probe.
-    remainder:      at most this much is lost by ending the series; 0 for an unbiased estimate.
+    Attributes:
+        value: The estimate, one number per sequence.
+        standard_error: Estimated from the spread of the random probes; NaN for a single probe.
+        remainder: Upper bound on the truncation error of the series; 0 for an unbiased estimate.
     """
 
     value: Tensor
@@ -57,11 +66,29 @@ class LogDet:
 
 
 class InvertibleResidual(nn.Module):
-    """y = x + g(x), where g has Lipschitz constant at most `constant` < 1 in its norm (g.norm, else 2).
+    """The residual y = x + g(x), invertible because g has a Lipschitz constant below 1.
 
-    Tokens are [n, d] or a batch [B, n, d] whose members g treats apart. constant is g.constant where it is omitted; it
-    is that of g, and the residual itself has 1 + constant: residuals are put one after the other, not into each other.
-    padding, [n] or [B, n], True for real tokens, is for a g that is attention; padded tokens come out as they went in.
+    Tokens are [n, d] or a batch [B, n, d] whose members g maps independently. The constant is that
+    of g in its norm (g.norm if it has one, else 2); the residual itself has 1 + constant, so
+    residuals are composed in sequence, not nested. If g is attention, padding [n] or [B, n] is True
+    for real tokens, and padded tokens are returned unchanged.
+
+    Args:
+        g: The contraction.
+        constant: Upper bound on the Lipschitz constant of g, below 1; g.constant by default.
+
+    Raises:
+        UserError: If g is not a module or has no constant below 1.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> g = ls.nn.ContractiveL2Attention(8, heads=2, constant=0.5)
+        >>> residual = ls.nn.InvertibleResidual(g).double()
+        >>> x = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(5, 8)
+        >>> inverse = residual.inverse(residual(x))
+        >>> bool((inverse.value - x).norm() <= inverse.error_bound)
+        True
     """
 
     def __init__(self, g: nn.Module, constant: float | None = None) -> None:
@@ -69,11 +96,11 @@ class InvertibleResidual(nn.Module):
         _check_map(g)
         self.g, self.given = g, constant
         self.norm = _norm(g)
-        self.constant  # noqa: B018
+        _check_contraction(g, constant)
 
     @property
     def constant(self) -> float:
-        """What bounds the Lipschitz constant of g, asked of g anew: it may have been changed."""
+        """The bound on the Lipschitz constant of g, read from g each time, as it may change."""
         return _contraction(self.g, self.given)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -81,14 +108,25 @@ class InvertibleResidual(nn.Module):
 
     @torch.no_grad()
     def inverse(self, y: Tensor, padding: Tensor | None = None) -> Inverse:
-        """x = y - g(x), repeated from x = y down to the resolution of the dtype, in no more steps than theory asks.
+        """Solve x + g(x) = y by the fixed-point iteration x <- y - g(x), starting from x = y.
 
-        error_bound is ||y - x - g(x)|| / (1 - constant) with the residual taken in float64, so rounding is inside it;
-        that of g in float64 is measured at points next to x.
+        It runs to the resolution of the dtype, in at most as many steps as Banach's estimate asks
+        for. error_bound is ||y - x - g(x)|| / (1 - constant) with the residual evaluated in
+        float64, so it includes rounding; the rounding of g in float64 is measured near x.
+
+        Args:
+            y: Tokens [n, d] or [B, n, d].
+            padding: True for real tokens, [n] or [B, n], if g is attention.
+
+        Returns:
+            The solution with its error bound.
+
+        Raises:
+            UserError: If g turns out not to be a contraction with this constant.
         """
         real = _real(y, padding)
         check_input(real)
-        with torch.autocast(y.device.type, enabled=False):  # which would round g to less than y has
+        with torch.autocast(y.device.type, enabled=False):  # it would make g coarser than y
             found = self._fixed_point(self._as_fine_as_g(real), padding)
         return (
             found
@@ -97,7 +135,7 @@ class InvertibleResidual(nn.Module):
         )
 
     def _as_fine_as_g(self, x: Tensor) -> Tensor:
-        """Tokens that autocast made coarser than the weights are."""
+        """x in the dtype of the weights, if that is finer than 16 bits."""
         for weight in self.g.parameters():
             return x.to(torch.promote_types(x.dtype, weight.dtype)) if x.element_size() == 2 else x
         return x
@@ -115,6 +153,7 @@ class InvertibleResidual(nn.Module):
         while bool(active.any()):
             new = y - g(x)
             moved = _length(new - x, self.norm)
+            # A contraction shortens every step; a longer one is rounding, or a wrong constant.
             far = active & ~(moved <= (1 + 1e-3) * c * step + ROUNDING * goal)
             if bool(far.any()):
                 self._check_promise(far, x, step, moved, g)
@@ -125,12 +164,17 @@ class InvertibleResidual(nn.Module):
             lost = (moved >= step) & (step <= ROUNDING * goal)
             step = torch.where(active, moved, step)
             active = active & ~lost & (c / (1 - c) * step > goal) & (steps < allowed)
-        return Inverse(x, self._residual(x, y, padding) / (1 - c), steps, noisy)
+        return Inverse(
+            value=x,
+            error_bound=self._residual(x, y, padding) / (1 - c),
+            steps=steps,
+            noisy=noisy,
+        )
 
     def _check_promise(
         self, far: Tensor, x: Tensor, step: Tensor, moved: Tensor, g: Callable[[Tensor], Tensor]
     ) -> None:
-        """Where images are too far apart for the constant, rounding may be why; of layers with a proof it is."""
+        """Raise UserError if a step contradicts the constant of g beyond what rounding explains."""
         if isinstance(unwrapped(self.g), PROVED):
             return
         broken = far & ~(
@@ -138,9 +182,9 @@ class InvertibleResidual(nn.Module):
         )
         if bool(broken.any()):
             raise UserError(
-                f"g is no contraction with constant {self.constant:g}: two points {step[broken].max():.3g} apart have "
-                f"images {moved[broken].max():.3g} apart, and rounding does not explain it; give a constant that "
-                "bounds it, or a g that has one"
+                f"g is not a contraction with constant {self.constant:g}: two points "
+                f"{step[broken].max():.3g} apart have images {moved[broken].max():.3g} apart, and "
+                "rounding does not explain it; give a constant that bounds g, or a g that has one"
             )
 
     def _residual(self, x: Tensor, y: Tensor, padding: Tensor | None) -> Tensor:
@@ -162,12 +206,22 @@ class InvertibleResidual(nn.Module):
         unbiased: bool = False,
         padding: Tensor | None = None,
     ) -> LogDet:
-        """log det(I + J) = tr J - tr J^2 / 2 + tr J^3 / 3 - ..., J = D_x g, traces by v'Jv over random signs v.
+        """Estimate log det(I + J) = tr J - tr J^2 / 2 + tr J^3 / 3 - ..., where J = D_x g.
 
-        terms:    how many terms are summed; the remainder is bounded by theory.
-        unbiased: go on after them for a random number of terms, each weighted by the inverse of its probability
-                  (Chen et al. 2019, Russian roulette): no remainder, more variance.
-        Differentiable in x and in the weights of g.
+        Traces are estimated by v'Jv over random sign vectors v. The estimate is differentiable in x
+        and in the weights of g.
+
+        Args:
+            x: Tokens [n, d] or [B, n, d].
+            terms: Number of terms that are always summed; the rest is bounded by theory.
+            probes: Number of sign vectors.
+            unbiased: Continue after `terms` for a random number of terms, each weighted by the
+                inverse of its probability (Chen et al. 2019, Russian roulette): no remainder, more
+                variance.
+            padding: True for real tokens, [n] or [B, n], if g is attention.
+
+        Returns:
+            The estimate with its standard error and its remainder.
         """
         x = _real(x, padding)
         check_input(x)
@@ -199,18 +253,19 @@ class InvertibleResidual(nn.Module):
 
 
 def _at(g: nn.Module, padding: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """g for tokens of which some are padding."""
+    """g with the padding bound, if there is any."""
     if padding is None:
         return g
     if not isinstance(unwrapped(g), AttentionLayer):
         raise UserError(
-            f"padding is for attention, and g is a {type(g).__name__}; a map of each token by itself needs none"
+            f"padding is for attention, and g is a {type(g).__name__}; leave padding out for maps "
+            "that treat each token separately"
         )
     return lambda x: g(x, padding)
 
 
 def _real(x: Tensor, padding: Tensor | None) -> Tensor:
-    """x with zeros in place of the padded tokens, whatever they hold."""
+    """x with padded tokens set to zero, whatever they contain."""
     if padding is None:
         return x
     check_padding(padding, x)
@@ -218,11 +273,12 @@ def _real(x: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: float) -> Tensor:
-    """How far rounding moves g at x, for each sequence: what points next to x are farther apart in g than promised."""
+    """Rounding error of g near x per sequence: how far close points exceed the constant."""
     generator, here = torch.Generator().manual_seed(0), g(x)
     largest = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
     for _ in range(max(4, NEIGHBOURS // x.shape[-2])):
-        # Far enough that sums of squares round otherwise: they may not see the last place of a token.
+        # Far enough apart for sums of squares to round differently: a change in the last place of a
+        # token may be invisible to them.
         places = ROUNDING * (2 * torch.rand(x.shape, generator=generator).to(x) - 1)
         near = x + torch.finfo(x.dtype).eps * places * x
         largest = torch.maximum(
@@ -232,13 +288,13 @@ def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: floa
 
 
 def theory_steps(constant: float, first: Tensor, goal: Tensor) -> Tensor:
-    """The least k with constant^k / (1 - constant) first <= goal: Banach's estimate before the iteration starts."""
+    """The least k with constant^k / (1 - constant) first <= goal: Banach's a priori estimate."""
     ratio = (first / (goal * (1 - constant))).double().clamp_min(1.0)
     return torch.ceil(ratio.log() / -math.log(constant)).clamp_min(1).long()
 
 
 def _length(x: Tensor, norm: float) -> Tensor:
-    """The norm of each sequence, in float64; squares of scaled entries neither overflow nor vanish."""
+    """The norm of each sequence in float64, scaled so that squares neither overflow nor vanish."""
     flat = x.flatten(-2).double()
     largest = flat.abs().amax(dim=-1)
     if norm == math.inf:
@@ -252,23 +308,25 @@ def _length(x: Tensor, norm: float) -> Tensor:
 def _check_map(g: nn.Module) -> None:
     if not isinstance(g, nn.Module):
         raise UserError(
-            "g must be a torch.nn.Module, so that it can be evaluated in float64 too; "
-            f"got {type(g).__name__}: make it the forward of a module"
+            "g must be a torch.nn.Module, so that it can also be evaluated in float64, "
+            f"got {type(g).__name__}; wrap it in a module"
         )
     inner = unwrapped(g)
     if isinstance(inner, InvertibleResidual):
         raise UserError(
-            f"g is a residual x + g(x), no contraction: its g has the constant {inner.constant:g}, it has "
-            f"{1 + inner.constant:g}; put residuals one after the other, torch.nn.Sequential(first, second)"
+            f"g is a residual x + g(x), not a contraction: its constant is {1 + inner.constant:g}, "
+            f"that of its own g is {inner.constant:g}; compose residuals in sequence, "
+            "torch.nn.Sequential(first, second)"
         )
     if isinstance(inner, SpectralNormalised):
         raise UserError(
-            "g is a parametrization of weights, and its constant is a norm; give the layer that has them"
+            "g is a parametrization of weights, whose constant is the norm of a matrix; "
+            "give the layer that has these weights"
         )
 
 
 def _norm(g: nn.Module) -> float:
-    """g.norm where that is a number, 2 where g has none or has a layer of this name."""
+    """g.norm if that is a number; 2 if g has none, or a layer of that name."""
     norm = getattr(g, "norm", 2)
     if not isinstance(norm, int | float):
         return 2
@@ -277,35 +335,43 @@ def _norm(g: nn.Module) -> float:
 
 
 def _contraction(g: nn.Module, constant: float | None) -> float:
-    """The constant to rely on, or a letter that says why there is none."""
+    """The checked constant: the given one, else that of g."""
+    _check_contraction(g, constant)
+    return float(g.constant if constant is None else constant)  # type: ignore[arg-type]
+
+
+def _check_contraction(g: nn.Module, constant: float | None) -> None:
+    """Raise UserError, with a remedy, unless g has a constant below 1."""
     own, name = getattr(g, "constant", None), type(g).__name__
     if constant is None and own is None:
         raise UserError(
-            f"{name} states no Lipschitz constant; give InvertibleResidual(g, constant=...) a bound below 1, "
-            "or a g that has one, such as ContractiveL2Attention(dim, heads, constant=0.9)"
+            f"{name} states no Lipschitz constant; give InvertibleResidual(g, constant=...) a "
+            "bound below 1, or a g that has one, such as "
+            "ContractiveL2Attention(dim, heads, constant=0.9)"
         )
     chosen = own if constant is None else constant
     if isinstance(chosen, bool) or not isinstance(chosen, int | float) or not 0 < chosen < 1:
         raise UserError(
-            f"constant must lie strictly between 0 and 1, got {chosen!r}: x + g(x) need not invert"
+            f"x + g(x) inverts if constant lies strictly between 0 and 1, got {chosen!r}"
         )
     if isinstance(own, int | float) and chosen < own:
         raise UserError(
-            f"constant={chosen:g} is below the constant {own:g} that {name} states for itself"
+            f"constant={chosen:g} is below the constant {own:g} that {name} states; "
+            "leave it out, or give a larger one"
         )
     layer = unwrapped(g)
     if own is None and isinstance(layer, AttentionLayer):
         raise UserError(
-            f"{_why_not(layer)}; take ContractiveL2Attention({layer.dim}, {layer.heads}, constant=0.9)"
+            f"{_why_not(layer)}; use "
+            f"ContractiveL2Attention({layer.dim}, {layer.heads}, constant=0.9)"
         )
-    return float(chosen)
 
 
 def _why_not(g: AttentionLayer) -> str:
     bound = g.lipschitz_bound(2)
     if bound == math.inf:
-        return f"{type(g).__name__} has no Lipschitz constant, whatever its weights are"
+        return f"{type(g).__name__} has no Lipschitz constant for any weights"
     return (
-        f"{type(g).__name__} promises no constant: with its present weights {bound:.3g} bounds it at 2 tokens, "
-        "and more tokens or other weights make that larger"
+        f"{type(g).__name__} guarantees no constant: with its current weights the bound is "
+        f"{bound:.3g} at 2 tokens, and it is larger for more tokens or other weights"
     )

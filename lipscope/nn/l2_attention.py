@@ -1,7 +1,8 @@
-"""L2 attention (Kim, Papamakarios, Mnih 2021): a Lipschitz constant for every length, and a layer scaled to one.
+"""L2 attention (Kim, Papamakarios, Mnih 2021) with its Lipschitz constant, and a rescaled variant.
 
-f^h(X) = P X A_h W_V with A_h = W_Q W_Q' / sqrt(k) and P the softmax of -|W_Q'(x_i - x_j)|^2 / sqrt(k). The queries are
-the keys: untied, a query may stand far from its own key, and no constant holds (docs/lipschitz_layers.md).
+f^h(X) = P X A_h W_V with A_h = W_Q W_Q' / sqrt(k) and P the softmax of
+-|W_Q'(x_i - x_j)|^2 / sqrt(k). Queries and keys are tied: untied, a query may be far from its own
+key, and no constant holds (docs/lipschitz_layers.md).
 """
 
 from __future__ import annotations
@@ -23,10 +24,24 @@ from lipscope.theorems.factored_values import FactoredAttention
 
 
 class L2SelfAttention(AttentionLayer):
-    """Multi-head L2 attention with tied queries and keys.
+    """Multi-head L2 attention with tied queries and keys, which has a Lipschitz constant.
 
-    W_V is 3 sqrt(dim) times the weight of `value`, so that at initialisation the values have the size that those of a
-    dot-product layer have.
+    The constant holds for all sequences of n tokens, however large, and grows with n. W_V is
+    3 sqrt(dim) times the weight of `value`, so that at initialisation the values are as large as in
+    a dot-product layer.
+
+    Args:
+        dim: Dimension of a token, a multiple of heads.
+        heads: Number of heads.
+        causal: Whether a token attends to itself and earlier tokens only.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = ls.nn.L2SelfAttention(8, heads=2).double()
+        >>> X = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(5, 8)
+        >>> bool(ls.local_lipschitz(layer.as_map(5), X).value <= layer.lipschitz_bound(n=5))
+        True
     """
 
     def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
@@ -39,30 +54,29 @@ class L2SelfAttention(AttentionLayer):
         M = self.value_map(X.shape[-2], padding)
         if y.dtype != torch.float16:
             return q, k, y @ M.mT.to(y.dtype)
-        with torch.autocast(
-            y.device.type, enabled=False
-        ):  # M may be below what float16 resolves, where y makes up
+        # M may underflow in float16 although the product y M' does not.
+        with torch.autocast(y.device.type, enabled=False):
             return q, k, (y.float() @ M.mT.float()).to(y.dtype)
 
     def value_map(self, n: int, padding: Tensor | None = None) -> Tensor:
-        """M [heads, k, k]: the values of n tokens are M_h times the queries; [..., heads, k, k] if padding matters."""
+        """M [heads, k, k]: values are M_h times queries; [..., heads, k, k] if padding matters."""
         Q, V, _ = self._weights()
         return value_factors(widened(Q), widened(V))
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of query and value head by head, [heads, k, dim], and of out."""
+        """The weights of query and value per head, [heads, k, dim], and of out."""
         Q, V = (part.weight.unflatten(0, (self.heads, -1)) for part in (self.query, self.value))
         return Q, V, self.out.weight
 
     def bound_tensor(self, n: int, norm: float = 2) -> Tensor:
         """The bound as a differentiable function of the weights; never below `lipschitz_bound`."""
-        # index(): under the compiler n may be a symbol, and the theorem wants a number.
+        # Under torch.compile n may be symbolic; the theorem needs an int.
         constant = reaction(operator.index(n), self.head_size, self.causal, norm)
         return constant * weight_factor(*self._weights(), norm)
 
     @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: float = 2) -> float:
-        """An upper bound for all sequences of n tokens, however large, in norm 2 or inf; rounded up."""
+        """An upper bound over all sequences of n tokens, however large, rounded up."""
         check_length(n)
         check_norm(norm)
         check_finite(self)
@@ -72,7 +86,7 @@ class L2SelfAttention(AttentionLayer):
     def as_map(self, n: int) -> FactoredAttention:
         check_length(n)
         Q, _, O = self._weights()
-        # In float32 at least: whoever measures a layer wants its constant, not that of its roundings.
+        # In float32 at least: the constant of the layer is wanted, not that of its rounding.
         dtype = torch.promote_types(O.dtype, torch.float32)
         M = widened(self.value_map(n)).to(dtype)
         V = (widened(M) @ widened(Q)).flatten(0, 1).to(dtype)
@@ -81,9 +95,23 @@ class L2SelfAttention(AttentionLayer):
 
 
 class ContractiveL2Attention(L2SelfAttention):
-    """L2 attention times constant / bound(n): its Lipschitz constant is at most `constant` in `norm`, whatever n is.
+    """L2 attention rescaled to a Lipschitz constant of at most `constant`, for any n and weights.
 
-    The bound is taken anew from the weights in every pass and gradients flow through it.
+    The layer is L2 attention times constant / bound(n). The bound is recomputed from the weights in
+    every pass, and gradients flow through it.
+
+    Args:
+        dim: Dimension of a token, a multiple of heads.
+        heads: Number of heads.
+        constant: The Lipschitz constant, positive.
+        norm: The norm it holds in: 2 (Frobenius) or math.inf (largest coordinate).
+        causal: Whether a token attends to itself and earlier tokens only.
+
+    Example:
+        >>> import lipscope as ls
+        >>> layer = ls.nn.ContractiveL2Attention(8, heads=2, constant=0.9)
+        >>> layer.lipschitz_bound(n=5), layer.lipschitz_bound(n=5000)
+        (0.9, 0.9)
     """
 
     def __init__(
@@ -95,10 +123,9 @@ class ContractiveL2Attention(L2SelfAttention):
         self.constant, self.norm = float(constant), norm
 
     def value_map(self, n: int, padding: Tensor | None = None) -> Tensor:
-        """M times constant / bound(n), differentiable in the weights; of padded sequences each by its real tokens.
-
-        The bound of all n would do, and a sequence would then be scaled by how far others of its batch are longer.
-        """
+        """M times constant / bound(n), differentiable in the weights; n counts real tokens only."""
+        # The bound of the padded length would be valid as well, but the output for a sequence would
+        # then depend on the lengths of the others in its batch.
         M = balanced_factors(*self._weights(), self.norm)
         kind = self.head_size, self.causal, self.norm
         if padding is None:
@@ -117,7 +144,7 @@ class ContractiveL2Attention(L2SelfAttention):
     @torch.no_grad()
     def as_map(self, n: int) -> FactoredAttention:
         f = super().as_map(n)
-        # V was rounded to the nearest; the constant is to hold for what it was rounded to.
+        # V was rounded to nearest; the constant has to hold for the rounded V.
         less = 1 - 4 * math.sqrt(self.dim) * torch.finfo(f.V.dtype).eps
         return replace(f, V=f.V * less, M=f.M * less)
 

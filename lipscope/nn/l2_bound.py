@@ -1,12 +1,13 @@
 """The bound of L2 attention as a differentiable function of its weights.
 
-A head is M_h m(Q_h x), where m is the L2 attention of identity weights, with a constant c(n) from the theorems. All
-heads are one product: O diag(M_h), then m in each head by itself, then Q, so that
+A head is M_h m(Q_h x), where m is L2 attention with identity weights, whose constant c(n) is a
+theorem. All heads together are the composition of Q, m in each head, and O diag(M_h), so that
 
     Lip <= c(n) ||O diag(M_h / ||M_h||)|| ||diag(||M_h||) Q||,
 
-in either norm: numbers pass freely through a head. It is at most the theorems' ||O|| (sum_h ||M_h||^2 ||Q_h||^2)^(1/2),
-or ||O|| max_h ||M_h|| ||Q_h|| for the largest coordinate, since those bound the two factors.
+in either norm, because scalars commute with M_h. It is at most the theorems'
+||O|| (sum_h ||M_h||^2 ||Q_h||^2)^(1/2), or ||O|| max_h ||M_h|| ||Q_h|| for the largest coordinate,
+since those bound the two factors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def value_factors(Q: Tensor, V: Tensor) -> Tensor:
-    """M [heads, k, k] with which the values are M_h times the queries: M_h = W_V' W_Q / sqrt(k)."""
+    """M [heads, k, k] such that the values are M_h times the queries: M_h = W_V' W_Q / sqrt(k)."""
     return V @ Q.mT * _gain(Q)
 
 
@@ -38,7 +39,7 @@ def _gain(Q: Tensor) -> float:
 
 
 def weight_factor(Q: Tensor, V: Tensor, O: Tensor, norm: float) -> Tensor:
-    """What the weights contribute to the bound: Q, V [heads, k, dim], O [dim, heads k]; rounded up, never zero."""
+    """The factor of the weights Q, V [heads, k, dim], O [dim, heads k]; rounded up, never 0."""
     with torch.autocast(O.device.type, enabled=False):
         (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
         left, right = _factors(Q, V, O, norm, Q.new_full((), TINY))
@@ -46,11 +47,12 @@ def weight_factor(Q: Tensor, V: Tensor, O: Tensor, norm: float) -> Tensor:
 
 
 def balanced_factors(Q: Tensor, V: Tensor, O: Tensor, norm: float) -> Tensor:
-    """M over what the weights contribute to the bound: with O and Q as they are, the constant is at most c(n).
+    """M divided by the factor of the weights: with O and Q unchanged, the constant is at most c(n).
 
-    In float64, and whatever the sizes of the weights are: those of V and O cancel before anything is multiplied. Below
-    FLOOR they do not: zero weights make the zero map, and it has a slope there.
+    In float64, for weights of any size.
     """
+    # The sizes of V and O cancel before anything is multiplied, so nothing can overflow. Below
+    # FLOOR they no longer cancel: zero weights then give the zero map, with a finite gradient.
     with torch.autocast(O.device.type, enabled=False):
         (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
         long_q = Q.norm(dim=(1, 2)).clamp_min(FLOOR / q)
@@ -66,9 +68,10 @@ def _unit(W: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _factors(Q: Tensor, V: Tensor, O: Tensor, norm: float, least: Tensor) -> tuple[Tensor, Tensor]:
-    """||O diag(M_h / m_h)|| and ||diag(m_h) Q||, rounded up, with m_h = ||M_h|| or `least` where that is smaller."""
+    """||O diag(M_h / m_h)|| and ||diag(m_h) Q||, rounded up, with m_h = max(||M_h||, least)."""
     measure = row_sum if norm == math.inf else spectral_upper
-    # ||E||_F sqrt(dim) bounds a matrix of rounding errors in both norms; what a product rounds, the sizes bound.
+    # ||E||_F sqrt(dim) bounds a matrix E of rounding errors in both norms, and the Frobenius norms
+    # of the factors bound the rounding errors of their product.
     rounding = 4 * O.shape[0] ** 1.5 * torch.finfo(O.dtype).eps
     size = _gain(Q) * V.norm(dim=(1, 2)) * Q.norm(dim=(1, 2))
     M = value_factors(Q, V)
@@ -80,20 +83,21 @@ def _factors(Q: Tensor, V: Tensor, O: Tensor, norm: float, least: Tensor) -> tup
         .flatten(1)
     )
     right = (m[:, None, None] * Q).flatten(0, 1)
-    # Where m_h is not ||M_h||, the left factor is no smaller for it.
+    # Where m_h exceeds ||M_h||, the left factor must not become smaller for it.
     short = (1 - own / m).amax()
     return measure(left) + O.norm() * (rounding * (size / m).norm() + short), measure(right)
 
 
 def _constant_for_the_compiler(function: F) -> F:
-    """What torch.compiler.assume_constant_result does; calling that here would load the compiler, and Triton."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark that functions do not declare
+    """Mark a function as torch.compiler.assume_constant_result does."""
+    # Calling that function here would import the compiler, and Triton with it.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @_constant_for_the_compiler
 def reaction(n: int, size: int, causal: bool, norm: float) -> float:
-    """c(n): what the theorems say of identity weights and heads of this size."""
+    """c(n): the theorems' constant for identity weights and heads of this size."""
     return _reaction(n, size, causal, norm)
 
 
@@ -103,7 +107,8 @@ def _every_reaction(n: int, size: int, causal: bool, norm: float) -> tuple[float
 
 
 def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: float) -> Tensor:
-    """The `reaction` of each count, 0 to n. Where the counts cannot be looked at, that of every one is computed."""
+    """The `reaction` of each count from 0 to n, as a tensor of the shape of counts."""
+    # Under the compiler and in functorch the counts cannot be read: look them up in a table of all.
     if not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(
         counts
     ):

@@ -1,4 +1,4 @@
-"""Norms of weight matrices that are never too small, and differentiable: what a guaranteed scale is divided by."""
+"""Differentiable upper bounds on norms of weight matrices, for scales with a guarantee."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from torch import Tensor
 SQUARINGS = 8
 
 NEGLIGIBLE = 1e-4
-"""What may be lost of a norm without asking whether less would do."""
+"""A relative loss of norm that is accepted without a tighter test."""
 
 FLOOR = 2.0**-10
-"""Norms below it are divided by as if they were it: weights that are zero then stay zero, and the slope there is a
-thousand in every dtype, float16 included. The quotient is smaller for it, never larger."""
+"""Smaller norms count as this one when divided by: zero weights then stay zero, and the gradient
+there is about a thousand in every dtype, float16 included. The quotient only becomes smaller."""
 
 
 def spectral_upper(W: Tensor) -> Tensor:
-    """Upper bounds of the spectral norms of W [..., p, q], at most 0.7 % above them up to size 1000.
-
-    A GPU multiplies matrices far faster than it finds their eigenvalues.
-    """
+    """Upper bounds on the spectral norms of W [..., p, q], at most 0.7 % too large to size 1000."""
     W, size = unit(widened(W), (-2, -1))
     with torch.autocast(W.device.type, enabled=False):
         G = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
+        # A GPU multiplies matrices far faster than it finds their eigenvalues.
         largest = by_squaring(G) if G.is_cuda else by_eigenvalues(G)
         rounding = 4 * sum(W.shape[-2:]) * torch.finfo(W.dtype).eps
         return (
@@ -33,20 +31,19 @@ def spectral_upper(W: Tensor) -> Tensor:
 
 
 def unit(W: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """W over its largest entry along dims, and that entry, held fixed: squares neither overflow nor vanish."""
+    """W divided by its largest entry along dims, and that entry, detached: squares stay finite."""
     size = W.detach().abs().amax(dim=dims, keepdim=True)
     size = size.where(size != 0, 1.0)
     return W / size, size
 
 
 def of_norm(target: float | Tensor, W: Tensor) -> Tensor:
-    """W target / ||W|| in the dtype of W: what it is rounded to has a spectral norm of at most |target|.
-
-    In exact arithmetic S = W target / ||W|| has the norm |target|, and rounding may add to it. In a dtype of unit
-    roundoff u the entries move by at most u of their size, so the norm by at most u ||S||_F <= u sqrt(rank) |target|.
-    For float32 that much is given away. For bfloat16 it would be 10 % at size 1000, where the true error E of nearly
-    every matrix is below u |target|: 2 u is given away, if the norm of E itself proves that to be enough.
-    """
+    """W target / ||W|| in the dtype of W; the rounded matrix has spectral norm at most |target|."""
+    # In exact arithmetic S = W target / ||W|| has the norm |target|, to which rounding may add. In
+    # a dtype of unit roundoff u the entries change by at most u of their size, hence the norm by at
+    # most u ||S||_F <= u sqrt(rank) |target|. In float32 the target is lowered by that much. In
+    # bfloat16 this would cost 10 % at size 1000, where the true error E of nearly every matrix is
+    # below u |target|: there the target is lowered by 2 u, if the norm of E proves that sufficient.
     wide, p, q = widened(W), *W.shape[-2:]
     S = wide * (target / spectral_upper(wide).clamp_min(FLOOR))[..., None, None]
     size = torch.as_tensor(target, dtype=S.dtype, device=S.device).detach().abs()
@@ -64,14 +61,14 @@ def of_norm(target: float | Tensor, W: Tensor) -> Tensor:
 
 
 def _rounded(S: Tensor, dtype: torch.dtype) -> Tensor:
-    """S to the digits of a 16-bit dtype. By bits, since compilers skip a conversion there and back."""
+    """S rounded to a 16-bit dtype, by bits: compilers may remove a conversion there and back."""
     drop = round(math.log2(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps))
     bits = S.float().view(torch.int32)
     return ((bits + (1 << (drop - 1))) & -(1 << drop)).view(torch.float32).to(S.dtype)
 
 
 def _schatten(E: Tensor) -> Tensor:
-    """(sum of the 8th powers of the singular values)^(1/8) >= ||E||: at size 1000 about twice it, for two products."""
+    """The Schatten 8-norm of E, at least ||E||: about twice it at size 1000, for two products."""
     E, size = unit(E, (-2, -1))
     with torch.autocast(E.device.type, enabled=False):
         G = E @ E.mT if E.shape[-2] <= E.shape[-1] else E.mT @ E
@@ -79,7 +76,7 @@ def _schatten(E: Tensor) -> Tensor:
 
 
 def by_eigenvalues(G: Tensor) -> Tensor:
-    """The largest eigenvalues of symmetric G; NaN where G is not finite, as in any other layer that has diverged."""
+    """The largest eigenvalues of symmetric G; NaN where G is not finite, instead of an error."""
     finite = G.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
     return torch.linalg.eigvalsh(G.where(finite, 0.0))[..., -1].where(finite[..., 0, 0], torch.nan)
 
@@ -94,16 +91,16 @@ def by_squaring(G: Tensor) -> Tensor:
         if step < SQUARINGS:
             G = G / size[..., None, None]
             G = G @ G
-    # A logarithm of many digits before the point has lost as many behind it.
+    # The digits of a logarithm before the decimal point are lost behind it.
     return (log_norm + 4 * torch.finfo(G.dtype).eps * (1 + rounding)).exp()
 
 
 def row_sum(W: Tensor) -> Tensor:
-    """The largest absolute row sums of W [..., p, q]: norms for the largest coordinate, rounded up."""
+    """The largest absolute row sums of W [..., p, q], its norms in l-infinity, rounded up."""
     W = widened(W)
     return W.abs().sum(dim=-1).amax(dim=-1) * (1 + W.shape[-1] * torch.finfo(W.dtype).eps)
 
 
 def widened(W: Tensor) -> Tensor:
-    """In float64 where the device has it: the scale of a layer must not depend on the dtype that it runs in."""
+    """W in float64 where available: the scale of a layer must not depend on its dtype."""
     return W.float() if W.device.type == "mps" else W.double()

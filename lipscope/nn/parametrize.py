@@ -1,13 +1,15 @@
 """Weights of bounded norm: spectral normalisation and sigma-reparam as torch parametrizations.
 
-Both divide by an upper bound of the norm taken anew in every pass, where a running power iteration divides by a lower
-one. Neither gives dot-product attention a Lipschitz constant; on a ball of tokens the theorems say what they do give.
+Both divide by an upper bound on the norm that is recomputed in every pass, whereas a running power
+iteration divides by a lower bound. Neither gives dot-product attention a Lipschitz constant; what
+they do give on a ball of tokens, the theorems tell.
 
     from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
 
-Linear weights are those of nn.Linear, of nn.MultiheadAttention (queries, keys and values each for themselves) and of
-transformers' Conv1D (one matrix, whatever is stacked in it). Other matrices, and weights tied to an embedding, are left
-as they are; a LeftAsTheyAre warning names them. Embeddings are tables and go without saying.
+Linear weights are those of nn.Linear, of nn.MultiheadAttention (queries, keys and values
+separately) and of transformers' Conv1D (one matrix, whatever is stacked in it). Other matrices, and
+weights tied to an embedding, are left unchanged; a LeftAsTheyAre warning names them. Embeddings are
+lookup tables, so they are left out without a warning.
 """
 
 from __future__ import annotations
@@ -35,10 +37,7 @@ class LeftAsTheyAre(UserWarning):
 
 
 class SpectralNormalised(nn.Module):
-    """W constant / ||W||: the norm is `constant`, or less by what rounding may add, and the direction is learned.
-
-    W may be `parts` matrices on top of each other, each of which is treated so.
-    """
+    """W constant / ||W||, of norm at most `constant`, for each of `parts` stacked matrices."""
 
     def __init__(self, constant: float = 1.0, parts: int = 1) -> None:
         super().__init__()
@@ -53,7 +52,21 @@ class SpectralNormalised(nn.Module):
 
 
 class SigmaReparam(nn.Module):
-    """W gamma / ||W|| with a learned gamma for each part, 1 at first (Zhai et al. 2023): the norm is |gamma|."""
+    """The parametrization W gamma / ||W|| with a learned gamma (Zhai et al. 2023).
+
+    Its spectral norm is |gamma|, initially 1. `sigma_reparametrise` registers it on the linear
+    weights of a module.
+
+    Args:
+        parts: Number of matrices stacked in W; each has its own gamma.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> W = torch.diag(torch.tensor([3.0, 4.0]))
+        >>> round(torch.linalg.matrix_norm(ls.nn.SigmaReparam()(W), 2).item(), 3)
+        1.0
+    """
 
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
@@ -65,20 +78,62 @@ class SigmaReparam(nn.Module):
 
 
 def spectrally_normalise(module: nn.Module, constant: float = 1.0) -> nn.Module:
-    """Every linear weight inside gets the spectral norm `constant`; the module is returned, others are warned of."""
+    """Give every linear weight of a module the spectral norm `constant`, in place.
+
+    Args:
+        module: The module; its linear weights become parametrized.
+        constant: The spectral norm, positive.
+
+    Returns:
+        The same module.
+
+    Raises:
+        UserError: If no linear weight can be normalised.
+
+    Warns:
+        LeftAsTheyAre: If other matrices, or weights tied to an embedding, are left unchanged.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = ls.nn.spectrally_normalise(torch.nn.Linear(4, 4), constant=0.5)
+        >>> round(torch.linalg.matrix_norm(layer.weight, 2).item(), 3)
+        0.5
+    """
     check_positive("constant", constant)
     return _parametrize(module, lambda parts: SpectralNormalised(constant, parts))
 
 
 def sigma_reparametrise(module: nn.Module) -> nn.Module:
-    """Every linear weight inside gets the norm |gamma|, gamma learned; the module is returned, others are warned of."""
+    """Give every linear weight of a module a learned spectral norm |gamma|, in place.
+
+    Args:
+        module: The module; its linear weights become parametrized by `SigmaReparam`.
+
+    Returns:
+        The same module.
+
+    Raises:
+        UserError: If no linear weight can be normalised.
+
+    Warns:
+        LeftAsTheyAre: If other matrices, or weights tied to an embedding, are left unchanged.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = ls.nn.sigma_reparametrise(torch.nn.Linear(4, 4))
+        >>> layer.parametrizations.weight[0].gamma.item()
+        1.0
+    """
     return _parametrize(module, SigmaReparam)
 
 
 def _parametrize(module: nn.Module, make: Callable[[int], nn.Module]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"a torch.nn.Module is wanted, whose weights can be normalised, got {type(module).__name__}"
+            f"module must be a torch.nn.Module, got {type(module).__name__}; "
+            "pass the module whose weights are to be normalised"
         )
     places = list(_linear_weights(module))
     for place in places:
@@ -86,14 +141,14 @@ def _parametrize(module: nn.Module, make: Callable[[int], nn.Module]) -> nn.Modu
     tied = _tied_elsewhere(module, places)
     chosen = [place for place in places if id(_weight(place)) not in tied]
     if not chosen:
-        why = f"all are tied to others: {'; '.join(tied.values())}" if tied else "there is none"
+        why = f"all of them are tied: {'; '.join(tied.values())}" if tied else "there is none"
         raise UserError(
-            f"{type(module).__name__} holds no linear weight that could be normalised: {why}"
+            f"{type(module).__name__} has no linear weight that can be normalised: {why}"
         )
     made: dict[int, nn.Module] = {}
     for name, part, attribute in chosen:
         W = _weight((name, part, attribute))
-        # Linear layers that share a weight share what it is divided by, and multiplied with.
+        # Linear layers that share a weight share its parametrization, gamma included.
         new = made.setdefault(
             id(W), make(3 if attribute == "in_proj_weight" else 1).to(W.device, W.dtype)
         )
@@ -115,7 +170,7 @@ def _linear_weights(module: nn.Module) -> Iterator[Place]:
 
 
 def _is_conv1d(part: nn.Module) -> bool:
-    """transformers' linear layer with a weight [in, out]; that package is not asked, it may not be there."""
+    """Whether it is transformers' linear layer, whose weight is [in, out]; not imported here."""
     named = any(kind.__name__ == "Conv1D" for kind in type(part).__mro__)
     return named and hasattr(part, "nf") and getattr(getattr(part, "weight", None), "ndim", 0) == 2
 
@@ -126,14 +181,15 @@ def _weight(place: Place) -> Tensor:
 
 def _check(name: str, part: nn.Module, attribute: str) -> None:
     if is_parametrized(part, attribute):
-        raise UserError(f"the weight {name} is parametrized already; start from a plain module")
+        raise UserError(f"the weight {name} is already parametrized; start from a plain module")
     if attribute not in part._parameters:
         raise UserError(
-            f"the weight {name} is made by a hook, as of torch's older spectral_norm; remove that first"
+            f"the weight {name} is computed by a hook, as torch's older spectral_norm does; "
+            "remove the hook first"
         )
     W = getattr(part, attribute)
     if isinstance(W, UninitializedParameter):
-        raise UserError(f"the weight {name} has no size yet; run the module once on tokens first")
+        raise UserError(f"the weight {name} is uninitialized; run the module once on tokens first")
     if not W.dtype.is_floating_point or W.element_size() < 2:
         raise UserError(
             f"the weight {name} is stored in {W.dtype}; start from weights of 16 bits or more"
@@ -141,7 +197,7 @@ def _check(name: str, part: nn.Module, attribute: str) -> None:
 
 
 def _tied_elsewhere(module: nn.Module, places: list[Place]) -> dict[int, str]:
-    """Linear weights that something else reads as they are, such as an embedding: by id, in words."""
+    """Linear weights that another module uses directly, such as an embedding: id to description."""
     linear = {(part, attribute) for _, part, attribute in places}
     names = {id(_weight(place)): place[0] for place in places}
     return {
@@ -153,7 +209,7 @@ def _tied_elsewhere(module: nn.Module, places: list[Place]) -> dict[int, str]:
 
 
 def _other_matrices(module: nn.Module, made: set[int]) -> list[str]:
-    """Names of weights with two dimensions or more that are neither linear nor tables of an embedding."""
+    """Names of matrices that are neither linear weights nor embedding tables."""
     tables = {
         id(W)
         for part in module.modules()

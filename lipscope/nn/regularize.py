@@ -1,4 +1,4 @@
-"""Penalties that make attention smoother in training: JaSMin on the weights P, and the measured constant itself."""
+"""Penalties for smoother attention: JaSMin on the weights P, and the measured constant itself."""
 
 from __future__ import annotations
 
@@ -16,31 +16,45 @@ from lipscope.nn.evaluating import attributes_kept
 
 
 def jasmin(P: Tensor, k: int = 0) -> Tensor:
-    """JaSMin_k of attention weights P [..., n, n] (Yudin et al. 2025), averaged over heads and sequences.
+    """The penalty JaSMin_k on attention weights (Yudin et al. 2025).
 
-    k = 0: max over rows p of log g_1(p), where g_1(p) >= ||diag p - p p'||, the norm of the softmax's Jacobian.
-    k > 1: max over rows of log(g_1(p) / g_k(p)), g_k(p) = p_k (1 - p_k + p_(k+1)) with p sorted; rows that give fewer
-           than k keys any weight say nothing.
+    For k = 0 it is the maximum over rows p of log g_1(p), where g_1(p) >= ||diag p - p p'||, the
+    norm of the Jacobian of the softmax. For k > 1 it is the maximum of log(g_1(p) / g_k(p)) with
+    g_k(p) = p_k (1 - p_k + p_(k+1)) and p sorted; rows with fewer than k nonzero weights are
+    ignored.
+
+    Args:
+        P: Attention weights [..., n, n], such as `layer.weights(X)`.
+        k: 0, or an integer from 2 to the number of keys.
+
+    Returns:
+        The penalty, a scalar averaged over heads and sequences, differentiable in P.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> uniform = torch.full((4, 4), 0.25)
+        >>> one_hot = torch.eye(4)
+        >>> bool(ls.nn.jasmin(one_hot) < ls.nn.jasmin(uniform))
+        True
     """
     _check_weights(P)
     if isinstance(k, bool) or not isinstance(k, int) or (k != 0 and not 2 <= k <= P.shape[-1]):
         raise UserError(
-            f"k must be the integer 0, or one between 2 and the number of keys {P.shape[-1]}, got {k!r}"
+            f"k must be 0, or an integer from 2 to the number of keys {P.shape[-1]}, got {k!r}"
         )
     from lipscope.theorems.yudin2025 import softmax_jacobian_norm  # loads SciPy
 
     P = P if P.dtype == torch.float64 else P.float()
     tiny = torch.finfo(P.dtype).tiny
-    row = (
-        softmax_jacobian_norm(P).clamp_min(tiny).log() + 0 * P[..., 0]
-    )  # a single key has the gradient 0, not none
+    # The zero term keeps the graph: for a single key the gradient is 0, not None.
+    row = softmax_jacobian_norm(P).clamp_min(tiny).log() + 0 * P[..., 0]
     if k == 0:
         return row.amax(dim=-1).mean()
     p = nn.functional.pad(P.topk(min(k + 1, P.shape[-1]), dim=-1).values, (0, 1))
     g = p[..., k - 1] * (1 - p[..., k - 1] + p[..., k])
-    row = torch.where(
-        g > tiny, row - g.clamp_min(tiny).log(), 0.0
-    )  # g_1 >= g_k, so that 0 never wins over a row
+    # g_1 >= g_k, so the 0 of an ignored row never exceeds the value of another.
+    row = torch.where(g > tiny, row - g.clamp_min(tiny).log(), 0.0)
     return row.amax(dim=-1).mean()
 
 
@@ -53,11 +67,31 @@ def _check_weights(P: Tensor) -> None:
 
 
 def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) -> Tensor:
-    """||D_X f|| at X [n, d], or at each member of X [B, n, d], differentiable in the weights of f and in X.
+    """The local Lipschitz constant ||D_X f||, differentiable in the weights of f and in X.
 
-    The singular vectors are found by the solver and held fixed, u' J v: where the largest singular value is simple its
-    derivative is that of u' J v. A module in bfloat16 or float16 is measured in float32. Modules are measured in the
-    mode they are in, and their buffers stay as they are.
+    The solver finds the singular vectors u, v, which are then held fixed: where the largest
+    singular value is simple, its derivative is that of u' J v. A module in bfloat16 or float16 is
+    measured in float32. Modules are measured in their current mode; their buffers do not change.
+
+    Args:
+        f: A map of tokens, for instance a module.
+        X: Tokens [n, d], or a batch [B, n, d] whose members f maps independently.
+        tol: Relative residual at which the solver stops.
+
+    Returns:
+        sigma, a scalar, or [B] for a batch.
+
+    Raises:
+        UserError: If f is not finite at X, or X is 16-bit and f is not a module.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> scale = torch.tensor(2.0, requires_grad=True)
+        >>> sigma = ls.nn.measured_sigma(lambda X: scale * X, torch.ones(3, 4))
+        >>> sigma.backward()
+        >>> round(sigma.item(), 4), round(scale.grad.item(), 4)
+        (2.0, 1.0)
     """
     check_input(X)
     check_map(f)
@@ -73,23 +107,24 @@ def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) 
         x = X if X.requires_grad else X.detach().requires_grad_(True)
         y = f(x)
         if not bool(y.isfinite().all()):
-            raise UserError("f gives values that are not finite at X; look for NaN in its weights")
+            raise UserError("f is not finite at X; look for NaN in its weights")
         pulled = torch.zeros_like(x)
         if y.requires_grad:
             u = top.left.to(y).reshape(y.shape)
             (pulled,) = torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)
-        if not pulled.requires_grad:  # a derivative that nothing moves has the gradient 0, not none
+        if not pulled.requires_grad:  # a constant derivative has the gradient 0, not None
             pulled = pulled + 0 * x
     return (pulled * top.right.to(x)).sum(dim=(-2, -1))
 
 
 def _lent(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """The same map on copies of its buffers, in float32 where it runs in less; gradients reach its own weights."""
+    """f on copies of its buffers, in float32 at least; gradients reach its own weights."""
     half = X.dtype not in (torch.float32, torch.float64)
     if not isinstance(f, nn.Module):
         if half:
             raise UserError(
-                f"X is {X.dtype}; only a torch.nn.Module can be measured in float32 instead: convert f and X"
+                f"X is {X.dtype}, and only a torch.nn.Module can be measured in float32 instead; "
+                "convert f and X to float32"
             )
         return f, X
     module, buffers = f, dict(f.named_buffers())
@@ -97,7 +132,8 @@ def _lent(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], 
         return f, X
 
     def lent(x: Tensor) -> Tensor:
-        # Copies anew in every call: a power iteration in them would go on, and the map would seem random.
+        # New copies in every call: a power iteration stored in a buffer would otherwise continue
+        # from call to call, and f would not be a function.
         state = {
             **dict(module.named_parameters()),
             **{name: b.clone() for name, b in buffers.items()},

@@ -1,4 +1,4 @@
-"""The attention layers by name: the table that training, conversion and the comparison read."""
+"""The attention layers by name: the table behind training, conversion and comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
 Factory = Callable[[int, int, bool], AttentionLayer]
 
 CONSTANT = 0.9
-"""The constant of the contractive layer when only its name is given."""
+"""The constant of the contractive layer if only its name is given."""
 
 ATTENTIONS: dict[str, Factory] = {
     "dot": DotSelfAttention,
@@ -22,4 +22,4 @@ ATTENTIONS: dict[str, Factory] = {
     ),
     "cosine": CosineSelfAttention,
 }
-"""name -> factory(dim, heads, causal)."""
+"""The attention layers by name: name -> factory(dim, heads, causal)."""

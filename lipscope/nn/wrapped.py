@@ -1,4 +1,4 @@
-"""Models in wrappers: data parallelism and the compiler are looked through, sharded weights refused."""
+"""Wrapped models: see through data parallelism and torch.compile, refuse sharded weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,27 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 
 SHARDED = (
-    "its weights are sharded among processes (FSDP, ZeRO-3), and no process has them whole; "
-    "DistributedDataParallel, or a copy on one process, can be measured"
+    "the weights are sharded among processes (FSDP, ZeRO-3), and no process has all of them; "
+    "use DistributedDataParallel, or a copy on one process"
 )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile, DistributedDataParallel and DataParallel."""
+    """The module inside torch.compile, DistributedDataParallel and DataParallel.
+
+    Args:
+        model: A module, wrapped any number of times or not at all.
+
+    Returns:
+        The innermost module.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> ls.nn.unwrapped(torch.nn.DataParallel(layer)) is layer
+        True
+    """
     while True:
         if is_compiled_copy(model):
             model = model.get_submodule("_orig_mod")
@@ -27,20 +41,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_compiled_copy(module: nn.Module) -> bool:
-    """Whether torch.compile made it; without loading the compiler, which then has not run."""
+    """Whether torch.compile made it."""
+    # If the compiler has not been imported, it has made nothing: do not import it for the question.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by their names in the model that was wrapped; none of them is a wrapper of the compiler."""
+    """Modules by their names in the unwrapped model, without the wrappers of the compiler."""
     inside = "._orig_mod"
     named = unwrapped(model).named_modules()
     return {f".{name}".replace(inside, "")[1:]: m for name, m in named if not is_compiled_copy(m)}
 
 
 def check_whole(module: nn.Module) -> None:
-    """Refuse weights that are elsewhere: to look at them would fail, or wait for other processes for ever."""
+    """Refuse sharded weights: reading them would fail, or wait for other processes forever."""
     if any(_is_part(tensor) for m in module.modules() for tensor in _tensors(m)):
         raise UserError(SHARDED)
 
@@ -51,21 +66,20 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_part(tensor: Tensor) -> bool:
-    """DTensor says where its parts are; FSDP marks a flat piece, or frees the storage; ZeRO-3 leaves nothing."""
+    """Whether a tensor is a shard: DTensor, FSDP (a flat piece, or freed storage), or ZeRO-3."""
     if (
         hasattr(tensor, "placements")
         or hasattr(tensor, "_fsdp_flattened")
         or hasattr(tensor, "ds_id")
     ):
         return True
-    plain = (
-        type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
-    )  # others keep no storage
+    # Subclasses and meta tensors have no storage in the first place.
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
     return plain and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 
 
 def check_bare(model: nn.Module) -> None:
-    """Refuse to exchange the layers of a model that others hold by its old ones."""
+    """Refuse to replace layers inside a wrapper, which would keep using the old ones."""
     check_whole(model)
     wrapper = next(
         (m for m in model.modules() if unwrapped(m) is not m or m._compiled_call_impl is not None),
@@ -78,6 +92,6 @@ def check_bare(model: nn.Module) -> None:
             else None
         )
         raise UserError(
-            f"the model is wrapped in {kind or type(wrapper).__name__}, which would go on with the old layers; "
-            "convert the model itself, then wrap it"
+            f"the model is wrapped in {kind or type(wrapper).__name__}, which would keep using the "
+            "old layers; convert the model itself, then wrap it"
         )

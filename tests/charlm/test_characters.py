@@ -54,7 +54,7 @@ def test_pairs_cost_what_counting_them_says():
     [
         (b"too short", "9 characters"),
         (b"", "0 characters"),
-        (b"a" * 500, "over and over"),
+        (b"a" * 500, "repeats a single character"),
         (b"\xff\xfe" * 500, "not UTF-8 (byte 0)"),
     ],
 )

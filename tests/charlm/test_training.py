@@ -145,7 +145,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path):
 
     with pytest.raises(KeyboardInterrupt) as stopped:
         train(begin(), tmp_path, stop)
-    assert f"step 4 of 8 is kept in {tmp_path}" in stopped.value.__notes__[0]
+    assert f"step 4 of 8 is saved in {tmp_path}" in stopped.value.__notes__[0]
 
 
 def full(*_: object) -> None:
@@ -162,10 +162,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, step,
             patch.setattr(os, step, full)
             write_tensors(tmp_path / FILE, {"x": torch.zeros(2)}, {"step": 2})
 
-    fail("there was none before, nor is now")
+    fail("no file was written")
     assert not list(tmp_path.iterdir())
     write_tensors(tmp_path / FILE, {"x": torch.ones(2)}, {"step": 1})
-    fail("the one from before is still there")
+    fail("the previous file is unchanged")
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     tensors, facts = kept(tmp_path)
     assert torch.equal(tensors["x"], torch.ones(2)) and facts == {"step": 1}

@@ -184,7 +184,7 @@ def test_weights_of_padded_tokens_are_zero():
         (torch.ones(TOKENS).bool(), r"got torch.bool \(9,\)"),
         (
             [True] * TOKENS,
-            r"got list; of a tokenizer's attention_mask take .bool\(\), of torch's key_padding_mask",
+            r"got list; for a tokenizer's attention_mask pass mask.bool\(\), for torch's key",
         ),
     ],
 )

@@ -104,11 +104,11 @@ def test_large_and_small_tokens_come_back_from_attention():
     "make", [ls.nn.L2SelfAttention, ls.nn.CosineSelfAttention, ls.nn.DotSelfAttention]
 )
 def test_attention_that_promises_no_constant_is_refused(make, constant):
-    with pytest.raises(ls.UserError, match=r"ContractiveL2Attention\(") as letter:
+    with pytest.raises(ls.UserError, match=r"ContractiveL2Attention\(") as error:
         ls.nn.InvertibleResidual(make(32, 4), constant)
     assert constant is None or (
-        "has no" if make is ls.nn.DotSelfAttention else "bounds it at 2 tokens"
-    ) in str(letter)
+        "has no" if make is ls.nn.DotSelfAttention else "guarantees no constant"
+    ) in str(error)
 
 
 def test_the_determinant_in_inference_mode_is_the_usual_one():

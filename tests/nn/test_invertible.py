@@ -107,7 +107,7 @@ def test_a_broken_promise_is_noticed():
         def forward(self, x):
             return -1.5 * x
 
-    with pytest.raises(ls.UserError, match=r"no contraction with constant 0\.5: two points"):
+    with pytest.raises(ls.UserError, match=r"not a contraction with constant 0\.5: two points"):
         ls.nn.InvertibleResidual(Liar(), constant=0.5).inverse(torch.randn(4, 3))
 
 

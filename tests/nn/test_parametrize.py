@@ -108,7 +108,7 @@ def test_the_real_one_is_known_too(normalise):
 
     f = normalise(nn.Sequential(Theirs(12, 4)))
     assert norm(f[0].weight) == pytest.approx(1.0, rel=1e-6)
-    with pytest.raises(ls.UserError, match=r"0\.weight is parametrized already"):
+    with pytest.raises(ls.UserError, match=r"0\.weight is already parametrized"):
         normalise(f)
 
 
@@ -167,17 +167,17 @@ def test_matrices_of_other_layers_are_named(normalise):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (nn.ReLU, "ReLU holds no linear weight that could be normalised: there is none"),
+        (nn.ReLU, "ReLU has no linear weight that can be normalised: there is none"),
         (lambda: nn.Sequential(nn.Embedding(3, 3)), "there is none"),
-        (lambda: _only_tied(), r"all are tied to others: head.weight \(tied to embedding.weight\)"),
-        (lambda: spectrally_normalise(nn.Linear(2, 2)), "Linear.weight is parametrized already"),
-        (lambda: nn.Sequential(nn.LazyLinear(3)), "0.weight has no size yet"),
-        (lambda: nn.utils.spectral_norm(nn.Linear(2, 2)), "Linear.weight is made by a hook"),
+        (lambda: _only_tied(), r"all of them are tied: head.weight \(tied to embedding.weight\)"),
+        (lambda: spectrally_normalise(nn.Linear(2, 2)), "Linear.weight is already parametrized"),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), "0.weight is uninitialized"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(2, 2)), "Linear.weight is computed by a hook"),
         (
             lambda: nn.Sequential(nn.Linear(2, 2).to(torch.float8_e5m2)),
             "stored in torch.float8_e5m2",
         ),
-        (lambda: 3, "a torch.nn.Module is wanted"),
+        (lambda: 3, "module must be a torch.nn.Module, got int"),
     ],
 )
 def test_errors_say_what_to_do(normalise, make, words):

@@ -145,7 +145,7 @@ def test_weights_whose_storage_was_freed_are_not_touched():
     model(batches(1)[0])
     layer.key.weight.untyped_storage().resize_(0)
     with pytest.warns(
-        SmoothnessWarning, match=r"no readings of 0: its weights are sharded among processes"
+        SmoothnessWarning, match=r"no readings of 0: the weights are sharded among processes"
     ):
         monitor.step()
     with pytest.raises(ls.UserError, match="sharded"):
@@ -163,7 +163,7 @@ def test_layers_of_a_wrapped_model_go_by_their_own_names():
         monitor.close()
     with pytest.raises(
         ls.UserError,
-        match=r"wrapped in DataParallel, which would go on with the old layers; convert",
+        match=r"wrapped in DataParallel, which would keep using the old layers; convert",
     ):
         ls.convert_model(wrapped, "l2", batches(1)[0])
     with pytest.raises(ls.UserError, match="Small has no layer 'cosin'; did you mean 'cosine'"):
