@@ -1,4 +1,4 @@
-"""Checks of arguments that several packages share."""
+"""Argument checks shared by several packages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lipscope._types import UserError
 
 
 def check_positive(name: str, value: object) -> None:
-    """Finite, and no bool: True is 1 to Python and a slip to everybody else."""
+    """Raise unless `value` is a finite number above 0; `True` is a mistake here, not a 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UserError(f"{name} must be a positive number, got {value!r}")
 
 
 def check_exponent(p: object) -> None:
-    """The exponent p of the distances W_p and d_p."""
+    """Raise unless `p` can be the exponent of the distances W_p and d_p."""
     if isinstance(p, bool) or not isinstance(p, Real):
         raise UserError(
             f"p must be a number, at least 1 (math.inf for the longest move), got {p!r}"

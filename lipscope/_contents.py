@@ -1,4 +1,4 @@
-"""Contents pages of packages: names that are imported when they are first used."""
+"""Contents pages of packages: public names that are imported on first use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from importlib import import_module
 def contents(
     package: str, table: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """__getattr__ and __dir__ of a package whose public names are the keys of `table`.
+    """Return the `__getattr__` and `__dir__` of a package with lazily imported public names.
 
-    A value is the module that holds the name, "" where the name is a package itself.
+    Args:
+        package: Full name of the package.
+        table: Maps each public name to the module that defines it, or to "" for a subpackage.
     """
 
     def get(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Files that are written in full or not at all, and text from strangers made safe to show."""
+"""Files written in full or not at all, and untrusted text made safe to display."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lipscope._types import UserError
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A name to write under; what is there when the block ends takes its place at `path`, and a failure leaves nothing.
+    """Yield a temporary path that replaces `path` when the block ends; a failure leaves no trace.
 
-    The name ends like that of the file, since some writers go by that.
+    The temporary name keeps the suffix of `path`, because some writers choose a format by it.
     """
     draft = path.with_name(f".unfinished-{path.name}")
     try:
@@ -22,21 +22,17 @@ def whole_file(path: Path) -> Iterator[Path]:
         _sync(draft, os.O_RDWR)
         os.replace(draft, path)
     except OSError as error:
-        before = (
-            "the one from before is still there"
-            if path.exists()
-            else "there was none before, nor is now"
-        )
+        before = "the previous file is unchanged" if path.exists() else "no file was written"
         raise UserError(f"cannot write {path}: {error.strerror or error}; {before}") from error
     finally:
         with suppress(OSError):
             draft.unlink()
-    with suppress(OSError):  # some file systems cannot do it; the file itself is on disk
+    with suppress(OSError):  # some file systems cannot sync a folder; the file itself is on disk
         _sync(path.parent, os.O_RDONLY)
 
 
 def _sync(path: Path, mode: int) -> None:
-    """A file's content to disk, or a folder's list of names."""
+    """Flush a file's content, or a folder's list of names, to disk."""
     opened = os.open(path, mode)
     try:
         os.fsync(opened)
@@ -45,7 +41,7 @@ def _sync(path: Path, mode: int) -> None:
 
 
 def for_terminal(text: str, width: int | None = None) -> str:
-    """Control, bidi and other invisible characters become visible escapes: no token drives the terminal."""
+    """Escape control, bidi and other invisible characters, so that text cannot drive a terminal."""
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
         for c in text
@@ -54,7 +50,7 @@ def for_terminal(text: str, width: int | None = None) -> str:
 
 
 def for_spreadsheet(text: str) -> str:
-    """Text that a spreadsheet would run as a formula is quoted by a leading apostrophe."""
+    """Prefix text that a spreadsheet would run as a formula with an apostrophe."""
     return (
         "'" + text
         if text.lstrip()[:1] in ("=", "+", "-", "@") or text[:1] in ("\t", "\r", "\n")

@@ -1,4 +1,4 @@
-"""Vocabulary shared by every room: the user's error, the status of a number, the sets of inputs a bound speaks of."""
+"""Vocabulary shared by every package: the user's error, the status of a number, and domains."""
 
 from __future__ import annotations
 
@@ -12,11 +12,31 @@ if TYPE_CHECKING:
 
 
 class UserError(ValueError):
-    """Something the caller can put right; the message names it, what was expected and the remedy."""
+    """An error the caller can fix.
+
+    The message names the offending argument, what was expected, and the remedy. It is a
+    `ValueError`, so code that catches those keeps working.
+
+    Example:
+        >>> import lipscope as ls
+        >>> try:
+        ...     ls.Ball(R=-1.0, n=3)
+        ... except ls.UserError as error:
+        ...     print(error)
+        Ball(R, n) needs a finite radius R > 0, got R=-1.0
+    """
 
 
 class Status(Enum):
-    """How a number was obtained; the value is advice to the person who reads it."""
+    """How the solver ended; each value is a message to the person who reads the number.
+
+    Example:
+        >>> import lipscope as ls
+        >>> ls.Status.CONVERGED.ok
+        True
+        >>> print(ls.Status.MAX_STEPS.value)
+        not converged: a lower bound only; raise max_steps or tol
+    """
 
     CONVERGED = "converged: the relative residual is at most tol"
     BREAKDOWN = "exact: the Krylov space became invariant, the value is exact up to rounding"
@@ -36,13 +56,23 @@ class Status(Enum):
 
     @property
     def ok(self) -> bool:
-        """Whether the value is the largest singular value to the accuracy asked for or possible."""
+        """Whether the value is as accurate as requested, or as accurate as the dtype allows."""
         return self in (Status.CONVERGED, Status.BREAKDOWN, Status.RESOLUTION)
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """The single input X [n, d]."""
+    """The domain that consists of a single input.
+
+    Args:
+        X: Tokens of shape `[n, d]`, finite and floating point.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> ls.Point(torch.zeros(5, 2)).n
+        5
+    """
 
     X: Tensor
 
@@ -56,7 +86,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Ball:
-    """All sequences of n tokens, each of norm at most R."""
+    """The domain of all sequences of `n` tokens, each of Euclidean norm at most `R`.
+
+    Args:
+        R: Radius of the ball, positive and finite.
+        n: Number of tokens.
+
+    Example:
+        >>> import lipscope as ls
+        >>> ls.Ball(R=2.0, n=64)
+        Ball(R=2.0, n=64)
+    """
 
     R: float
     n: int
@@ -68,7 +108,18 @@ class Ball:
 
 @dataclass(frozen=True, eq=False)
 class Around:
-    """All sequences Y with ||Y - X||_F <= r, around X [n, d]."""
+    """The domain of all sequences `Y` with `||Y - X||_F <= r`.
+
+    Args:
+        X: Tokens of shape `[n, d]`, the center, finite and floating point.
+        r: Radius in the Frobenius norm over all tokens, positive and finite.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> ls.Around(torch.zeros(5, 2), r=0.1).n
+        5
+    """
 
     X: Tensor
     r: float
@@ -84,7 +135,16 @@ class Around:
 
 @dataclass(frozen=True)
 class Everywhere:
-    """All sequences of n tokens, however large."""
+    """The domain of all sequences of `n` tokens, with no limit on their norms.
+
+    Args:
+        n: Number of tokens.
+
+    Example:
+        >>> import lipscope as ls
+        >>> ls.Everywhere(n=64)
+        Everywhere(n=64)
+    """
 
     n: int
 
@@ -104,13 +164,14 @@ def _check_tokens(X: Tensor, name: str) -> None:
         )
     if not X.dtype.is_floating_point or not bool(X.isfinite().all()):
         raise UserError(
-            f"{name} needs finite floating-point tokens, got X of {X.dtype} with other values in it"
+            f"{name} needs finite floating-point tokens, got X of {X.dtype} "
+            "with integers, NaN or infinities; convert or clean them first"
         )
 
 
-def _check_radius(radius: float, name: str, letter: str) -> None:
+def _check_radius(radius: float, name: str, symbol: str) -> None:
     if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 < radius < math.inf:
-        raise UserError(f"{name} needs a finite radius {letter} > 0, got {letter}={radius!r}")
+        raise UserError(f"{name} needs a finite radius {symbol} > 0, got {symbol}={radius!r}")
 
 
 def _check_length(n: int, name: str) -> None:

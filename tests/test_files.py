@@ -1,4 +1,4 @@
-"""A file is there in full or not at all, and nothing is left beside it."""
+"""Files are written in full or not at all, and leave nothing else behind."""
 
 import pytest
 
@@ -18,14 +18,14 @@ def test_what_was_written_takes_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "told"), [(True, "the one from before is still there"), (False, "nor is now")]
+    ("before", "outcome"), [(True, "the previous file is unchanged"), (False, "no file was written")]
 )
-def test_a_failure_leaves_what_was_there(tmp_path, before, told):
+def test_a_failure_leaves_what_was_there(tmp_path, before, outcome):
     path = tmp_path / "rows.csv"
     if before:
         path.write_text("before")
     with (
-        pytest.raises(UserError, match=f"cannot write .*No space left on device; .*{told}"),
+        pytest.raises(UserError, match=f"cannot write .*No space left on device; .*{outcome}"),
         whole_file(path) as draft,
     ):
         draft.write_text("half")

@@ -1,4 +1,4 @@
-"""Which implementation computes: fused kernels where the tensors live on a GPU and fit them, tiles everywhere else."""
+"""Chooses the implementation: fused kernels for tensors on a GPU that fit them, tiles elsewhere."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ second_vjp, second_jvp = tiled.second_vjp, tiled.second_jvp
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
-    """Whether the Triton kernels take these tensors as they are."""
+    """Whether the Triton kernels support these tensors."""
     if not (q.is_cuda and k.is_cuda and v.is_cuda) or find_spec("triton") is None:
         return False
+    # Inside vmap or jvp a tensor is a wrapper without memory of its own that a kernel could read.
     if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (q, k, v)):
         return False
     from lipscope.attention import triton_operands
@@ -26,7 +27,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """o, in float32 where the kernels make it, and the log-sum-exp, +inf for a fully masked row."""
+    """o (float32 out of the kernels) and the log-sum-exp, +inf for a fully masked row."""
     if not fused(q, k, v, pattern):
         return tiled.forward(q, k, v, pattern)
     from lipscope.attention import triton_forward
@@ -48,7 +49,7 @@ def jvp(
 def vjp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern
 ) -> Triple:
-    """The library's own backward where dtype and pattern fit it, ours where they do not."""
+    """torch's own backward where it supports dtype and pattern, our kernels otherwise."""
     if not fused(q, k, v, pattern):
         return tiled.vjp(q, k, v, lse, g, pattern)
     from lipscope.attention import library_vjp, triton_vjp

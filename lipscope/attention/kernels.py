@@ -1,4 +1,4 @@
-"""How a query and a key become a score: dot product or squared distance, with rotary positions, softcap, sinks."""
+"""How a query and a key become a score: dot product or distance, with rope, softcap and sinks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,22 @@ from lipscope._types import UserError
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary positions: the tables cos, sin [n, k] turn queries and keys; coordinate j pairs with j + k/2."""
+    """Rotary positions, which rotate the queries and keys of a `Dot` kernel.
+
+    Coordinate `j` is paired with coordinate `j + k/2`, as in Hugging Face models.
+
+    Args:
+        cos: Cosines of the angles, shape `[n, k]`, one row per position.
+        sin: Sines of the angles, same shape.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> rope = ls.Rope.standard(n=4, size=2)
+        >>> x = torch.tensor([[1.0, 0.0]] * 4, dtype=torch.float64)
+        >>> [round(t, 3) for t in rope.turn(x)[:, 0].tolist()]
+        [1.0, 0.54, -0.416, -0.99]
+    """
 
     cos: Tensor
     sin: Tensor
@@ -22,25 +37,35 @@ class Rope:
     def standard(
         n: int, size: int, base: float = 10000.0, dtype: torch.dtype = torch.float64
     ) -> Rope:
-        """theta_j = base^(-2j/k), both halves of a head sharing the same angles."""
+        """Return the usual tables, with frequencies `theta_j = base^(-2j/k)`.
+
+        Args:
+            n: Number of positions.
+            size: Head size `k`, an even number.
+            base: Base of the geometric sequence of frequencies.
+            dtype: Dtype of the tables; angles are always computed in float64.
+        """
         frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
         angle = torch.arange(n, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
         return Rope(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotate [..., n, k]."""
+        """Rotate queries or keys `x` of shape `[..., n, k]`."""
         n, half = x.shape[-2], x.shape[-1] // 2
         if x.shape[-1] % 2:
-            raise UserError(f"rope turns pairs of coordinates; the head size {x.shape[-1]} is odd")
+            raise UserError(
+                f"rope rotates pairs of coordinates and needs an even head size, got {x.shape[-1]}"
+            )
         if self.cos.shape[0] < n or self.cos.shape[1] != x.shape[-1]:
             raise UserError(
-                f"rope tables of shape {tuple(self.cos.shape)} do not cover {n} tokens of head size {x.shape[-1]}"
+                f"rope tables have shape {tuple(self.cos.shape)}, which does not cover {n} tokens "
+                f"of head size {x.shape[-1]}; use Rope.standard({n}, {x.shape[-1]})"
             )
         swapped = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
         return x * self.cos[:n].to(x) + swapped * self.sin[:n].to(x)
 
     def turn_back(self, x: Tensor) -> Tensor:
-        """The adjoint of `turn`."""
+        """Apply the adjoint of `turn`; it is the inverse only where the tables are rotations."""
         n, half = x.shape[-2], x.shape[-1] // 2
         y = x * self.sin[:n].to(x)
         return x * self.cos[:n].to(x) + torch.cat([y[..., half:], -y[..., :half]], dim=-1)
@@ -48,7 +73,23 @@ class Rope:
 
 @dataclass(frozen=True, eq=False)
 class Dot:
-    """Score scale <q_i, k_j>, scale 1/sqrt(k) by default."""
+    """Dot-product scores, `scale <q_i, k_j>`.
+
+    Args:
+        scale: Factor of the scores; `1/sqrt(k)` by default.
+        softcap: If given, a score `t` becomes `softcap * tanh(t / softcap)`.
+        sinks: If given, one logit per head, shape `[heads]`, added to the denominator of the
+            softmax.
+        rope: If given, rotary positions.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> f = ls.SelfAttention(I, I, I, kernel=ls.Dot(scale=0.0))
+        >>> f(torch.tensor([[0.0, 2.0], [4.0, 0.0]], dtype=torch.float64)).tolist()
+        [[2.0, 1.0], [2.0, 1.0]]
+    """
 
     scale: float | None = None
     softcap: float | None = None
@@ -58,10 +99,29 @@ class Dot:
 
 @dataclass(frozen=True, eq=False)
 class L2:
-    """Score -scale |q_i - k_j|^2, scale 1/sqrt(k) by default (Kim et al.): the dot product of augmented vectors.
+    """Squared-distance scores, `-scale |q_i - k_j|^2` (Kim et al., 2021).
 
-    -s |q - k|^2 = <(2s q, -s |q|^2, 1), (k, 1, -s |k|^2)>.
+    With `K = Q` and values that factor through the queries, attention with these scores has a
+    finite Lipschitz constant over all inputs.
+
+    Args:
+        scale: Factor of the squared distance; `1/sqrt(k)` by default.
+        softcap: If given, a score `t` becomes `softcap * tanh(t / softcap)`.
+        sinks: If given, one logit per head, shape `[heads]`, added to the denominator of the
+            softmax.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> f = ls.SelfAttention(I, I, I, kernel=ls.L2())
+        >>> rows = ls.bounds(f, ls.Everywhere(n=8))
+        >>> any(row.kind == "upper" for row in rows)
+        True
     """
+
+    # Computed as the dot product of augmented vectors:
+    #   -s |q - k|^2 = <(2s q, -s |q|^2, 1), (k, 1, -s |k|^2)>
 
     scale: float | None = None
     softcap: float | None = None
@@ -71,11 +131,11 @@ class L2:
 Kernel = Dot | L2
 
 SEEN = 15
-"""Tokens that the centre of the keys is taken from."""
+"""Number of tokens that the center of the keys is computed from."""
 
 
 def only_head(kernel: Kernel, head: int) -> Kernel:
-    """The kernel of one head alone."""
+    """The kernel of a single head."""
     return kernel if kernel.sinks is None else replace(kernel, sinks=kernel.sinks[head : head + 1])
 
 
@@ -84,11 +144,13 @@ def default_scale(kernel: Kernel, size: int) -> float:
 
 
 def common_centre(k: Tensor) -> Tensor:
-    """A point amid the keys, [..., 1, 1, k], held fixed: medians of up to 15 tokens, averaged over heads.
+    """A point amid the keys, [..., 1, 1, k], treated as a constant.
 
-    Squares about it lose the digits of distances that are short beside them. A mean would follow a single far token,
-    and all others would lose theirs, those of a causal layer to a token they do not see.
+    It is the coordinatewise median of up to 15 tokens, averaged over heads.
     """
+    # Squares about a center that is far away cost the digits of short distances. A mean would
+    # follow a single outlier, and every other token would lose digits to it, even to one that a
+    # causal layer hides from them.
     few = k.detach()[..., :: -(-k.shape[-2] // SEEN), :]
     return (
         few.sort(dim=-2).values[..., few.shape[-2] // 2, :][..., None, :].mean(dim=-3, keepdim=True)
@@ -96,8 +158,9 @@ def common_centre(k: Tensor) -> Tensor:
 
 
 def augment(kernel: L2, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The augmented q and k, about a common centre: distances do not see a shift, rounding does."""
+    """The augmented q and k, whose dot product is the score."""
     s = default_scale(kernel, q.shape[-1])
+    # A common shift leaves distances unchanged and makes the rounding of the squares smaller.
     centre = common_centre(k)
     q, k = q - centre, k - centre
     one = torch.ones_like(q[..., :1])

@@ -20,12 +20,40 @@ from lipscope.linalg.operator import LinearOperator
 
 @dataclass(frozen=True, eq=False)
 class SelfAttention:
-    """f(X)_i = sum over heads of O_h sum_j P_ij V_h x_j,  P = softmax over j of <Q x_i, K x_j> / sqrt(k).
+    """Self-attention as a map of tokens, in the papers' convention.
 
-    Q [heads k, d], K [kv_heads k, d], V [kv_heads m, d], O [d', heads m]; without O the heads are concatenated. X is
-    [n, d] or [B, n, d]. mask is [n, n] or [B, n, n]: boolean, True where i may attend to j, or additive. padding is [n]
-    or [B, n], True for real tokens. biases are (bq, bk, bv). kernel is Dot() or L2(), with softcap, sinks and rotary
-    positions in it.
+    For one head without biases, `f(X)_i = sum_j P_ij V x_j` with
+    `P_ij = softmax over j of <Q x_i, K x_j> / sqrt(k)`. Tokens are the rows of `X`, of shape
+    `[n, d]` or `[B, n, d]`. Weights have the layout of `torch.nn.Linear.weight`.
+
+    Args:
+        Q: Query weights, shape `[heads * k, d]`.
+        K: Key weights, shape `[kv_heads * k, d]`.
+        V: Value weights, shape `[kv_heads * m, d]`.
+        O: Output weights, shape `[d', heads * m]`; without them the heads are concatenated.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads, a divisor of `heads`; `heads` by default.
+        biases: Biases `(bq, bk, bv)` of the three projections, each a tensor or `None`.
+        causal: Whether token `i` sees only the tokens up to itself.
+        mask: Shape `[n, n]` or `[B, n, n]`. Boolean, `True` where `i` may attend to `j`, or
+            floating point, added to the scores.
+        kernel: `Dot()` or `L2()`; holds the scale, the softcap, the sinks and rotary positions.
+        window: If given, token `i` sees only `window` tokens up to and including itself.
+        padding: Shape `[n]` or `[B, n]`, `True` for real tokens.
+
+    Raises:
+        UserError: If shapes, dtypes or options do not fit together.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> f = ls.SelfAttention(I, I, I, causal=True)
+        >>> X = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+        >>> f(X)[0].tolist()  # the first token sees only itself
+        [1.0, 0.0]
+        >>> f.linearize(X).in_shape
+        (2, 2)
     """
 
     Q: Tensor
@@ -46,7 +74,7 @@ class SelfAttention:
 
     @property
     def groups(self) -> int:
-        """How many heads the keys and values have."""
+        """Number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     def __call__(self, X: Tensor) -> Tensor:
@@ -71,7 +99,7 @@ class SelfAttention:
         return joined if self.O is None else joined @ self.O.T
 
     def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [..., heads, n, k], keys [..., kv_heads, n, k], values [..., kv_heads, n, m], rotated."""
+        """Queries [..., heads, n, k], keys [..., kv_heads, n, k], both rotated, and values."""
         biases = self.biases or (None, None, None)
         parts = []
         for weight, bias, count in zip(
@@ -90,16 +118,19 @@ class SelfAttention:
 
     @cached_property
     def weight_norms(self) -> WeightNorms:
-        """Bounds on the norms of the weights of each head."""
+        """Upper bounds of the norms of the weights, head by head."""
         return weight_norms(self)
 
     def linearize(self, X: Tensor) -> LinearOperator:
-        """D_X f in closed form, its products O(n^2) time and, for long sequences, O(n d) memory."""
+        """Return the Jacobian of the layer at `X` as a linear operator, in closed form.
+
+        A product takes O(n^2) time and, for long sequences, O(n d) memory.
+        """
         _check_tokens(self, X)
         return linearize(self, X, apart=False)
 
     def head(self, h: int) -> SelfAttention:
-        """Head h alone, before the output projection."""
+        """Return head `h` as a layer of its own, without the output projection."""
         if not 0 <= h < self.heads:
             raise UserError(f"head {h} does not exist; the layer has heads 0 to {self.heads - 1}")
         group = h * self.groups // self.heads
@@ -127,14 +158,15 @@ class SelfAttention:
         )
 
     def heads_apart(self) -> HeadsApart:
-        """All heads, each alone: a map whose Jacobian is a batch over heads, solved together."""
+        """Return the map of all heads side by side; its Jacobian is a batch with one per head."""
         return HeadsApart(self)
 
     def to(self, *args: Any, **kwargs: Any) -> SelfAttention:
-        """Every floating-point tensor moved or converted as by Tensor.to; the map itself stays the same."""
+        """Return a copy with its tensors moved or converted as by `Tensor.to`."""
 
         def move(x: Any) -> Any:
             if isinstance(x, Tensor):
+                # A boolean mask must stay boolean: it follows to the device, not to the dtype.
                 like = torch.empty(0).to(*args, **kwargs)
                 return x.to(*args, **kwargs) if x.dtype.is_floating_point else x.to(like.device)
             if isinstance(x, tuple):
@@ -146,12 +178,16 @@ class SelfAttention:
         return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
 
     def double(self) -> SelfAttention:
+        """Return a copy in float64."""
         return self.to(torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadsApart:
-    """X [n, d] -> [heads, n, m], or X [B, n, d] -> [B, heads, n, m]; the Jacobian is a batch of B * heads operators."""
+    """The heads of a layer side by side, X [n, d] -> [heads, n, m], or both with a batch B first.
+
+    The Jacobian is a batch of `B * heads` operators, member-major.
+    """
 
     layer: SelfAttention
 
@@ -173,7 +209,7 @@ def _check_weights(f: SelfAttention) -> None:
             continue
         if not isinstance(W, Tensor) or W.ndim != 2:
             got = tuple(W.shape) if isinstance(W, Tensor) else type(W).__name__
-            raise UserError(f"{name} must be a matrix [rows, d], got {got}")
+            raise UserError(f"{name} must be a matrix of shape [rows, d], got {got}")
         check_tensor(name, W)
         if W.dtype != f.Q.dtype:
             raise UserError(f"{name} is {W.dtype} and Q is {f.Q.dtype}; give all weights one dtype")
@@ -186,11 +222,12 @@ def _check_weights(f: SelfAttention) -> None:
     size, values = f.Q.shape[0] // f.heads, f.V.shape[0] // f.groups
     if f.K.shape[0] // f.groups != size:
         raise UserError(
-            f"Q has {size} rows a head and K {f.K.shape[0] // f.groups}; they must agree"
+            f"Q has {size} rows per head and K has {f.K.shape[0] // f.groups}; they must agree"
         )
     if f.O is not None and f.O.shape[1] != f.heads * values:
         raise UserError(
-            f"O must have shape [d, {f.heads * values}] (heads * rows of V a head), got {tuple(f.O.shape)}"
+            f"O must have shape [d, {f.heads * values}] (heads * rows of V per head), "
+            f"got {tuple(f.O.shape)}"
         )
     for name, b, W in zip(
         ("bq", "bk", "bv"), f.biases or (None,) * 3, (f.Q, f.K, f.V), strict=True
@@ -206,10 +243,11 @@ def _check_weights(f: SelfAttention) -> None:
     check_options(f.mask, f.padding, f.kernel.sinks, f.kernel.softcap, f.window)
     if f.kernel.sinks is not None and f.kernel.sinks.shape != (f.heads,):
         raise UserError(
-            f"sinks must have shape [{f.heads}], a logit per head, got {tuple(f.kernel.sinks.shape)}"
+            f"sinks must have shape [{f.heads}], one logit per head, "
+            f"got {tuple(f.kernel.sinks.shape)}"
         )
     if f.mask is not None and f.mask.dtype.is_floating_point and f.mask.dtype != f.Q.dtype:
-        raise UserError(f"mask is {f.mask.dtype} and Q is {f.Q.dtype}; convert one")
+        raise UserError(f"mask is {f.mask.dtype} and Q is {f.Q.dtype}; convert one of them")
 
 
 def _check_tokens(f: SelfAttention, X: Tensor) -> None:
@@ -217,21 +255,27 @@ def _check_tokens(f: SelfAttention, X: Tensor) -> None:
     d = f.Q.shape[1]
     if X.shape[-1] != d:
         raise UserError(
-            f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); the weights read tokens of size {d}"
+            f"X has token size {X.shape[-1]} (shape {tuple(X.shape)}); "
+            f"the weights read tokens of size {d}"
         )
     if X.dtype != f.Q.dtype:
         raise UserError(
-            f"X is {X.dtype} and the weights are {f.Q.dtype}; convert one, e.g. f.to(X.dtype)"
+            f"X is {X.dtype} and the weights are {f.Q.dtype}; "
+            "convert one of them, for example with f.to(X.dtype)"
         )
     n, B = X.shape[-2], X.shape[0] if X.ndim == 3 else None
     allowed = [(n, n)] if B is None else [(n, n), (B, n, n)]
     if f.mask is not None and tuple(f.mask.shape) not in allowed:
         raise UserError(
-            f"mask must have shape {' or '.join(map(str, allowed))} for X {tuple(X.shape)}, got {tuple(f.mask.shape)}"
+            f"mask must have shape {' or '.join(map(str, allowed))} for X of shape "
+            f"{tuple(X.shape)}, got {tuple(f.mask.shape)}"
         )
-    # The maximum is NaN where there is one; it reads a row that stands for all without writing them out.
+    # amax is NaN if any entry is, and reads an expanded mask without materializing it, unlike
+    # isnan() or a comparison.
     if f.mask is not None and f.mask.dtype.is_floating_point and not f.mask.amax() < torch.inf:
-        raise UserError("mask holds NaN or +inf; an additive mask is finite or -inf")
+        raise UserError(
+            "mask holds NaN or +inf; the entries of an additive mask must be finite or -inf"
+        )
     shapes = [(n,)] if B is None else [(n,), (B, n)]
     if f.padding is not None and tuple(f.padding.shape) not in shapes:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The cotangent through torch's own attention backward, cuDNN or flash, from the saved o and lse."""
+"""The cotangent by torch's own attention backward (cuDNN or flash), from the saved o and lse."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
-    """Why the library cannot do this, or None if it can."""
+    """Why torch's backward cannot do this, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16) or {q.dtype, k.dtype, v.dtype} != {q.dtype}:
-        return f"the library multiplies bfloat16 or float16; q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
+        kinds = f"{q.dtype}, {k.dtype}, {v.dtype}"
+        return f"torch's backward takes bfloat16 or float16; q, k, v are {kinds}"
     more = (
         pattern.window,
         pattern.softcap,
@@ -23,19 +24,20 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None
         pattern.sinks,
     )
     if any(x is not None for x in more):
-        return "the library knows causal order, but no window, softcap, mask, padding or sinks"
+        return "torch's backward supports no window, softcap, mask, padding or sinks"
     if pattern.causal and (pattern.shift or q.shape[-2] != k.shape[-2]):
-        return f"the library's causal order needs as many queries as keys, not {q.shape[-2]} and {k.shape[-2]}"
+        lengths = f"{q.shape[-2]} and {k.shape[-2]}"
+        return f"causal order in torch's backward needs as many queries as keys, got {lengths}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > 128 or q.shape[-1] % 8:
         sizes = f"{q.shape[-1]} and {v.shape[-1]}"
-        return f"the library wants one head dimension, a multiple of 8 up to 128; these are {sizes}"
+        return f"torch's backward needs equal head sizes, a multiple of 8 up to 128, got {sizes}"
     if not q.is_cuda or backend(q, k, v, pattern.causal) is None:
-        return "neither cuDNN nor flash attention takes these tensors here"
+        return "neither cuDNN nor flash attention supports these tensors on this device"
     return None
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
-    """The fastest backward torch has for these tensors here: "cudnn", "flash" (slower) or None."""
+    """The fastest backward torch has for these tensors: "cudnn", "flash" (slower) or None."""
     grouped = q.shape[-3] != k.shape[-3]
     params = torch.backends.cuda.SDPAParams(
         _flat(q), _flat(k), _flat(v), None, 0.0, causal, grouped
@@ -48,7 +50,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
 def vjp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern
 ) -> Triple:
-    """gq, gk, gv from g [..., H, n, m]; the scale of the score is in q already."""
+    """gq, gk, gv from g [..., H, n, m]; q includes the scale of the score."""
     flat = [_flat(x) for x in (g, q, k, v, o.to(q.dtype))]
     lse = lse.reshape(-1, *lse.shape[-2:]).contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the dropout's random state

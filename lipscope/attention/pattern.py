@@ -1,4 +1,4 @@
-"""Who attends to whom: causal order, sliding window, masks, padding; and what becomes of a score."""
+"""Which keys a query sees (causal order, window, masks, padding), and how scores are modified."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 UNDERFLOW = 760.0
-"""A weight this far below the largest, in the exponent, is 0 in float64: exp(-746) already is."""
+"""Exponents this far below the largest give a weight of 0 in float64: exp(-746) already is 0."""
 
 ENTRIES = 1 << 20
-"""Entries of a mask looked at together."""
+"""Number of mask entries processed at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Key j is visible to query i when all of these allow it; `tile` cuts out a block of rows and columns.
+    """Key j is visible to query i if all of these allow it; `tile` cuts out a block.
 
     causal:        j <= i + shift
     window:        j > i + shift - window
     mask:          boolean [..., H | 1, n, n'] (True: may attend), or additive in floating point;
-                   what all keys that a row sees have in common is taken out (`without_level`)
+                   the part shared by all visible keys of a row is taken out (`without_level`)
     queries, keys: boolean [..., n] and [..., n'], True for real tokens
     softcap:       score T becomes softcap * tanh(T / softcap)
-    sinks:         [H], a logit per head that joins the denominator of the softmax
+    sinks:         [H], one logit per head that joins the denominator of the softmax
     """
 
     causal: bool = False
@@ -51,7 +51,7 @@ class Pattern:
         )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Pattern:
-        """The same change to whatever differs from member to member: [B, H, n, n'] masks, [B, n] padding."""
+        """Apply a change to whatever has a batch dimension: [B, H, n, n'] masks, [B, n] padding."""
 
         def apply(x: Tensor | None, members: int) -> Tensor | None:
             return x if x is None or x.ndim < members else change(x)
@@ -62,13 +62,13 @@ class Pattern:
         )
 
     def columns(self, rows: slice, n_keys: int) -> slice:
-        """The keys that causal order and window leave to these rows."""
+        """The range of keys that causal order and window leave to these rows."""
         stop = min(n_keys, rows.stop + self.shift) if self.causal else n_keys
         start = max(0, rows.start + self.shift - self.window + 1) if self.window else 0
         return slice(min(start, max(stop, 1) - 1), max(stop, 1))
 
     def blocks(self, n: int, n_keys: int, height: int) -> Iterator[tuple[slice, slice, Pattern]]:
-        """So many rows at a time, the keys left to them, and the pattern between the two."""
+        """Blocks of `height` rows, the keys they can see, and the pattern between the two."""
         for start in range(0, n, height):
             rows = slice(start, min(n, start + height))
             cols = self.columns(rows, n_keys)
@@ -94,17 +94,17 @@ class Pattern:
 
     @property
     def bias(self) -> Tensor | None:
-        """The additive mask, if there is one; an expanded row, head or member stands once."""
+        """The additive mask, if any; expanded rows, heads or members are kept only once."""
         if self.mask is None or self.mask.dtype == torch.bool:
             return None
         return distinct(self.mask, dims=range(-self.mask.ndim, 0))
 
     def bias_left(self, n: int, n_keys: int, largest_score: Tensor) -> Tensor:
-        """What the additive mask and the sinks add to the size of the logits, per member [M].
+        """How much the additive mask and the sinks add to the size of the logits, per member [M].
 
         largest_score [M] bounds the |score| of every visible key. What counts is the mask without
-        each row's largest entry, and the sinks, which move against it; entries so far down that
-        the weight is 0 whatever the scores are left out. Never more than 760 + 2 largest_score.
+        each row's largest entry, and the sinks, which shift against it. Entries so negative that
+        the weight is 0 whatever the scores do not count. Never more than 760 + 2 largest_score.
         """
         return self.bias_left_by_head(n, n_keys, largest_score[..., None]).amax(dim=-1)
 
@@ -131,25 +131,26 @@ class Pattern:
         return left
 
     def _sinks_left(self, level: Tensor, cut: Tensor) -> Tensor:
-        """The largest sink of each head that has a say, less the level of its row: [..., H]."""
+        """The largest |sink - level of a row| that still carries weight, per head: [..., H]."""
         assert self.sinks is not None
         moved = (self.sinks[:, None, None].double() - level).abs()
         return torch.where(moved <= cut, moved, 0.0).amax(dim=(-2, -1))
 
 
 def distinct(x: Tensor, dims: Iterable[int]) -> Tensor:
-    """x with one entry in place of many, in those of `dims` along which it is expanded."""
+    """x narrowed to one entry along those of `dims` in which it is expanded (stride 0)."""
     for dim in dims:
         x = x.narrow(dim, 0, 1) if x.stride(dim) == 0 and x.shape[dim] > 1 else x
     return x
 
 
 def without_level(bias: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """An additive mask less the largest entry that each row sees, and that entry, [..., n | 1, 1].
+    """An additive mask minus the largest entry each row sees, and that entry [..., n | 1, 1].
 
-    A softmax does not see what all logits of a row share, but score + (-1e9) has lost the score. A
-    row that sees no finite entry keeps what it has.
+    A row that sees no finite entry is left as it is.
     """
+    # A softmax ignores what all logits of a row share, but score + (-1e9) has lost the score: the
+    # shared part must be removed from the mask before the two are added.
     level = (bias if seen is None else torch.where(seen, bias, -torch.inf)).amax(-1, keepdim=True)
     level = level.masked_fill(level == -torch.inf, 0.0)
     return bias - level, level

@@ -1,9 +1,9 @@
-"""The attention primitive: one differentiable function, right to second order, under autograd and torch.func alike.
+"""The attention primitive: one function, differentiable twice, by autograd and by torch.func.
 
-f = attend is written as three functions that know each other's derivatives: the value, its jvp J d and its vjp J' g.
-With B = <g, J d> the derivatives of the last two are closed forms again: grad_d B = J' g, grad_g B = J d, and
-grad_{q,k,v} B. The output and log-sum-exp they share are saved state, not variables: their own dependence on q, k, v is
-inside the formulas.
+`attend` is written as three functions that know each other's derivatives: the value, its jvp J d
+and its vjp J' g. With B = <g, J d> the derivatives of the last two are closed forms again:
+grad_d B = J' g, grad_g B = J d, and grad_{q,k,v} B. The output and log-sum-exp they share are saved
+state, not variables: their own dependence on q, k, v is part of the formulas.
 """
 
 from __future__ import annotations
@@ -32,27 +32,56 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(S) v for q [..., H, n, k], k [..., G, n', k], v [..., G, n', m]; G divides H (grouped keys and values).
+    """Attention `softmax(S) v`, differentiable twice in closed form.
 
-    The score scale <q_i, k_j>, scale 1/sqrt(k) by default, is capped to softcap tanh(score / softcap), then masked.
-    causal shows key j to query i when j <= i + n' - n, window w only when j > i + n' - n - w. A boolean mask,
-    broadcastable to [..., H, n, n'], is True where a query may attend; a floating-point one is added.
-    What all visible keys of a query have in common in it costs the scores no digits, however large. padding [..., n']
-    is True for real tokens; a padded key is invisible and, when n = n', a padded query is fully masked. sinks [H] join
-    the denominator. A fully masked row is zero, in value and in every derivative.
+    Like `torch.nn.functional.scaled_dot_product_attention`, with exact first and second
+    derivatives in both modes and O(n d) memory. A fully masked row is zero, in value and in every
+    derivative.
+
+    Args:
+        q: Queries, shape `[..., H, n, k]`.
+        k: Keys, shape `[..., G, n', k]`; `G` divides `H` (grouped-query attention).
+        v: Values, shape `[..., G, n', m]`.
+        scale: Factor of the scores `<q_i, k_j>`; `1/sqrt(k)` by default.
+        causal: Whether query `i` sees key `j` only if `j <= i + n' - n`.
+        window: If given, query `i` sees key `j` only if `j > i + n' - n - window`.
+        mask: Broadcastable to `[..., H, n, n']`. Boolean, `True` where a query may attend, or
+            floating point, added to the scores. A large constant shared by all visible keys of a
+            query does not cost the scores any digits.
+        padding: Boolean, shape `[..., n']`, `True` for real tokens. A padded key is invisible;
+            if `n = n'`, a padded query is fully masked.
+        softcap: If given, a score `t` becomes `softcap * tanh(t / softcap)` before masking.
+        sinks: If given, one logit per head, shape `[H]`, added to the denominator of the softmax.
+
+    Returns:
+        The output, shape `[..., H, n, m]`, in the dtype of `q`.
+
+    Raises:
+        UserError: If shapes or options do not fit, or if a third derivative is requested.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> q, k = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+        >>> v = torch.tensor([[[1.0], [3.0]]])
+        >>> ls.attend(q, k, v).flatten().tolist()  # equal scores: the mean of the values
+        [2.0, 2.0]
+        >>> ls.attend(q, k, v, causal=True).flatten().tolist()
+        [1.0, 2.0]
     """
     _check(q, k, v, mask, padding, sinks, softcap, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q * scale, k, v))
-    rules = _Rules(causal, window, softcap, k.shape[-2] - q.shape[-2])
+    shift = k.shape[-2] - q.shape[-2]
+    rules = _Rules(causal=causal, window=window, softcap=softcap, shift=shift)
     out, _ = _Attend.apply(q, k, v, mask, padding, sinks, rules)
     return out.to(q.dtype)
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """The part of a Pattern that is not tensors; no tuple, which vmap would take apart."""
+    """The part of a Pattern without tensors; not a tuple, because vmap would unpack it."""
 
     causal: bool
     window: int | None
@@ -63,18 +92,24 @@ class _Rules:
 def make_pattern(
     mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: _Rules
 ) -> Pattern:
-    """A padded token is neither read nor, in self-attention, reads."""
+    """The whole pattern; a padded token is not read and, in self-attention, does not read."""
     queries = padding if rules.shift == 0 else None
     return Pattern(
-        rules.causal, rules.window, rules.softcap, mask, queries, padding, sinks, rules.shift
+        causal=rules.causal,
+        window=rules.window,
+        softcap=rules.softcap,
+        mask=mask,
+        queries=queries,
+        keys=padding,
+        sinks=sinks,
+        shift=rules.shift,
     )
 
 
 def _wanted(ctx, inputs: slice) -> bool:
-    """Whether this backward pass goes on beyond any of these inputs: a product J v reads no second derivatives.
-
-    Of a leaf (it has a variable) the engine does not tell.
-    """
+    """Whether this backward pass continues into any of these inputs."""
+    # A product J v needs no second derivatives, yet autograd asks for all of them. The engine says
+    # which nodes it will run, except for leaves (nodes with a variable), which count as wanted.
     nodes = [node for node, _ in ctx.next_functions[inputs] if node is not None]
     return any(
         hasattr(node, "variable") or torch._C._will_engine_execute_node(node) for node in nodes
@@ -91,8 +126,10 @@ def _or_zeros(
 
 
 class _Attend(torch.autograd.Function):
-    """(q, k, v) -> o, log-sum-exp; o may have more digits than q, and its derivatives are computed from all of them."""
+    """(q, k, v) -> o, log-sum-exp."""
 
+    # o may have more digits than q (float32 out of the half-precision kernels); derivatives are
+    # computed from all of them, so the cast to the dtype of q happens outside.
     generate_vmap_rule = True
 
     @staticmethod
@@ -122,9 +159,8 @@ class _Attend(torch.autograd.Function):
     def jvp(ctx, dq, dk, dv, *_):
         q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
         dq, dk, dv = _or_zeros((dq, dk, dv), (q, k, v))
-        return _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules).to(
-            o.dtype
-        ), None
+        do = _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules)
+        return do.to(o.dtype), None
 
 
 class _Jvp(torch.autograd.Function):
@@ -196,7 +232,7 @@ class _Vjp(torch.autograd.Function):
 
 
 class _Last(torch.autograd.Function):
-    """The end of the chain: a third derivative is refused, not made up."""
+    """The end of the chain: a third derivative is an error, never a silent zero."""
 
     generate_vmap_rule = True
 
@@ -213,7 +249,10 @@ class _Last(torch.autograd.Function):
         raise UserError(THIRD)
 
 
-THIRD = "attend can be differentiated twice, and a third derivative was asked for; spell it out with torch.softmax there"
+THIRD = (
+    "attend can be differentiated twice, and a third derivative was requested; "
+    "write the attention out with torch.softmax instead"
+)
 
 
 class _SecondVjp(_Last):
@@ -239,11 +278,12 @@ def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or not x.dtype.is_floating_point:
             raise UserError(
-                f"{name} must be a floating-point tensor [..., heads, tokens, size], got {x.dtype} {tuple(x.shape)}"
+                f"{name} must be a floating-point tensor [..., heads, tokens, size], "
+                f"got {x.dtype} of shape {tuple(x.shape)}"
             )
         if x.shape[-2] == 0:
             raise UserError(
-                f"{name} is empty, shape {tuple(x.shape)}: a sequence needs at least one token"
+                f"{name} is empty (shape {tuple(x.shape)}); a sequence needs at least one token"
             )
     (H, n, size), (G, n_keys) = q.shape[-3:], k.shape[-3:-1]
     if k.shape[-1] != size or v.shape[-3:-1] != k.shape[-3:-1]:
@@ -253,7 +293,8 @@ def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
         )
     if H % G:
         raise UserError(
-            f"{H} query heads cannot share {G} key heads evenly; the second must divide the first"
+            f"{H} query heads cannot share {G} key heads evenly; "
+            "the number of key heads must divide the number of query heads"
         )
     check_options(mask, padding, sinks, softcap, window)
     if mask is not None and (
@@ -264,11 +305,13 @@ def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
         )
     if padding is not None and padding.shape[-1] != n_keys:
         raise UserError(
-            f"padding must be boolean [..., {n_keys}], True for real tokens, got {tuple(padding.shape)}"
+            f"padding must be boolean of shape [..., {n_keys}], True for real tokens, "
+            f"got {tuple(padding.shape)}"
         )
     if sinks is not None and sinks.shape != (H,):
         raise UserError(
-            f"sinks must be a detached tensor of shape [{H}], a logit per head, got {tuple(sinks.shape)}"
+            f"sinks must be a detached tensor of shape [{H}], one logit per head, "
+            f"got {tuple(sinks.shape)}"
         )
 
 
@@ -279,7 +322,7 @@ def check_options(
     softcap: float | None,
     window: int | None,
 ) -> None:
-    """What can be said of the options before the tokens are known."""
+    """Check what can be checked of the options before the tokens are known."""
     if mask is not None and mask.requires_grad:
         raise UserError(
             "mask requires grad, and attend treats it as a constant; pass mask.detach()"

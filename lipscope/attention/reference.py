@@ -1,7 +1,8 @@
-"""Dense attention and its derivatives in closed form: the truth the other backends are held to.
+"""Dense attention and its derivatives in closed form: the reference for the other backends.
 
-Layout: q [..., H, n, k], k [..., G, n', k], v [..., G, n', m], already scaled so that the score is T = q k'. The H/G
-query heads of a group are laid one after the other as rows, so that grouped keys and values are never repeated.
+Layout: q [..., H, n, k], k [..., G, n', k], v [..., G, n', m], already scaled so that the score is
+T = q k'. The H/G query heads of a group are stacked as rows, so that grouped keys and values are
+never repeated.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """P = softmax(S) [..., G, rows, n'], and the first two derivatives of S in T where a softcap makes them matter."""
+    """P = softmax(S) [..., G, rows, n'], and under a softcap two derivatives of S in T."""
 
     P: Tensor
     slope: Tensor | None = None
     bend: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Weights:
-        """The same change to every tensor."""
+        """Apply a change to every tensor."""
         slope, bend = (None if x is None else change(x) for x in (self.slope, self.bend))
         return Weights(change(self.P), slope, bend)
 
@@ -65,8 +66,8 @@ def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | Non
     """S [..., G, rows, n'] with -inf where masked, tanh(T / softcap), and the level of each row.
 
     The level [..., G, rows, 1] is the largest entry of an additive mask that a row sees; None
-    without such a mask. It is left out of S, and so of the log-sum-exp: where it is large, the
-    scores would lose their digits beside it.
+    without such a mask. It is left out of S, and hence of the log-sum-exp: next to a large level
+    the scores would lose their digits.
     """
     S, t = scores(q, k, pattern)
     n, n_heads, groups = q.shape[-2], q.shape[-3], k.shape[-3]
@@ -81,7 +82,7 @@ def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | Non
 
 
 def _sinks(pattern: Pattern, groups: int, n: int, level: Tensor | None, S: Tensor) -> Tensor | None:
-    """The sinks as a column [..., G, rows, 1], less the level that the rows of S are without."""
+    """The sinks as a column [..., G, rows, 1], minus the level that was taken out of S."""
     if pattern.sinks is None:
         return None
     sinks = rows(pattern.sinks[:, None, None].expand(-1, n, 1), groups).to(S)
@@ -101,13 +102,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
 def forward_and_weights(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern
 ) -> tuple[Tensor, Tensor, Weights]:
-    """The same, with the weights on the way."""
+    """`forward`, which also returns the weights."""
     S, t, level = logits(q, k, pattern)
     sinks = _sinks(pattern, k.shape[-3], q.shape[-2], level, S)
     top = S.amax(dim=-1, keepdim=True)
     top = top if sinks is None else torch.maximum(top, sinks)
     top = top.masked_fill(top == -torch.inf, 0.0)
-    # One exponential, divided by its own row sum: a row sums to one even where exp(S - lse) would have lost log(sum).
+    # One exponential, divided by its own row sum: for scores beyond 1/eps, log(sum) would be lost
+    # in top + log(sum), and the rows of exp(S - lse) would not sum to one.
     E = torch.exp(S - top)
     Z = E.sum(dim=-1, keepdim=True)
     Z = Z if sinks is None else Z + torch.exp(sinks - top)
@@ -117,13 +119,13 @@ def forward_and_weights(
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern) -> Weights:
-    """P = exp(S - lse), once more from the saved log-sum-exp."""
+    """P = exp(S - lse), recomputed from the saved log-sum-exp."""
     S, t, _ = logits(q, k, pattern)
     return _curved(torch.exp(S - rows(lse[..., None], k.shape[-3])), t, pattern)
 
 
 def _curved(P: Tensor, t: Tensor | None, pattern: Pattern) -> Weights:
-    """P with the derivatives of a softcap's scores, from t = tanh(T / softcap)."""
+    """P with the derivatives of capped scores, from t = tanh(T / softcap)."""
     if t is None or pattern.softcap is None:
         return Weights(P)
     slope = 1 - t.square()
@@ -131,10 +133,9 @@ def _curved(P: Tensor, t: Tensor | None, pattern: Pattern) -> Weights:
 
 
 def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple) -> Tensor:
-    """dT = dq k' + q dk';  dP = P (dS - r), r = rowsum(P dS);  do = dP v + P dv.
-
-    The row sum goes out before the product with v: where scores are huge, P dS v and r o cancel to nothing.
-    """
+    """dT = dq k' + q dk';  dP = P (dS - r), r = rowsum(P dS);  do = dP v + P dv."""
+    # The row sum is subtracted before the product with v: for huge scores P dS v and r o nearly
+    # cancel, and their difference would be all rounding.
     groups, (dq, dk, dv) = k.shape[-3], tangent
     dS = W.dS(_mixed(rows(dq, groups), rows(q, groups), k, dk))
     dP = W.P * (dS - (W.P * dS).sum(-1, keepdim=True))
@@ -156,12 +157,13 @@ def _mixed(dq: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
 
 
 def second_vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple, g: Tensor) -> Triple:
-    """Gradient in q, k, v of the bilinear form <g, do> = sum_i Cov_i(dS, w) + E_i[y], w = g v', y = g dv'."""
+    """Gradient in q, k, v of <g, do> = sum_i Cov_i(dS, w) + E_i[y], w = g v', y = g dv'."""
     groups, (dq, dk, dv) = k.shape[-3], tangent
     do = rows(jvp(W, q, k, v, tangent), groups)
     q_, dq_, g = rows(q, groups), rows(dq, groups), rows(g, groups)
     dT = _mixed(dq_, q_, k, dk)
     dS = W.dS(dT)
+    # Both factors of the covariance are centred, so that a common part cannot cancel later.
     s = dS - (W.P * dS).sum(-1, keepdim=True)
     w = g @ v.mT
     w = w - (W.P * w).sum(-1, keepdim=True)
@@ -188,7 +190,8 @@ def second_jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, first: Triple, other
     s, t, c = W.dS(dT), W.dS(eT), W.dS(_mixed(dq, eq, ek, dk))
     if W.bend is not None:
         c = c + W.bend * dT * eT
-    # A sink has score derivative 0: it joins the means through the row sum of P being below one, and nothing else.
+    # A sink has score derivative 0: it enters the means only because the rows of P then sum to
+    # less than one.
     mean_s, mean_t = (W.P * s).sum(-1, keepdim=True), (W.P * t).sum(-1, keepdim=True)
     covariance = (W.P * s * t).sum(-1, keepdim=True) - mean_s * mean_t
     d2P = W.P * ((s - mean_s) * (t - mean_t) - covariance + c - (W.P * c).sum(-1, keepdim=True))

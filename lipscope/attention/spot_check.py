@@ -1,8 +1,8 @@
-"""How far a product in low precision is from float64: the same rows of J v, computed again in float64.
+"""How far a product in low precision is from float64: rows of J v, recomputed in float64.
 
-Numbers of float32 and half precision are exact in float64, so the difference is all that rounding
-did, whatever cancels on the way. Short sequences are compared in all their rows, long ones in the
-rows where J v is largest and in rows drawn at random, which stand for the others.
+Numbers in float32 and half precision are exact in float64, so the difference is the whole effect of
+rounding, whatever cancels along the way. Short sequences are compared in all rows, long ones in the
+rows where J v is largest and in rows drawn at random, which represent the others.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
 
 ROWS = 64
-"""Rows compared; sequences up to that length are compared whole."""
+"""Number of rows compared; sequences up to this length are compared in full."""
 
 NUMBERS = 1 << 24
-"""Queries, keys or values held at once; beyond that heads are taken one by one."""
+"""Numbers of queries, keys or values in memory; beyond that, heads are taken one by one."""
 
 Comparison = Callable[[Tensor, Tensor], Tensor]
 
 
 def compare(f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None) -> Comparison:
-    """A function of tangents [B, n, r] and their products [B, n, m]: the norms of what these are off by, [B].
+    """A function of tangents [B, n, r] and products [B, n, m] that returns error norms [B].
 
-    X is [M, n, d] and B counts members, or heads of members with `apart`. basis [B | 1, d, r] takes
-    tangents to token space; None where they are there.
+    X is [M, n, d] and B counts members, or heads of members with `apart`. basis [B | 1, d, r] maps
+    tangents to token space; None if they are there already.
     """
 
     def difference(tangent: Tensor, product: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def compare(f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None) -> C
         product = product.reshape(-1, n, product.shape[-1])
         E = tangent.double().reshape(product.shape[0], n, -1)
         E = E if basis is None else E @ basis.double().mT
-        E = E.reshape(members, -1, n, X.shape[-1])  # one tangent for all heads, or one for each
+        E = E.reshape(members, -1, n, X.shape[-1])  # one tangent for all heads, or one per head
         index, share = _rows(product)
         with torch.no_grad():
             heads = torch.cat([_head_rows(f, X, E, cut, index) for cut in _cuts(f, X)], dim=1)
@@ -56,11 +56,12 @@ def compare(f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None) -> C
 
 
 def _rows(product: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows to compare, and how many rows each of them stands for."""
+    """Rows to compare, and how many rows each of them represents."""
     n = product.shape[1]
     size = product.double().square().sum(dim=(0, 2))
     if n <= ROWS:
         return torch.arange(n, device=product.device), torch.ones_like(size)
+    # Errors tend to be where the product is; a random half keeps the estimate of the rest unbiased.
     top = size.nan_to_num().topk(ROWS // 2).indices
     rest = torch.ones(n, dtype=torch.bool)
     rest[top.cpu()] = False
@@ -79,7 +80,7 @@ def _cuts(f: SelfAttention, X: Tensor) -> list[slice]:
 
 
 def _head_rows(f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor) -> Tensor:
-    """The rows `index` of J E before the output projection, for some heads, [M, heads, rows, m] in float64."""
+    """Rows `index` of J E before the output projection, in float64: [M, heads in cut, rows, m]."""
     tokens = (X if f.padding is None else X * f.padding[..., None]).double()[:, None]
     E = E if E.shape[1] == 1 else E[:, cut]
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
@@ -109,7 +110,7 @@ def _head_rows(f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor
 
 
 def _mask_rows(f: SelfAttention, index: Tensor, n: int) -> Tensor:
-    """Who the queries `index` see, [rows, n] or [B, 1, rows, n]; additive where the layer's mask is."""
+    """Which keys the queries `index` see, [rows, n] or [B, 1, rows, n]; additive if the mask is."""
     i, j = index[:, None], torch.arange(n, device=index.device)[None, :]
     seen = torch.ones(len(index), n, dtype=torch.bool, device=index.device)
     if f.causal:

@@ -1,7 +1,7 @@
-"""The same attention and derivatives in O(n d) memory: the dense formulas on one block of rows at a time.
+"""Attention and its derivatives in O(n d) memory: the dense formulas, a block of rows at a time.
 
-A block of rows needs whole rows of scores only, so there is no running softmax, and causal order or a window leave
-columns out. A problem that fits one tile is one block: then this is the dense formula itself.
+A block consists of whole rows of scores, so no running softmax is needed, and causal order or a
+window skip columns. A problem that fits into one tile is a single block: the dense formula itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple
 
 TILE, ON_GPU = 1 << 20, 32
-"""Scores held at once, in a handful of arrays, whatever n is; a GPU holds more, small arrays leave it idle."""
+"""Number of scores in memory at once, whatever n is, and the factor for a GPU, which small arrays
+would leave idle."""
 
 
 def _blocks(q: Tensor, k: Tensor, pattern: Pattern) -> Iterator[tuple[slice, slice, Pattern]]:
@@ -25,11 +26,10 @@ def _blocks(q: Tensor, k: Tensor, pattern: Pattern) -> Iterator[tuple[slice, sli
 
 
 class _Whole:
-    """What the blocks add up to, [..., n, size]: rows of their own are disjoint, keys are shared.
+    """The sum of the blocks, [..., n, size]: query rows are disjoint, key rows are shared."""
 
-    Made from the first part, hence batched when the parts are (vmap); written into at once, because small results kept
-    between the large temporaries would leave the heap in fragments.
-    """
+    # Allocated like the first part, and therefore batched when the parts are (vmap). Parts are
+    # added immediately: small results kept between large temporaries would fragment the heap.
 
     def __init__(self, n: int):
         self.n = n

@@ -1,4 +1,4 @@
-"""Fused attention that also returns each row's log-sum-exp: what its derivatives are computed from later."""
+"""Fused attention that also returns each row's log-sum-exp, from which derivatives are computed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _forward(
                 base = tl.where(top == float("-inf"), 0.0, top)
                 p = tl.exp2(t - base[:, None])
                 shrink = tl.exp2(last - base)
-                # Kahan's sum: thousands of tiles would otherwise cost a digit of lse.
+                # Kahan summation: thousands of tiles would otherwise cost a digit of lse.
                 more = tl.sum(p, 1) - lost * shrink
                 total, before = total * shrink + more, total * shrink
                 lost = (total - before) - more
@@ -88,7 +88,7 @@ def _forward(
 @triton.jit
 @no_type_check
 def _finish(o, lse, sinks, acc, top, total, rows, i, h, b, n, M: tl.constexpr, V: tl.constexpr):
-    """o = acc / total, the sink's share in the total; a row that sees nothing is 0, and its lse -inf."""
+    """o = acc / total, with the sink in the total; a row that sees nothing is 0, its lse -inf."""
     seen = top > float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + h).to(tl.float32) * LOG2E
@@ -117,7 +117,7 @@ TILES = {
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair"
 ) -> tuple[Tensor, Tensor]:
-    """o [..., H, n, m] and lse [..., H, n], both in float32; the scale of the score is in q already."""
+    """o [..., H, n, m] and lse [..., H, n], both in float32; q includes the scale of the score."""
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
     K, V = block(q.shape[-1]), block(m)

@@ -1,4 +1,4 @@
-"""The fused tangent of attention, from the saved o and lse: do = P dv + W v - (W 1) o with W = P * dT."""
+"""The fused tangent of attention from o and lse: do = P dv + W v - (W 1) o with W = P * dT."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _jvp(
-    q, k, v, dq, dk, dv, o, do, lse, keys, stops, units, softcap, window, shift, n, n_keys, start, end,
+    q, k, v, dq, dk, dv, o, do, lse, keys, stops, units, softcap, window, shift, n, n_keys,
+    start, end,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -94,21 +95,21 @@ def _jvp(
                 w = p * dt
                 if softcap is not None:
                     w *= slope
-                w = rounded(
-                    w, PRODUCT
-                )  # once for both sums: where P is nearly one-hot, W v and (W 1) o cancel
+                # Rounded once for both sums: where P is nearly one-hot, W v and (W 1) o cancel,
+                # and two different roundings of W would be all that is left.
+                w = rounded(w, PRODUCT)
                 drift += tl.sum(w, 1)
                 acc = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
                 acc = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
-    acc = (acc - (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)) * rest[
-        :, None
-    ]
+    mean = (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)
+    acc = (acc - mean) * rest[:, None]
     acc = add_earlier(acc, do, start, b, h, i)
     do.store([b, h, i, 0], acc.to(do.dtype).reshape(1, 1, M, V))
 
 
 TILES = {
-    # (M, N, warps, stages, registers) by product and head dimension: M queries per program, N keys per step.
+    # (M, N, warps, stages, registers) by product and head dimension:
+    # M queries per program, N keys per step.
     ("plain", 64): (128, 64, 8, 2, 128),
     ("plain", 128): (128, 64, 8, 2, None),
     ("half", 64): (128, 32, 8, 2, 128),
@@ -124,7 +125,7 @@ def jvp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern,
     precision: Precision = "pair",
 ) -> Tensor:  # fmt: skip
-    """do [..., H, n, m] along (dq, dk, dv) of q's dtype; the scale of the score is in q and dq already."""
+    """do [..., H, n, m] along (dq, dk, dv); q and dq include the scale of the score."""
     dq, dk, dv = tangent
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
@@ -133,7 +134,7 @@ def jvp(
     factors = units = None
     if needs_scaling(q.dtype, product):
         a, b, c, d, e, f = powers(q, k, v, dv, dq, dk)
-        e = torch.minimum(e / a, f / b)  # one for both: dq k' and q dk' are added up
+        e = torch.minimum(e / a, f / b)  # one scale for both, because dq k' and q dk' are added
         factors = a, b, c, a * e, b * e, d
         units = torch.stack([1 / (a * b), 1 / (a * b * e), 1 / c, 1 / d])
     qs, ks, vs, dqs, dks, dvs = as_operands((q, k, v, dq, dk, dv), factors, product)
@@ -144,8 +145,10 @@ def jvp(
     for start, end in spans(n_keys, product, pattern):
         _jvp[triton.cdiv(n, M), H, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
-            descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N), descriptor(saved, M), descriptor(do, M),
-            lse, keys, stops, units, pattern.softcap, pattern.window, pattern.shift, n, n_keys, start, end,
-            H // G, pattern.causal, product, M, N, K, V, num_warps=warps, num_stages=stages, maxnreg=registers,
+            descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
+            descriptor(saved, M), descriptor(do, M),
+            lse, keys, stops, units, pattern.softcap, pattern.window, pattern.shift, n, n_keys,
+            start, end, H // G, pattern.causal, product, M, N, K, V,
+            num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     return do.view(*q.shape[:-1], m)

@@ -1,9 +1,9 @@
-"""Tensors as the Triton kernels want them: descriptors, aligned rows, and float32 as scaled pairs of fp16.
+"""Tensors as the Triton kernels need them: descriptors, aligned rows, float32 as pairs of fp16.
 
-A float32 number is written high + low with two fp16, 22 bits in all. A product of two such pairs is three
-fp16 products (low times low is below the last bit kept): as exact as 3xTF32, and tensor cores do it in half
-the time. Tensors are scaled by powers of two before, their largest entry to 2^14: what fp16's exponent then
-cannot hold is below 2^-38 of that entry.
+A float32 number is written as high + low with two fp16 numbers, 22 bits in all. A product of two
+such pairs takes three fp16 products (low times low is below the last bit kept): as accurate as
+3xTF32, in half the time on tensor cores. Tensors are first scaled by powers of two that bring their
+largest entry to 2^14: what fp16's exponent range then loses is below 2^-38 of that entry.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lipscope.attention.pattern import Pattern
 
 Precision = Literal["pair", "half"]
-"""For float32: "pair" is as exact as 3xTF32, "half" as TF32. bf16 and fp16 operands are taken as they are."""
+"""For float32: "pair" is as accurate as 3xTF32, "half" as TF32. Other dtypes are kept."""
 
 SPAN, TALLEST = 8192, 128
-"""Tokens summed over in one launch, in float32, in tiles of at most so many tokens."""
+"""Tokens summed over in one launch in float32, and the largest tile of tokens."""
 
 LARGEST = 128
-"""The head dimension that still fits on the chip."""
+"""The largest head dimension that fits into shared memory."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
@@ -36,33 +36,35 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None
     if len({q.device, k.device, v.device}) > 1:
         return f"q, k, v must share a device; they are on {q.device}, {k.device}, {v.device}"
     if max(q.shape[-1], v.shape[-1]) > LARGEST:
-        return f"head dimensions up to {LARGEST} fit on the chip; these are {q.shape[-1]} and {v.shape[-1]}"
+        sizes = f"{q.shape[-1]} and {v.shape[-1]}"
+        return f"head dimensions up to {LARGEST} fit on the chip; these are {sizes}"
     if max(q.shape[:-3].numel(), q.shape[-3]) > 65535:
-        return f"up to 65535 heads and as many sequences fit one launch; these are {tuple(q.shape[:-2])}"
+        shape = tuple(q.shape[:-2])
+        return f"up to 65535 heads and 65535 sequences fit into one launch; these are {shape}"
     if pattern.mask is not None:
-        return "an explicit mask is neither causal order nor a window nor padding"
+        return "explicit masks are not supported, only causal order, windows and padding"
     return None
 
 
 def product_of(dtype: torch.dtype, precision: Precision) -> str:
-    """How the kernels multiply operands of this type."""
+    """How the kernels multiply operands of this dtype."""
     return {torch.bfloat16: "plain", torch.float16: "half"}.get(dtype, precision)
 
 
 def block(size: int) -> int:
-    """The head dimension a kernel works with; the columns beyond `size` read as zero."""
+    """The padded head dimension of a kernel; columns beyond `size` read as zero."""
     return max(16, next_power_of_2(size))
 
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unwritten memory whose rows start at multiples of 16 bytes."""
+    """Uninitialised memory whose rows start at multiples of 16 bytes."""
     step = 16 // dtype.itemsize
     *rest, columns = shape
     return torch.empty(*rest, -(-columns // step) * step, dtype=dtype, device=device)[..., :columns]
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x [..., H, n, k] as [B, H, n, k]; a copy unless its rows are contiguous and 16-byte aligned."""
+    """x [..., H, n, k] as [B, H, n, k]; copied if rows are not contiguous and 16-byte aligned."""
     x = x.reshape(-1, *x.shape[-3:])
     step = 16 // x.element_size()
     strides = [
@@ -79,9 +81,8 @@ def aligned(x: Tensor) -> Tensor:
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """x [B, H, n, k], to be read or written `rows` rows at a time."""
-    step = (
-        16 // x.element_size()
-    )  # a dimension of size one may have any stride in torch; here it must be aligned
+    # A dimension of size one may have any stride in torch; a descriptor needs an aligned one.
+    step = 16 // x.element_size()
     strides = [
         stride if size > 1 else step
         for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
@@ -90,12 +91,12 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def needs_scaling(dtype: torch.dtype, product: str) -> bool:
-    """Whether operands are rewritten in fp16."""
+    """Whether operands have to be rewritten in fp16."""
     return dtype == torch.float32 and product != "plain"
 
 
 def powers(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """For each tensor the power of two that brings its largest entry to [2^13, 2^14); they stay on the device."""
+    """The power of two that brings each tensor's largest entry to [2^13, 2^14); no device sync."""
     peaks = torch.stack([torch.linalg.vector_norm(x, torch.inf) for x in tensors])
     exponents = (14 - torch.frexp(peaks).exponent).clamp(-120, 120)
     return torch.ldexp(torch.ones_like(peaks), exponents).unbind()
@@ -104,7 +105,7 @@ def powers(*tensors: Tensor) -> tuple[Tensor, ...]:
 def as_operands(
     tensors: Sequence[Tensor], factors: Sequence[Tensor] | None, product: str
 ) -> list[Tensor]:
-    """The tensors as [B, H, n, k]; with factors, in fp16, a pair's low halves as batches B .. 2 B."""
+    """The tensors as [B, H, n, k]; with factors in fp16, low halves as batches B to 2 B."""
     if factors is None:
         return [aligned(x) for x in tensors]
     return [
@@ -125,11 +126,10 @@ def _split(x: Tensor, factor: Tensor, pair: bool) -> Tensor:
 def spans(
     n: int, product: str, pattern: Pattern, group: int = 1
 ) -> list[tuple[int | None, int | None]]:
-    """The stretches (start, end) of n tokens that are summed over in one launch each; (None, None) for all of them.
-
-    The rounding of a running sum grows like the square root of its length. In float32 that would show beside the
-    products' own, so sums are kept short and added up at the end; coarser products have no such digits.
-    """
+    """The ranges (start, end) of n tokens to sum over in one launch each; (None, None) for all."""
+    # The rounding of a running sum grows like the square root of its length. In float32 it would
+    # exceed that of the products, so sums are kept short and added up at the end; coarser products
+    # do not have those digits in the first place.
     length = max(SPAN // group // TALLEST, 1) * TALLEST
     if (
         product != "pair"

@@ -1,7 +1,7 @@
-"""What the Triton kernels share: tiles, which keys a block of queries sees, and products in three precisions.
+"""What the Triton kernels share: tiles, visible ranges, and products in three precisions.
 
-PRODUCT is "plain" (bf16 operands), "half" (fp16) or "pair" (float32 as two fp16). Kernels are compiled from
-their source: `no_type_check` keeps run-time checkers from wrapping them.
+PRODUCT is "plain" (bf16 operands), "half" (fp16) or "pair" (float32 as two fp16). Kernels are
+compiled from their source: `no_type_check` keeps run-time type checkers from wrapping them.
 """
 
 from typing import no_type_check
@@ -15,14 +15,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 @no_type_check
 def read(source, b, h, i, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows i, i + 1, ... of one head; whatever lies outside the tensor reads as zero."""
+    """Rows i, i + 1, ... of one head; rows outside the tensor read as zero."""
     return source.load([b, h, i, 0]).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
 @no_type_check
 def read_low(source, b, h, i, high, PRODUCT: tl.constexpr):
-    """The low halves that belong to `high`, which lie a batch further; where there are none, a stand-in."""
+    """The low halves of `high`, stored a batch further; a placeholder if there are none."""
     if PRODUCT == "pair":
         high = source.load([b + tl.num_programs(2), h, i, 0]).reshape(high.shape)
     return high
@@ -31,7 +31,8 @@ def read_low(source, b, h, i, high, PRODUCT: tl.constexpr):
 @triton.jit
 @no_type_check
 def add_low(acc, a, a_low, b, b_low, PRODUCT: tl.constexpr):
-    """acc plus the low halves' part of a b', which comes first: tensor cores truncate at the sum's size."""
+    """acc plus the part of a b' that involves low halves."""
+    # Small parts are added first: tensor cores truncate relative to the size of the running sum.
     if PRODUCT == "pair":
         acc = tl.dot(a_low, b.T, acc)
         acc = tl.dot(a, b_low.T, acc)
@@ -49,11 +50,10 @@ def scores(a, a_low, b, b_low, PRODUCT: tl.constexpr):
 @triton.jit
 @no_type_check
 def add_product(acc, a, peak, b, b_low, unit, PRODUCT: tl.constexpr):
-    """acc + unit a b for a float32 tile a whose rows stay below `peak`.
-
-    fp16 has 5 exponent bits: a is brought to 2^14 first, so that nothing that matters under- or overflows.
-    The sum over tiles is kept outside the tensor cores, which truncate: after thousands of tiles that shows.
-    """
+    """acc + unit a b for a float32 tile a whose rows stay below `peak`."""
+    # fp16 has 5 exponent bits: a is scaled to 2^14 first, so that nothing relevant under- or
+    # overflows. The sum over tiles is kept outside the tensor cores, which truncate: over thousands
+    # of tiles that would be visible.
     if PRODUCT == "plain":
         acc = tl.dot(a.to(b.dtype), b, acc)
     else:
@@ -71,10 +71,9 @@ def add_product(acc, a, peak, b, b_low, unit, PRODUCT: tl.constexpr):
 @triton.jit
 @no_type_check
 def rounded(a, PRODUCT: tl.constexpr):
-    """a as `add_product` rounds it, as far as it matters: fp16 leaves the largest entry of a row as it is.
-
-    fl(65537 a) - 65536 a is a in bf16, computed in float32: cheaper than to convert there and back.
-    """
+    """a as `add_product` rounds it, where that matters: bf16 only."""
+    # fl(65537 a) - 65536 a is a rounded to bf16, computed in float32: cheaper than converting there
+    # and back. fp16 operands are scaled by their row's peak, which they then represent exactly.
     return (
         tl.fma(a, tl.full(a.shape, -65536.0, tl.float32), a * 65537.0) if PRODUCT == "plain" else a
     )
@@ -83,14 +82,14 @@ def rounded(a, PRODUCT: tl.constexpr):
 @triton.jit
 @no_type_check
 def row_peak(a, PRODUCT: tl.constexpr):
-    """The largest entry of each row, [rows, 1], for `add_product`, where that is needed."""
+    """The largest entry of each row, [rows, 1], where `add_product` needs it."""
     return 1.0 if PRODUCT == "plain" else tl.maximum(tl.max(tl.abs(a), 1), 1e-30)[:, None]
 
 
 @triton.jit
 @no_type_check
 def tanh(x):
-    """Right to 2e-7 near zero too, where (1 - e) / (1 + e) cancels."""
+    """tanh to 2e-7, near zero by its Taylor series, because (1 - e) / (1 + e) cancels there."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     far = (1 - e) / (1 + e)
     y = x * x
@@ -101,7 +100,7 @@ def tanh(x):
 @triton.jit
 @no_type_check
 def cap(t, unit, softcap):
-    """The score c tanh(t unit / c) in units of log 2, and its slope (not to be read without a cap)."""
+    """The score c tanh(t unit / c) in units of log 2, and its slope (unused without a cap)."""
     if softcap is None:
         score, slope = t * (unit * LOG2E), t
     else:
@@ -113,7 +112,7 @@ def cap(t, unit, softcap):
 @triton.jit
 @no_type_check
 def visible(i, j, n_keys, shift, window, CAUSAL: tl.constexpr):
-    """Whether query i sees key j, for a row of one and a column of the other."""
+    """Whether query i sees key j, for broadcastable i and j."""
     seen = j < n_keys
     if CAUSAL:
         seen = seen & (j <= i + shift)
@@ -127,7 +126,7 @@ def visible(i, j, n_keys, shift, window, CAUSAL: tl.constexpr):
 def key_range(
     i, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr
 ):
-    """Queries i .. i + M see keys from start to stop in three runs of tiles: cut left, whole, cut right."""
+    """Runs of key tiles that queries i .. i + M see: cut on the left, whole, cut on the right."""
     first, whole = 0, 0
     if start is not None:
         first, whole = start, start
@@ -146,9 +145,10 @@ def key_range(
 def query_range(
     j, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr
 ):
-    """Keys j .. j + N are seen by queries from start to stop in three runs of tiles: cut left, whole, cut right.
+    """Runs of query tiles that see keys j .. j + N: cut on the left, whole, cut on the right.
 
-    A last tile that ends beyond the queries is whole: its missing rows have no weight (`read_top`).
+    A last tile that ends beyond the queries counts as whole: missing rows have no weight
+    (`read_top`).
     """
     first, whole = 0, 0
     if start is not None:
@@ -166,7 +166,7 @@ def query_range(
 @triton.jit
 @no_type_check
 def read_top(lse, offset, rows, n):
-    """Log-sum-exp in units of log 2, and the factor 1 + O(2^-24) that its rounding leaves to the weights.
+    """Log-sum-exp in units of log 2, and the factor 1 + O(2^-24) by which its rounding is undone.
 
     A row that sees nothing gets +inf, so that its weights are zero.
     """
@@ -181,8 +181,8 @@ def read_top(lse, offset, rows, n):
 @triton.jit
 @no_type_check
 def add_earlier(acc, sums, start, b, h, i):
-    """acc plus the sums of the spans before, where a sum is taken in spans (`triton_operands.spans`)."""
-    if start is not None:  # noqa: SIM102 (the compiler reads both sides of an `and`)
+    """acc plus the sums of earlier spans, if there are several (`triton_operands.spans`)."""
+    if start is not None:  # noqa: SIM102 (Triton compiles both sides of an `and`)
         if start > 0:
             acc += sums.load([b, h, i, 0]).reshape(acc.shape)
     return acc

@@ -1,6 +1,7 @@
-"""The fused cotangent of attention, from the saved o and lse: a kernel for gq, one for gk and gv, no atomics.
+"""The fused cotangent of attention from the saved o and lse: a kernel for gq, one for gk and gv.
 
-With Z = P * (g v' - (g * o) 1):  gq = Z k,  gk = Z' q,  gv = P' g.
+With Z = P * (g v' - (g * o) 1):  gq = Z k,  gk = Z' q,  gv = P' g. Two kernels instead of one avoid
+atomic additions, so that results do not depend on the order of execution.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def _onto_queries(
 @triton.jit
 @no_type_check
 def _onto_keys(
-    q, k, v, g, gk, gv, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys, start, end,
+    q, k, v, g, gk, gv, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys,
+    start, end,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +179,7 @@ def vjp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern,
     precision: Precision = "pair",
 ) -> Triple:  # fmt: skip
-    """gq, gk, gv from g [..., H, n, m]; the scale of the score is in q already."""
+    """gq, gk, gv from g [..., H, n, m]; q includes the scale of the score."""
     (H, n, size), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
     factors = units = None
@@ -197,7 +199,8 @@ def vjp(
     M, N, warps, stages, registers = for_queries
     for span in spans(n_keys, product, pattern):
         _onto_queries[triton.cdiv(n, M), H, B](
-            descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M), descriptor(gq, M),
+            descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
+            descriptor(gq, M),
             *tensors, *rules, *span, H // G, pattern.causal, product, M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip

@@ -109,7 +109,7 @@ NAN = draw(5, 4).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(torc
             r"Q holds inf at index \[2, 0\]",
         ),
         (lambda: layer(K=draw(6, 5)), r"K must have shape \[2 \* size, 4\]"),
-        (lambda: layer(K=draw(8, 4)), "Q has 3 rows a head and K 4"),
+        (lambda: layer(K=draw(8, 4)), "Q has 3 rows per head and K has 4"),
         (lambda: layer(heads=4, kv_heads=3), "heads=4 must be a multiple of kv_heads=3"),
         (lambda: layer(O=draw(3, 9)), r"O must have shape \[d, 10\]"),
         (lambda: layer(V=draw(10, 4).float()), "V is torch.float32 and Q is torch.float64"),
