@@ -1,4 +1,6 @@
-"""lipscope: how smooth is attention? The local Lipschitz constant of Transformers, with certificates."""
+"""lipscope: how smooth is attention? The local Lipschitz constant of Transformers, with
+certificates.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ __version__ = "0.1.0"
 _CONTENTS = {
     "Around": "_types",
     "Ball": "_types",
+    "BatchEstimate": "linalg.estimate",
     "Dot": "attention.kernels",
     "Estimate": "linalg.estimate",
     "Everywhere": "_types",
@@ -56,6 +59,7 @@ __all__ = [
     "L2",
     "Around",
     "Ball",
+    "BatchEstimate",
     "Dot",
     "Estimate",
     "Everywhere",
@@ -119,6 +123,7 @@ if TYPE_CHECKING:
     from lipscope.convert.models import convert_model as convert_model
     from lipscope.dynamics.simulation import simulate as simulate
     from lipscope.linalg.differentiate import jacobian as jacobian
+    from lipscope.linalg.estimate import BatchEstimate as BatchEstimate
     from lipscope.linalg.estimate import Estimate as Estimate
     from lipscope.linalg.local import singular_triplets as singular_triplets
     from lipscope.linalg.operator import LinearOperator as LinearOperator

@@ -1,9 +1,9 @@
 """Gradient ascent on sigma(X) = ||D_X f|| over a set of inputs.
 
-With J right = sigma left, a simple sigma has d sigma = <left, D_X (J right)>: one more derivative of f, none of the
-solver. Each step costs that gradient and a warm-started solve of a few products; a step that does not raise sigma is
-taken back and shortened. What comes out is measured again, cold and from a start that the climb
-did not know.
+With J right = sigma left, a simple sigma has d sigma = <left, D_X (J right)>: one more derivative
+of f, none of the solver. Each step costs that gradient and a warm-started solve of a few products;
+a step that does not increase sigma is undone and shortened. The result is measured again, from a
+random start that is independent of the search.
 """
 
 from __future__ import annotations
@@ -22,27 +22,42 @@ from lipscope.attack.regions import Normed, Region, region_of
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
+from lipscope.linalg.estimate import many
 from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
 
 WARM_TOL, WARM_STEPS = 1e-3, 12
-"""A warm solve stops early: its value is a true lower bound of sigma all the same."""
+"""A warm solve stops early: its value is a valid lower bound on sigma all the same."""
 
 LONGER, SHORTER, FIRST = 1.5, 0.4, 0.3
-"""Growth of a step that helped, of one that did not, and the first step as a share of the region's size."""
+"""Factors for a step that helped and one that did not; first step relative to the region's size."""
 
 MOMENTUM = 0.9
-"""How much of the last step that helped goes into the next; a step that did not help ends it."""
+"""Share of the last successful step in the next; an unsuccessful step resets it."""
 
 SIEVE = 16
-"""Random inputs looked at for each one that is climbed from."""
+"""Random inputs tried per random start."""
 
 NOISE = 0.1
-"""Random part of a warm start, so that a vector which has become second best is found out."""
+"""Random part of a warm start: after a step, another singular vector may be the top one."""
 
 
 @dataclass(frozen=True)
 class Climb:
-    """How long to climb, and from how many random inputs; from as many that are known, where there are some."""
+    """How `ascend` searches.
+
+    Attributes:
+        steps: Number of ascent steps.
+        restarts: Number of random starts, and of known starts where there are any.
+        seed: Seed of the random starts.
+
+    Raises:
+        UserError: If steps is negative or restarts is below 1.
+
+    Example:
+        >>> import lipscope as ls
+        >>> ls.attack.Climb(steps=10)
+        Climb(steps=10, restarts=4, seed=0)
+    """
 
     steps: int = 60
     restarts: int = 4
@@ -51,7 +66,8 @@ class Climb:
     def __post_init__(self) -> None:
         if self.steps < 0 or self.restarts < 1:
             raise UserError(
-                f"a climb has steps >= 0 and restarts >= 1, got {self.steps} and {self.restarts}"
+                "Climb needs steps >= 0 and restarts >= 1, "
+                f"got steps={self.steps} and restarts={self.restarts}"
             )
 
 
@@ -63,10 +79,31 @@ def ascend(
     d: int | None = None,
     starts: Sequence[Tensor] = (),
 ) -> Found:
-    """The input of largest sigma found in the domain: Ball(R, n), Around(X, r) or Normed(weight, n).
+    """Search a domain for the input with the largest sigma, by gradient ascent.
 
-    f maps [B, n, d] member by member, as a SelfAttention does; any other map in a Ball needs d. `starts` [n, d] join
-    the random ones, and for a SelfAttention in a Ball so do the constructions: the result is never below them.
+    Args:
+        f: A map of [B, n, d] that treats the members of a batch independently, such as a
+            SelfAttention.
+        domain: Ball(R, n), Around(X, r) or Normed(weight, n).
+        climb: Steps, restarts and seed.
+        d: Dimension of a token, needed in a Ball if f is not a SelfAttention.
+        starts: Inputs [n, d] to start from, besides random ones. For a SelfAttention in a Ball the
+            explicit constructions are starts as well, so the result is never below them.
+
+    Returns:
+        The best input found, measured again from a fresh start.
+
+    Raises:
+        UserError: If the domain, a start or d does not fit f.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> eye = torch.eye(2, dtype=torch.float64)
+        >>> f = ls.SelfAttention(-eye, eye, eye)
+        >>> found = ls.attack.ascend(f, ls.Ball(R=2.0, n=4), ls.attack.Climb(steps=5, restarts=1))
+        >>> found.value >= ls.attack.explicit_inputs(f, ls.Ball(R=2.0, n=4))[0].value - 1e-6
+        True
     """
     climb = climb or Climb()
     if isinstance(f, SelfAttention):
@@ -81,7 +118,7 @@ def ascend(
 
 
 def sigma_gradient(f: Map, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """The gradient of sum_b <left_b, D_X f right_b> with respect to X, the vectors held fixed; batched as X is."""
+    """The gradient of sum_b <left_b, D_X f right_b> in X, with the vectors held fixed."""
     x = X.detach().clone().requires_grad_(True)
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         y = f(x)
@@ -95,15 +132,14 @@ def sigma_gradient(f: Map, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Tensor]:
-    """Every start climbs by itself, all of them in one batch."""
+    """Ascend from every start of Z independently, in one batch."""
     generator = torch.Generator().manual_seed(climb.seed)
     X = region.tokens(Z)
-    top = spectral_norm(jacobian(f, X), WARM_TOL, solver=Solver(seed=climb.seed))
+    top = many(spectral_norm(jacobian(f, X), WARM_TOL, solver=Solver(seed=climb.seed)))
     value, left, right = top.value.nan_to_num(nan=0.0), top.left, top.right
     stride = torch.full_like(value, FIRST * region.size)
-    slope = region.tokens(torch.ones_like(Z)) - region.tokens(
-        torch.zeros_like(Z)
-    )  # dX = slope * dZ
+    # Tokens are affine in the coordinates: dX = slope * dZ.
+    slope = region.tokens(torch.ones_like(Z)) - region.tokens(torch.zeros_like(Z))
     course = torch.zeros_like(Z)
     for _ in range(climb.steps):
         uphill = _unit(slope * sigma_gradient(f, X, left, right))
@@ -132,10 +168,7 @@ def _unit(Z: Tensor) -> Tensor:
 def _starts(
     f: Map, domain: Domain | Normed, region: Region, climb: Climb, starts: Sequence[Tensor]
 ) -> Tensor:
-    """The best of many random inputs, and the best of what is known: given starts and constructions.
-
-    A construction comes with a noisy twin, for its symmetry is a trap.
-    """
+    """The best of many random inputs, and the best of the known ones: starts and constructions."""
     generator = torch.Generator().manual_seed(climb.seed)
     drawn = region.draw(SIEVE * climb.restarts, generator)
     known = [region.coordinates(x.double()) for x in starts]
@@ -145,7 +178,9 @@ def _starts(
         and isinstance(domain, Ball)
         and domain.n > 1
     ):
-        # Their order decides the noise of each, so it must not depend on the start of the last solve.
+        # Each construction also starts with noise added: at a symmetric input the gradient is
+        # symmetric, and the ascent could not leave the symmetry. The order decides which noise each
+        # gets, so it must not depend on the seed of the final measurement.
         own = fresh_seed(climb.seed, "constructions")
         exact = [one.X for one in explicit_inputs(f, domain, seed=own)]
         noise = torch.randn(len(exact), *drawn.shape[1:], generator=generator, dtype=torch.float64)
@@ -162,10 +197,9 @@ def _starts(
 
 
 def _best(f: Map, region: Region, Z: Tensor, climb: Climb) -> Tensor:
-    """As many as there are restarts, by a rough sigma."""
-    rough = spectral_norm(
-        jacobian(f, region.tokens(Z)), WARM_TOL, solver=Solver(max_steps=WARM_STEPS, seed=0)
-    )
+    """The `restarts` members of Z with the largest sigma, roughly solved."""
+    quick = Solver(max_steps=WARM_STEPS, seed=0)
+    rough = many(spectral_norm(jacobian(f, region.tokens(Z)), WARM_TOL, solver=quick))
     return Z[rough.value.nan_to_num(nan=0.0).topk(min(climb.restarts, len(Z))).indices]
 
 
@@ -178,7 +212,8 @@ def _token_size(f: Map, domain: Domain | Normed, d: int | None) -> int:
         return domain.X.shape[1]
     if d is None:
         raise UserError(
-            "in a Ball the size d of a token must be given for a map that is not a SelfAttention"
+            "in a Ball, the dimension d of a token must be given for a map that is not a "
+            "SelfAttention; pass ascend(..., d=...)"
         )
     return d
 
@@ -186,7 +221,7 @@ def _token_size(f: Map, domain: Domain | Normed, d: int | None) -> int:
 def _in_fewer_dimensions(
     f: SelfAttention, ball: Ball, climb: Climb, starts: Sequence[Tensor]
 ) -> Found:
-    """Attention reads X through the rows of Q, K, V only: the largest sigma of the ball lies in their span."""
+    """Ascend in the span of the rows of Q, K and V: attention depends on X only through it."""
     basis = torch.linalg.qr(torch.cat([f.Q, f.K, f.V]).T)[0]
     narrow = replace(f, Q=f.Q @ basis, K=f.K @ basis, V=f.V @ basis)
     found = ascend(narrow, ball, climb, starts=[x.double() @ basis for x in starts])

@@ -1,8 +1,9 @@
-"""The papers' explicit inputs, on which attention reacts like sqrt(n), like sqrt(n) log(n), or like R^2.
+"""The papers' explicit inputs, where sigma grows like sqrt(n), like sqrt(n) log(n), or like R^2.
 
-All of them read one head through A = K'Q/sqrt(k) and V (O multiplied in). They ignore soft caps, sinks, rotary
-positions and additive masks, and all biases but the query's in the tuned gap; sigma is measured on the layer as it is.
-A special token stands where most tokens see it: first under a causal mask.
+All of them see one head through A = K'Q/sqrt(k) and V, with O multiplied in. They ignore soft
+caps, sinks, rotary positions and additive masks, and all biases but the query's in the tuned gap;
+sigma is measured on the actual layer. The special token is placed where most tokens see it: first
+under a causal mask.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from lipscope.theorems.kim2021 import quadratic_witness
 OPPOSITE, HALF_WAY, TUNED, SPREAD = "opposite crowd", "crowd half way", "tuned gap", "token at zero"
 
 GRID = 513
-"""Places of the crowd that are tried."""
+"""Number of positions of the crowd that are tried."""
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How long sequences in B_R may get while one token can hold every other: up to n = 1 + e^reach.
+    """The length up to which a single token can dominate all others in B_R: n = 1 + e^reach.
 
-    gamma = max(-gamma_min, gamma_1 / 8) over the real eigenvalues of A, reach = 2 gamma R^2.
+    gamma = max(-gamma_min, gamma_1 / 8) over the real eigenvalues of A; reach = 2 gamma R^2.
     """
 
     gamma: float
@@ -42,11 +43,31 @@ class Regime:
 
 
 def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Found]:
-    """Every construction for every head, measured on the whole layer in float64, the largest sigma first.
+    """The papers' explicit inputs for every head, measured on the whole layer in float64.
 
-    Castin et al.: one token at Ru, the crowd at -Ru (Au = gamma_min u) or at Ru/2 (Au = gamma_1 u), where A has such an
-    eigenvalue; "tuned": the crowd moved to where the gap between the scores suits n; "tuned gap": the same over other u
-    as well; Kim et al.: a token at 0 among tokens at +-Ru.
+    Castin et al.: one token at Ru, the crowd at -Ru (where Au = gamma_min u) or at Ru/2 (where
+    Au = gamma_1 u), if A has such an eigenvalue. "tuned": the crowd moved to where the gap between
+    the scores suits n. "tuned gap": the same over other directions u as well. Kim et al.: a token
+    at 0 among tokens at +-Ru.
+
+    Args:
+        f: Attention with dot-product scores.
+        ball: The Ball(R, n) that the inputs lie in, n >= 2.
+        seed: Seed of the measurement.
+
+    Returns:
+        The inputs with their sigma, the largest first.
+
+    Raises:
+        UserError: If f has other scores, or the domain is not a Ball with n >= 2.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> eye = torch.eye(2, dtype=torch.float64)
+        >>> found = ls.attack.explicit_inputs(ls.SelfAttention(-eye, eye, eye), ls.Ball(R=2.0, n=4))
+        >>> sorted(one.name for one in found)
+        ['opposite crowd', 'opposite crowd, tuned', 'token at zero', 'tuned gap']
     """
     check_constructible(f, ball)
     assert isinstance(ball, Ball)
@@ -59,10 +80,11 @@ def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Fo
 
 
 def regime(f: SelfAttention, R: float) -> Regime:
-    """The regime of a single head on B_R."""
+    """The regime of a single head in the ball B_R."""
     if f.heads != 1 or not isinstance(f.kernel, Dot):
         raise UserError(
-            f"a regime belongs to one head with dot-product scores, got {f.heads} heads; use f.head(h)"
+            "a regime is defined for one head with dot-product scores, got "
+            f"{f.heads} heads and the kernel {type(f.kernel).__name__}; use f.head(h)"
         )
     low, high = _extreme_directions(_plain(f.double(), 0))
     gamma = max(-low[0], high[0] / 8, 0.0)
@@ -92,9 +114,10 @@ def _two_places(one: SelfAttention, n: int, special: Tensor, crowd: Tensor) -> T
 
 
 def _tuned(one: SelfAttention, n: int, R: float, u: Tensor, eigenvalue: float) -> Tensor:
-    """The crowd at the c u, -R <= c <= R, of largest sum_i [p_i (1 + (1 - p_i) G)]^2: G = eigenvalue c (R - c) is the
-    gap between the scores of the special token and the crowd, p_i = 1 / (1 + n_i e^(-G)) the weight that row i gives to
-    the special token among n_i others."""
+    """The special token at Ru and the crowd at the c u, -R <= c <= R, that tunes the score gap."""
+    # G = eigenvalue c (R - c) is the gap between the scores of the special token and the crowd, and
+    # p_i = 1 / (1 + n_i e^(-G)) the weight that row i gives to the special token among n_i others.
+    # The best c maximises sum_i [p_i (1 + (1 - p_i) G)]^2.
     c = torch.linspace(-R, R, GRID, dtype=torch.float64)
     G = (eigenvalue * c * (R - c)).clamp_min(0.0)[:, None]
     others, rows = sight(one, n).most_seen()[1].double().unique(return_counts=True)
@@ -104,7 +127,7 @@ def _tuned(one: SelfAttention, n: int, R: float, u: Tensor, eigenvalue: float) -
 
 
 def _plain(f: SelfAttention, h: int) -> SelfAttention:
-    """Head h with its output projection in its values and plain dot-product scores, query bias kept."""
+    """Head h with O multiplied into V and plain dot-product scores; the query bias is kept."""
     one = f.head(h)
     V = one.V
     if f.O is not None:
@@ -120,10 +143,11 @@ def _plain(f: SelfAttention, h: int) -> SelfAttention:
 def _extreme_directions(
     one: SelfAttention,
 ) -> tuple[tuple[float, Tensor | None], tuple[float, Tensor | None]]:
-    """The least and the greatest real eigenvalue of A = s K'Q with unit eigenvectors; (0, None) where there is none.
+    """The smallest and largest real eigenvalue of A = s K'Q, with unit eigenvectors.
 
-    s Q K' w = g w gives A K'w = g K'w: the small matrix has the eigenvalues of A other than 0.
+    (0, None) where there is no real eigenvalue.
     """
+    # s Q K' w = g w implies A K'w = g K'w: the small matrix has the nonzero eigenvalues of A.
     k, d = one.Q.shape
     s = default_scale(one.kernel, k)
     if k < d:
@@ -143,7 +167,7 @@ def _extreme_directions(
 
 
 def check_constructible(f: SelfAttention, ball: Domain) -> None:
-    """Refuse what the constructions were not made for."""
+    """Raise UserError unless the constructions apply to f and the domain."""
     if not isinstance(f, SelfAttention) or not isinstance(f.kernel, Dot):
         what = (
             type(f.kernel).__name__ + " scores"
@@ -151,12 +175,12 @@ def check_constructible(f: SelfAttention, ball: Domain) -> None:
             else type(f).__name__
         )
         raise UserError(
-            f"the constructions are inputs of a SelfAttention with dot-product scores, got {what}; "
-            "ascent (ls.attack.ascend, --kind ascent) takes any map"
+            f"the constructions are for a SelfAttention with dot-product scores, got {what}; "
+            "use ascent instead (ls.attack.ascend, --kind ascent), which takes any map"
         )
     if not isinstance(ball, Ball):
-        raise UserError(f"the constructions live in a Ball(R, n), got {type(ball).__name__}")
+        raise UserError(f"the constructions need a Ball(R, n), got {type(ball).__name__}")
     if ball.n < 2:
         raise UserError(
-            f"the constructions set one token against a crowd and need n >= 2, got n={ball.n}"
+            f"the constructions place one token against a crowd and need n >= 2, got n={ball.n}"
         )

@@ -1,4 +1,4 @@
-"""The most damaging direction at one input, and how far it stays so: ||f(X + eta U) - f(X)|| / eta."""
+"""The most sensitive direction at an input, and steps along it: ||f(X + eta U) - f(X)|| / eta."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import Estimate, one
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, fresh_seed
 
@@ -19,9 +19,12 @@ ETAS = tuple(10.0**e for e in range(-6, 1))
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """Steps eta along the top right singular vector U of D_X f (||U|| = 1) and the change of f per unit of step.
+    """Changes of f per step along the top right singular vector U of D_X f, with ||U|| = 1.
 
-    As eta goes to 0 the ratios tend to sigma; `opposite` are those of -eta.
+    etas:     The step sizes.
+    ratios:   ||f(X + eta U) - f(X)|| / eta, which tends to sigma as eta tends to 0.
+    opposite: The same for steps in the direction -U.
+    sigma:    The local Lipschitz constant at X.
     """
 
     etas: tuple[float, ...]
@@ -37,22 +40,42 @@ class Response:
 def singular_response(
     f: Map, X: Tensor, etas: Sequence[float] = ETAS, *, seed: int = 0
 ) -> Response:
-    """How f changes along its most sensitive direction at X [n, d]."""
+    """Measure how f changes along its most sensitive direction at X.
+
+    Args:
+        f: A map of tokens.
+        X: One input [n, d].
+        etas: Positive step sizes.
+        seed: Seed of the measurement.
+
+    Returns:
+        The changes per step in both directions, and sigma.
+
+    Raises:
+        UserError: If X is not [n, d] or a step is not positive.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> found = ls.attack.singular_response(lambda X: 3 * X, torch.ones(2, 4), etas=(0.1, 1.0))
+        >>> [round(ratio, 3) for ratio in found.ratios]
+        [3.0, 3.0]
+    """
     if X.ndim != 2:
-        raise UserError(f"the response is taken at one input X [n, d], got shape {tuple(X.shape)}")
+        raise UserError(f"X must be one input [n, d], got shape {tuple(X.shape)}")
     if not etas or not all(eta > 0 for eta in etas):
-        raise UserError(f"etas must be positive steps, at least one, got {list(etas)}")
-    sigma = local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure")))
+        raise UserError(f"etas must be positive, at least one of them, got {list(etas)}")
+    sigma = one(local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure"))))
     with torch.no_grad():
         here = f(X)
         ratios, opposite = (
             tuple(_length(f(X + sign * eta * sigma.right) - here) / eta for eta in etas)
             for sign in (1, -1)
         )
-    return Response(tuple(etas), ratios, opposite, sigma)
+    return Response(etas=tuple(etas), ratios=ratios, opposite=opposite, sigma=sigma)
 
 
 def _length(x: Tensor) -> float:
-    """||x||_F without overflow or underflow in the squares."""
+    """||x||_F, scaled so that squares neither overflow nor vanish."""
     largest = x.abs().max().double()
     return 0.0 if largest == 0 else ((x.double() / largest).norm() * largest).item()

@@ -1,4 +1,4 @@
-"""What an attack hands back: an input, and its sigma from a start that the search did not know."""
+"""The result of an attack: an input, and its sigma measured independently of the search."""
 
 from __future__ import annotations
 
@@ -9,14 +9,28 @@ import torch
 from torch import Tensor
 
 from lipscope.linalg.differentiate import Map
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import Estimate, many
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, fresh_seed
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An input X [n, d] with the local Lipschitz constant there, from a fresh start."""
+    """An input found by an attack.
+
+    Attributes:
+        name: How it was found.
+        X: The input [n, d].
+        sigma: The local Lipschitz constant there, measured from a start independent of the search.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> X = torch.ones(2, 3)
+        >>> found = ls.attack.Found("ones", X, ls.local_lipschitz(lambda X: 2 * X, X))
+        >>> round(found.value, 3)
+        2.0
+    """
 
     name: str
     X: Tensor
@@ -24,15 +38,14 @@ class Found:
 
     @property
     def value(self) -> float:
+        """sigma as a float."""
         return float(self.sigma.value)
 
 
 def measured(f: Map, inputs: Sequence[tuple[str, Tensor]], seed: int) -> list[Found]:
-    """Named inputs [n, d], found with `seed`, measured together from a fresh start.
-
-    The largest sigma comes first; f maps a batch member by member.
-    """
+    """Measure named inputs [n, d] together, the largest sigma first; f maps batches memberwise."""
+    # Not the seed of the search, which may have adapted the input to its own start.
     X = torch.stack([x for _, x in inputs])
-    estimates = local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure")))
+    estimates = many(local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure"))))
     found = [Found(name, x, estimates[i]) for i, (name, x) in enumerate(inputs)]
     return sorted(found, key=lambda one: -one.value)

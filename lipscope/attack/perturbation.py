@@ -1,7 +1,7 @@
-"""Perturbations of given norms that change f(X): at random, along the top singular vector, by projected gradient.
+"""Perturbations of given norms: random, along the top singular vector, by projected gradient.
 
-Each function gives one perturbation for each radius, [B, n, d], of exactly that Frobenius norm; f maps [B, n, d] member
-by member. `output_changes` says what they do.
+Each function returns one perturbation per radius, [B, n, d], of exactly that Frobenius norm; f maps
+[B, n, d] memberwise. `output_changes` measures their effect.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
 
 LONGER, SHORTER = 1.5, 0.4
-"""Growth of a step of the projected gradient that helped, and of one that did not."""
+"""Factors for a step of the projected gradient that helped, and for one that did not."""
 
 TOL = 1e-3
-"""Relative residual of the singular vector: its angle error, far below what a step of any size makes of it."""
+"""Relative residual of the singular vector, far below the effect of a finite step."""
 
 
 def random_perturbations(X: Tensor, radii: Sequence[float], *, seed: int = 0) -> Tensor:
-    """Directions uniform on the sphere."""
+    """Perturbations in directions uniform on the sphere."""
     r = _checked(X, radii)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(len(r), *X.shape, generator=generator, dtype=torch.float64)
@@ -32,7 +32,7 @@ def random_perturbations(X: Tensor, radii: Sequence[float], *, seed: int = 0) ->
 
 
 def singular_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, seed: int = 0) -> Tensor:
-    """The top right singular vector of D_X f, with whichever sign changes f more: the best there is as r goes to 0."""
+    """The top right singular vector of D_X f with the better sign: optimal as r tends to 0."""
     r = _checked(X, radii)
     top = local_lipschitz(f, X[None], TOL, solver=Solver(seed=seed)).right.to(X)
     ahead, back = (_of_norm((sign * top).expand(len(r), -1, -1), r) for sign in (1, -1))
@@ -43,10 +43,11 @@ def singular_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, seed: i
 def gradient_perturbations(
     f: Map, X: Tensor, radii: Sequence[float], *, steps: int = 20, seed: int = 0
 ) -> Tensor:
-    """Projected gradient ascent on ||f(X + E) - f(X)|| over the sphere ||E|| = r, from a random E and from -E.
+    """Projected gradient ascent on ||f(X + E) - f(X)|| over the sphere ||E|| = r.
 
-    As r goes to 0 the gradient is a multiple of J'J E, and the ascent a power iteration; for larger r the two starts
-    climb different hills. A step that does not help is taken back and shortened.
+    It starts from a random E and from -E: as r tends to 0 the gradient is a multiple of J'J E and
+    the ascent a power iteration; for larger r the two starts may reach different maxima. A step
+    that does not help is undone and shortened.
     """
     r = _checked(X, [*radii, *radii])
     E = random_perturbations(X, radii, seed=seed)
@@ -90,7 +91,7 @@ def _of_norm(E: Tensor, r: Tensor) -> Tensor:
 
 
 def _norms(E: Tensor) -> Tensor:
-    """Frobenius norms of the members, without overflow or underflow in the squares."""
+    """Frobenius norms per member, scaled so that squares neither overflow nor vanish."""
     largest = E.detach().abs().flatten(1).amax(dim=1)
     largest = torch.where(largest > 0, largest, 1.0)
     return (E.flatten(1) / largest[:, None]).norm(dim=1) * largest
@@ -98,7 +99,9 @@ def _norms(E: Tensor) -> Tensor:
 
 def _checked(X: Tensor, radii: Sequence[float]) -> Tensor:
     if X.ndim != 2:
-        raise UserError(f"a perturbation is of one input X [n, d], got shape {tuple(X.shape)}")
+        raise UserError(f"X must be one input [n, d], got shape {tuple(X.shape)}")
     if not radii or not all(0 < r < float("inf") for r in radii):
-        raise UserError(f"radii must be positive and finite, at least one, got {list(radii)}")
+        raise UserError(
+            f"radii must be positive and finite, at least one of them, got {list(radii)}"
+        )
     return torch.tensor(list(radii), dtype=torch.float64).to(X)

@@ -1,4 +1,4 @@
-"""The sets an ascent runs over, each with coordinates, random points and a way back when a step leaves it."""
+"""The sets that an ascent searches: coordinates, random points, and a projection onto each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,29 @@ from lipscope._types import Around, Ball, Domain, UserError
 
 @dataclass(frozen=True, eq=False)
 class Normed:
-    """All sequences of n tokens that a LayerNorm (or RMSNorm: centred=False) can give.
+    """The domain of all sequences of n tokens that a LayerNorm or RMSNorm can output.
 
-    Tokens are weight * z + bias with |z| <= sqrt(d) and, for LayerNorm, entries of z that sum to 0: an ellipsoid.
+    Tokens are weight * z + bias with |z| <= sqrt(d) and, for LayerNorm, entries of z that sum to 0:
+    an ellipsoid.
+
+    Attributes:
+        weight: Weight [d] of the normalisation.
+        n: Number of tokens.
+        bias: Bias [d] of the normalisation, if it has one.
+        centred: True for LayerNorm, False for RMSNorm.
+
+    Raises:
+        UserError: If weight and bias are not both [d], or n is below 1.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> eye = torch.eye(3, dtype=torch.float64)
+        >>> domain = ls.Normed(torch.ones(3), n=4)
+        >>> climb = ls.attack.Climb(steps=2, restarts=1)
+        >>> found = ls.attack.ascend(ls.SelfAttention(eye, eye, eye), domain, climb)
+        >>> bool((found.X.sum(dim=1).abs() < 1e-12).all())
+        True
     """
 
     weight: Tensor
@@ -30,7 +50,8 @@ class Normed:
         ):
             shapes = [tuple(x.shape) for x in (self.weight, self.bias) if x is not None]
             raise UserError(
-                f"Normed needs a weight [d] and, if any, a bias [d] of a normalisation, got shapes {shapes}"
+                "Normed needs the weight [d] and, if any, the bias [d] of a normalisation, "
+                f"got shapes {shapes}"
             )
         if self.n < 1:
             raise UserError(f"Normed needs a number of tokens n >= 1, got n={self.n}")
@@ -38,7 +59,7 @@ class Normed:
 
 @runtime_checkable
 class Region(Protocol):
-    """Coordinates Z [..., n, d] of a set of sequences; `size` is about its radius in them."""
+    """A set of sequences with coordinates Z [..., n, d]; `size` is roughly its radius in them."""
 
     @property
     def size(self) -> float: ...
@@ -62,7 +83,7 @@ class _BallRegion:
         return self.ball.R * math.sqrt(self.ball.n)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Directions at random; every other sequence on the sphere, the rest within."""
+        """Random directions; every other sequence on the sphere, the rest inside."""
         Z = torch.randn(count, self.ball.n, self.d, generator=generator, dtype=torch.float64)
         depth = torch.rand(count, self.ball.n, 1, generator=generator, dtype=torch.float64)
         depth[::2] = 1.0
@@ -87,7 +108,7 @@ class _AroundRegion:
         return self.around.r
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """The centre first, then points of the sphere around it."""
+        """The centre, then random points on the sphere around it."""
         X = self.around.X.double()
         E = torch.randn(count, *X.shape, generator=generator, dtype=torch.float64)
         E[0] = 0
@@ -128,14 +149,14 @@ class _NormedRegion:
         return X if self.normed.bias is None else X + self.normed.bias.double()
 
     def coordinates(self, X: Tensor) -> Tensor:
-        """Where the weight is 0 the coordinate does not matter."""
+        # Where the weight is 0 the coordinate has no effect.
         w = self.normed.weight.double()
         Z = X if self.normed.bias is None else X - self.normed.bias.double()
         return torch.where(w == 0, 0.0, Z / torch.where(w == 0, 1.0, w))
 
 
 def region_of(domain: Domain | Normed, d: int) -> Region:
-    """The region of a domain for tokens of size d."""
+    """The region of a domain for tokens of dimension d."""
     size: int
     region: Region
     match domain:
@@ -147,8 +168,11 @@ def region_of(domain: Domain | Normed, d: int) -> Region:
             size, region = len(domain.weight), _NormedRegion(domain)
         case _:
             raise UserError(
-                f"ascent runs over Ball(R, n), Around(X, r) or Normed(weight, n), not {type(domain).__name__}"
+                "ascent runs over Ball(R, n), Around(X, r) or Normed(weight, n), "
+                f"not {type(domain).__name__}"
             )
     if size != d:
-        raise UserError(f"the domain has tokens of size {size}; the map reads tokens of size {d}")
+        raise UserError(
+            f"the domain has tokens of dimension {size}, and the map takes dimension {d}"
+        )
     return region

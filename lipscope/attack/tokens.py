@@ -1,13 +1,14 @@
-"""Attacks on a text: replace up to k tokens so that a number, say sigma of a layer, becomes as large as possible.
+"""Attacks on a text: replace up to k tokens to maximise a number, for instance sigma of a layer.
 
-What is attacked is given by two callables and the embedding matrix, so that positions and all layers below are in the
-loop. First-order scores <gradient_i, e_w - e_i> pick candidates from the whole vocabulary; each is then measured.
+The target is given by two callables and the embedding matrix, so that positions and all layers
+below are included. First-order scores <gradient_i, e_w - e_i> select candidates from the whole
+vocabulary; each candidate is then measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -16,20 +17,20 @@ from torch import Tensor
 from lipscope._types import UserError
 
 PER_POSITION, NEAREST = 4, 3
-"""Candidates of a position that may be measured in a round, and vocabulary rows tried for a projected token."""
+"""Candidates measured per position and round, and vocabulary rows tried per projected token."""
 
 BEAM = 4
-"""Texts carried from turn to turn: with one, 14 of 100 small problems end below the best pair; with four, 1."""
+"""Beam width: with 1, 14 of 100 small problems end below the best pair; with 4, 1 does."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextTarget:
-    """What is to become large, as a function of a text of n tokens.
+    """The number to maximise, as a function of a text of n tokens.
 
     measure:    token ids [B, n] -> the number for each, [B]
-    slope:      token embeddings [n, d], before positions are added -> the number and its gradient [n, d]
+    slope:      token embeddings [n, d], without positions -> the number and its gradient [n, d]
     embedding:  the rows of the vocabulary, [V, d]
-    vocabulary: ids that may be put into the text; all rows, unless told
+    vocabulary: ids that may be inserted; by default all rows
     """
 
     measure: Callable[[Tensor], Tensor]
@@ -44,7 +45,7 @@ class TextTarget:
 
 @dataclass(frozen=True)
 class Swapped:
-    """A text after an attack: the number before and after, and how many texts were measured on the way."""
+    """A text after an attack: the number before and after, and how many texts were measured."""
 
     method: str
     ids: tuple[int, ...]
@@ -68,13 +69,15 @@ def guided_swaps(
     seed: int = 0,
     method: str = "gradient",
 ) -> Swapped:
-    """A beam search: in each turn the best texts so far are each given one more replacement, `width` candidates by
-    gradient in all; then, among them and as many random texts as were measured so far, `sweeps` more rounds choose
-    each replaced token again.
+    """Replace up to `swaps` tokens by a beam search over first-order candidates.
 
-    The random texts matter: the gradient knows the largest singular value, not the one that another word would wake.
-    The beam matters where tokens act on each other: the best pair need not hold the best single token.
+    In each turn every text of the beam gets one more replacement, from `width` candidates in all.
+    Then random texts, as many as were measured so far, join the beam, and `sweeps` more rounds
+    choose each replaced token again.
     """
+    # The random texts matter: the gradient is that of the top singular value, and knows nothing of
+    # another one that a different word would raise above it. The beam matters where tokens
+    # interact: the best pair need not contain the best single token.
     text = _checked(target, ids, swaps)
     beam, values = text[None], target.measure(text[None])
     before = values[0].item()
@@ -94,7 +97,7 @@ def guided_swaps(
 
 
 def _best(texts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The BEAM texts of largest value, each once, the largest first."""
+    """The BEAM distinct texts of largest value, the largest first."""
     order: dict[tuple[int, ...], int] = {}
     for i in values.argsort(descending=True).tolist():
         order.setdefault(tuple(texts[i].tolist()), i)
@@ -103,7 +106,7 @@ def _best(texts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _open_places(one: Tensor, text: Tensor, turn: int, swaps: int) -> list[int]:
-    """Where a text may change next: anywhere new while it has swaps left, else at one of its replaced tokens."""
+    """Where a text may change next: at a new place while swaps are left, else at a replaced one."""
     replaced = (one != text).nonzero().flatten().tolist()
     if len(replaced) < swaps:
         return [i for i in range(len(text)) if i not in replaced]
@@ -113,17 +116,15 @@ def _open_places(one: Tensor, text: Tensor, turn: int, swaps: int) -> list[int]:
 def duplicated_tokens(
     target: TextTarget, ids: Sequence[int], swaps: int = 3, *, width: int = 32
 ) -> Swapped:
-    """The same search when only tokens that the text has already may be put into it."""
-    own = TextTarget(
-        target.measure, target.slope, target.embedding, torch.unique(torch.tensor(list(ids)))
-    )
+    """The same search, restricted to tokens that already occur in the text."""
+    own = replace(target, vocabulary=torch.unique(torch.tensor(list(ids))))
     return guided_swaps(own, ids, swaps, width=width, method="duplicates")
 
 
 def random_swaps(
     target: TextTarget, ids: Sequence[int], swaps: int = 3, *, tries: int = 200, seed: int = 0
 ) -> Swapped:
-    """The best of `tries` texts with that many tokens replaced at random."""
+    """The best of `tries` texts with `swaps` tokens replaced at random."""
     text = _checked(target, ids, swaps)
     before = target.measure(text[None])[0].item()
     texts = _random_texts(target, text, swaps, tries, seed)
@@ -134,10 +135,10 @@ def random_swaps(
 def projected_swaps(
     target: TextTarget, ids: Sequence[int], swaps: int = 3, *, steps: int = 20
 ) -> Swapped:
-    """Climb with embeddings that need not be tokens, then go to the nearest rows of the vocabulary and measure.
+    """Ascend over free embeddings, then measure the texts of the nearest rows of the vocabulary.
 
-    Only the positions of steepest slope move, no further from 0 than the longest row. The best of the nearest texts is
-    handed back even where it falls short of the text it started from.
+    Only the positions of largest gradient move, no further from 0 than the longest row. The best of
+    the nearest texts is returned even if it is worse than the original.
     """
     text = _checked(target, ids, swaps)
     before = target.measure(text[None])[0].item()
@@ -186,8 +187,9 @@ def _random_texts(target: TextTarget, text: Tensor, swaps: int, tries: int, seed
 def _candidates(target: TextTarget, text: Tensor, free: list[int], width: int) -> Tensor:
     """Texts with one token replaced at a free position: [at most width, n].
 
-    A third each by the largest first-order score, by score per length of the jump (a long jump leaves the range of the
-    gradient), and by score among the tokens of the text.
+    A third each have the largest first-order score, the largest score per distance (a long jump
+    leaves the range where the gradient is informative), and the largest score among the tokens of
+    the text.
     """
     E, choices = target.embedding[text], target.choices
     _, gradient = target.slope(E)
@@ -207,7 +209,7 @@ def _candidates(target: TextTarget, text: Tensor, free: list[int], width: int) -
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Rows and columns, [2, at most count], of the largest finite scores, a few from each row where there are many."""
+    """Rows and columns, [2, at most count], of the largest finite scores, few from each row."""
     per = min(scores.shape[1], PER_POSITION if len(scores) > 1 else count)
     top = scores.topk(per, dim=1)
     best = top.values.flatten().topk(min(count, top.values.numel()))
@@ -219,19 +221,27 @@ def _swapped(
     method: str, ids: Sequence[int], text: Tensor, before: float, value: float, measured: int
 ) -> Swapped:
     positions = tuple(i for i, (a, b) in enumerate(zip(ids, text.tolist(), strict=True)) if a != b)
-    return Swapped(method, tuple(text.tolist()), positions, before, value, measured)
+    return Swapped(
+        method=method,
+        ids=tuple(text.tolist()),
+        positions=positions,
+        before=before,
+        value=value,
+        measured=measured,
+    )
 
 
 def _checked(target: TextTarget, ids: Sequence[int], swaps: int) -> Tensor:
     size = len(target.embedding)
     if swaps < 1 or len(ids) < swaps:
         raise UserError(
-            f"the text has {len(ids)} tokens; cannot replace {swaps} of them. Give 1 to {len(ids)} swaps."
+            f"cannot replace {swaps} of the {len(ids)} tokens of the text; "
+            f"give 1 to {len(ids)} swaps"
         )
     foreign = [i for i in (*ids, *target.choices.tolist()) if not 0 <= i < size]
     if foreign:
         raise UserError(
-            f"token id {foreign[0]} has no row in the embedding of {size} tokens: "
-            "text and model have different vocabularies. Use the model's own tokenizer."
+            f"token id {foreign[0]} has no row in the embedding of {size} tokens: text and model "
+            "have different vocabularies; use the model's own tokenizer"
         )
     return torch.tensor(list(ids))

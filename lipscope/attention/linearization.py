@@ -1,9 +1,9 @@
-"""The Jacobian of self-attention at X: read the tangent, push it through the softmax, write it out.
+"""The Jacobian of self-attention at X: project a tangent, push it through the softmax, project out.
 
     dX -> (dq, dk, dv) = dX [Q; K; V]'  (rotated, augmented)  -> do = jvp(dq, dk, dv)  ->  do O'
 
-Everything that depends on X alone is kept: q, k, v, o, the log-sum-exp and, while it fits, P. A head reads X only
-through the rows of Q, K, V: where these are fewer than d, tangents live in the space they span.
+Everything that depends only on X is kept: q, k, v, o, the log-sum-exp and, while it fits, P. A head
+reads X only through the rows of Q, K, V: where these are fewer than d, tangents live in their span.
 """
 
 from __future__ import annotations
@@ -34,20 +34,25 @@ if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
 
 CACHE = 256 << 20
-"""Bytes of P worth keeping; beyond that it is computed again, a block of rows at a time."""
+"""Largest P to keep, in bytes; beyond that it is recomputed, a block of rows at a time."""
 
 ROUGH_SCORES = 64
-"""Condition up to which bfloat16, whose scores are then off by up to a quarter, shows where the top vector lies."""
+"""Largest condition for steps in bfloat16: scores are then off by up to a quarter, which is good
+enough to find the direction of the top vector."""
 
 UNRESOLVED = 1e-2
-"""Resolution beyond which scores are too large for the kernels, whose row sums cancel: tiles take over, slowly."""
+"""Resolution beyond which scores are too large for the kernels: their row sums cancel, and the
+slower tiles, which subtract the row sum before the product with v, take over."""
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What the products need, for M members of H heads (G of keys): all tensors lead with M, or 1 where shared."""
+    """What the products need, for M members of H heads (G of keys).
 
-    W: Tensor  # [M | 1, H k + G k + G m, r]: rows of Q (scaled), K, V in the coordinates the tangents live in
+    All tensors have the leading dimension M, or 1 where they are shared by all members.
+    """
+
+    W: Tensor  # [M | 1, H k + G k + G m, r]: rows of Q (scaled), K, V in the tangents' coordinates
     O: Tensor | None
     q: Tensor  # [M, H, n, k'] scaled, rotated, augmented
     k: Tensor
@@ -64,9 +69,8 @@ class State:
         """dX [M, n, r] -> dq, dk, dv."""
         H, G = self.q.shape[1], self.k.shape[1]
         size = (self.W.shape[1] - G * self.v.shape[-1]) // (H + G)
-        y = E @ (
-            self.W[0].T if self.W.shape[0] == 1 else self.W.mT
-        )  # one weight for all members: one product
+        # One weight for all members makes one large product instead of M small ones.
+        y = E @ (self.W[0].T if self.W.shape[0] == 1 else self.W.mT)
         dq, dk, dv = y.split([H * size, G * size, G * self.v.shape[-1]], dim=-1)
         dq, dk, dv = (
             x.unflatten(-1, (c, -1)).transpose(-3, -2) for x, c in ((dq, H), (dk, G), (dv, G))
@@ -116,11 +120,11 @@ class State:
         )
 
     def take(self, members: Tensor) -> State:
-        """Some of the members."""
+        """The state of some of the members."""
         return self._each(lambda x: x if x.shape[0] == 1 else x[members.to(x.device)])
 
     def apart(self, heads: int) -> State:
-        """Members become (member, head) pairs of one head each."""
+        """The state with (member, head) pairs as members, of one head each."""
 
         def split(x: Tensor) -> Tensor:
             x = x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -129,19 +133,22 @@ class State:
         w, p = self.weights, self.pattern
         if w is not None:
             w = w.each(lambda x: reference.heads(x, heads))
-        # Sinks are in the log-sum-exp already; masks repeat for each head of a member.
+        # Sinks are already part of the log-sum-exp; masks are repeated for each head of a member.
         spread = replace(p, sinks=None).each(lambda x: x.repeat_interleave(heads, dim=0))
         return replace(replace(self, weights=w, pattern=Pattern())._each(split), pattern=spread)
 
     def rough(self) -> State:
-        """The same in bfloat16, for steps that only look for the vector; output and log-sum-exp stay exact."""
+        """The state in bfloat16, for steps that only search for the direction.
+
+        Output and log-sum-exp keep their precision: the weights exp(S - lse) depend on the latter.
+        """
         low = self._each(lambda x: x.to(torch.bfloat16) if x.dtype.is_floating_point else x)
         return replace(
             low, o=self.o, lse=self.lse, O=None if self.O is None else self.O.to(torch.bfloat16)
         )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> State:
-        """The same change to everything that leads with members."""
+        """Apply a change to every tensor with a leading dimension of members."""
         d = self.distance
         return replace(
             self,
@@ -159,7 +166,7 @@ class State:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How rounding grows, per member: see LinearOperator for the three."""
+    """How rounding grows, per member; LinearOperator documents the three fields."""
 
     condition: Tensor
     worst: Tensor
@@ -173,9 +180,9 @@ class Rounding:
 def linearize(
     f: SelfAttention, X: Tensor, apart: bool, weights: Tensor | None = None
 ) -> LinearOperator:
-    """The Jacobian of f at X; with `apart`, of each head alone, as a batch (member-major, then head).
+    """The Jacobian of f at X; with `apart`, of each head separately, as a batch (member-major).
 
-    weights: of the tokens, [n] or [B, n], where rounding is to be stated for W^(1/2) J W^(-1/2).
+    weights: token weights, [n] or [B, n], if rounding is to be stated for W^(1/2) J W^(-1/2).
     """
     tokens = X if X.ndim == 3 else X[None]
     with torch.no_grad():
@@ -185,12 +192,14 @@ def linearize(
             size = None if blocks is None else blocks.heads()
             rounding = Rounding(condition, worst, size).each(torch.flatten)
         else:
-            summed = None if blocks is None else blocks.layer(f.weight_norms.o, 1 + worst)
-            rounding = _over_heads(condition, worst, summed)
+            o, growth = f.weight_norms.o, 1 + worst
+            sums = (None, None) if blocks is None else (blocks.layer(o), blocks.layer(o, growth))
+            rounding = _over_heads(condition, worst, *sums)
         W = _directions(f, apart)
         basis = None
         if apart or W.shape[-2] < W.shape[-1]:
-            # [Q; K; V]' = basis R, so E -> E [Q; K; V]' reads E basis only.
+            # [Q; K; V]' = basis R, so E -> E [Q; K; V]' depends on E basis only: the solver
+            # works with [n, rank] instead of [n, d]. QR has no half-precision version.
             half = W.element_size() < 4
             basis, R = (x.to(W.dtype) for x in torch.linalg.qr(W.mT.float() if half else W.mT))
             W = R.mT
@@ -206,32 +215,35 @@ def linearize(
 
 
 def query_rounding(f: SelfAttention, X: Tensor) -> Rounding:
-    """How rounding grows in the derivative of each row of X [B, n, d] in its own query, [B n] each."""
+    """How rounding grows in the derivative of each row of X [B, n, d] in its own query, [B n]."""
     with torch.no_grad():
         _, (condition, worst), blocks = _state(f, X, None, apart=False)
     n = X.shape[1]
     condition, worst = (x[..., None].expand(-1, -1, n) for x in (condition, worst))
-    summed = None if blocks is None else blocks.rows(f.weight_norms.o, 1 + worst)
-    return _over_heads(condition, worst, summed).each(torch.flatten)
+    o, growth = f.weight_norms.o, 1 + worst
+    sums = (None, None) if blocks is None else (blocks.rows(o), blocks.rows(o, growth))
+    return _over_heads(condition, worst, *sums).each(torch.flatten)
 
 
-def _over_heads(condition: Tensor, worst: Tensor, summed: Tensor | None) -> Rounding:
-    """Heads [M, H, ...] together, from the sum of (1 + worst) size over them."""
-    worst = worst.amax(dim=1)
-    return Rounding(condition.amax(dim=1), worst, None if summed is None else summed / (1 + worst))
+def _over_heads(
+    condition: Tensor, worst: Tensor, size: Tensor | None, error: Tensor | None
+) -> Rounding:
+    """All heads [M, H, ...] together, from the sums of size and of (1 + worst) size over them."""
+    if size is None or error is None:
+        return Rounding(condition.amax(dim=1), worst.amax(dim=1), None)
+    return Rounding(condition.amax(dim=1), torch.where(size > 0, error / size - 1, 0.0), size)
 
 
 def _state(
     f: SelfAttention, X: Tensor, token_weights: Tensor | None, apart: bool
 ) -> tuple[State, tuple[Tensor, Tensor], BlockNorms | None]:
-    """Queries, keys, values and output at X, and how rounding grows (not finite where something overflows)."""
+    """Queries, keys, values and output at X, and how rounding grows (infinite after overflow)."""
     norms = f.weight_norms
     if f.padding is not None:
-        X = X * f.padding[..., None]  # whatever stands there is not read
+        X = X * f.padding[..., None]  # the content of padded tokens must not matter
     if f.kernel.sinks is None and f.biases is not None:
-        f = replace(
-            f, biases=(*f.biases[:2], None)
-        )  # a shift of all values, which the Jacobian does not see
+        # The value bias shifts all outputs alike, and the Jacobian does not depend on it.
+        f = replace(f, biases=(*f.biases[:2], None))
     q, k, v = (x.contiguous() for x in f.project(X))
     distance = None
     if isinstance(f.kernel, L2):
@@ -242,11 +254,18 @@ def _state(
         scale = default_scale(f.kernel, q.shape[-1])
         q = q * scale
     if f.kernel.sinks is None:
-        # The Jacobian sees keys and values through differences only: without their common part rounding is smaller.
+        # The Jacobian depends on keys and values only through differences: removing their common
+        # part makes rounding smaller. Not with sinks, which do not shift along.
         v = v - _centre(v)
         k = k if f.kernel.softcap is not None or distance else k - _centre(k)
     pattern = Pattern(
-        f.causal, f.window, f.kernel.softcap, f.mask_per_head, f.padding, f.padding, f.kernel.sinks
+        causal=f.causal,
+        window=f.window,
+        softcap=f.kernel.softcap,
+        mask=f.mask_per_head,
+        queries=f.padding,
+        keys=f.padding,
+        sinks=f.kernel.sinks,
     )
     summed = _summed(f, X, norms)
     condition, worst = _rounding_growth(f, summed, pattern, *(distance or (q, k, 1.0)))
@@ -266,14 +285,27 @@ def _state(
     finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))
     condition = torch.where(finite[:, None].cpu(), condition, torch.inf)
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
-    state = State(q.new_empty(1, 0, 0), O, q, k, v, o, lse, pattern, weights, tiles, rope, distance)
+    state = State(
+        W=q.new_empty(1, 0, 0),  # filled in by `linearize`, once the basis is known
+        O=O,
+        q=q,
+        k=k,
+        v=v,
+        o=o,
+        lse=lse,
+        pattern=pattern,
+        weights=weights,
+        tiles=tiles,
+        rope=rope,
+        distance=distance,
+    )
     stretch = 1.0 if rope is None else float((rope.cos.abs() + rope.sin.abs()).max())
     stretch_q = stretch * (1.0 if distance else abs(default_scale(f.kernel, q.shape[-1])))
     norms = replace(norms, q=stretch_q * norms.q, k=stretch * norms.k)
-    if rope is not None:  # turns every key by another angle: only lengths are left
+    if rope is not None:  # every key is rotated by a different angle: only lengths remain
         one = torch.eye(q.shape[-1], dtype=torch.float64).expand_as(norms.q_gram)
         norms = replace(norms, q_gram=one, k_gram=one)
-    if q.dtype != torch.float64:  # rounding is seen in float64 at the end, not stated
+    if q.dtype != torch.float64:  # rounding is measured in float64 at the end instead
         return state, (condition, worst), None
     w = token_weights if token_weights is None or token_weights.ndim == 2 else token_weights[None]
     return state, (condition, worst), block_norms(state, norms, summed, 1 + worst, w)
@@ -282,7 +314,7 @@ def _state(
 def _summed(f: SelfAttention, X: Tensor, norms: WeightNorms) -> Lengths:
     """|Q_h| |x| + |b_q|, and likewise for keys and values: what projections sum up, [M, H] each.
 
-    fl(Q x) is off by a multiple of it, whatever cancels in Q x.
+    The rounding error of Q x is a multiple of it, whatever cancels in Q x.
     """
     x = largest(X[:, None])
     own = (norms.q_all, norms.k_all, norms.v_all)
@@ -299,10 +331,11 @@ def _summed(f: SelfAttention, X: Tensor, norms: WeightNorms) -> Lengths:
 def _rounding_growth(
     f: SelfAttention, summed: Lengths, pattern: Pattern, q: Tensor, k: Tensor, s: float
 ) -> tuple[Tensor, Tensor]:
-    """How rounding grows in a score, [M, H]: in the sum of terms |q| |k| (condition), and in the projections too.
+    """How rounding grows in a score, [M, H]: without (condition) and with the projections (worst).
 
-    An error of |Q| |x| + |b_q| in a query is, times |k|, an error of the score (worst). For a distance s |q - k|^2 the
-    terms are s (|q| + |k|)^2, and the projections' errors enter times 2 s (|q| + |k|). What an additive mask adds,
+    A score sums terms of size |q| |k| (condition). An error of |Q| |x| + |b_q| in a query is, times
+    |k|, an error of the score (worst). For a distance s |q - k|^2 the terms are s (|q| + |k|)^2,
+    and the errors of the projections enter times 2 s (|q| + |k|). What an additive mask adds,
     beyond what a whole row shares, counts as a term of the score.
     """
     long_q, long_k = (per_head(largest(x), f.heads) for x in (q, k))
@@ -319,7 +352,8 @@ def _rounding_growth(
 
 
 def _centre(x: Tensor) -> Tensor:
-    """The median of up to 255 tokens, coordinate by coordinate: any centre is right, and outliers must not move it."""
+    """The coordinatewise median of up to 255 tokens."""
+    # Any centre is correct; a median is not moved by outliers, unlike a mean.
     return x[..., :: max(1, x.shape[-2] // 255), :].median(dim=-2, keepdim=True).values
 
 
@@ -377,7 +411,7 @@ def _operator(
 
 
 def _uncompressed(core: LinearOperator, basis: Tensor, d: int) -> LinearOperator:
-    """E -> core(E basis): the operator on whole tokens, with its core for the solver."""
+    """E -> core(E basis): the operator on whole tokens, with the core for the solver to use."""
     basis = basis if core.batch is not None else basis[0]
     take = core.take
 

@@ -1,4 +1,4 @@
-"""What the terms of attention's Jacobian add up to when none of them cancel: the scale of its rounding.
+"""What the terms of attention's Jacobian add up to if none of them cancel: the scale of rounding.
 
 A weight P_ij that is off by a factor 1 + eta makes every block of every head off by eta, whatever
 the blocks add up to. The size of a head is therefore the sum of its three block norms, bounded by
@@ -9,7 +9,7 @@ the blocks add up to. The size of a head is therefore the sum of its three block
 
 with sd_i(v)^2 = E_i |v|^2 - |E_i v|^2 under row i of P: an error of scores moves mass within a row,
 and never changes its sum. Projections, means and products are off by eps times what *they* sum up,
-however large the scores: that part is added to q, k and sd over what the scores are amplified by.
+however large the scores: that part, divided by the growth of the scores, is added to q, k and sd.
 Heads under an output matrix add up as sum_h ||O_h|| size_h. See docs/theory/solver.md, rounding.
 """
 
@@ -34,8 +34,12 @@ TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, eq=False)
 class WeightNorms:
-    """Per head, in float64: bounds q, k, v, o on ||Q_h||, ||K_h||, ||V_h||, ||O_h||; Frobenius norms
-    q_all, k_all, v_all; and Q_h Q_h' / q^2, K_h K_h' / k^2 [H, k, k], which give |Q_h'y| for any y."""
+    """Norms of the weights per head, in float64.
+
+    q, k, v, o:          upper bounds of the spectral norms of Q_h, K_h, V_h, O_h
+    q_all, k_all, v_all: Frobenius norms
+    q_gram, k_gram:      Q_h Q_h' / q^2 and K_h K_h' / k^2 [H, k, k], which give |Q_h'y| for any y
+    """
 
     q: Tensor
     k: Tensor
@@ -75,7 +79,7 @@ def _gram(W: Tensor) -> Tensor:
 
 
 def norm_above(W: Tensor) -> Tensor:
-    """(sum of sigma^8)^(1/8) of each matrix: above the spectral norm by at most rank^(1/8), and cheap."""
+    """(sum of sigma^8)^(1/8) of each matrix: cheap, at most rank^(1/8) times the spectral norm."""
     W, largest = _of_order_one(W)
     G = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
     return (G @ G).norm(dim=(-2, -1)).pow(0.25).cpu() * largest
@@ -87,7 +91,7 @@ def frobenius(W: Tensor) -> Tensor:
 
 
 def _of_order_one(W: Tensor) -> tuple[Tensor, Tensor]:
-    """W over its largest entry, in float64, and that entry, so that no power under- or overflows."""
+    """W divided by its largest entry, in float64, and that entry: no power under- or overflows."""
     W = W.double()
     largest = W.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     return W / largest, largest[..., 0, 0].cpu()
@@ -95,7 +99,7 @@ def _of_order_one(W: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """Of queries, keys and values, per member and head [M, H], in float64."""
+    """Lengths of queries, keys and values, per member and head [M, H], in float64."""
 
     q: Tensor
     k: Tensor
@@ -104,21 +108,21 @@ class Lengths:
 
 @dataclass(frozen=True, eq=False)
 class BlockNorms:
-    """Norms of the three blocks of each head, float64: values and keys [M, H], queries [M, H, n]."""
+    """Norms of the three blocks of each head: values and keys [M, H], queries [M, H, n]."""
 
     values: Tensor
     queries: Tensor
     keys: Tensor
 
     def heads(self) -> Tensor:
-        """[M, H]"""
+        """The sum of the three block norms, [M, H]."""
         return self.values + self.queries.amax(dim=-1) + self.keys
 
-    def layer(self, o: Tensor | None, growth: Tensor) -> Tensor:
-        """[M]: all heads times their growth [M, H], concatenated or through matrices of norms o [H]."""
+    def layer(self, o: Tensor | None, growth: Tensor | float = 1.0) -> Tensor:
+        """[M]: all heads times their growth [M, H], concatenated or under O_h of norms o [H]."""
         return _over_heads(growth * self.heads(), o)
 
-    def rows(self, o: Tensor | None, growth: Tensor) -> Tensor:
+    def rows(self, o: Tensor | None, growth: Tensor | float = 1.0) -> Tensor:
         """[M, n]: the same for each row as its own query moves."""
         return _over_heads(growth * self.queries, o)
 
@@ -128,7 +132,8 @@ def _over_heads(x: Tensor, o: Tensor | None) -> Tensor:
         return torch.linalg.vector_norm(x, dim=1)
     total = torch.tensordot(x, o, dims=([1], [0]))
     there = torch.tensordot((x > 0).double(), (o > 0).double(), dims=([1], [0])) > 0
-    return torch.where(there, total.clamp_min(TINY), 0.0)  # 0 is what nothing can add up to
+    # Exactly 0 means that there is nothing to round; an underflow must not look like that.
+    return torch.where(there, total.clamp_min(TINY), 0.0)
 
 
 def block_norms(
@@ -137,13 +142,15 @@ def block_norms(
     """The block norms of each head at the input of `s`.
 
     summed:         what the projections sum up, |Q_h| |x| + |b_q| and so on
-    growth [M, H]:  how much more than eps a weight P_ij may be off by
-    weights [M, n]: of the tokens, where the Jacobian is that of a measure: W^(1/2) J W^(-1/2)
+    growth [M, H]:  the error of a weight P_ij, in units of eps
+    weights [M, n]: token weights, if the Jacobian is that of a measure, W^(1/2) J W^(-1/2)
     """
     q, k, scale = (s.q, s.k, 0.5) if s.distance is None else s.distance
     H = q.shape[1]
     top, off = _lengths((q, k, s.v), summed, growth)
     gain = 2 * scale
+    # From here on q, k, v have longest vectors of length one, so that squares stay in range; `top`
+    # multiplies the lengths back in.
     q, k, v = (_over(per_head(x, H), per_head(largest(x), H)) for x in (q, k, s.v))
     q_long, k_long = _lengths_squared(q, norms.k_gram), _lengths_squared(k, norms.k_gram)
     q_row = q_long.sqrt() * top.q[..., None] + off.q[..., None]
@@ -156,6 +163,7 @@ def block_norms(
     row_top, v_top = (q_row.amax(dim=-1) * (top.v + off.v)).clamp_min(TINY), top.v + off.v
     w = None if weights is None else weights.detach().double().cpu()
     for rows, cols, P in _weights(s):
+        # First and second moments of values and keys under each row of P, in one product.
         means = P @ moments[..., cols, :].to(P)
         v_mean, k_mean, v_square, k_square = means.split([v.shape[-1], k.shape[-1], 1, 1], dim=-1)
         v_row = (
@@ -170,6 +178,7 @@ def block_norms(
             q_row[..., rows] * v_row / row_top[..., None],
             v_row / v_top[..., None],
         ]
+        # Column sums of P with three different weights on the rows, again in one product.
         into = torch.stack(shares, dim=-2).square()
         into = into if w is None else into * w[:, None, None, rows]
         columns[..., cols] += (into.to(P) @ P).double().cpu()
@@ -178,7 +187,7 @@ def block_norms(
     keys = gain * row_top * of_keys.amax(dim=-1).sqrt()
     if s.distance is not None:
         keys = keys + gain * v_top * (of_distances.sqrt() * k_column).amax(dim=-1)
-    moved = summed.v > 0  # by values of 0 nothing is
+    moved = summed.v > 0  # values that are exactly 0 do not move anything
     return BlockNorms(
         torch.where(norms.v > 0, (norms.v * of_values.amax(dim=-1).sqrt()).clamp_min(TINY), 0.0),
         torch.where(moved[..., None], norms.q[:, None] * queries, 0.0),
@@ -187,7 +196,7 @@ def block_norms(
 
 
 def _lengths(parts: Triple, summed: Lengths, growth: Tensor) -> tuple[Lengths, Lengths]:
-    """The longest of each, and what they may be off by over what a weight P_ij may be off by."""
+    """The longest vectors, and their errors divided by the growth of the weights P_ij."""
     heads = parts[0].shape[1]
     top = [per_head(largest(x), heads) for x in parts]
     total = (a + b for a, b in zip(top, (summed.q, summed.k, summed.v), strict=True))
@@ -196,13 +205,13 @@ def _lengths(parts: Triple, summed: Lengths, growth: Tensor) -> tuple[Lengths, L
 
 
 def _lengths_squared(x: Tensor, gram: Tensor | None) -> Tensor:
-    """x' G x of the vectors x [M, H, n, k], G = gram [H, k, k] or the identity; float64 [M, H, n]."""
+    """x' G x of vectors x [M, H, n, k] with G = gram [H, k, k] or the identity, [M, H, n]."""
     x = x.double()
     return (x * (x if gram is None else x @ gram.to(x))).sum(dim=-1).clamp_min(0).cpu()
 
 
 def _deviation(square: Tensor, mean: Tensor) -> Tensor:
-    """sqrt(E|x|^2 - |E x|^2) [M, H, rows], no less than the cancellation of the two leaves of it."""
+    """sqrt(E|x|^2 - |E x|^2) [M, H, rows], at least what rounding leaves of the difference."""
     eps, square = torch.finfo(square.dtype).eps, square[..., 0].double().cpu()
     return (square - mean).clamp_min(8 * eps * square).sqrt()
 
@@ -213,19 +222,19 @@ def per_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _over(x: Tensor, largest: Tensor) -> Tensor:
-    """x over its longest vectors: squares then neither under- nor overflow."""
+    """x divided by its longest vectors: squares then neither under- nor overflow."""
     return x / largest[..., None, None].to(x).clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def largest(x: Tensor) -> Tensor:
-    """The longest vector of each member and head, [M, H, n, k] -> [M, H] in float64, and at least tiny."""
+    """Length of the longest vector per member and head, [M, H, n, k] -> float64 [M, H], not 0."""
     x = x if x.element_size() >= 4 else x.float()
     top = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     return ((x / top).norm(dim=-1).amax(dim=-1).double() * top[..., 0, 0].double()).cpu()
 
 
 def _weights(s: State) -> Iterator[tuple[slice, slice, Tensor]]:
-    """P [M, H, rows, n'] in blocks of whole rows: the one that is kept, or block after block."""
+    """P [M, H, rows, n'] in blocks of whole rows; a single block if P has been kept."""
     H = s.q.shape[1]
     if s.weights is not None:
         yield slice(0, s.q.shape[2]), slice(0, s.k.shape[2]), reference.heads(s.weights.P, H)

@@ -28,7 +28,7 @@ from lipscope.attack.tokens import (
 from lipscope.attention.layer import SelfAttention
 from lipscope.audit.heads import QUICK, for_one_sequence
 from lipscope.audit.token_target import layer_sigma
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import Estimate, many
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, fresh_seed
 from lipscope.models.loading import load
@@ -247,7 +247,7 @@ def _measured(scene: Scene, one: Swapped) -> Estimate:
     """The number once more, to full accuracy and from a start that the search did not know."""
     site = scene.model.survey(torch.tensor([one.ids])).site("attention", scene.layer)
     solver = Solver(seed=fresh_seed(scene.plan.seed, "measure"))
-    return local_lipschitz(site.f, site.X, solver=solver)[0]
+    return many(local_lipschitz(site.f, site.X, solver=solver))[0]
 
 
 def _in_words(model: Model, ids: Sequence[int], one: Swapped) -> str:

@@ -13,6 +13,7 @@ from lipscope.attack.ascent import sigma_gradient
 from lipscope.attack.tokens import TextTarget
 from lipscope.audit.sentence import AT_ONCE, TextReader, token_rows
 from lipscope.linalg.differentiate import jacobian
+from lipscope.linalg.estimate import many
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.model import Model
@@ -63,7 +64,7 @@ def output_change(
 
     def slope(E: Tensor) -> tuple[float, Tensor]:
         if torch.equal(E, start):
-            top = spectral_norm(jacobian(reader.hidden, E[None]), tol, solver=solver)
+            top = many(spectral_norm(jacobian(reader.hidden, E[None]), tol, solver=solver))
             return 0.0, top.value[0].item() * top.right[0]
         e = E.detach().clone()[None].requires_grad_(True)
         with torch.enable_grad():
@@ -76,14 +77,14 @@ def output_change(
 
 def _sigma(survey: Survey, layer: int, tol: float, solver: Solver) -> Tensor:
     site = survey.site("attention", layer)
-    return local_lipschitz(site.f, site.X, tol, solver=solver).value
+    return many(local_lipschitz(site.f, site.X, tol, solver=solver)).value
 
 
 def _slope(model: Model, layer: int, tol: float, solver: Solver, E: Tensor) -> tuple[float, Tensor]:
     """The gradient at the layer's input, pulled back through everything below it."""
     survey = model.survey(inputs_embeds=E[None])
     site = survey.site("attention", layer)
-    top = local_lipschitz(site.f, site.X, tol, solver=solver)
+    top = many(local_lipschitz(site.f, site.X, tol, solver=solver))
     there = sigma_gradient(site.f, site.X, top.left, top.right)
     core = survey.layers[layer].core
     assert core is not None

@@ -1,4 +1,4 @@
-"""Other attention in a live model, all layers or none, with the constant of each measured before and after."""
+"""Replace attention in a live torch module, all layers or none, measured before and after."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lipscope.convert.replacement import (
     left_behind,
     make_layer,
 )
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import Estimate, one
 from lipscope.linalg.local import local_lipschitz
 from lipscope.monitor.modules import ModuleWatch
 from lipscope.nn.attention_layer import AttentionLayer
@@ -27,8 +27,9 @@ from lipscope.nn.evaluating import evaluating
 from lipscope.nn.variants import ATTENTIONS
 
 SUPPORTED = (
-    "nn.MultiheadAttention used as self-attention, lipscope's attention layers, and transformers models "
-    "whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, GPT-NeoX, Llama, Cohere, ViT and their like)"
+    "nn.MultiheadAttention used as self-attention, lipscope's attention layers, and transformers "
+    "models whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, GPT-NeoX, Llama, "
+    "Cohere, ViT and the like)"
 )
 
 Run = Callable[[], Any]
@@ -37,7 +38,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Target:
-    """What attention becomes: a name in ATTENTIONS, the constant of a contractive layer, fresh weights or not."""
+    """The new attention: its name in ATTENTIONS, its constant if contractive, fresh weights or not."""
 
     to: str
     constant: float | None = None
@@ -46,11 +47,13 @@ class Target:
     def __post_init__(self) -> None:
         if not isinstance(self.to, str) or self.to not in ATTENTIONS:
             raise UserError(
-                f"there is no attention {self.to!r} to convert to; choose one of {', '.join(ATTENTIONS)}"
+                f"there is no attention {self.to!r} to convert to; "
+                f"choose one of {', '.join(ATTENTIONS)}"
             )
         if self.constant is not None and self.to != "contractive":
             raise UserError(
-                f"constant={self.constant!r} is for to='contractive'; {self.to} attention takes none"
+                f"constant={self.constant!r} is for to='contractive'; "
+                f"{self.to} attention does not take one"
             )
 
 
@@ -58,8 +61,9 @@ class Target:
 class ConvertedLayer:
     """One layer, at the tokens it reads in the old model and in the new one.
 
-    before, after: ||D_X f||_2 with its certificate; bound: what no input of this length exceeds, infinity if nothing
-    left:          what the old layer had and the new one has not
+    before, after: ||D_X f||_2 with its certificate
+    bound:         bound on the new layer over all inputs of this length; infinity if there is none
+    left:          what the old layer had and the new one lacks
     """
 
     name: str
@@ -73,7 +77,7 @@ class ConvertedLayer:
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """The model, converted in place, and what became of each layer."""
+    """The model, converted in place, and the constants of each layer before and after."""
 
     model: nn.Module
     tokens: int
@@ -105,7 +109,7 @@ class Conversion:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A layer to be replaced: the old modules with what takes their places, and the old map with its tokens [n, d]."""
+    """A layer to be replaced: the old map with its constant, and the modules to exchange."""
 
     name: str
     old: nn.Module
@@ -118,7 +122,7 @@ class Slot:
 def convert_module(
     model: nn.Module, target: Target, inputs: Any, layers: Sequence[str | nn.Module] | None = None
 ) -> Conversion:
-    """Replace nn.MultiheadAttention and lipscope's own layers; `inputs` goes into model(inputs) or model(**inputs)."""
+    """Replace nn.MultiheadAttention and lipscope's own layers; the model is run on `inputs`."""
     _check_call(model, inputs, layers)
     watch = ModuleWatch(model, layers)
     with _watching(watch, model, lambda: _first_run(model, inputs)):
@@ -131,28 +135,32 @@ def _check_call(model: nn.Module, inputs: Any, layers: Sequence[str | nn.Module]
         isinstance(m, AttentionLayer | nn.MultiheadAttention) for m in model.modules()
     ):
         raise UserError(
-            f"{type(model).__name__} has no attention that can be converted; supported are {SUPPORTED}"
+            f"{type(model).__name__} has no attention that can be converted; "
+            f"supported are {SUPPORTED}"
         )
     if not isinstance(inputs, Tensor | tuple | Mapping):
         raise UserError(
-            f"inputs must be a tensor, a tuple of the model's arguments or a dictionary of them, got "
-            f"{type(inputs).__name__}; a model that takes one is given (inputs,)"
+            f"inputs must be a tensor, a tuple of the model's arguments or a dictionary of them, "
+            f"got {type(inputs).__name__}; if the model takes such an object, pass (inputs,)"
         )
 
 
 def _first_run(model: nn.Module, inputs: Any) -> None:
-    """The model as it came: what goes wrong here is the inputs' fault."""
+    """Run the unchanged model: an error here is due to the inputs."""
     try:
         call(model, inputs)
     except UserError:
         raise
     except Exception as error:
         why = " ".join(str(error).split())
-        raise UserError(f"{type(model).__name__} does not run on the inputs ({why})") from error
+        raise UserError(
+            f"{type(model).__name__} does not run on the inputs ({why}); "
+            "give a sample it can be called with"
+        ) from error
 
 
 def exchange(model: nn.Module, slots: Sequence[Slot], run: Run) -> Conversion:
-    """Put every replacement in its place, run the model and measure; if anything fails, everything as it was."""
+    """Install every replacement, run the model and measure; if anything fails, undo it all."""
     changes = [change for slot in slots for change in slot.changes]
     places = [(parent, name, new) for old, new in changes for parent, name in _places(model, old)]
     before = [(parent, name, parent._modules[name]) for parent, name, _ in places]
@@ -166,7 +174,8 @@ def exchange(model: nn.Module, slots: Sequence[Slot], run: Run) -> Conversion:
             new.train(parent.training)
             parent._modules[name] = new
         for encoder, _ in nesting:
-            encoder.use_nested_tensor = False  # it would read weights that are not there
+            # torch's fast path reads the weights of nn.MultiheadAttention, which are gone.
+            encoder.use_nested_tensor = False
         watch = ModuleWatch(model, [slot.layer for slot in slots])
         with _watching(watch, model, run):
             after = [_measured(watch, name) for name in watch.names]
@@ -181,36 +190,38 @@ def exchange(model: nn.Module, slots: Sequence[Slot], run: Run) -> Conversion:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on its inputs, positional or by name."""
+    """The model on its inputs, positional or by keyword."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def check_length(n: int) -> None:
-    """One token by itself looks the same to causal attention and to any other: the new layer could be either."""
+    """Raise UserError for a single token: it cannot tell causal attention from any other."""
     if n < 2:
         raise UserError(
-            f"the first sample has {n} token{'s' * (n != 1)}, padding apart; give two or more"
+            f"the first sample has {n} token{'s' * (n != 1)} without padding; "
+            "give a sample of at least two"
         )
 
 
 def measure_map(f: Any, X: Tensor) -> Estimate:
     """The constant in float64, with both bounds."""
-    return local_lipschitz(f, X, precision="exact")
+    return one(local_lipschitz(f, X, precision="exact"))
 
 
 def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:
     module = watch.module(name)
     if not isinstance(module, AttentionLayer | nn.MultiheadAttention):
         raise UserError(
-            f"{name} is a {type(module).__name__}, which cannot be converted; supported are {SUPPORTED}"
+            f"{name} is a {type(module).__name__}, which cannot be converted; "
+            f"supported are {SUPPORTED}"
         )
     try:
         sight = watch.sight(name)
         if sight is None:
             raise UserError(
-                "it did not run on the sample; convert the layers that do, by layers=[...]"
+                "it did not run on the sample; select the layers that do with layers=[...]"
             )
         g, X = sight
         f = g if isinstance(g, SelfAttention) else _weights_alone(module)
@@ -225,11 +236,11 @@ def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:
         bias = None if target.fresh else constant_part(f, module.out_proj.bias)
         bias = None if bias is None else bias.detach().to(_dtype(module), copy=True)
         new = TorchReplacement(layer, bias, module.batch_first)
-    return Slot(name, module, f, before, layer, ((module, new),))
+    return Slot(name=name, old=module, f=f, before=before, layer=layer, changes=((module, new),))
 
 
 def _plain(f: SelfAttention, X: Tensor) -> tuple[SelfAttention, Tensor]:
-    """f with its mask told by `causal`, at the tokens that are no padding."""
+    """f with its mask expressed by `causal`, and X without padding."""
     if f.mask is not None:
         hidden = ~f.mask if f.mask.dtype == torch.bool else f.mask
         f = replace(f, mask=None, causal=is_causal_mask(hidden, X.shape[0]))
@@ -239,7 +250,7 @@ def _plain(f: SelfAttention, X: Tensor) -> tuple[SelfAttention, Tensor]:
 
 
 def _weights_alone(module: nn.Module) -> SelfAttention:
-    """The projections of a layer that is no map of the papers (cosine attention, QK-norm)."""
+    """The projections of a layer that has no closed form (cosine attention, QK-norm)."""
     assert isinstance(module, AttentionLayer)
     Q, K, V, O = (
         module.get_parameter(f"{name}.weight").detach() for name in ("query", "key", "value", "out")
@@ -254,19 +265,20 @@ def _measured(watch: ModuleWatch, name: str) -> tuple[int, Estimate]:
 
 
 def _row(slot: Slot, n: int, after: Estimate) -> ConvertedLayer:
-    old, new, left = (
-        type(slot.old).__name__,
-        type(slot.layer).__name__,
-        left_behind(slot.f, slot.layer),
-    )
     return ConvertedLayer(
-        slot.name, old, new, slot.before, after, slot.layer.lipschitz_bound(n), left
+        name=slot.name,
+        old=type(slot.old).__name__,
+        new=type(slot.layer).__name__,
+        before=slot.before,
+        after=after,
+        bound=slot.layer.lipschitz_bound(n),
+        left=left_behind(slot.f, slot.layer),
     )
 
 
 @contextmanager
 def _watching(watch: ModuleWatch, model: nn.Module, run: Run) -> Iterator[None]:
-    """One pass in evaluation mode, seen by the watch, on tensors that are not nested."""
+    """One pass in evaluation mode, recorded by the watch, without nested tensors."""
     nesting = _nesting(model)
     watch.arm()
     try:
@@ -282,14 +294,14 @@ def _watching(watch: ModuleWatch, model: nn.Module, run: Run) -> Iterator[None]:
 
 
 def _nesting(model: nn.Module) -> list[tuple[nn.TransformerEncoder, bool]]:
-    """torch's encoders, each with its word on packing padded batches into nested tensors."""
+    """torch's encoders, each with its setting for packing padded batches into nested tensors."""
     return [
         (m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)
     ]
 
 
 def _places(model: nn.Module, old: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Everywhere the module sits; it may serve several parents."""
+    """All places of the module; it may have several parents."""
     found = [
         (parent, name)
         for parent in model.modules()
@@ -298,8 +310,8 @@ def _places(model: nn.Module, old: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
     if not found:
         raise UserError(
-            f"the model itself is a {type(old).__name__}: there is nothing to put another into; "
-            "make a layer of lipscope in its stead, or give the model around it"
+            f"the model itself is a {type(old).__name__} and cannot be replaced in place; "
+            "create a layer of lipscope.nn instead, or pass the model around it"
         )
     return found
 

@@ -1,8 +1,9 @@
-"""How a perturbation grows along depth: the derivative of the whole network beside the product of its layers'.
+"""Growth of perturbations along depth: the whole network against the product of its layers.
 
-    || D_X X_l ||  <=  prod_{k<l} || I + h J_k ||  <=  exp( h sum_{k<l} || J_k || ),    J_k = D f(X_k), h = time/layers
+    || D_X X_l ||  <=  prod_{k<l} || I + h J_k ||  <=  exp( h sum_{k<l} || J_k || )
 
-As h -> 0 the middle term becomes exp of the integral of the largest eigenvalue of (J + J')/2.
+with J_k = D f(X_k) and h = time/layers. As h -> 0 the middle term tends to exp of the integral of
+the largest eigenvalue of (J + J')/2.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lipscope._types import Status
 from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.integration import Progress, check_count, check_tolerance
 from lipscope.dynamics.particles import Flow, layered
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import Estimate, one
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
@@ -27,15 +28,16 @@ from lipscope.mean_field.measures import DiscreteMeasure
 
 @dataclass(frozen=True, eq=False)
 class DepthGrowth:
-    """Numbers at depths t [T], the first of them 0.
+    """Growth factors of perturbations at depths `times` [T], the first of them 0.
 
-    sigma:    || D_X X(t) ||, the largest factor by which the network up to this depth stretches a small change.
-    product:  the product of the constants of its layers X -> X + h f(X), each at its own input.
-    gronwall: exp of the integral of || D f ||, what the triangle inequality leaves of that product.
-    local:    || D f || at the tokens of this depth.
-    overflow: the first depth at which the derivative of a layer, or of the network, is not finite in this dtype; the
-              numbers end before it. None where all are.
-    For a measure all are norms in L2(mu).
+    sigma:    || D_X X(t) ||, the largest factor by which the network up to this depth amplifies a
+              small change
+    product:  the product of the constants of the layers X -> X + h f(X), each at its own input
+    gronwall: exp of the integral of || D f ||, which bounds that product
+    local:    || D f || at the tokens of this depth
+    overflow: the first depth at which the derivative of a layer, or of the network, overflows the
+              dtype, where the numbers end; None if there is none
+    For a measure, all norms are those of L2(mu).
     """
 
     flow: Flow
@@ -51,22 +53,25 @@ class DepthGrowth:
     def status(self) -> str:
         bad = [s for s in self.statuses if not s.ok]
         said = [
-            f"at depth {self.times[-1].item():.4g} a change can grow {self.sigma[-1].item():.4g} times; "
-            f"the layers one by one allow {self.product[-1].item():.4g}"
+            f"at depth {self.times[-1].item():.4g} a change can grow by a factor of "
+            f"{self.sigma[-1].item():.4g}; the product over layers is {self.product[-1].item():.4g}"
         ]
         if bad:
             said = [bad[0].value]
         if self.overflow is not None:
             said.append(
-                f"from depth {self.overflow:.4g} on derivatives overflow this dtype; ask for a shorter time"
+                f"derivatives overflow this dtype from depth {self.overflow:.4g} on; "
+                "use a shorter time"
             )
         if self.flow.unresolved is not None:
             said.append(
-                f"from depth {self.flow.unresolved:.4g} on rounding decides between keys of nearly equal score"
+                f"from depth {self.flow.unresolved:.4g} on, rounding decides between keys of "
+                "nearly equal score"
             )
         if not self.flow.ok:
             said.append(
-                f"the network ends at depth {self.flow.times[-1].item():.4g}: {self.flow.ending.value}"
+                f"the network ends at depth {self.flow.times[-1].item():.4g}: "
+                f"{self.flow.ending.value}"
             )
         return "; ".join(said)
 
@@ -81,7 +86,33 @@ def growth_along_depth(
     tol: float = 1e-6,
     progress: Progress | None = None,
 ) -> DepthGrowth:
-    """The growth of perturbations through `layers` residual layers of step time/layers, at about `points` depths."""
+    """Measure how perturbations grow through the residual network X <- X + (time/layers) f(X).
+
+    Args:
+        f: The attention of every layer.
+        X: Tokens [n, d], or a measure, whose atoms are the tokens.
+        time: Total depth.
+        layers: Number of residual layers.
+        points: Approximate number of depths at which the whole network is measured.
+        tol: Relative residual at which the solver stops.
+        progress: Called with (done, total) as the computation proceeds.
+
+    Returns:
+        The growth of the whole network, beside the product over its layers.
+
+    Raises:
+        UserError: If a number is out of range, or the tokens do not fit f.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> eye = torch.eye(2, dtype=torch.float64)
+        >>> X = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+        >>> f = ls.SelfAttention(eye, eye, eye)
+        >>> found = ls.dynamics.growth_along_depth(f, X, time=1.0, layers=4)
+        >>> bool((found.sigma <= found.product * (1 + 1e-6)).all())
+        True
+    """
     check_count("points", points)
     check_tolerance(tol)
     path = layered(f, X, time, layers)
@@ -92,7 +123,7 @@ def growth_along_depth(
     whole = []
     for depth in depths[1:]:
         norms = [e.value for e in alone[:depth]]
-        found = spectral_norm(composed(operators[:depth], norms), tol, solver=Solver(seed=0))
+        found = one(spectral_norm(composed(operators[:depth], norms), tol, solver=Solver(seed=0)))
         if not math.isfinite(float(found.value)):
             lost = depth
             break
@@ -106,14 +137,14 @@ def growth_along_depth(
     product = torch.tensor([1.0, *(e.value for e in alone)], dtype=torch.float64).cumprod(0)
     integral = torch.cat([torch.zeros(1, dtype=torch.float64), step * steps.cumsum(0)])
     return DepthGrowth(
-        path,
-        path.times[at],
-        torch.tensor([1.0, *(e.value for e in whole)], dtype=torch.float64),
-        product[at],
-        integral[at].exp(),
-        steps[at],
-        tuple(e.status for e in (*local, *alone, *whole)),
-        None if lost is None else path.times[lost].item(),
+        flow=path,
+        times=path.times[at],
+        sigma=torch.tensor([1.0, *(e.value for e in whole)], dtype=torch.float64),
+        product=product[at],
+        gronwall=integral[at].exp(),
+        local=steps[at],
+        statuses=tuple(e.status for e in (*local, *alone, *whole)),
+        overflow=None if lost is None else path.times[lost].item(),
     )
 
 
@@ -125,12 +156,12 @@ def _layer_by_layer(
     tol: float,
     progress: Progress | None,
 ) -> tuple[list[Estimate], list[Estimate], list[LinearOperator]]:
-    """|| J_k ||, || I + step J_k || and that operator for every state of the path, up to the first that overflows."""
+    """|| J_k ||, || I + step J_k || and that operator for every state, until one overflows."""
     local, alone, operators = [], [], []
     for k, x in enumerate(path.positions):
         J = f.linearize(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
         both = _residual(J, step)
-        found = [spectral_norm(j, tol, solver=Solver(seed=0)) for j in (J, both)]
+        found = [one(spectral_norm(j, tol, solver=Solver(seed=0))) for j in (J, both)]
         if not all(math.isfinite(float(e.value)) for e in found):
             break
         local.append(found[0])
@@ -155,10 +186,9 @@ def _residual(J: LinearOperator, step: float) -> LinearOperator:
 
 
 def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> LinearOperator:
-    """The operators one after the other, the first first; a loop, because networks are deeper than the call stack.
-
-    An error of one of them passes through all the others, which multiply it by at most their norms.
-    """
+    """The composition of the operators, the first applied first."""
+    # A loop, not nested closures: networks can be deeper than the call stack. On `size`: a rounding
+    # error of one operator passes through all others, which amplify it by at most their norms.
 
     def forward(E: Tensor) -> Tensor:
         for J in operators:

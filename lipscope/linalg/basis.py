@@ -1,4 +1,6 @@
-"""Where Krylov vectors are kept: beside the operator, there in two bytes a number, or in the host's memory."""
+"""Where Krylov vectors are kept: beside the operator, there in two bytes a number, or in the host's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def make_basis(storage: str, room: int, like: Float[Tensor, "B N"]) -> Native | 
 
 
 class Native:
-    """All vectors in one tensor [room, B, N]: vector k of all members is contiguous, as the products want it."""
+    """All vectors in one tensor [room, B, N]: vector k of all members is contiguous, as the
+    products want it.
+    """
 
     def __init__(self, room: int, like: Float[Tensor, "B N"]):
         self.vectors = like.new_empty(room, *like.shape)
@@ -48,7 +52,9 @@ class Native:
             )
 
     def without(self, w: Float[Tensor, "B N"], k: int) -> tuple[Tensor, Tensor]:
-        """w less its part in the span of the first k vectors, and the coefficients [B, k] of that part."""
+        """w less its part in the span of the first k vectors, and the coefficients [B, k] of that
+        part.
+        """
         return _project_out(w, self.vectors[:k])
 
     def combine(
@@ -64,9 +70,8 @@ class Native:
 class Blocks:
     """Vectors in blocks that are brought to the operator one after the other.
 
-    In bfloat16 the first vector keeps all its digits: a search started from a good guess changes that guess little,
-    and only the change is rounded.
-    """
+    In bfloat16 the first vector keeps all its digits: a search started from a good guess changes
+    that guess little, and only the change is rounded."""
 
     def __init__(self, like: Float[Tensor, "B N"], rounded: bool):
         self.shape, self.dtype, self.device, self.rounded = (
@@ -106,7 +111,9 @@ class Blocks:
         """Blocks are made when they are needed."""
 
     def _brought(self, k: int, members: slice = EVERY) -> Iterator[tuple[slice, Tensor]]:
-        """The first k vectors block by block, the last ones first, brought to where the operator lives."""
+        """The first k vectors block by block, the last ones first, brought to where the operator
+        lives.
+        """
         start = len(self)
         for block in reversed(self.blocks):
             start -= len(block)
@@ -118,7 +125,9 @@ class Blocks:
                 )
 
     def without(self, w: Float[Tensor, "B N"], k: int) -> tuple[Tensor, Tensor]:
-        """As in `Native`, block by block; the exact vector comes last: rounded ones would bring some of it back."""
+        """As in `Native`, block by block; the exact vector comes last: rounded ones would bring
+        some of it back.
+        """
         coefficients = torch.zeros(w.shape[0], k, dtype=w.dtype, device=w.device)
         for cut, rows in self._brought(k):
             w, coefficients[:, cut] = _project_out(w, rows)

@@ -1,16 +1,17 @@
-"""Probabilistic upper bound on the largest singular value from the Golub-Kahan coefficients of a random start.
+"""Probabilistic upper bound on the largest singular value from the Golub-Kahan coefficients of a
+random start.
 
-With T_k the Lanczos matrix of J'J, q_k its orthonormal polynomial and y_1 a top eigenvector,
-1 = ||q_k(J'J) v_1|| >= |<v_1, y_1>| q_k(lambda_1). A start drawn uniformly on the sphere has |<v_1, y_1>| >= c with
-probability 1 - delta, so lambda_1 lies below the root of q_k = 1/c, for every k at once. Rounding, a source of relative
-size e in every step of the recurrence, changes the equation to
+With T_k the Lanczos matrix of J'J, q_k its orthonormal polynomial and y_1 a top eigenvector, 1 =
+||q_k(J'J) v_1|| >= |<v_1, y_1>| q_k(lambda_1). A start drawn uniformly on the sphere has |<v_1,
+y_1>| >= c with probability 1 - delta, so lambda_1 lies below the root of q_k = 1/c, for every k at
+once. Rounding, a source of relative size e in every step of the recurrence, changes the equation to
 
     (1 + e) / q_k(lambda) + e lambda sum_m [(lambda - T_k)^{-1}]_{1m} = c,
 
-whose left side decreases on (theta_k, infinity). More steps make the first term small, but the second, the noise, only
-larger: where the noise alone is c, there is a floor that no further step gets below. `Gap` stops a solve whose bounds
-are as close as asked, or as close as that floor allows. See docs/theory/solver.md.
-"""
+whose left side decreases on (theta_k, infinity). More steps make the first term small, but the
+second, the noise, only larger: where the noise alone is c, there is a floor that no further step
+gets below. `Gap` stops a solve whose bounds are as close as asked, or as close as that floor
+allows. See docs/theory/solver.md."""
 
 from __future__ import annotations
 
@@ -33,21 +34,23 @@ ROUNDS = 3
 MISSED = "gap not reached: "
 UNCERTIFIED = MISSED + "there is no upper bound"
 NO_VALUE = MISSED + "there is no value"
-SCORES = (
-    MISSED + "rounding of the scores alone is wider; ask for a wider gap or scale the input down"
+SCORES = MISSED + (
+    "rounding of the scores alone is wider; request a wider gap or scale the input down"
 )
-MEMORY = (
-    MISSED
-    + "the Krylov vectors outgrew their memory; raise Solver's memory, use basis='host' or ask for a wider gap"
+MEMORY = MISSED + (
+    "the Krylov vectors outgrew their memory; raise Solver's memory, use basis='host' or "
+    "request a wider gap"
 )
-STEPS = MISSED + "the steps are used up; raise Solver's max_steps or ask for a wider gap"
-NOISE = (
-    MISSED
-    + "rounding in the products allows no bound so tight; ask for a wider gap or raise Solver's failure"
+STEPS = MISSED + "the steps are used up; raise Solver's max_steps or request a wider gap"
+NOISE = MISSED + (
+    "rounding in the products allows no tighter bound; request a wider gap or raise Solver's "
+    "failure"
 )
 
 SEARCHED = 1 - 1e-4
-"""The part of the distance that is aimed at: the bound is searched on a grid, whose last step is finer than this."""
+"""The part of the distance that is aimed at: the bound is searched on a grid, whose last step is
+finer than this.
+"""
 
 ALLOWED = 1.1
 """How much noisier a product may be at the end: the same one, in another batch."""
@@ -56,8 +59,8 @@ ALLOWED = 1.1
 def smallest_overlap(size: int, failure: float) -> float:
     """c with P(|<v, y>| < c) <= failure for v uniform on the unit sphere of R^size, y fixed.
 
-    <v, y>^2 is Beta(1/2, (size-1)/2); its density is below x^{-1/2} / B, and B(1/2, z) >= sqrt(pi / z).
-    """
+    <v, y>^2 is Beta(1/2, (size-1)/2); its density is below x^{-1/2} / B, and B(1/2, z) >= sqrt(pi /
+    z)."""
     if size == 1:
         return 1.0
     if size == 2:
@@ -66,24 +69,29 @@ def smallest_overlap(size: int, failure: float) -> float:
 
 
 def perturbation(noise: Float[Tensor, "B"], drift: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """e from the noise of one product, as seen, and the drift of the recurrence, both relative to theta."""
+    """e from the noise of one product, as seen, and the drift of the recurrence, both relative to
+    theta.
+    """
     return 4 * torch.clamp(noise, min=2 * UNIT) + drift
 
 
 def polynomial_bound(
     a: Float[Tensor, "B k"], b: Float[Tensor, "B k"], overlap: float, rounding: Float[Tensor, "B"]
 ) -> Float[Tensor, "B"]:
-    """Upper bounds on sigma from coefficients a_1..a_k, b_1..b_k; columns past a member's last step hold NaN.
+    """Upper bounds on sigma from coefficients a_1..a_k, b_1..b_k; columns past a member's last step
+    hold NaN.
 
-    `rounding` is the relative size of the perturbation of one product. Members without a bound get infinity.
-    """
+    `rounding` is the relative size of the perturbation of one product. Members without a bound get
+    infinity."""
     return _root(_recurrence(a, b, rounding), overlap, decaying=True)
 
 
 def noise_floor(
     a: Float[Tensor, "B k"], b: Float[Tensor, "B k"], overlap: float, rounding: Float[Tensor, "B"]
 ) -> Float[Tensor, "B"]:
-    """What no polynomial bound gets below, whatever further steps bring: infinity where there will never be a bound."""
+    """What no polynomial bound gets below, whatever further steps bring: infinity where there will
+    never be a bound.
+    """
     return _root(_recurrence(a, b, rounding), overlap, decaying=False)
 
 
@@ -94,13 +102,17 @@ def bounded_by(
     overlap: float,
     rounding: Float[Tensor, "B"],
 ) -> tuple[Bool[Tensor, "B"], Bool[Tensor, "B"]]:
-    """Whether the candidate is an upper bound on sigma, and whether it is above the noise floor; without a search."""
+    """Whether the candidate is an upper bound on sigma, and whether it is above the noise floor;
+    without a search.
+    """
     decay, noise = _terms(candidate.square()[:, None], _recurrence(a, b, rounding))
     return (decay + noise)[:, 0] <= overlap, noise[:, 0] < overlap
 
 
 class _Recurrence(NamedTuple):
-    """T_k of each member, which of its columns there are, and how far one step may be off, relative to lambda."""
+    """T_k of each member, which of its columns there are, and how far one step may be off, relative
+    to lambda.
+    """
 
     alpha: Tensor
     beta: Tensor
@@ -119,7 +131,7 @@ def _recurrence(a: Tensor, b: Tensor, rounding: Tensor) -> _Recurrence:
 
 
 def _root(T: _Recurrence, overlap: float, decaying: bool) -> Tensor:
-    """sqrt(lambda) where the left side, or its noise alone, comes down to the overlap; rounded up."""
+    """sqrt(lambda) where the left side, or its noise alone, equals the overlap; rounded up."""
     theta = _largest_eigenvalue(T)
     best = torch.full_like(theta, torch.inf)
     low, high = -16.0 * torch.ones_like(theta), 16.0 * torch.ones_like(theta)
@@ -139,7 +151,9 @@ def _root(T: _Recurrence, overlap: float, decaying: bool) -> Tensor:
 
 
 def _terms(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
-    """Both terms of the left side at every lambda [B, G], rounded up; infinity where lambda <= theta_k."""
+    """Both terms of the left side at every lambda [B, G], rounded up; infinity where lambda <=
+    theta_k.
+    """
     log_q, above_q = _log_polynomial(lam, T)
     row_sum, above_sum = _first_row_sum(lam, T)
     decay, noise = (1 + T.source) * torch.exp(-log_q), T.source * lam * row_sum
@@ -157,7 +171,8 @@ def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
         torch.zeros_like(lam),
         torch.ones_like(lam, dtype=torch.bool),
     )
-    # s_1 = lambda - alpha_1, s_i = lambda - alpha_i - beta_{i-1}^2 / s_{i-1};  q_k = prod s_i / beta_i
+    # s_1 = lambda - alpha_1, s_i = lambda - alpha_i - beta_{i-1}^2 / s_{i-1};  q_k = prod s_i /
+    # beta_i
     s = torch.ones_like(lam)
     for i in range(k):
         here = T.taken[:, i, None]
@@ -171,7 +186,9 @@ def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
 
 
 def _first_row_sum(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
-    """sum_m [(lambda - T_k)^{-1}]_{1m}, eliminating upwards: all quantities positive; and whether lambda > theta_k."""
+    """sum_m [(lambda - T_k)^{-1}]_{1m}, eliminating upwards: all quantities positive; and whether
+    lambda > theta_k.
+    """
     k = T.alpha.shape[1]
     t, r, above = (
         torch.ones_like(lam),
@@ -198,26 +215,27 @@ def _largest_eigenvalue(T: _Recurrence) -> Tensor:
 
 
 def check_gap(gap: object) -> None:
-    """A letter about what is no gap."""
+    """Raise UserError unless `gap` is None or a number between 0 and 1."""
     if gap is None:
         return
     if isinstance(gap, bool) or not isinstance(gap, int | float):
         raise UserError(
-            f"gap, the relative distance upper / lower - 1, must be a number, got {gap!r}."
+            f"gap, the relative distance upper / lower - 1, must be a number, got {gap!r}"
         )
     if not 0 < gap < 1:
         hint = f"; for upper / lower <= {gap:g} give {gap - 1:.6g}" if 1 < gap < 2 else ""
         raise UserError(
-            f"gap, the relative distance upper / lower - 1, must lie between 0 and 1, got {gap:g}{hint}."
+            f"gap, the relative distance upper / lower - 1, must lie between 0 and 1, "
+            f"got {gap:g}{hint}"
         )
 
 
 class Gap:
     """Upper / lower <= ratio, asked of every member of a batch.
 
-    Rounding in the products sets a floor that no further step gets the upper bound below (see certificate.py). Where
-    the ratio lies under it, twice the distance of the floor is good enough: more steps would be taken for nothing.
-    """
+    Rounding in the products sets a floor that no further step gets the upper bound below (see
+    certificate.py). Where the ratio lies under it, twice the distance of the floor is good enough:
+    more steps would be taken for nothing."""
 
     def __init__(self, ratio: float, overlap: float, members: int):
         self.overlap, self.ratio = overlap, ratio
@@ -231,7 +249,8 @@ class Gap:
         asked: Bool[Tensor, "b"],
         rounding: Float[Tensor, "b"],
     ) -> Bool[Tensor, "b"]:
-        """Which of those asked for need no further steps; the basis holds the members `index` of the batch.
+        """Which of those asked for need no further steps; the basis holds the members `index` of
+        the batch.
 
         rounding: by how much, relative to the norm, both bounds will be widened at the end.
         """
@@ -247,7 +266,8 @@ class Gap:
         reached, possible = reaches(distance)
         if possible.all() and not reached.any():
             return closed
-        # Before anything is settled: the noise of the very vectors that the bounds would be drawn from.
+        # Before anything is settled: the noise of the very vectors that the bounds would be drawn
+        # from.
         self.noise[index] = ALLOWED * basis.noise(*ritz)
         reached, possible = reaches(distance)
         if not possible.all():
@@ -259,14 +279,16 @@ class Gap:
 
 
 def widening(rounding: Tensor) -> Tensor:
-    """By how much rounding of the map parts upper and lower, as a factor; beyond 1/2 there is no upper bound."""
+    """By how much rounding of the map parts upper and lower, as a factor; beyond 1/2 there is no
+    upper bound.
+    """
     r = rounding.nan_to_num(nan=0.5).clamp(max=0.5)
     return (1 + r) / (1 - r)
 
 
 def why_missed(room: float, kept: int, steps: int, max_steps: int) -> str:
-    """Why a certificate is wider than asked: `room` is the ratio that rounding of the map left to the solver,
-    `kept` the number of steps from which the upper bound could be drawn."""
+    """Why a certificate is wider than asked: `room` is the ratio that rounding of the map left to
+    the solver, `kept` the number of steps from which the upper bound could be drawn."""
     if room <= 1:
         return SCORES
     if kept < steps:

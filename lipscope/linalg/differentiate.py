@@ -1,4 +1,6 @@
-"""The Jacobian of a map at an input, as a linear operator: closed form where the map has one, autograd otherwise."""
+"""The Jacobian of a map at an input, as a linear operator: closed form where the map has one,
+autograd otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,28 @@ MIXED = 1e-9
 
 
 def jacobian(f: Map, X: Tensor) -> LinearOperator:
-    """D_X f. X is [n, d], or [B, n, d] for a map that treats the B members apart: then a batch of Jacobians.
+    """The derivative of a map at an input, as a linear operator.
 
-    `f.linearize(X)` is used where f has it; any other f is differentiated once by autograd, and each product costs one
-    backward pass through the kept graph.
+    ``f.linearize(X)`` is used where f has it, as :class:`SelfAttention` does. Any other f is
+    differentiated by autograd: it is run once, and each product costs one backward pass through
+    the graph that is kept.
+
+    Args:
+        f: A map of tensors: a SelfAttention, a module in evaluation mode, or a function.
+        X: Tokens [n, d], or a batch [B, n, d] for a map that treats its members separately.
+
+    Returns:
+        D_X f, with products ``mv`` and ``rmv``; a batch of Jacobians for a batch X.
+
+    Raises:
+        UserError: If X is not finite, f is random, its backward pass cannot be differentiated, or
+            f mixes the members of a batch.
+
+    Example:
+        >>> import torch, lipscope as ls
+        >>> J = ls.jacobian(lambda X: X @ X.T, torch.eye(2, dtype=torch.float64))
+        >>> J.to_dense().shape
+        torch.Size([4, 4])
     """
     check_input(X)
     check_map(f)
@@ -50,17 +70,20 @@ def check_tensor(name: str, x: Tensor) -> None:
     """Floating point and finite."""
     if not x.dtype.is_floating_point:
         raise UserError(
-            f"{name} must be a floating-point tensor, got {x.dtype}; convert it with .float() or .double()"
+            f"{name} must be a floating-point tensor, got {x.dtype}; "
+            "convert it with .float() or .double()"
         )
     if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise UserError(
-            f"{name} has dtype {x.dtype}, too coarse to differentiate; convert it to float32 or float64"
+            f"{name} has dtype {x.dtype}, which is too coarse to differentiate; "
+            "convert it to float32 or float64"
         )
     bad = ~x.isfinite()
     if bad.any():
         index = tuple(torch.nonzero(bad)[0].tolist())
         raise UserError(
-            f"{name} holds {x[index].item()} at index {list(index)} (shape {tuple(x.shape)}); it must be finite"
+            f"{name} holds {x[index].item()} at index {list(index)} (shape {tuple(x.shape)}); "
+            "it must be finite"
         )
 
 
@@ -78,7 +101,8 @@ def check_map(f: Map) -> None:
             rate = getattr(module, "dropout", None) if rate is None else rate
             if module.training and isinstance(rate, float) and rate > 0:
                 raise UserError(
-                    f"module {name or type(f).__name__!r} drops out at rate {rate} in training mode; call .eval() first"
+                    f"module {name or type(f).__name__!r} applies dropout at rate {rate} in "
+                    "training mode; call .eval() first"
                 )
 
 
@@ -110,10 +134,11 @@ def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
 def _products(
     f: Map, X: Tensor, rounding: AbstractContextManager[Any] | None = None
 ) -> tuple[Tensor, Tensor, Product, Product]:
-    """X and f(X) with their graph, and the products with J and J'; `rounding` acts while both are made.
+    """X and f(X) with their graph, and the products with J and J'; `rounding` acts while both are
+    made.
 
-    J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in u.
-    """
+    J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in
+    u."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -145,7 +170,8 @@ def _products(
 
 
 class OneUlp(TorchDispatchMode):
-    """Moves every number that an operation computes by a unit in its last place, up or down at random.
+    """Moves every number that an operation computes by a unit in its last place, up or down at
+    random.
 
     What a result then moves by is what rounding does to it, whatever the map is made of.
     """
@@ -173,7 +199,9 @@ class OneUlp(TorchDispatchMode):
 
 
 def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
-    """<u, J v> = <J' u, v>, or f's own backward cannot be differentiated: then J v is not what it seems."""
+    """<u, J v> = <J' u, v>, or f's own backward cannot be differentiated: then J v is not what it
+    seems.
+    """
     g = torch.Generator().manual_seed(0)
     v, u = (torch.randn(z.shape, generator=g).to(z) for z in (x, y))
     Jv, Ju = mv(v), rmv(u)
@@ -190,8 +218,8 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
     )
     if (left - right).abs() > 0.02 * size + noise.nan_to_num(nan=torch.inf):
         raise UserError(
-            "f has a backward pass that autograd cannot differentiate (a custom autograd.Function that detaches?); "
-            "its derivative cannot be taken forward"
+            "f has a backward pass that autograd cannot differentiate (a custom "
+            "autograd.Function that detaches?), so products with its Jacobian are not available"
         )
 
 
@@ -215,8 +243,9 @@ def _check_members_apart(f: Map, mv: Product, rmv: Product, x: Tensor, y: Tensor
                     else "; call .eval() on it (BatchNorm?)"
                 )
             raise UserError(
-                f"f mixes the members of the batch X of shape {tuple(x.shape)}: a change of some of them changes the "
-                f"output of others, so no member has a constant of its own{hint}, or give one sequence [n, d] at a time"
+                f"f mixes the members of the batch X of shape {tuple(x.shape)}: a change of some "
+                "of them changes the output of others, so no member has a constant of its own"
+                f"{hint}, or pass one sequence [n, d] at a time"
             )
 
 
@@ -228,7 +257,7 @@ def _check_output(y: object, again: object, X: Tensor) -> None:
             f"f must return a floating-point tensor, got {got}; wrap it to return the tensor alone"
         )
     if y.numel() == 0:
-        raise UserError(f"f gives an empty tensor of shape {tuple(y.shape)}")
+        raise UserError(f"f returns an empty tensor of shape {tuple(y.shape)}")
     if X.ndim == 3 and (y.ndim < 2 or y.shape[0] != X.shape[0]):
         raise UserError(
             f"f maps a batch of shape {tuple(X.shape)} to {tuple(y.shape)}: "
@@ -237,5 +266,6 @@ def _check_output(y: object, again: object, X: Tensor) -> None:
     size = y.detach().nan_to_num().abs().max()
     if (y - again).detach().nan_to_num().abs().max() > 1e-3 * size:
         raise UserError(
-            "f is random: two evaluations at the same X differ; call .eval() on its modules, or fix its randomness"
+            "f is random: two evaluations at the same X differ; call .eval() on its modules, "
+            "or fix its seed"
         )

@@ -2,94 +2,149 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-Numbers = Any
-"""A float for a single operator, a float64 vector of length B for a batch."""
+from lipscope._types import Status
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """The largest singular value of an operator, and how well it is known.
+    """The largest singular value of one operator, and how accurate it is.
 
-    value:      ||J right|| / ||right||, evaluated.
-    lower:      value less its rounding: what the operator states, what was seen in float64 (float32 and half
-                precision), or what repeating the map showed (maps that only autograd knows). At most the largest
-                singular value as long as that rounding is not exceeded; chance plays no part in it.
-    upper:      at least the largest singular value with probability `confidence` over the random start (jointly for a
-                batch), provided that the input was not chosen with knowledge of the seed, that every product is within
-                four times the error seen, and that the rounding is not exceeded; infinity with confidence 0 where no
-                such bound is available: `note` says why.
-    residual:   ||J' left - value right|| / value, as the recurrence has it, plus the rounding seen in the products.
-    missed:     why a gap asked for was not reached; empty where it was, or none was asked for. `note` of a single
-                operator ends with it.
-    left, right: unit singular vectors in the operator's own shapes.
+    Attributes:
+        value: ``||J right|| / ||right||``, evaluated.
+        lower: `value` less its rounding: what the operator states, what a comparison with float64
+            showed (float32 and half precision), or what repeating the map showed (maps that only
+            autograd knows). It is at most the largest singular value as long as that rounding is
+            not exceeded; chance plays no part in it.
+        upper: At least the largest singular value with probability `confidence` over the random
+            start, provided that the input was not chosen with knowledge of the seed, that every
+            product is within four times the error seen, and that the rounding is not exceeded.
+            Infinity, with confidence 0, where no such bound is available: `note` says why.
+        residual: ``||J' left - value right|| / value``, from the recurrence, plus the rounding
+            seen in the products.
+        steps: Number of Golub-Kahan steps.
+        status: How the solve ended.
+        left: Left unit singular vector, in the shape of the operator's outputs.
+        right: Right unit singular vector, in the shape of the operator's inputs.
+        confidence: Probability with which `upper` holds.
+        note: What `upper` rests on, or why there is none.
+        missed: Why a requested gap was not reached; empty where it was, or none was requested.
 
-    A single operator gives floats, one Status and one `missed`; a batch gives float64 vectors of length B and tuples.
+    Example:
+        >>> import torch, lipscope as ls
+        >>> A = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
+        >>> J = ls.LinearOperator(lambda x: A @ x, lambda u: A.T @ u, in_shape=(2,), out_shape=(2,))
+        >>> e = ls.spectral_norm(J)
+        >>> round(e.value, 6), e.lower <= 3 <= e.upper, e.status.ok
+        (3.0, True, True)
     """
 
-    value: Numbers
-    lower: Numbers
-    upper: Numbers
-    residual: Numbers
-    steps: Numbers
-    status: Any  # Status, or a tuple of them
+    value: float
+    lower: float
+    upper: float
+    residual: float
+    steps: int
+    status: Status
     left: Tensor
     right: Tensor
     confidence: float
     note: str
-    missed: Any = ""  # str, or a tuple of them
-
-    def __len__(self) -> int:
-        return len(self.status) if isinstance(self.status, tuple) else 1
-
-    def __getitem__(self, i: int) -> Estimate:
-        """Member i of a batch."""
-        if not isinstance(self.status, tuple):
-            raise TypeError("this Estimate is of a single operator; there is nothing to index")
-        numbers = (self.value, self.lower, self.upper, self.residual, self.steps)
-        value, lower, upper, residual, steps = (x[i].item() for x in numbers)
-        missed = self.missed[i] if self.missed else ""
-        return Estimate(
-            value,
-            lower,
-            upper,
-            residual,
-            int(steps),
-            self.status[i],
-            self.left[i],
-            self.right[i],
-            self.confidence,
-            f"{self.note}; {missed}" if missed else self.note,
-            missed,
-        )
+    missed: str = ""
 
     def _repr_html_(self) -> str:
-        """A table for notebooks: a line per member."""
-        members = (
-            [self] if not isinstance(self.status, tuple) else [self[i] for i in range(len(self))]
-        )
-        head = "".join(
-            f"<th>{name}</th>" for name in ("σ", "lower", "upper", "residual", "steps", "status")
-        )
-        lines = "".join(
-            f"<tr><td>{e.value:.10g}</td><td>{e.lower:.10g}</td><td>{e.upper:.10g}</td>"
-            f"<td>{e.residual:.1e}</td><td>{e.steps}</td><td>{e.status.name.lower()}</td></tr>"
-            for e in members
-        )
-        return (
-            f"<table><caption>upper bounds at confidence {self.confidence:.10g}</caption>"
-            f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-        )
+        return _table([self], self.confidence)
 
     def __repr__(self) -> str:
-        if isinstance(self.status, tuple):
-            return f"Estimate(batch of {len(self)}, value={self.value})"
         return (
             f"Estimate({self.value:.10g}, in [{self.lower:.10g}, {self.upper:.10g}] "
             f"at confidence {self.confidence:.10g}, "
             f"residual {self.residual:.1e}, {self.steps} steps, {self.status.name.lower()})"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class BatchEstimate:
+    """The largest singular values of a batch of operators, solved together.
+
+    Every field is that of :class:`Estimate` for each member: numbers are float64 vectors of length
+    B, `status` and `missed` are tuples. `confidence` holds for all upper bounds jointly. Index or
+    iterate to get the Estimate of one member.
+
+    Example:
+        >>> import torch, lipscope as ls
+        >>> f = ls.SelfAttention(*(torch.eye(2, dtype=torch.float64) for _ in range(3)))
+        >>> e = ls.local_lipschitz(f, torch.zeros(4, 3, 2, dtype=torch.float64))
+        >>> len(e), round(e[0].value, 6)
+        (4, 1.0)
+    """
+
+    value: Tensor
+    lower: Tensor
+    upper: Tensor
+    residual: Tensor
+    steps: Tensor
+    status: tuple[Status, ...]
+    left: Tensor
+    right: Tensor
+    confidence: float
+    note: str
+    missed: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.status)
+
+    def __iter__(self) -> Iterator[Estimate]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, i: int) -> Estimate:
+        missed = self.missed[i] if self.missed else ""
+        return Estimate(
+            value=self.value[i].item(),
+            lower=self.lower[i].item(),
+            upper=self.upper[i].item(),
+            residual=self.residual[i].item(),
+            steps=int(self.steps[i]),
+            status=self.status[i],
+            left=self.left[i],
+            right=self.right[i],
+            confidence=self.confidence,
+            note=f"{self.note}; {missed}" if missed else self.note,
+            missed=missed,
+        )
+
+    def _repr_html_(self) -> str:
+        return _table(list(self), self.confidence)
+
+    def __repr__(self) -> str:
+        return f"BatchEstimate({len(self)} members, value={self.value})"
+
+
+def one(e: Estimate | BatchEstimate) -> Estimate:
+    """The result of a solve that was not a batch; for callers that know it was not."""
+    assert isinstance(e, Estimate)
+    return e
+
+
+def many(e: Estimate | BatchEstimate) -> BatchEstimate:
+    """The result of a batched solve; for callers that know it was one."""
+    assert isinstance(e, BatchEstimate)
+    return e
+
+
+def _table(members: Sequence[Estimate], confidence: float) -> str:
+    """A table for notebooks: one row per member."""
+    names = ("σ", "lower", "upper", "residual", "steps", "status")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td>{e.value:.10g}</td><td>{e.lower:.10g}</td><td>{e.upper:.10g}</td>"
+        f"<td>{e.residual:.1e}</td><td>{e.steps}</td><td>{e.status.name.lower()}</td></tr>"
+        for e in members
+    )
+    return (
+        f"<table><caption>upper bounds at confidence {confidence:.10g}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    )

@@ -1,4 +1,6 @@
-"""Golub-Kahan bidiagonalisation of a batch of operators, with full reorthogonalisation and thick restart."""
+"""Golub-Kahan bidiagonalisation of a batch of operators, with full reorthogonalisation and thick
+restart.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,23 @@ FIRST_ROOM = 16
 
 
 def norms(x: Float[Tensor, "B N"]) -> Float[Tensor, "B"]:
-    """Norms of the members, summed in float64: a float32 sum of a long vector is off by more than it should be."""
+    """Norms of the members, summed in float64: a float32 sum of a long vector is off by more than
+    it should be.
+    """
     return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).cpu()
 
 
 class GolubKahan:
-    """After k steps, with orthonormal rows in U and V (and the operator scaled by an exact power of two, `scale`),
+    """After k steps, with orthonormal rows in U and V (and the operator scaled by an exact power of
+    two, `scale`),
 
         J V'  = U' H
         J' U' = V' H' + b v_{k+1} e_k'
 
-    so the singular values of the small matrix H approach those of J from below. H is upper bidiagonal, diag(a) and
-    superdiag(b), until a restart; `coefficients` keeps those a and b, `drift` the rounding seen in them. The vectors in
-    hand, `u` and `v`, always have all their digits.
-    """
+    so the singular values of the small matrix H approach those of J from below. H is upper
+    bidiagonal, diag(a) and superdiag(b), until a restart; `coefficients` keeps those a and b,
+    `drift` the rounding seen in them. The current vectors, `u` and `v`, always have all their
+    digits."""
 
     def __init__(
         self, J: LinearOperator, start: Float[Tensor, "B N"], capacity: int, storage: str = "native"
@@ -77,10 +82,11 @@ class GolubKahan:
             self.coefficients.append((a, b))
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Largest singular triplet of H: theta [B], left p [B, k], right q [B, k]; NaN where the products were.
+        """Largest singular triplet of H: theta [B], left p [B, k], right q [B, k]; NaN where the
+        products were.
 
-        H q = theta p to the last digit, which the SVD alone may miss by 39 eps: more than products are off.
-        """
+        H q = theta p to the last digit, which the SVD alone may miss by 39 eps: more than products
+        are off."""
         H = self.H[:, : self.k, : self.k]
         finite = H.isfinite().all(dim=(1, 2))
         H = torch.where(finite[:, None, None], H, 0.0)
@@ -93,8 +99,8 @@ class GolubKahan:
         return theta + nan, p + nan[:, None], q + nan[:, None]
 
     def noise(self, theta: Tensor, p: Tensor, q: Tensor) -> Tensor:
-        """The rounding of a product with J and of one with J', seen, relative to theta: the larger of
-        J V' q - U' H q and J' U' p - (V' H' p + b p_k v_{k+1})."""
+        """The rounding of a product with J and of one with J', seen, relative to theta: the larger
+        of J V' q - U' H q and J' U' p - (V' H' p + b p_k v_{k+1})."""
         right, left = self.V.combine(q[:, None])[0], self.U.combine(p[:, None])[0]
         w = self._product(self.J.mv, right, self.J.in_shape)
         z = self._product(self.J.rmv, left, self.J.out_shape)
@@ -124,7 +130,9 @@ class GolubKahan:
         return y * self.scale.to(y)[:, None]
 
     def _prescale(self, w: Tensor) -> Tensor:
-        """Scale J by the power of two that brings J v_1 to order one, so that no norm under- or overflows."""
+        """Scale J by the power of two that brings J v_1 to order one, so that no norm under- or
+        overflows.
+        """
         limit = 1000 if w.dtype == torch.float64 else 120
         largest = w.abs().amax(dim=1).double().cpu()
         usable = largest.isfinite() & (largest > 0)
@@ -133,7 +141,9 @@ class GolubKahan:
         return w * self.scale.to(w)[:, None]
 
     def _normalize(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is invariant."""
+        """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is
+        invariant.
+        """
         norm = norms(w)
         floor = (
             8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2))
@@ -147,11 +157,11 @@ class GolubKahan:
     def _orthogonalize(
         self, w: Float[Tensor, "B N"], basis: Native | Blocks, k: int, last: Tensor, known: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """w less its part in the span of the first k vectors, and the coefficients beyond the recurrence's `known` one.
+        """w less its part in the span of the first k vectors, and the coefficients beyond the
+        recurrence's `known` one.
 
-        The known term, along the last vector, goes first: one pass over the basis then suffices. After a restart
-        nothing is known: two passes.
-        """
+        The known term, along the last vector, goes first: one pass over the basis then suffices.
+        After a restart nothing is known: two passes."""
         coefficients = torch.zeros(w.shape[0], k, dtype=w.dtype, device=w.device)
         if not k:
             return w, coefficients.double().cpu()

@@ -1,4 +1,6 @@
-"""The norm of an operator for the largest coordinate, exactly: the largest absolute row sum, rows in batches."""
+"""The norm of an operator for the largest coordinate, exactly: the largest absolute row sum, rows
+in batches.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,26 @@ import torch
 from torch import Tensor
 
 from lipscope._types import Status
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import DRAWS, WIDENED
 
 EXACT = "largest absolute row sum, all rows; the interval is rounding"
-SEEN = ", measured and not proved: that row again with every operation moved by one unit in the last place"
+SEEN = (
+    ", measured and not proved: that row again, with every operation moved by one unit in the "
+    "last place"
+)
 
 BLOCK = 1 << 22
 """Numbers in one batch of rows."""
 
 
-def infinity_norm(J: LinearOperator) -> Estimate:
-    """max_i sum_j |J_ij|, the norm of J from the largest coordinate to the largest coordinate; one product per row.
+def infinity_norm(J: LinearOperator) -> Estimate | BatchEstimate:
+    """max_i sum_j |J_ij|, the norm of J from the largest coordinate to the largest coordinate; one
+    product per row.
 
-    right is the sign vector that attains it and left the unit vector of that row. For a batch, of each member.
-    """
+    right is the sign vector that attains it and left the unit vector of that row. For a batch, of
+    each member."""
     members = J.batch or 1
     best = torch.full((members,), -1.0, dtype=torch.float64)
     longest = torch.zeros(members, dtype=torch.float64)
@@ -58,7 +64,9 @@ def _lengths(rows: Tensor) -> Tensor:
 
 
 def _measured(J: LinearOperator, which: Tensor) -> Tensor:
-    """By how much the sum of the longest row moves when rounding is perturbed, widened; 0 where it is stated."""
+    """By how much the sum of the longest row moves when rounding is perturbed, widened; 0 where it
+    is stated.
+    """
     spread = torch.zeros(len(which), dtype=torch.float64)
     if J.perturbed is None:
         return spread
@@ -74,8 +82,10 @@ def _measured(J: LinearOperator, which: Tensor) -> Tensor:
 
 def _estimate(
     J: LinearOperator, best: Tensor, frobenius: Tensor, which: Tensor, right: Tensor
-) -> Estimate:
-    """A row is off by at most the rounding of ||J||_2 in length, hence by sqrt(in_size) times that in its sum."""
+) -> Estimate | BatchEstimate:
+    """A row is off by at most the rounding of ||J||_2 in length, hence by sqrt(in_size) times that
+    in its sum.
+    """
     off = J.error(frobenius) * math.sqrt(J.in_size)
     off, note = (
         torch.maximum(off, _measured(J, which)),
@@ -87,7 +97,7 @@ def _estimate(
     upper = torch.where(bad, torch.full_like(best, math.inf), best + off)
     left = torch.zeros(len(best), J.out_size, dtype=J.dtype, device=J.device)
     left[torch.arange(len(best)), which] = 1
-    many = Estimate(
+    many = BatchEstimate(
         value=value,
         lower=lower,
         upper=upper,

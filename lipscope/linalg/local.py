@@ -1,4 +1,4 @@
-"""The local Lipschitz constant of a map at an input: its Jacobian and the norm of it, in one call."""
+"""The local Lipschitz constant of a map at an input: the norm of its Jacobian, in one call."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import re
 import secrets
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map, check_input, jacobian
-from lipscope.linalg.estimate import Estimate, Numbers
+from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.infinity import infinity_norm
 from lipscope.linalg.operator import LinearOperator, Pair
 from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
@@ -24,17 +25,14 @@ def local_lipschitz(
     X: Tensor,
     tol: float = 1e-6,
     *,
-    norm: str = "2",
+    norm: str | float = "2",
     precision: str = "native",
     gap: float | None = None,
     solver: Solver | None = None,
-) -> Estimate:
-    """||D_X f|| at X [n, d], or at each member of X [B, n, d], solved together.
-
-    norm:      "2", or "inf" for the infinity-norm of the vectorised map: exact, row by row (no tol, gap or solver).
-    precision: "native" works in the dtype of X; "exact" recomputes in float64, which alone gives an upper bound.
-    """
+) -> Estimate | BatchEstimate:
+    """||D_X f|| at X [n, d], or at each member of X [B, n, d]; see lipscope.local_lipschitz."""
     check_input(X)
+    norm = "2" if norm == 2 else "inf" if norm == math.inf else norm
     if norm not in ("2", "inf"):
         raise UserError(f"norm must be '2' or 'inf', got {norm!r}")
     if precision not in ("native", "exact"):
@@ -47,21 +45,21 @@ def local_lipschitz(
         J = jacobian(f, X)
         return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
     except torch.OutOfMemoryError as error:
-        held = torch.cuda.memory_allocated(
-            X.device
-        )  # the frames of the error still hold everything
+        # The frames of the error still hold everything, so this is what was in use when it came.
+        held = torch.cuda.memory_allocated(X.device)
         total = torch.cuda.get_device_properties(X.device).total_memory
         raise UserError(too_large(X, str(error), held, total)) from error
 
 
 def too_large(X: Tensor, message: str, held: int, total: int) -> str:
-    """What was asked for, what there is, and what to try, where `held` bytes of `total` did not suffice."""
+    """An error message: what was requested, what is available, and what to try."""
     tokens, asked = X.numel() // X.shape[-1], re.search(r"allocate ([\d.]+) ([KMG])iB", message)
     need = held + (float(asked[1]) * 1024 ** " KMG".index(asked[2]) if asked else 0)
     fitting = f": fewer than {int(tokens * total / need) + 1} could fit" if need > total else ""
     return (
-        f"{tokens} tokens of size {X.shape[-1]} need more than the {total / 2**30:.3g} GiB of {X.device}{fitting}; "
-        "give fewer, or keep the Krylov vectors in the host's memory, solver=Solver(basis='host')"
+        f"{tokens} tokens of size {X.shape[-1]} need more than the {total / 2**30:.3g} GiB of "
+        f"{X.device}{fitting}; give fewer, or keep the Krylov vectors in the host's memory, "
+        "solver=Solver(basis='host')"
     )
 
 
@@ -80,29 +78,50 @@ def in_float64(f: Map) -> Map:
 
 def singular_triplets(
     J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None
-) -> list[Estimate]:
-    """The k largest singular triplets, each an Estimate, repeated values included.
+) -> list[Estimate] | list[BatchEstimate]:
+    """The k largest singular triplets of an operator, repeated values included.
 
-    All k upper bounds hold together with the confidence that each of them states.
+    They are found one after the other, each on J less what has been found: a single Krylov space
+    shows each distinct value only once, and saturated attention repeats its largest.
 
-    They are found one after the other on J less what has been found: a single Krylov space shows each distinct value
-    only once, and saturated attention repeats its largest.
+    Args:
+        J: The operator, or a batch of operators.
+        k: Number of triplets, at most the smaller side of J.
+        tol: Relative residual to reach for each triplet.
+        solver: Options of the solver. Its failure probability is shared by the k upper bounds.
+
+    Returns:
+        k estimates in the order they were found. All k upper bounds hold together with the
+        confidence that each of them states.
+
+    Raises:
+        UserError: If k is out of range.
+
+    Example:
+        >>> import torch, lipscope as ls
+        >>> f = ls.SelfAttention(*(torch.eye(2, dtype=torch.float64) for _ in range(3)))
+        >>> J = ls.jacobian(f, torch.zeros(3, 2, dtype=torch.float64))  # every token to the mean
+        >>> [round(e.value, 6) for e in ls.singular_triplets(J, 2)]
+        [1.0, 1.0]
     """
     if not 1 <= k <= min(J.in_size, J.out_size):
         raise UserError(
-            f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, got {k!r}"
+            f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, "
+            f"got {k!r}"
         )
     solver = solver or Solver()
     # The vectors found so far depend on their starts, so every search needs a start of its own.
     first = secrets.randbits(63) if solver.seed is None else solver.seed
-    found: list[Estimate] = []
-    blur: Numbers = 0.0
-    least: Numbers = math.inf
+    found: list[Any] = []
+    blur: Any = 0.0
+    least: Any = math.inf
     for i in range(k):
-        own = replace(solver, seed=fresh_seed(first, f"triplet {i}"), failure=solver.failure / k)
-        e = spectral_norm(_deflated(J, found), tol, solver=own)
-        # Deflation with vectors of residual r moves the rest by at most r sigma. Vectors that were found out of order
-        # span a space on which J is at least the smallest of their values, less what their residuals mix.
+        seed = fresh_seed(first, f"triplet {i}")
+        own = replace(solver, seed=seed, failure=solver.failure / k)
+        e: Any = spectral_norm(_deflated(J, found), tol, solver=own)
+        # Deflation with vectors of residual r moves the rest by at most r sigma. Vectors that were
+        # found out of order span a space on which J is at least the smallest of their values, less
+        # what their residuals mix.
         mixed = blur + 2 * e.residual * e.value
         least = _smaller(least, e.lower)
         lower = e.lower if not found else _positive(least - mixed)
@@ -112,15 +131,15 @@ def singular_triplets(
     return found
 
 
-def _smaller(x: Numbers, y: Numbers) -> Numbers:
+def _smaller(x: Any, y: Any) -> Any:
     return torch.minimum(torch.as_tensor(x), y) if isinstance(y, Tensor) else min(x, y)
 
 
-def _positive(x: Numbers) -> Numbers:
+def _positive(x: Any) -> Any:
     return x.clamp_min(0.0) if isinstance(x, Tensor) else max(x, 0.0)
 
 
-def _deflated(J: LinearOperator, found: list[Estimate]) -> LinearOperator:
+def _deflated(J: LinearOperator, found: list[Any]) -> LinearOperator:
     """(I - U U') J (I - V V') for the vectors found so far."""
     if not found:
         return J

@@ -21,7 +21,9 @@ MOST_ROUNDING = 0.5
 
 @dataclass(frozen=True)
 class Compression:
-    """J = core . lift', lift with orthonormal columns: J and core share singular values and left vectors."""
+    """J = core . lift', lift with orthonormal columns: J and core share singular values and left
+    vectors.
+    """
 
     core: LinearOperator
     lift: Product
@@ -29,21 +31,40 @@ class Compression:
 
 @dataclass(frozen=True, eq=False)
 class LinearOperator:
-    """`mv` maps [*in_shape] to [*out_shape], `rmv` is its adjoint; with `batch` = B both act on B members at once.
+    """A linear map J given by its two products, with a statement about their rounding.
 
-    condition:  rounding amplification: a product is typically off by 8 eps (1 + condition) times
-                `size`; not finite where something overflows.
-    worst:      the same without the luck of cancelling errors: bounds are widened by
-                32 eps (1 + worst) times `size`. Default: condition.
-    size:       what the terms that make up J would add up to if none of them cancelled, a number
-                of at least ||J||_2; rounding is relative to it. None: ||J||_2 itself.
-    perturbed:  perturbed(i) gives the products once more, every operation behind them moved by
-                about one unit in the last place; for maps whose rounding can only be measured.
-    compared:   compared(v, J v) is how far the product in low precision is from float64, per member;
-                it takes the place of what `worst` and `size` state.
-    take:       the operator restricted to some members of the batch, where that is cheaper than the whole.
-    compressed: the same operator through fewer input dimensions.
-    rough:      a cheaper operator close to this one, good enough to find the singular vectors, not to measure them.
+    ``A @ B`` composes operators, ``A + B`` adds them, ``2.0 * A`` scales, ``A.T`` is the adjoint.
+
+    Attributes:
+        mv: Maps tensors of shape `in_shape` to `out_shape`; with a batch, B members at once.
+        rmv: The adjoint of `mv`.
+        in_shape: Shape of an input, without the batch dimension.
+        out_shape: Shape of an output, without the batch dimension.
+        batch: Number of members B, or None for a single operator.
+        dtype: Type of inputs and outputs.
+        device: Where they live.
+        condition: Rounding amplification: a product is typically off by ``8 eps (1 + condition)``
+            times `size`. Not finite where something overflows.
+        worst: The same without the luck of cancelling errors: bounds are widened by
+            ``32 eps (1 + worst)`` times `size`. Default: `condition`.
+        size: What the terms that make up J would add up to if none of them cancelled, a number of
+            at least ||J||_2; rounding is relative to it. None: ||J||_2 itself.
+        perturbed: ``perturbed(i)`` gives the products once more, with every operation behind them
+            moved by one unit in the last place; for maps whose rounding can only be measured.
+        compared: ``compared(v, J v)`` is how far a product in low precision is from float64, per
+            member; it takes the place of what `worst` and `size` state.
+        take: The operator restricted to some members, where that is cheaper than the whole.
+        compressed: The same operator through fewer input dimensions.
+        rough: A cheaper operator close to this one, good enough to find the singular vectors but
+            not to measure them.
+
+    Example:
+        >>> import torch, lipscope as ls
+        >>> A = torch.tensor([[0.0, 2.0], [1.0, 0.0]], dtype=torch.float64)
+        >>> J = ls.LinearOperator(lambda x: A @ x, lambda u: A.T @ u, in_shape=(2,), out_shape=(2,))
+        >>> (J @ J).to_dense()
+        tensor([[2., 0.],
+                [0., 2.]], dtype=torch.float64)
     """
 
     mv: Product
@@ -82,7 +103,7 @@ class LinearOperator:
 
     @property
     def rounding(self) -> Tensor:
-        """Stated rounding of a norm evaluated with these products, 32 eps (1 + worst) times `size`."""
+        """Stated rounding of a norm computed with these products, relative to `size`."""
         return 32 * self._amplified(self.condition if self.worst is None else self.worst)
 
     def uncancelled(self, norm: Tensor) -> Tensor:
@@ -94,9 +115,12 @@ class LinearOperator:
         )
 
     def error(self, norm: Tensor) -> Tensor:
-        """How far a computed norm of J may be off, per member: absolute; infinite where nothing can be said."""
+        """How far a computed norm of J may be off, per member: absolute; infinite where nothing can
+        be said.
+        """
         rounding, size = self.rounding.reshape(norm.shape), self.uncancelled(norm)
-        # A weight that is off by a factor e^rounding is off by the rounding itself only while that is small.
+        # A weight that is off by a factor e^rounding is off by the rounding itself only while that
+        # is small.
         known = rounding < MOST_ROUNDING
         # Near the smallest numbers of a dtype underflow takes digits that eps does not account for.
         info = torch.finfo(self.dtype)
@@ -156,8 +180,9 @@ class LinearOperator:
             other.batch,
         ):
             raise UserError(
-                f"cannot add: one operator maps {self.leading + self.in_shape} to {self.leading + self.out_shape}, "
-                f"the other {other.leading + other.in_shape} to {other.leading + other.out_shape}"
+                f"cannot add: one operator maps {self.leading + self.in_shape} to "
+                f"{self.leading + self.out_shape}, the other {other.leading + other.in_shape} to "
+                f"{other.leading + other.out_shape}"
             )
         condition, worst = _both(self, other, torch.maximum)
         mv, rmv = _side_by_side((self.mv, self.rmv), (other.mv, other.rmv))
@@ -228,7 +253,9 @@ def _both(
 
 
 def _size(J: LinearOperator) -> Tensor:
-    """What rounding in J is relative to; where nothing is stated that is its norm, and it has to be found."""
+    """What rounding in J is relative to; where nothing is stated that is its norm, and it has to be
+    found.
+    """
     if J.size is not None:
         return torch.as_tensor(J.size, dtype=torch.float64)
     from lipscope.linalg.spectral import Solver, spectral_norm  # the solver is built on operators

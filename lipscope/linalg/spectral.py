@@ -6,6 +6,7 @@ import hashlib
 import math
 import secrets
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from lipscope.linalg.certificate import (
     widening,
 )
 from lipscope.linalg.device import memory_of
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.golub_kahan import GolubKahan, norms
 from lipscope.linalg.operator import LinearOperator, Product
 
@@ -33,7 +34,9 @@ NOT_RANDOM = "no upper bound: the start vector was given, not drawn at random"
 ROUNDED_BASIS = (
     "no upper bound: it needs Krylov vectors with all their digits; use basis='native' or 'host'"
 )
-NO_BOUND = "no upper bound: too few steps for the failure probability asked for; set gap to go on"
+NO_BOUND = (
+    "no upper bound: too few steps for the requested failure probability; set gap to continue"
+)
 NO_BOUND_AT_ALL = "no upper bound"
 CERTIFIED = (
     "the upper bound holds unless the random start was unlucky, provided that the input was not "
@@ -52,29 +55,45 @@ ROUGH = 1e-2
 """Residual to which a rough operator is iterated: its vectors are no better than its products."""
 
 COARSEST = 0.1
-"""Residual that is asked for even where products are coarser: it still tells a singular vector from any other."""
+"""Residual that is asked for even where products are coarser: it still tells a singular vector from
+any other.
+"""
 
 DRAWS, WIDENED = 3, 32
-"""Repetitions by which rounding is measured where it is not stated, and the factor on what they show.
+"""Repetitions by which rounding is measured where it is not stated, and the factor on what they
+show.
 
-The rounding of one evaluation is a draw of the same kind: of four normal ones, the first exceeds 32 times the largest
-of the others in about one case of 40,000.
-"""
+The rounding of one evaluation is a draw of the same kind: of four normal ones, the first exceeds 32
+times the largest of the others in about one case of 40,000. """
 
 IMPRECISE = 0.01
 """Share of the value beyond which its rounding is said in the status."""
 
 SMALL = 1 << 16
-"""Numbers in one vector of the whole batch, below which a product is cheaper than a look at the small matrix."""
+"""Numbers in one vector of the whole batch, below which a product is cheaper than a look at the
+small matrix.
+"""
 
 
 @dataclass(frozen=True)
 class Solver:
-    """What the solver may spend, and the failure probability of its upper bound (shared out over a batch).
+    """What the solver may spend, and the failure probability of its upper bound.
 
-    memory: bytes for the Krylov bases; 2 GiB by default, on a GPU half of what is free, on a host half of all it has.
-    basis:  where they are kept: "native" beside the operator; "bfloat16" there, in two bytes a number, which costs more
-            steps and the upper bound, but no accuracy; "host" in the host's memory, all digits, brought back in blocks.
+    Attributes:
+        max_steps: Maximum number of steps.
+        memory: Bytes for the Krylov bases. By default 2 GiB on a CPU, half of the free memory on a
+            GPU, half of all memory for ``basis="host"``.
+        failure: Probability with which the upper bounds of a solve may fail, all members of a
+            batch together.
+        seed: Seed of the random start; a fresh one is drawn by default.
+        basis: Where the Krylov bases are kept. "native": beside the operator. "bfloat16": there,
+            in two bytes per number, which costs more steps and the upper bound, but no accuracy.
+            "host": in the host's memory with all digits, brought back in blocks.
+
+    Example:
+        >>> import lipscope as ls
+        >>> ls.Solver(seed=0, failure=1e-6).failure
+        1e-06
     """
 
     max_steps: int = 500
@@ -91,19 +110,41 @@ def spectral_norm(
     gap: float | None = None,
     start: Tensor | None = None,
     solver: Solver | None = None,
-) -> Estimate:
-    """||J||_2 of an operator, or of each member of a batch, by Golub-Kahan bidiagonalisation.
+) -> Estimate | BatchEstimate:
+    """The spectral norm of an operator, or of each member of a batch, with a two-sided certificate.
 
-    tol:   stop when ||J' left - value right|| <= tol value; the error of a well separated sigma is its square.
-    gap:   go on until upper / lower <= 1 + gap (float64 only), or as near as rounding allows; `missed` then says why.
-    start: a first guess of the right singular vector, in J's own input shape; it costs the upper bound its certificate.
+    Golub-Kahan bidiagonalisation with full reorthogonalisation; see docs/theory/solver.md.
+
+    Args:
+        J: The operator. With ``J.batch`` set, its members are solved together.
+        tol: Stop when ``||J' left - value right|| <= tol * value``. The error of a well separated
+            singular value is about the square of that.
+        gap: Keep iterating until ``upper / lower <= 1 + gap`` (float64 only), or as close as
+            rounding allows; `missed` then says why.
+        start: A first guess of the right singular vector, in the shape of J's inputs. A solve from
+            a given start has no upper bound.
+        solver: What the solver may spend, its seed and its failure probability.
+
+    Returns:
+        An :class:`Estimate`, or a :class:`BatchEstimate` for a batch.
+
+    Raises:
+        UserError: If an option is out of range, or `gap` is requested without float64.
+
+    Example:
+        >>> import torch, lipscope as ls
+        >>> f = ls.SelfAttention(*(torch.eye(2, dtype=torch.float64) for _ in range(3)))
+        >>> J = ls.jacobian(f, torch.zeros(3, 2, dtype=torch.float64))
+        >>> e = ls.spectral_norm(J, gap=0.01, solver=ls.Solver(seed=0))
+        >>> round(e.value, 6), e.upper / e.lower <= 1.01
+        (1.0, True)
     """
     solver = solver or Solver()
     _check_options(J, tol, gap, start, solver)
     if J.compressed is not None and start is None:
-        small = spectral_norm(J.compressed.core, tol, gap=gap, solver=solver)
+        small: Any = spectral_norm(J.compressed.core, tol, gap=gap, solver=solver)
         return replace(small, right=J.compressed.lift(small.right))
-    found = 0
+    found: Any = 0  # steps taken before the last run
     if J.rough is not None and start is None:
         near = spectral_norm(J.rough, max(tol, ROUGH), solver=solver)
         found = near.steps
@@ -203,8 +244,8 @@ class _Run:
 
         Vectors in bfloat16 leave more, in the part of `right` that is not the start.
         """
-        # Weights that are off are off in all products alike and do not keep the residual up; scores that react to a
-        # tangent before they cancel do, and so do blocks.
+        # Weights that are off are off in all products alike and do not keep the residual up; scores
+        # that react to a tangent before they cancel do, and so do blocks.
         cancelled = 8 * torch.finfo(self.J.dtype).eps * self.J.uncancelled(norm) / norm
         noise = torch.maximum(self.resolution, cancelled)[index]
         goal = torch.clamp(noise.nan_to_num(nan=1.0, posinf=1.0), max=COARSEST).clamp_min(self.tol)
@@ -214,7 +255,9 @@ class _Run:
 
     @property
     def settled(self) -> bool:
-        """Whether `right` is as good as its residual says; in bfloat16: whether it is the start, put to the test."""
+        """Whether `right` is as good as its residual says; in bfloat16: whether it is the start,
+        put to the test.
+        """
         longest = self.steps.max()
         return not self.rounded or bool(longest == 1) or bool(longest >= self.solver.max_steps)
 
@@ -233,14 +276,15 @@ class _Run:
         self.left[member] = basis.U.combine(p[None, None], slice(i, i + 1))[0, 0]
         self.back[member] = basis.pulled_back(p[None], slice(i, i + 1))[0]
         if basis.b[i] == 0 or theta == 0:
-            # An invariant space holds the top vector if the start was random; a given start may have missed it.
+            # An invariant space holds the top vector if the start was random; a given start may
+            # have missed it.
             self.status[member] = Status.BREAKDOWN if self.random else Status.CONVERGED
         elif residual <= goal:
             self.status[member] = Status.CONVERGED if residual <= self.tol else Status.RESOLUTION
         for j, (a, b) in enumerate(basis.coefficients):
             self.a[member, j], self.b[member, j] = a[i], b[i]
 
-    def evaluate(self, note: str) -> Estimate:
+    def evaluate(self, note: str) -> BatchEstimate:
         """The Ritz triplets put to the test with one more product each way."""
         J, B = self.J, len(self.status)
         finite = ~self.theta.isnan()
@@ -251,7 +295,8 @@ class _Run:
         )
         both = self.certify or J.perturbed is not None  # else nothing rests on products with J'
         z = self._product(J.rmv, self.left, J.out_shape, scale) if both else self.back
-        # What the recurrence says J v and J' u are, against what they are: the rounding of a product, measured.
+        # What the recurrence says J v and J' u are, against what they are: the rounding of a
+        # product, measured.
         forward = norms(w - self.theta.to(w)[:, None] * self.left)
         noise = torch.maximum(forward, norms(z - self.back)) / self.theta
         sigma = norms(w) / norms(self.right).clamp_min(0.5)
@@ -293,7 +338,7 @@ class _Run:
         coarse &= finite & ((value > 0) | self.random)
         for i in torch.nonzero(coarse)[:, 0].tolist():
             self.status[i] = Status.IMPRECISE if self.status[i].ok else self.status[i]
-        return Estimate(
+        return BatchEstimate(
             value=value,
             lower=lower,
             upper=upper,
@@ -316,7 +361,9 @@ class _Run:
         return y * scale.to(y)[:, None]
 
     def _compared(self, product: Tensor) -> Tensor:
-        """Four times what the product of `right` is off by, seen in float64, and at least its last digits."""
+        """Four times what the product of `right` is off by, seen in float64, and at least its last
+        digits.
+        """
         J = self.J
         assert J.compared is not None
         shape = J.leading
@@ -345,7 +392,9 @@ class _Run:
         return WIDENED * spread / scale, ""
 
     def _missed(self, i: int, lower: Tensor, upper: Tensor, rounding: Tensor) -> str:
-        """Why the gap asked for is not reached by member i; nothing where it is, or none was asked for."""
+        """Why the gap asked for is not reached by member i; nothing where it is, or none was asked
+        for.
+        """
         if self.ratio is None or upper <= self.ratio * lower:
             return ""
         if not self.certify or self.theta[i].isnan() or lower.isnan():
@@ -356,7 +405,9 @@ class _Run:
         )
 
     def _upper(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """The polynomial bound on the norm of J as its products have it, with the noise seen in them."""
+        """The polynomial bound on the norm of J as its products have it, with the noise seen in
+        them.
+        """
         source = perturbation(noise, self.drift / self.theta)
         usable = source.isfinite() & ~self.a[:, 0].isnan() & (sigma > 0)
         width = int((~self.a.isnan()).sum(dim=1).max())
@@ -369,7 +420,9 @@ class _Run:
 
 
 def _worth_checking(step: int, basis: GolubKahan) -> bool:
-    """The small SVD costs as much as a product on small problems: there, look at every second step only."""
+    """The small SVD costs as much as a product on small problems: there, look at every second step
+    only.
+    """
     return (
         step % 2 == 0
         or basis.v.numel() > SMALL
@@ -400,7 +453,8 @@ def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
 
 
 def fresh_seed(seed: int, purpose: str) -> int:
-    """The seed for one purpose, derived from the user's: the same every time, unrelated to the others.
+    """The seed for one purpose, derived from the user's: the same every time, unrelated to the
+    others.
 
     An upper bound holds for inputs that were chosen without knowledge of the solver's random start.
     A search knows every start it climbed with, and inputs drawn by a generator with the seed of the
@@ -421,7 +475,8 @@ def _check_options(
     check_gap(gap)
     if gap is not None and J.dtype != torch.float64:
         raise UserError(
-            f"gap needs an upper bound, and that needs float64; the operator is {J.dtype}: use precision='exact'"
+            f"gap needs an upper bound, which needs float64, but the operator is {J.dtype}; "
+            "use precision='exact'"
         )
     if solver.basis not in STORAGES:
         raise UserError(
@@ -429,7 +484,8 @@ def _check_options(
         )
     if gap is not None and solver.basis == "bfloat16":
         raise UserError(
-            "gap needs an upper bound, and basis='bfloat16' gives none: use basis='native' or 'host'"
+            "gap needs an upper bound, which basis='bfloat16' does not give; "
+            "use basis='native' or 'host'"
         )
     if not 0 < solver.failure < 1:
         raise UserError(f"failure must be a probability between 0 and 1, got {solver.failure!r}")

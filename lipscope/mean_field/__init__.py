@@ -1,4 +1,4 @@
-"""Attention on probability measures: infinitely many tokens, optimal transport, mass splitting."""
+"""Attention on probability measures: infinitely many tokens, transport, mass splitting."""
 
 from __future__ import annotations
 

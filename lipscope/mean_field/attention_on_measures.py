@@ -1,8 +1,9 @@
-"""Attention on measures, F(mu) = (Gamma_mu)#mu, and its two derivatives: along fields, and in the query alone.
+"""Attention on measures, F(mu) = (Gamma_mu)#mu, and its derivatives: along fields and in the query.
 
     Gamma_mu(x) = sum_j P_j(x) V x_j,   P_j(x) = w_j e^{S(x, x_j)} / sum_l w_l e^{S(x, x_l)}
 
-A weight is an additive mask log w_j, so that everything attention can do, its closed-form derivative too, carries over.
+A weight acts as an additive mask log w_j, so that everything attention can do carries over, its
+closed-form derivative included.
 """
 
 from __future__ import annotations
@@ -24,60 +25,108 @@ from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
 
 def push(f: SelfAttention, mu: DiscreteMeasure) -> DiscreteMeasure:
-    """F(mu): the measure that attention f makes of mu, atom by atom. Equal weights recover f itself."""
+    """Apply attention to a measure, F(mu) = (Gamma_mu)#mu.
+
+    Every atom moves and keeps its weight. With equal weights this is `f` itself.
+
+    Args:
+        f: The layer, without mask, window, padding, sinks or rotary positions.
+        mu: The measure; it must have positions if and only if `f` is causal.
+
+    Returns:
+        The image measure, with the weights and positions of `mu`.
+
+    Raises:
+        UserError: If `f` cannot act on measures, or does not fit `mu`.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> f = ls.SelfAttention(0 * one, one, one)  # scores of zero: attention averages
+        >>> points = torch.tensor([[0.0], [4.0]], dtype=torch.float64)
+        >>> weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
+        >>> mu = ls.mean_field.DiscreteMeasure(points, weights)
+        >>> ls.mean_field.push(f, mu).points.flatten().tolist()
+        [3.0, 3.0]
+    """
     return replace(mu, points=lifted(f, mu)(mu.points))
 
 
 def derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
-    """D_mu F in L2(mu): W^{1/2} J W^{-1/2} with J = d F(mu)_i / d x_j and W = diag(w).
+    """Return the derivative of attention at a measure, as an operator on L2(mu).
 
-    The operator reads and writes fields in coordinates E_i = sqrt(w_i) xi_i, in which the norm of L2(mu) is Euclidean.
+    It is `W^{1/2} J W^{-1/2}` with `J_ij = d F(mu)_i / d x_j` and `W = diag(w)`: fields `xi` are
+    given in the coordinates `E_i = sqrt(w_i) xi_i`, in which the norm of L2(mu) is Euclidean.
+
+    Args:
+        f: The layer, without mask, window, padding, sinks or rotary positions.
+        mu: The measure; it must have positions if and only if `f` is causal.
+
+    Returns:
+        The operator on fields of shape `[n, d]`.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> f = ls.SelfAttention(0 * one, one, one)
+        >>> mu = ls.mean_field.DiscreteMeasure.uniform(torch.zeros(4, 1, dtype=torch.float64))
+        >>> round(ls.spectral_norm(ls.mean_field.derivative(f, mu)).value, 6)
+        1.0
     """
     return in_l2(linearize(lifted(f, mu), mu.points, apart=False, weights=mu.weights), mu.weights)
 
 
 def velocity(f: SelfAttention, mu: DiscreteMeasure) -> Callable[[Tensor], Tensor]:
-    """Gamma_mu, as a function of query points [N, d] anywhere in space; mu has no positions."""
+    """Gamma_mu as a function of query points [N, d] anywhere in space; mu must have no positions."""
     check_measure(mu)
     if mu.positions is not None:
-        raise UserError("this measure has positions: Gamma depends on them too; leave them out")
+        raise UserError(
+            "the measure has positions, on which Gamma would depend too; "
+            "use a measure without positions"
+        )
     lift, d = lifted(f, mu), mu.points.shape[1]
     mask = None if lift.mask is None else lift.mask[:1]
 
     def gamma(Z: Tensor) -> Tensor:
         if Z.ndim != 2 or Z.shape[1] != d:
-            raise UserError(f"query points must have the shape [N, {d}], got {tuple(Z.shape)}")
+            raise UserError(f"query points must have shape [N, {d}], got {tuple(Z.shape)}")
         return respond(lift, Z, mu.points, mask)
 
     return gamma
 
 
 def query_derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
-    """D Gamma_mu(x_i) at every atom, mu fixed (V C_i A for dot products): a batch of n operators [1, d] -> [1, d']."""
+    """D Gamma_mu(x_i) at every atom with mu fixed: a batch of n operators [1, d] -> [1, d'].
+
+    For dot products it is V C_i A.
+    """
     J, extra = query_blocks(lifted(f, mu), mu.points[None]), _log_range(mu.weights)
     return replace(J, condition=J.condition + extra, worst=_plus(J.worst, extra))
 
 
 def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
-    """f as a map of the atoms of mu: the same weights, and log w_j (and the order of positions) as a mask."""
+    """f as a map of the atoms of mu, with log w_j and the order of positions as a mask."""
     liftable(f)
     check_measure(mu)
     n, d = mu.points.shape
     if d != f.Q.shape[1]:
         raise UserError(
-            f"the points have size {d}; the weights of f read tokens of size {f.Q.shape[1]}"
+            f"the points have size {d}, but the weights of f read tokens of size {f.Q.shape[1]}"
         )
     if f.causal != (mu.positions is not None):
         raise UserError(
-            "f is causal and the measure has no positions; use uniform(X, causal=True) or pass positions"
+            "f is causal and the measure has no positions; "
+            "use DiscreteMeasure.uniform(X, causal=True) or pass positions"
             if f.causal
-            else "the measure has positions and f is not causal; make f causal, or leave the positions out"
+            else "the measure has positions and f is not causal; "
+            "make f causal, or leave the positions out"
         )
     w, s = mu.weights.detach(), mu.positions
     mask = None if bool((w == w[0]).all()) else w.log().expand(n, n)
-    if s is None or bool(
-        (s.diff() > 0).all()
-    ):  # in order and without ties, positions are the causal order
+    # Positions in order and without ties are the causal order itself, which needs no n x n mask.
+    if s is None or bool((s.diff() > 0).all()):
         return replace(f, mask=mask)
     seen = s[None, :] <= s[:, None]
     mask = seen if mask is None else mask.masked_fill(~seen, -torch.inf)
@@ -85,7 +134,7 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
 
 
 def liftable(f: object) -> SelfAttention:
-    """f, unless it knows tokens by their number or counts them: a map of measures can do neither."""
+    """Return f after checking that it can act on measures, which neither number nor count tokens."""
     if not isinstance(f, SelfAttention):
         raise UserError(f"f must be a SelfAttention to act on measures, got {type(f).__name__}")
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
@@ -99,13 +148,14 @@ def liftable(f: object) -> SelfAttention:
     for name, value in forbidden.items():
         if value is not None:
             raise UserError(
-                f"f has {name}, which depends on the number or the count of tokens; a measure has neither: leave it out"
+                f"f has {name}, which depends on the index or the number of tokens, "
+                "and a measure has neither; leave it out"
             )
     return f
 
 
 def respond(f: SelfAttention, Z: Tensor, X: Tensor, mask: Tensor | None) -> Tensor:
-    """What queries at Z [..., N, d] read from keys and values at X [..., n, d]; mask [N, n] or [B, N, n]."""
+    """The output of queries at Z [..., N, d] on keys and values at X [..., n, d]; mask [(B,) N, n]."""
     q, (_, k, v) = f.project(Z)[0], f.project(X)
     scale = 1.0 if isinstance(f.kernel, L2) else default_scale(f.kernel, q.shape[-1])
     if isinstance(f.kernel, L2):
@@ -117,14 +167,14 @@ def respond(f: SelfAttention, Z: Tensor, X: Tensor, mask: Tensor | None) -> Tens
 
 
 def query_blocks(lift: SelfAttention, X: Tensor) -> LinearOperator:
-    """The derivative of row i in its own query, for X [B, n, d]: B n operators [1, d] -> [1, d'], member-major."""
+    """The derivative of each row of X [B, n, d] in its own query: B n operators [1, d] -> [1, d']."""
     B, n, d = X.shape
 
     def rows(Z: Tensor) -> Tensor:
         return respond(lift, Z.reshape(B, n, d), X, lift.mask).reshape(B * n, 1, -1)
 
     J, rounding = jacobian(rows, X.reshape(B * n, 1, d)), query_rounding(lift, X)
-    # No `take`: a row of the mask belongs to its own query, and autograd would pair them otherwise.
+    # No `take`: each row of the mask belongs to its own query, and a subset would mismatch them.
     return replace(
         J,
         condition=rounding.condition,
@@ -138,7 +188,7 @@ def query_blocks(lift: SelfAttention, X: Tensor) -> LinearOperator:
 def stacked(f: SelfAttention, X: Tensor, weights: Tensor) -> tuple[LinearOperator, LinearOperator]:
     """`derivative` and `query_derivative` of B measures at once, X [B, n, d] and weights [B, n].
 
-    The second is a batch of B n operators. For a causal f the atoms stand at increasing positions.
+    The second is a batch of B n operators. For a causal f the atoms are at increasing positions.
     """
     B, n, _ = X.shape
     lift = replace(liftable(f), mask=weights.log()[:, None, :].expand(B, n, n))
@@ -162,7 +212,7 @@ def in_l2(J: LinearOperator, weights: Tensor) -> LinearOperator:
 
 
 def _log_range(weights: Tensor) -> Tensor:
-    """A score carries log w_j: its rounding grows with the largest of them."""
+    """The largest |log w_j|: a score contains it, and its rounding grows accordingly."""
     return weights.detach().log().abs().amax(dim=-1).double().cpu()
 
 

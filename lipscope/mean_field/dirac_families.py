@@ -1,9 +1,9 @@
-"""The two-Dirac measures on which attention is least smooth, and how n tokens come to look like a measure.
+"""The two-Dirac measures on which attention is least smooth, and how n tokens approach them.
 
     mu = p delta_{Ru} + (1 - p) delta_{-Ru},   A u = gamma_min u, gamma = -gamma_min     (opposite)
     mu = p delta_{Ru} + (1 - p) delta_{Ru/2},  A u = gamma_1 u,   gamma = gamma_1 / 8    (same side)
 
-At p = p_R = e^{-2 gamma R^2} the crowd attends to the few with half its weight, and ||D_mu F|| is at least
+At p = p_R = e^{-2 gamma R^2} the crowd gives the few half of its weight, and ||D_mu F|| is at least
 |Vu| (gamma/2) R^2 e^{gamma R^2}.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.estimate import many, one
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, stacked
 from lipscope.mean_field.measures import DiscreteMeasure
@@ -26,9 +27,9 @@ from lipscope.theorems.heads import heads_of
 
 @dataclass(frozen=True, eq=False)
 class TwoDiracs:
-    """A measure p delta_{Ru} + (1 - p) delta_{crowd u} with p = p_R, and what is proved about it.
+    """The measure p delta_{Ru} + (1 - p) delta_{crowd u} with p = p_R, and its lower bound.
 
-    guaranteed: |Vu| (gamma/2) R^2 e^{gamma R^2} <= ||D_mu F||.
+    guaranteed: |Vu| (gamma/2) R^2 e^{gamma R^2}, a lower bound of ||D_mu F||.
     """
 
     measure: DiscreteMeasure
@@ -39,9 +40,10 @@ class TwoDiracs:
 
 @dataclass(frozen=True, eq=False)
 class Transition:
-    """sigma[i] = ||D_X f|| of n[i] tokens, on the adversarial family; beyond n ~ predicted it grows no more.
+    """sigma[i] = ||D_X f|| of n[i] tokens of the two-Dirac family.
 
-    plateau: ||D_mu F|| of the two-Dirac measure, the limit n -> infinity.
+    predicted: number of tokens beyond which sigma stops growing, 1 / p_R.
+    plateau:   ||D_mu F|| of the two-Dirac measure, the limit n -> infinity.
     """
 
     n: list[int]
@@ -51,31 +53,84 @@ class Transition:
 
 
 def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDiracs:
-    """The family "opposite" (Ru, -Ru) or "same side" (Ru, Ru/2); by default the one with the larger gamma."""
+    """Return the two-Dirac measure in a ball on which attention is least smooth.
+
+    Its constant grows like `R^2 e^{gamma R^2}`.
+
+    Args:
+        f: One head with dot-product scores, without mask and query bias.
+        R: Radius of the ball.
+        family: "opposite" (atoms at `Ru` and `-Ru`) or "same side" (`Ru` and `Ru/2`); by default
+            the one with the larger gamma.
+
+    Returns:
+        An object with the `measure`, `gamma`, the weight `p` of the first atom, and `guaranteed`, a
+        proved lower bound of `||D_mu F||`.
+
+    Raises:
+        UserError: If `A = K'Q/sqrt(k)` has no real eigenvalue of the required sign, or `p`
+            underflows.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> found = ls.mean_field.two_diracs(ls.SelfAttention(-one, one, one), R=2.0)
+        >>> found.measure.points.flatten().tolist(), round(found.guaranteed, 3)
+        ([2.0, -2.0], 109.196)
+    """
     if not (math.isfinite(R) and R > 0):
         raise UserError(f"R must be a positive radius, got {R!r}")
     gamma, u, crowd, stretch = _direction(f, family)
     p = math.exp(-2 * gamma * R * R)
     if p < torch.finfo(f.Q.dtype).tiny:
         raise UserError(
-            f"p_R = e^(-2 gamma R^2) = e^({-2 * gamma * R * R:.0f}) is below the smallest number; reduce R"
+            f"p_R = e^(-2 gamma R^2) = e^({-2 * gamma * R * R:.0f}) underflows {f.Q.dtype}; "
+            "reduce R"
         )
     points = R * torch.stack([u, crowd * u])
     measure = DiscreteMeasure(points, points.new_tensor([p, -math.expm1(-2 * gamma * R * R)]))
-    return TwoDiracs(measure, gamma, p, stretch * gamma / 2 * R * R * math.exp(gamma * R * R))
+    return TwoDiracs(
+        measure=measure,
+        gamma=gamma,
+        p=p,
+        guaranteed=stretch * gamma / 2 * R * R * math.exp(gamma * R * R),
+    )
 
 
 def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) -> Transition:
-    """||D_X f|| for n = 2 ... n_max tokens: as many at Ru as p_R asks for, at least one, and the rest in the crowd.
+    """Compute ||D_X f|| for n = 2, ..., n_max tokens of the two-Dirac family.
 
-    While n < e^{2 gamma R^2} a single token rules all others and sigma grows like sqrt n; beyond, the proportion p_R
-    can be met and sigma stays. A measure of two atoms stands for all n tokens, so that n may be 10^30.
+    A share p_R of the tokens, at least one, is at `Ru`, the others are in the crowd. While
+    `n < e^{2 gamma R^2}` a single token rules all others and sigma grows like sqrt(n); beyond, the
+    share p_R can be met and sigma stays. A measure of two atoms represents all n tokens, so that n
+    can be as large as 10^30.
+
+    Args:
+        f: One head with dot-product scores, without mask and query bias.
+        R: Radius of the ball.
+        n_max: Largest number of tokens, at least 2.
+        per_decade: Number of values of n per power of ten.
+
+    Returns:
+        An object with the lists `n` and `sigma`, the `predicted` transition and the `plateau`.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> found = ls.mean_field.transition(ls.SelfAttention(-one, one, one), R=1.0, n_max=100)
+        >>> found.n
+        [2, 3, 6, 10, 18, 32, 56, 100]
+        >>> round(found.predicted, 3), bool(abs(found.sigma[-1] / found.plateau - 1) < 0.1)
+        (7.389, True)
     """
     if not (math.isfinite(n_max) and n_max >= 2):
         raise UserError(f"n_max must be a finite number of at least 2 tokens, got {n_max!r}")
     if per_decade < 1:
         raise UserError(
-            f"per_decade, how many n from one power of ten to the next, must be at least 1, got {per_decade!r}"
+            "per_decade, the number of values of n per power of ten, must be at least 1, "
+            f"got {per_decade!r}"
         )
     worst = two_diracs(f, R)
     top = math.floor(per_decade * math.log10(n_max) + 1e-9)
@@ -84,32 +139,34 @@ def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) ->
     )
     few = [min(n - 1, max(1, round(n * worst.p))) for n in counts]
     sigma = _repeated(f, worst.measure.points, counts, few)
-    plateau = spectral_norm(derivative(f, worst.measure), 1e-9, solver=Solver(seed=0)).value
-    return Transition(counts, sigma, 1 / worst.p, plateau)
+    plateau = one(spectral_norm(derivative(f, worst.measure), 1e-9, solver=Solver(seed=0))).value
+    return Transition(n=counts, sigma=sigma, predicted=1 / worst.p, plateau=plateau)
 
 
 def _repeated(f: SelfAttention, atoms: Tensor, counts: list[int], few: list[int]) -> Tensor:
-    """||D_X f|| where X holds the first atom few[i] times among counts[i] tokens and the second for the rest.
-
-    Fields that move all copies alike give ||D_mu F||; fields of mean zero on the copies of an atom see its query block.
-    """
+    """||D_X f|| for counts[i] tokens, few[i] of them at the first atom, the others at the second."""
+    # By symmetry the Jacobian splits: fields that move all copies of an atom alike give ||D_mu F||,
+    # fields of mean zero on the copies give the query block of the atom. The latter need two copies.
     shares = [[m / n, (n - m) / n] for n, m in zip(counts, few, strict=True)]
     copied = torch.tensor([[m > 1, n - m > 1] for n, m in zip(counts, few, strict=True)])
     whole, blocks = stacked(f, atoms.expand(len(counts), -1, -1), atoms.new_tensor(shares))
-    together, apart = (spectral_norm(J, 1e-9, solver=Solver(seed=0)).value for J in (whole, blocks))
+    together, apart = (
+        many(spectral_norm(J, 1e-9, solver=Solver(seed=0))).value for J in (whole, blocks)
+    )
     return torch.maximum(together, torch.where(copied, apart.reshape(-1, 2), 0.0).amax(dim=1))
 
 
 def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, float, float]:
-    """gamma, its unit eigenvector u, where the crowd stands on it, and |Vu|."""
+    """gamma, its unit eigenvector u, the coordinate of the crowd on it (over R), and |Vu|."""
     if family not in (None, "opposite", "same side"):
         raise UserError(
-            f'family must be "opposite", "same side" or None for the worse of the two, got {family!r}'
+            f'family must be "opposite", "same side", or None for the worse of the two, '
+            f"got {family!r}"
         )
     check_scores(f)
     if f.heads != 1 or f.causal or (f.biases is not None and f.biases[0] is not None):
         raise UserError(
-            "the two-Dirac families are for one head without mask and query bias; take f.head(h)"
+            "the two-Dirac families need one head without mask and query bias; use f.head(h)"
         )
     (head,) = heads_of(f.double(), folded=True)
     values, vectors = torch.linalg.eig(head.A)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import Estimate, many, one
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, liftable, push, query_derivative
@@ -92,11 +92,11 @@ def splitting(
     each = replace(
         solver, failure=solver.failure / 2
     )  # both bounds hold together with the confidence asked for
-    together = spectral_norm(derivative(f, measure), tol, gap=gap, solver=each)
+    together = one(spectral_norm(derivative(f, measure), tol, gap=gap, solver=each))
     queries = query_derivative(f, measure)
-    blocks = spectral_norm(queries, tol, solver=each)
+    blocks = many(spectral_norm(queries, tol, solver=each))
     # A block that is almost zero has no good bound of its own; the largest gets one from all blocks as one operator.
-    largest = spectral_norm(_side_by_side(queries), tol, gap=gap, solver=each)
+    largest = one(spectral_norm(_side_by_side(queries), tol, gap=gap, solver=each))
     per_token = torch.as_tensor(blocks.value)
     atom = int(per_token.argmax())
     position = None if measure.positions is None else measure.positions[atom]

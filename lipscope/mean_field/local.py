@@ -7,7 +7,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.linalg import local
 from lipscope.linalg.differentiate import Map
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field import duplication
 from lipscope.mean_field.attention_on_measures import derivative, liftable
@@ -19,25 +19,56 @@ def local_lipschitz(
     X: Tensor | DiscreteMeasure,
     tol: float = 1e-6,
     *,
-    norm: str = "2",
+    norm: str | float = "2",
     precision: str = "native",
     gap: float | None = None,
     solver: Solver | None = None,
     splitting: bool = False,
-) -> Estimate:
-    """||D_X f||_2 at tokens X [n, d] or [B, n, d], or ||D_mu F|| at a measure, with the vectors of `derivative`.
+) -> Estimate | BatchEstimate:
+    """Compute the local Lipschitz constant of a map at an input, `||D_X f||`.
 
-    norm:      "2", or at tokens "inf", the infinity-norm of the vectorised map.
-    precision: "native" works in the dtype of X; "exact" recomputes in float64, which alone gives an upper bound.
-    splitting: the constant when copies of a token may move apart; its vectors are fields on two copies of every atom.
+    The largest singular value of the Jacobian is found without forming a matrix, with a lower and
+    an upper bound.
+
+    Args:
+        f: A `SelfAttention` layer, or any map from tokens to tokens, such as a `torch.nn.Module`.
+        X: Tokens of shape `[n, d]`; a batch of shape `[B, n, d]`, solved together; or a
+            `DiscreteMeasure`, where the constant is that of `mean_field.derivative`.
+        tol: Relative residual at which the solver stops.
+        norm: "2" (Frobenius norm of all tokens), or at tokens "inf", the infinity-norm of the
+            vectorised map.
+        precision: "native" works in the dtype of `X`; "exact" recomputes in float64, the only
+            precision with an upper bound.
+        gap: If given, keep iterating until `upper / lower - 1` is at most this.
+        solver: Options of the solver.
+        splitting: Whether copies of a token may move apart. Left and right vectors are then fields
+            on two copies of every atom.
+
+    Returns:
+        The constant with its bounds, status and singular vectors; for a batch, one per member.
+
+    Raises:
+        UserError: If the input or an option is invalid, or `f` cannot be differentiated.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> f = ls.SelfAttention(I, I, 3 * I)
+        >>> X = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+        >>> e = ls.local_lipschitz(f, X)
+        >>> e.lower <= e.value <= e.upper
+        True
+        >>> round(e.value, 4), e.status.name
+        (0.0, '')
     """
     if isinstance(X, Tensor) and not splitting:
         return local.local_lipschitz(
             f, X, tol, norm=norm, precision=precision, gap=gap, solver=solver
         )
-    if norm != "2":
+    if norm not in ("2", 2):
         raise UserError(
-            f"on measures, and with splitting, the norm is '2' (L2 of the measure), got {norm!r}"
+            f"norm must be '2' (L2 of the measure) on measures and with splitting, got {norm!r}"
         )
     if precision not in ("native", "exact"):
         raise UserError(f"precision must be 'native' or 'exact' (float64), got {precision!r}")

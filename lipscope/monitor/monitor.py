@@ -1,4 +1,4 @@
-"""Eyes on the local Lipschitz constants of chosen layers while a model trains; the training does not notice."""
+"""Monitor the local Lipschitz constants of layers while a model trains, without affecting it."""
 
 from __future__ import annotations
 
@@ -15,51 +15,90 @@ from torch import Tensor, nn
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
-from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.estimate import Estimate, one
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.monitor.modules import ModuleWatch, Watch
 from lipscope.monitor.sigma_table import Reading, SigmaTable
 
 Log = Callable[[dict[str, float], int], None]
-"""Takes {"sigma/<layer>": number} and the step, as the log of most trackers does."""
+"""Takes {"sigma/<layer>": number} and the step, like the log function of most trackers."""
 
-ANEW = 8
-"""Every how many solves of a layer one starts from a random vector: only that is sure to see another singular value
-overtake the remembered one."""
+RESTART_EVERY = 8
+"""A layer's solve starts from a random vector once in this many solves: only a random start is sure
+to notice that another singular value has overtaken the remembered one."""
 
 MAX_PRODUCTS = 40
-"""Steps of one solve, at most: an ill-separated layer gives a lower bound rather than a pause in training."""
+"""Maximum number of steps per solve: an ill-separated layer gives a lower bound rather than a pause
+in training."""
 
-
-NOT_RUN = "it did not run in this step; if it runs inside torch.compile, give SmoothnessMonitor what torch.compile returned"
+NOT_RUN = (
+    "it did not run in this step; if it runs inside torch.compile, "
+    "pass the module returned by torch.compile to SmoothnessMonitor"
+)
 
 
 class SmoothnessWarning(UserWarning):
-    """A constant above max_sigma, a layer that cannot be measured, readings that cannot be kept or give way."""
+    """Warning of a :class:`SmoothnessMonitor`; the training is never interrupted by it.
+
+    It is issued when a constant exceeds ``max_sigma``, when a layer cannot be measured, and when
+    readings cannot be written or replace earlier ones.
+
+    Example:
+        >>> import warnings
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> monitor = ls.SmoothnessMonitor(layer, every=1, max_sigma=1e-9)
+        >>> X = torch.ones(1, 4, 8)
+        >>> _ = layer(X, X, X)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", ls.SmoothnessWarning)
+        ...     _ = monitor.step()
+        >>> caught[0].category.__name__
+        'SmoothnessWarning'
+    """
 
 
 class SmoothnessMonitor:
-    """Every `every` steps, ||D_X f||_2 of each layer f at tokens X that it has just read.
+    """Measures ||D_X f||_2 of each layer f every few training steps, at tokens X it has just read.
 
-        monitor = SmoothnessMonitor(model, every=50, csv="sigma.csv", max_sigma=100.0)
-        for batch in batches:
-            ...                 # forward, backward, optimizer.step()
-            monitor.step()
+    A solve starts from the last right singular vector, so its value is a lower bound with a
+    residual: the upper bound of :func:`local_lipschitz` needs a random start, which only every
+    eighth solve has. torch's random state and the gradients, modes and buffers of the model are not
+    touched: the training is bitwise identical to one without a monitor.
 
-    A solve starts from the last right singular vector, so its number is a lower bound with a residual: the upper bound
-    of `local_lipschitz` needs a random start, which only every eighth solve has. torch's random state, gradients, modes
-    and buffers of the model stay as they are: the training is bit by bit the one without it.
+    Args:
+        model: A module, or a watch of one (see :func:`watch` for transformers models).
+        layers: Modules, names or name patterns. Default: every lipscope attention layer and every
+            ``nn.MultiheadAttention``. Attention is differentiated in closed form, any other module
+            of tokens by autograd.
+        every: Measure the steps that are multiples of this; the first step has number 0.
+        csv: A file for the readings. An existing file is continued: steps without numbers resume
+            after its last step, and steps that are measured again are replaced, with a warning in
+            both cases.
+        log: Called with ``{"sigma/<layer>": number}`` and the step; an exception it raises becomes
+            a warning.
+        max_sigma: Raise an alarm when a constant exceeds this, or has no value at all.
+        alarm: Called with the Reading on an alarm. Default: issue a :class:`SmoothnessWarning`.
+        stop: Whether an alarm sets the attribute `stopped`, so that the loop can end; the callbacks
+            end their trainers.
+        tol: Relative residual at which a solve stops.
 
-    model:     a module, or a Watch of one (`lipscope.watch` makes one of a transformers model)
-    layers:    modules, names or patterns of names; by default every lipscope attention and nn.MultiheadAttention.
-               Attention is differentiated in closed form, any other module of tokens by autograd
-    every:     the steps measured are the multiples of this; the first step is number 0
-    csv:       a file for the readings; an existing one is continued: steps without numbers go on after its last, and
-               steps whose numbers come again are replaced. Either is said in a warning
-    log:       called with {"sigma/<layer>": number} and the step; what it raises becomes a warning
-    max_sigma: above it (or where there is no number at all) `alarm` is called with the Reading, or a warning is given
-    stop:      whether `stopped` turns true with the alarm, for the loop to end; the adapters end their trainers
-    tol:       relative residual at which a solve stops
+    Raises:
+        UserError: If an argument is invalid, or a layer does not exist.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> _ = torch.manual_seed(0)
+        >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> monitor = ls.SmoothnessMonitor(layer, every=2)
+        >>> for _ in range(4):
+        ...     X = torch.randn(1, 5, 8)
+        ...     Y, _ = layer(X, X, X)  # backward() and optimizer.step() would follow
+        ...     readings = monitor.step()
+        >>> [(reading.step, reading.layer, reading.tokens) for reading in monitor.readings]
+        [(0, 'MultiheadAttention', 5), (2, 'MultiheadAttention', 5)]
     """
 
     def __init__(
@@ -78,11 +117,13 @@ class SmoothnessMonitor:
         _check(every, max_sigma, tol)
         if not isinstance(model, nn.Module | Watch):
             raise UserError(
-                f"SmoothnessMonitor takes a torch module or a watch of one, got {type(model).__name__}"
+                "SmoothnessMonitor takes a torch module or a watch of one, "
+                f"got {type(model).__name__}"
             )
         if not isinstance(model, nn.Module) and layers is not None:
             raise UserError(
-                "a watch has its layers already; give them where it is made, not to SmoothnessMonitor"
+                "a watch already has its layers; pass layers to lipscope.watch, "
+                "not to SmoothnessMonitor"
             )
         self.watch: Watch = ModuleWatch(model, layers) if isinstance(model, nn.Module) else model
         self.every, self.tol = every, tol
@@ -91,37 +132,44 @@ class SmoothnessMonitor:
         self.table = None if csv is None else SigmaTable(csv)
         self.readings: list[Reading] = []
         self.stopped = False
-        self._next: int | None = (
-            None  # not known before the first step is done: it may come with a number
-        )
-        self._remembered: dict[
-            str, tuple[int, Tensor | None]
-        ] = {}  # solves done, and the last vector
+        # Unknown until the first step is done, which may come with a number of its own.
+        self._next: int | None = None
+        # By layer: the number of solves so far, and the last right singular vector.
+        self._remembered: dict[str, tuple[int, Tensor | None]] = {}
         self._complained: set[str] = set()
         self._announced = False
         self.watch.arm()
 
     def before(self, number: int) -> None:
-        """Say that a training step is about to begin, for a loop that lets other passes (a validation) go unseen.
+        """Announce that a training step is about to begin.
 
-        Hooks then sit on the layers from here to `step`; without it, from the end of the step before.
+        Hooks are then active from here to `step`, so that other passes (a validation) are ignored;
+        without this call they are active from the end of the previous step.
+
+        Args:
+            number: The number of the step that begins.
         """
         _check_step(number)
         self._announced, self._next = True, number
         self._look(number)
 
     def step(self, number: int | None = None) -> list[Reading]:
-        """Say that a training step is done; the readings if it was one to be measured.
+        """Announce that a training step is done, and measure it if it is due.
 
-        number: which step it was, counted by one; needed where training resumes, or counts from elsewhere than 0.
-                Without it, the one that `before` announced, or the next; after a file's last, if that is there already
+        Args:
+            number: The number of the step, needed if training resumes or does not count from 0.
+                Default: the number that `before` announced, or the next one, or the one after the
+                last step of an existing CSV file.
+
+        Returns:
+            The readings of this step; empty if it was not due.
         """
-        number = self._unsaid() if number is None else number
+        number = self._default_number() if number is None else number
         _check_step(number)
         self._next = number + 1
         try:
             readings = self._measure(number) if number % self.every == 0 else []
-            self._tell(number, readings)
+            self._record(number, readings)
         finally:
             self.watch.release()
         if not self._announced:
@@ -129,18 +177,19 @@ class SmoothnessMonitor:
         return readings
 
     def close(self) -> None:
-        """Take every hook off the model."""
+        """Remove all hooks from the model."""
         self.watch.release()
 
-    def _unsaid(self) -> int:
-        """The number of a step that came without one; nothing in the file is written over for that."""
+    def _default_number(self) -> int:
+        """The number of a step that came without one; it never overwrites rows of the file."""
         if self._next is not None:
             return self._next
         last = -1 if self.table is None else self.table.last
         if self.table is not None and last >= 0:
             warnings.warn(
-                f"{self.table.path} ends at step {last}: steps without numbers go on from {last + 1}; "
-                "monitor.step(number) says which they are, and writes over those that come again",
+                f"{self.table.path} ends at step {last}: steps without numbers continue from "
+                f"{last + 1}; use monitor.step(number) to number them yourself and replace "
+                "steps that are measured again",
                 SmoothnessWarning,
                 stacklevel=3,
             )
@@ -160,65 +209,71 @@ class SmoothnessMonitor:
                         readings.append(self._reading(step, name, *sight))
                     else:
                         self._complain(step, f"of {name}", NOT_RUN)
-                except (
-                    Exception
-                ) as error:  # out of memory, a map that is random...: the training goes on
+                # Out of memory, a random map, ...: the training must continue.
+                except Exception as error:
                     why = _on_one_line(error)
                     self._complain(step, f"of {name}", why)
-                    readings.append(Reading(step, name, math.nan, math.nan, 0, 0, why))
+                    readings.append(_no_reading(step, name, tokens=0, status=why))
         return readings
 
     def _reading(self, step: int, name: str, f: Map, X: Tensor) -> Reading:
         tokens = _real_tokens(f, X)
         if not X.isfinite().all():
-            return Reading(
-                step, name, math.nan, math.nan, tokens, 0, Status.NON_FINITE.name.lower()
-            )
+            return _no_reading(step, name, tokens, Status.NON_FINITE.name.lower())
         estimate = self._solve(name, f, X)
-        status = estimate.status.name.lower()
         return Reading(
-            step, name, estimate.value, estimate.residual, tokens, estimate.steps, status
+            step=step,
+            layer=name,
+            sigma=estimate.value,
+            residual=estimate.residual,
+            tokens=tokens,
+            products=estimate.steps,
+            status=estimate.status.name.lower(),
         )
 
     def _solve(self, name: str, f: Map, X: Tensor) -> Estimate:
         done, start = self._remembered.get(name, (0, None))
-        if start is not None and (done % ANEW == 0 or start.shape != X.shape):
+        # Weights change little between steps, so the last vector is a very good start. It would
+        # also follow its singular value after another one has grown larger: restart now and then.
+        if start is not None and (done % RESTART_EVERY == 0 or start.shape != X.shape):
             start = None
         solver = Solver(max_steps=MAX_PRODUCTS, seed=done)
-        estimate = spectral_norm(jacobian(f, X), self.tol, start=start, solver=solver)
+        estimate = one(spectral_norm(jacobian(f, X), self.tol, start=start, solver=solver))
         usable = math.isfinite(estimate.value) and estimate.value > 0
         self._remembered[name] = done + 1, estimate.right if usable else None
         return estimate
 
-    def _tell(self, step: int, readings: list[Reading]) -> None:
+    def _record(self, step: int, readings: list[Reading]) -> None:
+        """Write the readings to the table and the log, and raise the alarm where one is due."""
         self.readings += readings
         if self.table is not None:
             try:
                 replaced = self.table.write(readings)
-            except Exception as error:  # a full disk, a file that somebody else has changed
+            except Exception as error:  # a full disk, a file changed by another program
                 self._complain(
                     step, f"in {self.table.path}", f"it cannot be written ({_on_one_line(error)})"
                 )
             else:
                 if replaced:
-                    lines = f"{replaced} line{'s' * (replaced > 1)} of {self.table.path}"
+                    rows = f"{replaced} row{'s' * (replaced > 1)} of {self.table.path}"
                     warnings.warn(
-                        f"step {step} comes again: {lines} gave way to it",
+                        f"step {step} was measured again: replaced {rows}",
                         SmoothnessWarning,
                         stacklevel=3,
                     )
         if self.log is not None and readings:
             try:
                 self.log(logged(readings), step)
-            except Exception as error:  # a tracker that is gone
+            except Exception as error:  # a tracker that is no longer reachable
                 self._complain(step, "in the log", f"{type(error).__name__}, {_on_one_line(error)}")
         for reading in readings:
+            # Negated, so that NaN raises an alarm too.
             if self.max_sigma < math.inf and not reading.sigma <= self.max_sigma:
                 self.stopped = self.stopped or self.stop
                 self.alarm(reading)
 
     def _complain(self, step: int, where: str, why: str) -> None:
-        """Once of each: a training of days is not to end for a number that cannot be had."""
+        """Warn once per place: a long training must not end because a number is not available."""
         if where not in self._complained:
             self._complained.add(where)
             warnings.warn(
@@ -227,19 +282,31 @@ class SmoothnessMonitor:
 
 
 def logged(readings: Sequence[Reading]) -> dict[str, float]:
-    """The readings of a step under the names a log gets them by."""
+    """The readings of a step under the names used in logs."""
     return {f"sigma/{reading.layer}": reading.sigma for reading in readings}
 
 
+def _no_reading(step: int, layer: str, tokens: int, status: str) -> Reading:
+    return Reading(
+        step=step,
+        layer=layer,
+        sigma=math.nan,
+        residual=math.nan,
+        tokens=tokens,
+        products=0,
+        status=status,
+    )
+
+
 def _real_tokens(f: Map, X: Tensor) -> int:
-    """How many tokens take part: padded ones neither see nor are seen."""
+    """The number of tokens without padding, which neither attends nor is attended to."""
     padding = f.padding if isinstance(f, SelfAttention) else None
     return X.shape[0] if padding is None else int(padding.sum())
 
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """No gradients and no reduced precision, whatever the training has around it; its random numbers are put back."""
+    """Disable gradients and autocast for the measurement, and restore the random state after it."""
     accelerator = torch.accelerator.current_accelerator()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -251,7 +318,7 @@ def _aside() -> Iterator[None]:
 
 
 def _random_state_kept(accelerator: torch.device | None) -> AbstractContextManager[None]:
-    """The generators of the CPU and of every device in use. An accelerator that nobody has woken is left asleep."""
+    """Keep the generators of the CPU and all devices in use, without initialising an idle one."""
     if accelerator is None:
         return torch.random.fork_rng(devices=[])
     backend = torch.get_device_module(accelerator)
@@ -261,7 +328,8 @@ def _random_state_kept(accelerator: torch.device | None) -> AbstractContextManag
 
 
 def _warn(reading: Reading) -> None:
-    message = f"step {reading.step}: layer {reading.layer} has sigma {reading.sigma:.4g} ({reading.status})"
+    where = f"step {reading.step}: layer {reading.layer}"
+    message = f"{where} has sigma {reading.sigma:.4g} ({reading.status})"
     warnings.warn(message, SmoothnessWarning, stacklevel=4)
 
 
@@ -271,7 +339,7 @@ def _on_one_line(error: Exception) -> str:
 
 def _check(every: int, max_sigma: float, tol: float) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UserError(f"every must be a whole number of steps, at least 1, got {every!r}")
+        raise UserError(f"every must be an integer number of steps, at least 1, got {every!r}")
     if not _is_number(max_sigma) or not max_sigma > 0:
         raise UserError(f"max_sigma must be a positive number, got {max_sigma!r}")
     if not _is_number(tol) or not 0 < tol < 1:
@@ -282,7 +350,7 @@ def _check(every: int, max_sigma: float, tol: float) -> None:
 
 def _check_step(number: int) -> None:
     if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
-        raise UserError(f"a step has a whole number, counted by one from 0, got {number!r}")
+        raise UserError(f"the number of a step must be an integer of at least 0, got {number!r}")
 
 
 def _is_number(x: object) -> bool:

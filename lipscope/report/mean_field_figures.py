@@ -11,6 +11,7 @@ import torch
 
 from lipscope._types import Ball
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.estimate import one
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.dirac_families import Transition, two_diracs
@@ -75,7 +76,7 @@ def draw_two_diracs(
     """||D_mu F|| of the two-Dirac measures over R, above what is proved from below and under both bounds."""
     worst = [two_diracs(f, R, family) for R in radii]
     sigma = [
-        spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0)).value for w in worst
+        one(spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0))).value for w in worst
     ]
     ax.plot(
         radii,
@@ -135,7 +136,9 @@ def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) 
 def draw_masked_bounds(f: SelfAttention, radii: Sequence[float], X: torch.Tensor, ax: Axes) -> Axes:
     """In d_2, over R: causal f at the tokens R X, above the bound for attention without mask, below those that hold."""
     measures = [DiscreteMeasure.uniform(R * X, causal=True) for R in radii]
-    sigma = [spectral_norm(derivative(f, mu), 1e-6, solver=Solver(seed=0)).value for mu in measures]
+    sigma = [
+        one(spectral_norm(derivative(f, mu), 1e-6, solver=Solver(seed=0))).value for mu in measures
+    ]
     without = [w2_bound_geshkovski2023(replace(f, causal=False), R) for R in radii]
     hardy = [masked_wasserstein_upper(f.double(), Ball(R, 1)) for R in radii]
     ax.plot(radii, without, "--", color="tab:red", label="bound without mask: ‖V‖(1+3a)exp(2a)")

@@ -1,8 +1,9 @@
-"""A certified bound on a ball around X: the norm at X, plus the integral of a bound B(rho) of the second derivative.
+"""A certified bound on a ball around X: the norm at X plus an integral of the second derivative.
 
-    ||Y - X||_F <= r   =>   ||D_Y f|| <= ||D_X f|| + int_0^r B(rho) d rho,    B nondecreasing
+    ||Y - X||_F <= r   =>   ||D_Y f|| <= ||D_X f|| + int_0^r B(rho) d rho,    B nondecreasing,
 
-or, where it is smaller, an interval bound of the three blocks of D_Y f. Letters and proof: docs/theory/certified.md.
+B(rho) a bound of ||D^2 f|| at distance rho; or, where it is smaller, an interval bound of the three
+blocks of D_Y f. Notation and proof: docs/theory/certified.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lipscope._types import Around, Domain
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.estimate import one
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
 from lipscope.theorems.heads import Head, over_heads
@@ -24,15 +26,15 @@ from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, 
 from lipscope.theorems.statement import DOT, NO_ROPE, PLAIN_SCORES, Bound
 
 STEPS = 8
-"""Right Riemann sums of B: each step costs one evaluation."""
+"""Number of steps of the right Riemann sum of B, each one evaluation."""
 
 GRAM = 128
-"""Sequence length up to which the third cumulant is bounded through an n x n Gram matrix per query."""
+"""Sequence length up to which the third cumulant is bounded by an n x n Gram matrix per query."""
 
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """What B(rho) needs of X: weights, b_i, centred V x_j and A' x_j, each with its error."""
+    """What B(rho) needs from X: weights, b_i, centred V x_j and A' x_j, each with its error."""
 
     h: Head
     seen: Features
@@ -45,7 +47,7 @@ class Base:
 
     @property
     def v_far(self) -> Tensor:
-        """|V x'_ij| [n, n], at least; 0 for keys that are not seen."""
+        """Upper bounds of |V x'_ij| [n, n]; 0 for invisible keys."""
         return torch.where(self.seen.seen, self.v.length + self.v.slack, 0.0)
 
     @property
@@ -74,26 +76,27 @@ def base(h: Head, X: Tensor) -> Base:
     )
     whole_a = s * (seen.k @ h.one.Q)
     own = length_up(s * (seen.q @ h.one.K) + whole_a - seen.P @ whole_a)
-    # The same centre in two coordinate systems: it may differ by the errors of both.
+    # The centre is computed in two coordinate systems, and may differ by the errors of both.
     own = own + b_slack + a_slack + 4 * a_slack.max() + 4 * gamma(n + 8) * length_up(whole_a).max()
     a_centred = centred(seen, a, a_slack)
     return Base(
-        h,
-        seen,
-        b,
-        b_slack,
-        length_up(b) + b_slack,
-        centred(seen, seen.v, seen.v_slack),
-        a_centred,
-        own,
+        h=h,
+        seen=seen,
+        b=b,
+        b_slack=b_slack,
+        b_long=length_up(b) + b_slack,
+        v=centred(seen, seen.v, seen.v_slack),
+        a=a_centred,
+        own=own,
     )
 
 
 def weights_within(x: Base, rho: float) -> Tensor:
-    """P-bar: no weight P_ij(Z) exceeds it for ||Z - X||_F <= rho."""
+    """P-bar: upper bounds of the weights P_ij(Z) over all Z with ||Z - X||_F <= rho."""
     seen, A = x.seen, x.h.A_norm
     n = len(seen.P)
     delta = rho * torch.sqrt(x.b_long[:, None].square() + x.a_far.square()) + A * rho * rho / 2
+    # On the diagonal query and key are one token, and both derivatives act together.
     delta[range(n), range(n)] = rho * x.own + A * rho * rho
     delta = delta * (1 + 20 * U) + seen.log_slack[:, None]
     rise = torch.exp(delta) * (1 + 8 * U + 4 * U * delta)
@@ -103,6 +106,8 @@ def weights_within(x: Base, rho: float) -> Tensor:
     others = (
         (low.sum(1, keepdim=True) * (1 - gamma(n + 4)) - low * (1 + 4 * U)) * (1 - 4 * U)
     ).clamp_min(0)
+    # The smaller of two bounds: own score up and all others down, or the denominator bounded
+    # by Jensen's inequality.
     monotone = torch.where(high.isinf(), 1.0, high / (high + others).clamp_min(TINY))
     row = length_up(seen.P) * torch.exp(seen.log_slack) * (1 + gamma(n + 8))
     mean = (x.b_long * row * rho + A * rho * rho + x.a.mean * rho) * (1 + 20 * U)
@@ -113,7 +118,7 @@ def weights_within(x: Base, rho: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The quantities of docs/theory/certified.md at radius rho, in its letters."""
+    """The quantities of docs/theory/certified.md at radius rho, in its notation."""
 
     P: Tensor
     root: Tensor
@@ -146,7 +151,21 @@ def spread(x: Base, rho: float) -> Spread:
     k_b = columns.max() + A * pi.max() * rho
     e_v = rho * (V * pi + sigma * tau) + x.v.mean
     e_a = rho * (A * pi + q * tau) + x.a.mean
-    return Spread(P, root, pi, b, v_size, a_size, sigma, q, tau, k_b, k_b + q.max(), e_v, e_a)
+    return Spread(
+        P=P,
+        root=root,
+        pi=pi,
+        b=b,
+        v_size=v_size,
+        a_size=a_size,
+        sigma=sigma,
+        q=q,
+        tau=tau,
+        k_b=k_b,
+        T=k_b + q.max(),
+        e_v=e_v,
+        e_a=e_a,
+    )
 
 
 def _weighted_norm(root: Tensor, y: Centred) -> Tensor:
@@ -155,7 +174,7 @@ def _weighted_norm(root: Tensor, y: Centred) -> Tensor:
 
 
 def third_cumulant(x: Base, s: Spread, rho: float) -> Tensor:
-    """lambda_i: the norm of kappa_3(s, V z, A' z) for scores s of unit variance."""
+    """lambda_i: a bound of the norm of kappa_3(s, V z, A' z) for scores s of unit variance."""
     A, V = x.h.A_norm, x.h.V_norm
     v_max, a_max = x.v_far.amax(dim=1), x.a_far.amax(dim=1)
     core = torch.minimum(v_max * s.a_size, a_max * s.v_size)
@@ -179,7 +198,7 @@ def _gram(x: Base, s: Spread) -> Tensor:
 
 
 def second_derivative(x: Base, rho: float) -> float:
-    """B(rho): at least the norm of D^2 f at every Z with ||Z - X||_F <= rho (V scaled)."""
+    """B(rho): an upper bound of ||D^2 f|| at every Z with ||Z - X||_F <= rho (V scaled)."""
     A, V = x.h.A_norm, x.h.V_norm
     s = spread(x, rho)
     n, d = len(s.P), x.h.d
@@ -198,7 +217,7 @@ def second_derivative(x: Base, rho: float) -> float:
 
 
 def _keys_through_scores(x: Base, s: Spread, rho: float) -> Tensor:
-    """c_1: kappa_3(s, V z, <b, eps>), three ways."""
+    """c_1, a bound of kappa_3(s, V z, <b, eps>): the least of three."""
     V = x.h.V_norm
     row = s.P.norm(dim=1)
     omega = (s.root * x.v_far).amax(1) + s.pi * (V * rho + s.e_v)
@@ -215,7 +234,7 @@ def _keys_through_scores(x: Base, s: Spread, rho: float) -> Tensor:
 
 
 def _keys_through_tokens(s: Spread) -> Tensor:
-    """c_2 / ||V||: Cov(eta, <b, eps>), three ways."""
+    """c_2 / ||V||, a bound of Cov(eta, <b, eps>): the least of three."""
     direct = (s.b[:, None] * s.P).norm(dim=0).max() + (s.b * s.P.norm(dim=1)).max() * norm_up(s.P)
     mass = s.P.sum(0).max().sqrt() * (s.b * s.pi).max()
     return torch.minimum(direct, torch.minimum(s.pi.max() * s.k_b, mass))
@@ -234,22 +253,23 @@ def interval(x: Base, rho: float) -> float:
 
 
 def certified_upper(f: SelfAttention, domain: Domain) -> float:
-    """The smaller of the Taylor and the interval bound; ||D_X f|| enters by its upper certificate."""
+    """The smaller of the Taylor and the interval bound; ||D_X f|| enters by its upper bound."""
     assert isinstance(domain, Around)
     X, r = domain.X, domain.r
     radii = [r * (i + 1) / STEPS * (1 + 4 * U) for i in range(STEPS)]
 
     def rise(h: Head) -> float:
         x = base(h, X)
+        # B is nondecreasing, so the right end of each step bounds it over the step.
         return up(math.fsum(_finite(second_derivative, x, rho) for rho in radii) * r / STEPS)
 
-    at_X = local_lipschitz(f, X, tol=1e-6, gap=1e-4).upper
+    at_X = one(local_lipschitz(f, X, tol=1e-6, gap=1e-4)).upper
     taylor = up(at_X + over_heads(f, rise))
     return min(taylor, over_heads(f, lambda h: _finite(interval, base(h, X), r)))
 
 
 def _finite(part: Callable[[Base, float], float], x: Base, rho: float) -> float:
-    """A value that is not a number bounds nothing, nor does one that linear algebra refused to compute."""
+    """The value, or infinity if it is NaN or linear algebra failed to converge."""
     try:
         value = part(x, rho)
     except RuntimeError:
@@ -259,14 +279,14 @@ def _finite(part: Callable[[Base, float], float], x: Base, rho: float) -> float:
 
 BOUNDS = (
     Bound(
-        "certified",
-        "upper",
-        "2",
-        Around,
-        (DOT, PLAIN_SCORES, NO_ROPE),
-        "lipscope",
-        "docs/theory/certified.md#b",
-        certified_upper,
+        name="certified",
+        kind="upper",
+        norm="2",
+        domain=Around,
+        hypotheses=(DOT, PLAIN_SCORES, NO_ROPE),
+        cite="lipscope",
+        where="docs/theory/certified.md#b",
+        fn=certified_upper,
         confidence=1 - Solver().failure,
     ),
 )

@@ -63,3 +63,12 @@ def test_two_heads_that_cancel_in_float32():
     f, X = ls.SelfAttention(*heads, O, heads=2), torch.randn(5, 3, generator=g)
     e, exact = ls.local_lipschitz(f, X), ls.local_lipschitz(f, X, precision="exact")
     assert e.lower <= exact.upper and e.value - e.lower > 1e-3 * e.value
+
+
+@pytest.mark.parametrize(("dtype", "ok"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_half_precision_does_not_pass_for_converged(dtype, ok):
+    """Eight significant bits resolve no singular value to 1 %, and the status says so."""
+    f, X = problem("gaussian", 0)
+    f, X = f.to(dtype), X.to(dtype)
+    e, exact = ls.local_lipschitz(f, X), ls.local_lipschitz(f, X, precision="exact")
+    assert e.status.ok == ok and e.lower <= exact.value * (1 + 1e-9)

@@ -1,4 +1,6 @@
-"""Wherever the Krylov vectors are kept, the number is the same, and its residual is that of the vectors returned."""
+"""Wherever the Krylov vectors are kept, the number is the same, and its residual is that of the
+vectors returned.
+"""
 
 import pytest
 import torch

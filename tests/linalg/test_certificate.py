@@ -1,4 +1,4 @@
-"""The probabilistic upper bound: coverage, sharpness, and rounding that would break the plain form."""
+"""The probabilistic upper bound: coverage, sharpness, rounding that would break the plain form."""
 
 import math
 
@@ -45,7 +45,7 @@ SPECTRA = {
 
 @pytest.mark.parametrize("name", SPECTRA)
 def test_coverage_at_a_failure_probability_one_can_see(name):
-    """With failure 0.2 and few steps the bound is wrong at most that often (240 starts, 3 sigma)."""
+    """With failure 0.2 and few steps the bound fails at most that often (240 starts, 3 sigma)."""
     spectrum = SPECTRA[name].double()
     misses, runs = 0, 240
     for seed in range(runs):
@@ -80,7 +80,9 @@ def test_never_below_at_the_default_confidence(name):
 
 
 def test_the_rounding_term_covers_errors_that_hide_the_top_vector():
-    """Perturb every product until the top component vanishes: the plain bound falls below 1, not the corrected one."""
+    """Perturb every product until the top component vanishes: the plain bound falls below 1, not
+    the corrected one.
+    """
     size, failure = 2000, 1e-6
     overlap = smallest_overlap(size, failure)
     g = torch.Generator().manual_seed(1)
@@ -115,7 +117,9 @@ def test_gap_is_reached():
 
 
 def test_members_of_a_batch_share_the_failure_probability():
-    """The same matrix eight times over: each member's bound is computed at an eighth of the failure probability."""
+    """The same matrix eight times over: each member's bound is computed at an eighth of the failure
+    probability.
+    """
     M = torch.randn(1, 60, 60, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     solver = ls.Solver(max_steps=12, seed=3)
     alone = ls.spectral_norm(dense_operator(M), tol=1e-12, solver=solver)

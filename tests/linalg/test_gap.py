@@ -1,4 +1,4 @@
-"""A gap asked for: reached and true, or left early with the reason, on spectra that make it hard."""
+"""A requested gap: reached and true, or given up early with the reason, on hard spectra."""
 
 from itertools import pairwise
 
@@ -80,7 +80,9 @@ def test_attention_against_the_dense_svd(n):
 @pytest.mark.parametrize("failure", [1e-11, 1e-12, 1e-14])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_a_gap_below_the_noise_ends_early_and_says_so(name, failure):
-    """At such confidence rounding hides the start's part along the top vector; hardly a step is taken for nothing."""
+    """At such confidence rounding hides the start's part along the top vector; hardly a step is
+    taken for nothing.
+    """
     J = diagonal(SPECTRA[name])
     free = ls.spectral_norm(J, solver=ls.Solver(seed=1, failure=failure))
     e = asked(J, 1e-9, failure)
@@ -113,7 +115,9 @@ def test_what_is_called_impossible_does_not_come_with_more_steps(name):
 
 
 def test_the_noise_of_every_member_grows_with_the_steps():
-    """sum_m [(lambda - T_k)^-1]_{1m}, in dense algebra, never falls with k; it is what bounded_by compares."""
+    """sum_m [(lambda - T_k)^-1]_{1m}, in dense algebra, never falls with k; it is what bounded_by
+    compares.
+    """
     a, b = uniform(12, seed=1) + 0.2, uniform(12, seed=2)
     M = torch.diag(a) + torch.diag(b[:-1], 1)
     T = M.T @ M
@@ -182,7 +186,9 @@ def test_a_zero_operator_has_reached_every_gap():
 
 
 def test_products_noisier_than_ever_seen_are_measured():
-    """Every product off by 1e-12, at random: a gap that this hides is not claimed, and a wider one is reached."""
+    """Every product off by 1e-12, at random: a gap that this hides is not claimed, and a wider one
+    is reached.
+    """
     g = torch.Generator().manual_seed(0)
     spectrum = SPECTRA["close pair"]
 

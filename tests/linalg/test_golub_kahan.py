@@ -84,7 +84,9 @@ def test_going_on_with_some_members_changes_nothing():
 
 
 def test_a_ritz_triplet_has_no_error_of_its_own():
-    """H q = theta p to the last digit at every step, with the small SVD's value; so what J adds is its rounding."""
+    """H q = theta p to the last digit at every step, with the small SVD's value; so what J adds is
+    its rounding.
+    """
     basis = run(matrices(40, 60, 60) + torch.eye(60).double(), 1)
     for _ in range(40):
         basis.step()
@@ -100,8 +102,9 @@ def test_the_noise_of_products_is_seen():
     basis = run(matrices(3, 30, 30), 12)
     exact, g = basis.J, torch.Generator().manual_seed(0)
     triplet = basis.ritz()
-    shake = lambda E: (
-        exact.mv(E) * (1 + 1e-9 * torch.randn(3, 30, generator=g, dtype=torch.float64))
-    )  # noqa: E731
+
+    def shake(E: torch.Tensor) -> torch.Tensor:
+        return exact.mv(E) * (1 + 1e-9 * torch.randn(3, 30, generator=g, dtype=torch.float64))
+
     basis.J = replace(exact, mv=shake)
     assert ((basis.noise(*triplet) > 2e-10) & (basis.noise(*triplet) < 5e-9)).all()

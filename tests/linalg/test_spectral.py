@@ -160,7 +160,9 @@ def test_a_rough_operator_finds_the_vector_and_never_the_value(noise):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_given_start_that_misses_the_top_vector_claims_nothing(dtype):
-    """diag(1, 2, 0) from e_1 and from e_3: a singular value each, no upper bound, never called exact."""
+    """diag(1, 2, 0) from e_1 and from e_3: a singular value each, no upper bound, never called
+    exact.
+    """
     J = dense_operator(torch.diag(torch.tensor([1.0, 2.0, 0.0], dtype=dtype)))
     for i, value in ((0, 1.0), (2, 0.0)):
         e = ls.spectral_norm(J, start=torch.eye(3, dtype=dtype)[i])
