@@ -1,4 +1,4 @@
-"""The Python on the page about Lipschitz layers runs as it stands, and gives what its comments say."""
+"""The Python on the page about Lipschitz layers runs and gives what its comments say."""
 
 import re
 from pathlib import Path
