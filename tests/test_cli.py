@@ -198,7 +198,7 @@ def test_failed_rows_make_the_exit_code_1(tiny, text, monkeypatch, capsys):
 
     monkeypatch.setattr("lipscope.study.work.sigma", fail)
     assert main(["measure", tiny, "--text", text, "--lengths", "4"]) == 1
-    assert "the first says: failed: MemoryError: too big" in capsys.readouterr().out
+    assert "the first reason: failed: MemoryError: too big" in capsys.readouterr().out
 
 
 def test_ctrl_c_says_how_to_go_on(tiny, text, tmp_path):
@@ -226,7 +226,7 @@ def test_ctrl_c_says_how_to_go_on(tiny, text, tmp_path):
     os.kill(child.pid, signal.SIGINT)
     printed, said = child.communicate(timeout=60)
     assert child.returncode == 130 and printed == ""
-    assert "of 74 jobs are kept in" in said and "The same command goes on from there." in said
+    assert "of 74 jobs are saved in" in said and "Run the same command again" in said
     assert len(said.splitlines()) == 1
     assert 0 < len(Study.open(out).rows) < 37 * 3 * 2 * 3
 

@@ -1,4 +1,4 @@
-"""Infinitely many layers: tokens as a flow, their clusters, Gaussians, growth along depth."""
+"""The limit of infinitely many layers: flows of tokens, clusters, Gaussians, growth with depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The few points on which renormalised tokens gather, when they did, and whether they are vertices of a polytope.
+"""Clusters of renormalised tokens: where and when they form, and whether they span a polytope.
 
 A cluster is a connected component of the graph that joins tokens closer than the tolerance.
 """
@@ -23,20 +23,23 @@ from lipscope.dynamics.particles import Flow
 from lipscope.linalg.differentiate import check_tensor
 
 NOISE = 0.01
-"""A centre counts as a vertex from a margin of this part of the width on: a threshold chosen, not an error measured."""
+"""Smallest margin of a vertex, relative to the width: a chosen threshold, not a measured error."""
 
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
     """K clusters at the end of a flow, the heaviest first.
 
-    centres [K, d]: weighted means; masses [K]; labels [n]: the cluster of each token.
-    radii [K]:      the largest distance of a member from its centre.
-    formed [K]:     the first time of the flow from which on all members stay within `width` of their centre; infinite
-                    where they do not at the end.
-    counts [T]:     how many clusters there are at each time of the flow.
-    width:          the tolerance as a length.
-    ending:         how the flow ended at `reached`, which bears on what its end shows.
+    centres [K, d]: weighted means of the members
+    masses [K]:     total weights
+    labels [n]:     the cluster of each token
+    radii [K]:      the largest distance of a member from its centre
+    formed [K]:     the time of the flow after which all members stay within `width` of their
+                    centre; infinite if they do not at the end
+    counts [T]:     the number of clusters at each time of the flow
+    width:          the tolerance as a length
+    ending:         why the flow ended
+    reached:        the time at which it ended
     """
 
     centres: Tensor
@@ -54,23 +57,23 @@ class Clusters:
 
     @property
     def time(self) -> float:
-        """When the last cluster had formed."""
+        """The time at which the last cluster formed."""
         return self.formed.max().item()
 
     @property
     def clear(self) -> bool:
-        """Whether tokens moved, every cluster is narrow, and there are fewer of them than tokens."""
+        """Whether the tokens moved, every cluster is narrow, and there are fewer than tokens."""
         gathered = len(self) < len(self.labels) or len(self.labels) == 1
         return len(self.counts) > 1 and math.isfinite(self.time) and gathered
 
     @cached_property
     def margins(self) -> Tensor:
-        """For each centre, its distance in the 1-norm from the convex hull of the others; 0 for an inner point."""
+        """The 1-norm distance of each centre from the convex hull of the others; 0 inside it."""
         return hull_margins(self.centres)
 
     @property
     def extreme(self) -> Tensor:
-        """Which centres are vertices of the convex hull of all, by a margin above NOISE times the width."""
+        """Which centres are vertices of their convex hull, by a margin above NOISE * width."""
         return self.margins > NOISE * self.width
 
     @property
@@ -114,14 +117,34 @@ class Clusters:
 
 
 def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) -> Clusters:
-    """The clusters at the end of a flow, of z = e^{-tV} x or of x itself.
+    """Find the clusters of tokens at the end of a flow.
 
-    Tokens belong together when a chain of tokens joins them whose links are shorter than tol times the largest distance
-    of a token from the mean at the start.
+    Two tokens belong to the same cluster if a chain of tokens joins them whose links are shorter
+    than tol times the largest distance of a token from the mean at the start.
+
+    Args:
+        found: The flow.
+        tol: Relative length of a link, between 0 and 1.
+        renormalised: Cluster z = e^{-tV} x instead of x.
+
+    Returns:
+        The clusters, the heaviest first; `status` summarises them in a sentence.
+
+    Raises:
+        UserError: If tol is out of range, or z overflows.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> eye = torch.eye(1, dtype=torch.float64)
+        >>> X = torch.tensor([[-1.0], [-0.9], [0.8], [1.0]], dtype=torch.float64)
+        >>> path = ls.dynamics.flow(ls.SelfAttention(eye, eye, eye), X, time=8.0)
+        >>> len(ls.dynamics.find_clusters(path))
+        2
     """
     if isinstance(tol, bool) or not isinstance(tol, int | float) or not 0 < tol < 1:
         raise UserError(
-            f"tol, relative to the size of the input, must lie between 0 and 1, got {tol!r}"
+            f"tol, relative to the spread of the input, must lie between 0 and 1, got {tol!r}"
         )
     x = (found.renormalised if renormalised else found.positions).detach().double().cpu()
     check_tensor("the flow", x)
@@ -142,24 +165,22 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
     labels, masses = order.argsort()[labels], masses[order]
     radii, centres = _radii(z, labels, weights)
     return Clusters(
-        middle + unit * centres[-1],
-        masses,
-        labels,
-        unit * radii[-1],
-        _formed(radii, found.times, width),
-        counts,
-        unit * width,
-        found.ending,
-        found.times[-1].item(),
+        centres=middle + unit * centres[-1],
+        masses=masses,
+        labels=labels,
+        radii=unit * radii[-1],
+        formed=_formed(radii, found.times, width),
+        counts=counts,
+        width=unit * width,
+        ending=found.ending,
+        reached=found.times[-1].item(),
     )
 
 
 def components(points: Tensor, width: float) -> Tensor:
-    """A number for each point [n, d], equal where a chain of links no longer than `width` joins them.
-
-    Points in one cell of a grid of diagonal width / 4 count as one: links are right to that, and a dense cluster costs
-    no more than a few of its points.
-    """
+    """Component labels of points [n, d] in the graph of links no longer than `width`."""
+    # Points in one cell of a grid of diagonal width / 4 count as one. Links are accurate to that,
+    # and a dense cluster costs no more than a few of its points.
     x = points.double().cpu().numpy()
     cells = np.floor((x - x.min(axis=0)) * (4 * math.sqrt(x.shape[1]) / width)) if width > 0 else x
     _, first, owner = np.unique(cells, axis=0, return_index=True, return_inverse=True)
@@ -173,10 +194,9 @@ def components(points: Tensor, width: float) -> Tensor:
 
 
 def hull_margins(points: Tensor) -> Tensor:
-    """For each point [K, d], its distance in the 1-norm from the convex hull of the others, by linear programming.
-
-    max over |u|_inf <= 1 of min over j != k of <u, c_k - c_j> is that distance (minimax), where it is not negative.
-    """
+    """The 1-norm distance of each point [K, d] from the convex hull of the others."""
+    # By the minimax theorem it is the maximum over |u|_inf <= 1 of the minimum over j != k of
+    # <u, c_k - c_j>, where that is not negative: a linear program.
     C = points.double().cpu().numpy()
     d, size = C.shape[1], float(np.abs(C - C.mean(axis=0)).max())
     found = []
@@ -185,7 +205,7 @@ def hull_margins(points: Tensor) -> Tensor:
         if not len(apart):
             found.append(math.inf)
             continue
-        # max s with s - <u, c_k - c_j> <= 0
+        # Maximise s subject to s - <u, c_k - c_j> <= 0.
         rows = np.hstack([-apart, np.ones((len(apart), 1))])
         box = [(-1.0, 1.0)] * d + [(0.0, None)]
         solved = linprog(

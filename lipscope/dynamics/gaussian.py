@@ -1,10 +1,12 @@
-"""Gaussian inputs: attention keeps them Gaussian, and their mean and covariance solve a closed equation.
+"""Gaussian inputs: attention keeps them Gaussian, and their moments solve a closed equation.
 
-A query x tilts N(alpha, Sigma) by its scores, and a tilted Gaussian is Gaussian, its mean affine in x. Hence
+A query x tilts N(alpha, Sigma) by its scores, and a tilted Gaussian is Gaussian, with a mean that
+is affine in x. Hence
 
     Gamma_mu(x) = M x + c,   d alpha/dt = M alpha + c,   d Sigma/dt = M Sigma + Sigma M'
 
-with M = V Sigma A and c = V alpha for one head with dot products, whose covariance may blow up in finite time.
+with M = V Sigma A and c = V alpha for one head with dot-product scores. The covariance may blow up
+in finite time.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from lipscope.mean_field.attention_on_measures import liftable
 Affine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 IMMINENT = 1e-9
-"""Blow-up is declared when it lies closer than this fraction of the time passed."""
+"""A blow-up is declared when it is closer than this fraction of the elapsed time."""
 
 
 @dataclass(frozen=True, eq=False)
 class GaussianFlow:
-    """N(mean, covariance) along depth: means [T, d] and covariances [T, d, d] at times [T].
+    """A Gaussian along depth: means [T, d] and covariances [T, d, d] at times [T].
 
-    maps [T, d, d]: a token that starts at x is at means + maps (x - means[0]); covariances are maps Sigma_0 maps'.
-    blow_up:        the time at which the covariance becomes infinite, where that happens before the time asked for.
+    maps [T, d, d]: a token that starts at x is at means + maps (x - means[0]); covariances are
+                    maps Sigma_0 maps'
+    blow_up:        the time at which the covariance becomes infinite, if it is before the end
     """
 
     times: Tensor
@@ -47,13 +50,16 @@ class GaussianFlow:
 
     @property
     def ok(self) -> bool:
-        """Whether it reached the time asked for."""
+        """Whether it reached the requested time."""
         return self.ending is Ending.FINISHED
 
     @property
     def status(self) -> str:
         if self.blow_up is not None:
-            return f"{self.ending.value}: the covariance is infinite at t = {self.blow_up:.9g} ({self.steps} steps)"
+            return (
+                f"{self.ending.value}: the covariance is infinite at t = {self.blow_up:.9g} "
+                f"({self.steps} steps)"
+            )
         return f"{self.ending.value} (t = {self.times[-1].item():.6g}, {self.steps} steps)"
 
 
@@ -68,10 +74,36 @@ def gaussian_flow(
     max_steps: int = 10_000,
     progress: Progress | None = None,
 ) -> GaussianFlow:
-    """The flow of N(mean [d], covariance [d, d]) under f to `time`, or to its blow-up: any heads, biases, Dot or L2.
+    """The flow of a Gaussian under attention, up to `time` or to its blow-up.
 
-    A causal f is taken on tokens whose law does not depend on their position: then every token sees, in the limit of
-    many, the law that all have, and the mask makes no difference. Other masked inputs have no closed equation.
+    f may have any heads and biases and either kernel, Dot or L2. If f is causal, the law of a token
+    must not depend on its position: then every token sees, in the limit of many tokens, the common
+    law, and the mask makes no difference. Other masked inputs have no closed equation.
+
+    Args:
+        f: The attention.
+        mean: Initial mean [d].
+        covariance: Initial covariance [d, d], symmetric and positive semidefinite.
+        time: Depth to integrate to.
+        frames: Number of equidistant times in the result.
+        tol: Error per step, relative and absolute.
+        max_steps: Maximum number of integration steps.
+        progress: Called with (time reached, final time) after every step.
+
+    Returns:
+        Means and covariances along depth, and the time of the blow-up if there is one.
+
+    Raises:
+        UserError: If f has a soft cap, or the moments do not fit f.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> eye = torch.eye(1, dtype=torch.float64)
+        >>> f = ls.SelfAttention(eye, eye, eye)
+        >>> found = ls.dynamics.gaussian_flow(f, torch.zeros(1).double(), eye, time=2.0)
+        >>> round(found.blow_up, 6)
+        0.5
     """
     _check(f, mean, covariance)
     times = instants(time, frames)
@@ -82,7 +114,8 @@ def gaussian_flow(
     velocity = affine_velocity(f)
 
     def field(_: float, state: Tensor) -> Tensor:
-        """The state is [alpha, F], F the derivative of where a token is in where it started: Sigma = F Sigma_0 F'."""
+        # The state is [alpha, F], where F is the derivative of the flow: Sigma = F Sigma_0 F' stays
+        # positive semidefinite, which an integrated Sigma would not.
         alpha, F = state[:, 0], state[:, 1:]
         M, c = velocity(alpha, F @ covariance @ F.mT)
         return torch.cat([(M @ alpha + c)[:, None], M @ F], dim=1)
@@ -101,7 +134,13 @@ def gaussian_flow(
     F = path.states[..., 1:]
     blow_up = approach.time if path.ending is Ending.BLOW_UP else None
     return GaussianFlow(
-        path.times, path.states[..., 0], F @ covariance @ F.mT, F, path.ending, blow_up, path.steps
+        times=path.times,
+        means=path.states[..., 0],
+        covariances=F @ covariance @ F.mT,
+        maps=F,
+        ending=path.ending,
+        blow_up=blow_up,
+        steps=path.steps,
     )
 
 
@@ -118,11 +157,12 @@ def affine_velocity(f: SelfAttention) -> Affine:
 
 
 def _head_velocity(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """One head: values V y + b_v at y, the mean of the Gaussian that the scores of x tilt."""
+    """M and c of one head: V y + b_v at the mean y of the tilted Gaussian."""
     bq, bk, bv = (0.0 if b is None else b for b in f.biases or (None, None, None))
     scale = default_scale(f.kernel, f.Q.shape[0])
     if isinstance(f.kernel, L2):
-        # -s |Q x + b_q - K y - b_k|^2 adds 2 s K'K to the precision of y, and pulls with 2 s K'(Q x + b_q - b_k).
+        # The score -s |Q x + b_q - K y - b_k|^2 adds 2 s K'K to the precision of y, and
+        # 2 s K'(Q x + b_q - b_k) to precision times mean.
         pull = 2 * scale * Sigma @ f.K.T
         narrow = torch.linalg.inv(
             torch.eye(len(alpha), dtype=alpha.dtype, device=alpha.device) + pull @ f.K
@@ -138,7 +178,7 @@ def _head_velocity(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tens
 
 
 class _Approach:
-    """Watches the covariance. Near its blow-up Sigma ~ C / (t* - t), so that |Sigma| / |dSigma/dt| is the time left."""
+    """Detects a blow-up: near it Sigma ~ C / (t* - t), and |Sigma| / |dSigma/dt| is t* - t."""
 
     def __init__(self, velocity: Affine, covariance: Tensor):
         self.velocity, self.covariance = velocity, covariance
@@ -162,12 +202,13 @@ def _check(f: SelfAttention, mean: Tensor, covariance: Tensor) -> None:
     liftable(f)
     if f.kernel.softcap is not None:
         raise UserError(
-            "f has a softcap: its scores are not linear, and a Gaussian does not stay one; leave it out"
+            "f has a softcap, under which a Gaussian does not stay Gaussian; use f without it"
         )
     d = f.Q.shape[1]
     if value_matrix(f).shape[0] != d:
         raise UserError(
-            f"f maps tokens of size {d} to size {value_matrix(f).shape[0]}; a flow needs them equal"
+            f"f maps tokens of dimension {d} to dimension {value_matrix(f).shape[0]}; "
+            "a flow needs them equal"
         )
     for name, x, shape in (("mean", mean, (d,)), ("covariance", covariance, (d, d))):
         if not isinstance(x, Tensor) or tuple(x.shape) != shape:
@@ -176,13 +217,14 @@ def _check(f: SelfAttention, mean: Tensor, covariance: Tensor) -> None:
         check_tensor(name, x)
         if x.dtype != f.Q.dtype or x.device != f.Q.device:
             raise UserError(
-                f"{name} is {x.dtype} on {x.device} and f {f.Q.dtype} on {f.Q.device}; convert one"
+                f"{name} is {x.dtype} on {x.device} and f is {f.Q.dtype} on {f.Q.device}; "
+                "convert one to the other"
             )
     size = covariance.abs().max().item()
     if (covariance - covariance.T).abs().max().item() > 1e-6 * size:
-        raise UserError("the covariance must be symmetric; give (C + C.T) / 2")
+        raise UserError("covariance must be symmetric; pass (C + C.T) / 2")
     lowest = torch.linalg.eigvalsh(covariance.double()).min().item()
     if lowest < -1e-6 * size:
         raise UserError(
-            f"the covariance must have no negative eigenvalue, its smallest is {lowest:.3g}"
+            f"covariance must have no negative eigenvalue, its smallest is {lowest:.3g}"
         )

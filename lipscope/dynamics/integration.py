@@ -1,4 +1,4 @@
-"""Adaptive integration that ends where the solution does: it stops with a time and a reason, never in NaN or a hang."""
+"""Adaptive integration that ends with a time and a reason, never with NaN or a hang."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Watch = Callable[[float, Tensor], "Ending | None"]
 
 
 class Ending(Enum):
-    """Why an integration ended; the value is advice to the person who reads it."""
+    """Why an integration ended; the value is a message to the user."""
 
-    FINISHED = "reached the time asked for"
+    FINISHED = "reached the requested time"
     BLOW_UP = "the solution blows up in finite time"
-    OVERFLOW = "numbers overflow this dtype; ask for a shorter time or smaller tokens"
-    STALLED = "the steps became too small to move time: the solution blows up, or the tolerance is too fine"
-    MAX_STEPS = "the number of steps was exhausted; raise max_steps or the tolerance"
+    OVERFLOW = "numbers overflow this dtype; use a shorter time or smaller tokens"
+    STALLED = "the steps became too small: the solution blows up, or the tolerance is too fine"
+    MAX_STEPS = "reached the maximum number of steps; raise max_steps or the tolerance"
 
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """States [T, ...] at times [T]: those asked for, as far as the solution goes, and where it ends the last one."""
+    """States [T, ...] at the requested times [T] up to the end of the solution, and at its end."""
 
     times: Tensor
     states: Tensor
@@ -45,7 +45,7 @@ class _HaltError(Exception):
 
 
 class _Watched:
-    """The field as the solver sees it; the solver calls `callback_step` with every state it has accepted or retries."""
+    """The field for the solver, which calls `callback_step` at every accepted or retried state."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _Watched:
                 raise _HaltError(ending)
         if self.steps >= self.max_steps:
             raise _HaltError(Ending.MAX_STEPS)
-        if not now + dt.item() > now:
+        if not now + dt.item() > now:  # the solver itself would loop forever
             raise _HaltError(Ending.STALLED)
         self.steps += 1
         if self.progress:
@@ -99,9 +99,10 @@ def integrate(
     max_steps: int = 10_000,
     progress: Progress | None = None,
 ) -> Path:
-    """dy/dt = field(t, y) by Dormand-Prince 5(4), every component of every step within atol + rtol |y|.
+    """Solve dy/dt = field(t, y) by Dormand-Prince 5(4).
 
-    times [T] in float64 rise from the start; `watch` sees every accepted state and may end the path there.
+    The error of every step is at most atol + rtol |y| in every component. times [T] is increasing,
+    in float64; `watch` is called with every accepted state and may end the path there.
     """
     check_tolerance(rtol)
     check_count("max_steps", max_steps)
@@ -113,7 +114,7 @@ def integrate(
         ending = halt.ending
         last, state = watched.last or (times[0].item(), y)
         kept = times[times < last]
-        # The same steps once more, without a watch: the solver hands out nothing of a path that it could not finish.
+        # Repeat the same steps without a watch: the solver returns nothing of an unfinished path.
         plain = _Watched(field, times[-1].item(), None, max_steps, None)
         before = (
             _solve(plain, y, kept, times[-1], rtol, atol) if len(kept) > 1 else y[None][: len(kept)]
@@ -122,28 +123,38 @@ def integrate(
         states = torch.cat([before, state[None]])
     if progress:
         progress(watched.end, watched.end)
-    return Path(times.cpu(), states, ending, watched.steps, watched.evaluations)
+    return Path(
+        times=times.cpu(),
+        states=states,
+        ending=ending,
+        steps=watched.steps,
+        evaluations=watched.evaluations,
+    )
 
 
 def instants(time: float, frames: int) -> Tensor:
-    """Equal times [frames] from 0 to `time` in float64, all different."""
+    """Equidistant times [frames] from 0 to `time`, in float64."""
+    check_time(time, frames)
+    return torch.linspace(0, time, frames, dtype=torch.float64)
+
+
+def check_time(time: float, frames: int) -> None:
+    """Raise UserError unless `time` is positive and `frames` times up to it are distinct."""
     if (
         isinstance(time, bool)
         or not isinstance(time, int | float)
         or not (math.isfinite(time) and time > 0)
     ):
-        raise UserError(f"time, the depth to flow to, must be a positive number, got {time!r}")
+        raise UserError(f"time, the depth to integrate to, must be a positive number, got {time!r}")
     check_count("frames", frames, 2, "the start and the end")
-    times = torch.linspace(0, time, frames, dtype=torch.float64)
-    if not bool((times.diff() > 0).all()):
-        raise UserError(f"time must be long enough to hold {frames} different times, got {time!r}")
-    return times
+    if not bool((torch.linspace(0, time, frames, dtype=torch.float64).diff() > 0).all()):
+        raise UserError(f"time must be large enough for {frames} distinct times, got {time!r}")
 
 
 def check_count(name: str, value: int, least: int = 1, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(
-            f"{name} must be a whole number, at least {least}{why and ', ' + why}, got {value!r}"
+            f"{name} must be an integer of at least {least}{why and ', ' + why}, got {value!r}"
         )
 
 
@@ -155,7 +166,8 @@ def check_tolerance(tol: float) -> None:
 def _solve(
     field: _Watched, y: Tensor, times: Tensor, end: Tensor, rtol: float, atol: float
 ) -> Tensor:
-    # The largest error, not the root mean square: one token among thousands may be the one that jumps.
+    # The largest error, not the root mean square: a single token among thousands may be the one
+    # that jumps.
     options = {"norm": lambda error: error.abs().max(), "step_t": end[None]}
     with torch.no_grad():
         return odeint(field, y, times, rtol=rtol, atol=atol, method="dopri5", options=options)

@@ -1,4 +1,4 @@
-"""Tokens as particles: the layered network X + f(X)/L, and its limit of infinite depth dx/dt = Gamma_mu(x)."""
+"""Tokens as particles: the residual network X + f(X)/L, and its limit dx/dt = Gamma_mu(x)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lipscope.dynamics.integration import (
     Ending,
     Progress,
     check_count,
+    check_time,
     check_tolerance,
     instants,
     integrate,
@@ -26,19 +27,20 @@ from lipscope.mean_field.attention_on_measures import lifted
 from lipscope.mean_field.measures import DiscreteMeasure
 
 SCORES = 1 << 18
-"""Scores computed at once on a CPU: they stay in its cache, where exponentials are cheapest."""
+"""Scores computed at once on a CPU: they stay in its cache, which makes exponentials cheaper."""
 
 UNRESOLVED = 1e-3
-"""Relative rounding of an attention weight, eps max|score|, from which a flow is told to be unresolved."""
+"""A flow is unresolved where eps max|score|, the relative error of a weight, exceeds this."""
 
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Tokens along depth: positions [T, n, d] at times [T]; weights [n] where they carry unequal mass.
+    """Tokens along depth: positions [T, n, d] at times [T].
 
-    ending:     why it ended; `status` says it in a sentence.
-    unresolved: the first time at which scores outgrow what the dtype resolves: from there on, rounding decides between
-                keys of nearly equal score. None where that does not happen.
+    weights [n]: masses of the tokens, None if they are equal
+    ending:      why the flow ended; `status` says it in a sentence
+    unresolved:  the first time at which the scores exceed what the dtype can resolve, after which
+                 rounding decides between keys of nearly equal score; None if there is none
     """
 
     f: SelfAttention
@@ -52,7 +54,7 @@ class Flow:
 
     @property
     def ok(self) -> bool:
-        """Whether it reached the time asked for."""
+        """Whether it reached the requested time."""
         return self.ending is Ending.FINISHED
 
     @property
@@ -60,11 +62,14 @@ class Flow:
         end = f"{self.ending.value} (t = {self.times[-1].item():.6g}, {self.steps} steps)"
         if self.unresolved is None:
             return end
-        return f"{end}; from t = {self.unresolved:.4g} rounding decides between keys of nearly equal score"
+        return (
+            f"{end}; from t = {self.unresolved:.4g} on, rounding decides between keys of nearly "
+            "equal score"
+        )
 
     @cached_property
     def renormalised(self) -> Tensor:
-        """z = e^{-tV} x [T, n, d], V the value matrix of the layer."""
+        """z = e^{-tV} x, [T, n, d], where V is the value matrix of the layer."""
         shrink = torch.linalg.matrix_exp(
             -self.times.to(self.positions)[:, None, None] * value_matrix(self.f)
         )
@@ -74,7 +79,7 @@ class Flow:
             t = self.times[lost[0, 0]].item()
             raise UserError(
                 f"z = e^(-tV) x overflows {str(z.dtype).removeprefix('torch.')} at t = {t:.6g}: "
-                "read `positions` (in find_clusters, renormalised=False), or flow to a shorter time"
+                "use `positions` (in find_clusters, renormalised=False), or a shorter time"
             )
         return z
 
@@ -90,10 +95,34 @@ def flow(
     max_steps: int = 10_000,
     progress: Progress | None = None,
 ) -> Flow:
-    """dx_i/dt = f(X)_i from tokens X [n, d], or the atoms of a measure, to `time`; positions at `frames` equal times.
+    """Integrate dx_i/dt = f(X)_i, the limit of infinitely many residual layers.
 
-    tol:         error of a step in each coordinate, relative to it and to the largest token at the start.
-    renormalise: integrate z = e^{-tV} x instead of x. It pays where V drives the tokens outwards: z comes to rest.
+    Args:
+        f: The attention.
+        X: Initial tokens [n, d], or a measure, whose atoms are the tokens.
+        time: Depth to integrate to.
+        frames: Number of equidistant times in the result.
+        tol: Error per step in each coordinate, relative to it and to the largest initial token.
+        renormalise: Integrate z = e^{-tV} x instead of x. This is faster where V drives the tokens
+            outwards, because z comes to rest.
+        max_steps: Maximum number of integration steps.
+        progress: Called with (time reached, final time) after every step.
+
+    Returns:
+        The positions of the tokens along depth; `status` says how the flow ended.
+
+    Raises:
+        UserError: If a number is out of range, or the tokens do not fit f.
+
+    Example:
+        >>> import math
+        >>> import torch
+        >>> import lipscope as ls
+        >>> eye = torch.eye(2, dtype=torch.float64)
+        >>> X = torch.ones(3, 2, dtype=torch.float64)
+        >>> path = ls.dynamics.flow(ls.SelfAttention(eye, eye, eye), X, time=1.0)
+        >>> abs(path.positions[-1, 0, 0].item() - math.e) < 1e-4
+        True
     """
     velocity, points, weights = velocity_of(f, X)
     times = instants(time, frames)
@@ -114,15 +143,44 @@ def flow(
         grow = torch.linalg.matrix_exp(path.times.to(states)[:, None, None] * value_matrix(f))
         states = states @ grow.mT
     return Flow(
-        f, path.times, states, weights, path.ending, path.steps, path.evaluations, resolution.lost
+        f=f,
+        times=path.times,
+        positions=states,
+        weights=weights,
+        ending=path.ending,
+        steps=path.steps,
+        evaluations=path.evaluations,
+        unresolved=resolution.lost,
     )
 
 
 def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: int) -> Flow:
-    """The residual network X <- X + (time/layers) f(X), layer by layer: the flow with Euler steps."""
+    """The residual network X <- X + (time/layers) f(X), layer by layer: the flow in Euler steps.
+
+    Args:
+        f: The attention of every layer.
+        X: Initial tokens [n, d], or a measure, whose atoms are the tokens.
+        time: Total depth.
+        layers: Number of layers.
+
+    Returns:
+        The positions of the tokens after every layer.
+
+    Raises:
+        UserError: If a number is out of range, or the tokens do not fit f.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> eye = torch.eye(2, dtype=torch.float64)
+        >>> X = torch.ones(3, 2, dtype=torch.float64)
+        >>> path = ls.dynamics.layered(ls.SelfAttention(eye, eye, eye), X, time=1.0, layers=2)
+        >>> path.positions[:, 0, 0].tolist()
+        [1.0, 1.5, 2.25]
+    """
     velocity, points, weights = velocity_of(f, X)
     check_count("layers", layers)
-    instants(time, layers + 1)  # refuses a time that cannot be divided
+    check_time(time, layers + 1)
     times, resolution = (
         torch.arange(layers + 1, dtype=torch.float64) * (time / layers),
         _Resolution(f, None),
@@ -139,12 +197,19 @@ def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: 
             resolution(t, x)
     done = len(states) - 1
     return Flow(
-        f, times[: done + 1], torch.stack(states), weights, ending, done, done, resolution.lost
+        f=f,
+        times=times[: done + 1],
+        positions=torch.stack(states),
+        weights=weights,
+        ending=ending,
+        steps=done,
+        evaluations=done,
+        unresolved=resolution.lost,
     )
 
 
 def value_matrix(f: SelfAttention) -> Tensor:
-    """V for one head, sum_h O_h V_h for several: what moves tokens that all agree, dx/dt = V x (less the biases)."""
+    """V, or sum_h O_h V_h for several heads: identical tokens follow dx/dt = V x without biases."""
     values = (
         f.V.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten(0, 1)
     )
@@ -154,7 +219,7 @@ def value_matrix(f: SelfAttention) -> Tensor:
 def velocity_of(
     f: SelfAttention, X: Tensor | DiscreteMeasure
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]:
-    """Gamma_mu at the atoms of mu as a function of where they are, the atoms, and their weights where they differ."""
+    """The velocity as a function of the positions, the initial positions, and unequal weights."""
     if not isinstance(f, SelfAttention):
         raise UserError(f"f must be a SelfAttention, got {type(f).__name__}")
     points = X.points if isinstance(X, DiscreteMeasure) else X
@@ -165,7 +230,8 @@ def velocity_of(
     weights = None if bool((X.weights == X.weights[0]).all()) else X.weights.detach()
     if X.positions is None or bool((X.positions.diff() >= 0).all()):
         return _on_measure(f, X), points, weights
-    # In order and without ties the causal order needs no mask: compute in that order, and put the tokens back.
+    # Sorted by position and without ties, the causal order needs no mask: compute in that order,
+    # then permute back.
     order = X.positions.argsort(stable=True)
     back = order.argsort()
     ordered = _on_measure(f, DiscreteMeasure(X.points[order], X.weights[order], X.positions[order]))
@@ -175,20 +241,20 @@ def velocity_of(
 def _on_measure(f: SelfAttention, X: DiscreteMeasure) -> Callable[[Tensor], Tensor]:
     lift = lifted(f, X)
     mask = lift.mask
-    # All rows of log w are one row, which broadcasts; a mask of positions with ties has rows of its own.
+    # The rows of log w are all equal, so one row broadcasts; with ties among positions they differ.
     shared = mask is not None and lift.causal == f.causal
     return lambda x: _by_rows(lift, x, mask[:1] if mask is not None and shared else mask, shared)
 
 
 def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = False) -> Tensor:
-    """f(x) in O(n) memory, a block of queries at a time; mask [n, n], or [1, n] where all rows share it."""
+    """f(x) in O(n) memory, by blocks of queries; mask is [n, n], or [1, n] if rows share it."""
     if f.padding is not None or (f.window is not None and not f.causal):
         return f(x)
     q, k, v, scale = _operands(f, x)
     n = x.shape[0]
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
     plain = (mask is None or shared) and _plain(f) and not x.is_cuda
-    out, room = (
+    out, scratch = (
         x.new_empty(n, f.heads * v.shape[-1]),
         x.new_empty(2, f.heads * height * n if plain else 0),
     )
@@ -197,18 +263,19 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = Fa
         seen = rows.stop if f.causal else n
         part = None if mask is None else mask[:, :seen] if shared else mask[rows, :seen]
         block = q[:, rows] * scale, k[:, :seen], v[:, :seen], part
-        o = _softmax_rows(*block, f.causal, room) if plain else _attend_rows(f, *block)
+        o = _softmax_rows(*block, f.causal, scratch) if plain else _attend_rows(f, *block)
         out[rows] = o.transpose(0, 1).flatten(1)
     return out if f.O is None else out @ f.O.T
 
 
 def _plain(f: SelfAttention) -> bool:
-    """Whether the scores are bare, but for the causal order and a mask."""
+    """Whether scores have no window, softcap or sinks."""
     return f.window is None and f.kernel.softcap is None and f.kernel.sinks is None
 
 
 def _attend_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal order and window align the last query with the last key, which holds for a block and the keys it sees."""
+    # Causal order and window align the last query with the last key, which is right for a block of
+    # queries and the keys it sees.
     rules = f.kernel
     return attend(
         q,
@@ -224,14 +291,13 @@ def _attend_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 
 
 def _softmax_rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, room: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scratch: Tensor
 ) -> Tensor:
-    """The same by torch's softmax: what `attend` keeps for derivatives costs as much again where tokens are small.
-
-    Scores and weights are written into `room`: memory asked for anew at every block is paid for in page faults.
-    """
+    """softmax(q k' + mask) v, with scores and weights written into `scratch`."""
+    # `attend` would also store what derivatives need, which doubles the cost for small tokens.
+    # Allocating the scores again for every block would cost page faults.
     (heads, h, _), (groups, seen, _) = q.shape, k.shape
-    S, P = (space[: heads * h * seen].view(groups, -1, seen) for space in room)
+    S, P = (space[: heads * h * seen].view(groups, -1, seen) for space in scratch)
     torch.bmm(q.reshape(groups, -1, q.shape[-1]), k.mT, out=S)
     if mask is not None:
         S += mask
@@ -261,7 +327,7 @@ def _renormalised_field(
 
 
 class _Resolution:
-    """Watches the scores, and remembers when they outgrow what the dtype resolves."""
+    """Records the first time at which the scores exceed what the dtype can resolve."""
 
     def __init__(self, f: SelfAttention, V: Tensor | None):
         self.f, self.V = f, V
@@ -284,18 +350,19 @@ def _check_tokens(f: SelfAttention, points: Tensor) -> None:
     d, out = f.Q.shape[1], value_matrix(f).shape[0]
     if out != d:
         raise UserError(
-            f"f maps tokens of size {d} to size {out}; a flow needs them equal: give a square V, or an O back to {d}"
+            f"f maps tokens of dimension {d} to dimension {out}; a flow needs them equal: "
+            f"use a square V, or an O that maps back to dimension {d}"
         )
     check_input(points)
     n = points.shape[0]
     if points.shape[1] != d:
         raise UserError(
-            f"the tokens have size {points.shape[1]}; the weights of f read tokens of size {d}"
+            f"the tokens have dimension {points.shape[1]}, and f takes tokens of dimension {d}"
         )
     if points.dtype != f.Q.dtype or points.device != f.Q.device:
         raise UserError(
-            f"the tokens are {points.dtype} on {points.device} and the weights {f.Q.dtype} on {f.Q.device}; "
-            "convert one, e.g. f.to(X)"
+            f"the tokens are {points.dtype} on {points.device} and the weights are {f.Q.dtype} on "
+            f"{f.Q.device}; convert one to the other, for instance f.to(X)"
         )
     if f.mask is not None and tuple(f.mask.shape) != (n, n):
         raise UserError(

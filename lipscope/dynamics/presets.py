@@ -1,4 +1,4 @@
-"""Flows worth seeing, as data: where the tokens start, what moves them, and what to look for."""
+"""The presets of `simulate`, as data: initial tokens, attention, and what to look for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lipscope.attention.layer import SelfAttention
 
 @dataclass(frozen=True)
 class Preset:
-    """One head with scores x_j' A x_i, A = score I, and values V = drive times a rotation by `turn` radians.
+    """One head with scores x_j' A x_i, A = score I, and V = drive times a rotation by `turn`.
 
-    law, size:   where tokens start, a name in LAWS and its scale.
-    look:        what is looked for, a name in simulation.LOOKS.
-    renormalise: show z = e^{-tV} x, not x.
+    law, size:   distribution of the initial tokens, a name in LAWS, and its scale
+    look:        what to look for, a name in simulation.LOOKS
+    renormalise: show z = e^{-tV} x instead of x
     """
 
     about: str
@@ -47,7 +47,7 @@ PRESETS = {
         size=2.0,
     ),
     "gaussian": Preset(
-        about="a Gaussian stays one, by its moments and by particles, until its covariance blows up",
+        about="a Gaussian stays Gaussian until its covariance blows up: moments and particles",
         look="moments",
         law="gaussian",
         n=1000,
@@ -68,7 +68,7 @@ PRESETS = {
         causal=True,
     ),
     "growth": Preset(
-        about="the whole network stretches a change less than its layers one by one",
+        about="the whole network amplifies a change less than the product of its layers",
         look="growth",
         law="gaussian",
         n=24,
@@ -80,7 +80,7 @@ PRESETS = {
 
 
 def layer_of(preset: Preset, dim: int) -> SelfAttention:
-    """The attention of a preset in float64 for tokens of this size."""
+    """The attention of a preset in float64 for tokens of dimension dim."""
     identity = torch.eye(dim, dtype=torch.float64)
     V = preset.drive * identity
     if dim > 1:
@@ -92,12 +92,12 @@ def layer_of(preset: Preset, dim: int) -> SelfAttention:
 
 
 def tokens_of(preset: Preset, n: int, dim: int, seed: int) -> Tensor:
-    """n tokens drawn from the law of a preset; the same for a seed on every device."""
+    """n tokens drawn from the law of a preset; a seed gives the same tokens on every device."""
     return LAWS[preset.law](n, dim, preset.size, torch.Generator().manual_seed(seed))
 
 
 def gaussian_law(dim: int, size: float) -> tuple[Tensor, Tensor]:
-    """The mean, half a size along the first axis, and the covariance, with variances from size^2 to size^2 / 4."""
+    """Mean, size / 2 along the first axis, and covariance, with variances size^2 to size^2 / 4."""
     mean = torch.zeros(dim, dtype=torch.float64)
     mean[0] = size / 2
     return mean, size**2 * torch.linspace(1, 0.25, dim, dtype=torch.float64).diag()

@@ -1,4 +1,4 @@
-"""A preset, simulated: its flow, and what was looked for in it."""
+"""Simulate a preset: its flow, and what is looked for in it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.clusters import Clusters, find_clusters
 from lipscope.dynamics.depth_growth import DepthGrowth, growth_along_depth
 from lipscope.dynamics.gaussian import GaussianFlow, gaussian_flow
-from lipscope.dynamics.integration import Progress, check_count, instants
+from lipscope.dynamics.integration import Progress, check_count, check_time
 from lipscope.dynamics.particles import Flow, flow
 from lipscope.dynamics.presets import PRESETS, Preset, gaussian_law, layer_of, tokens_of
 from lipscope.linalg.device import usable_device
 
 HORIZON = 100.0
-"""How many times the time asked for the moments of a Gaussian are followed, to find their blow-up."""
+"""The search for a blow-up of the moments ends at this multiple of the requested time."""
 
 BEFORE = 0.99
-"""The fraction of the way to a blow-up that is drawn."""
+"""The fraction of the time to a blow-up that is drawn."""
 
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """A Gaussian along depth by its closed equation, to the time asked for, and as far as its blow-up.
+    """The moments of a Gaussian along depth, by their closed equation.
 
-    blow_up:  its time, looked for up to HORIZON times the time asked for; `beyond` goes there, or nowhere else.
-    searched: the time up to which it was looked for.
+    closed:   up to the requested time
+    beyond:   almost up to the blow-up, if there is one; otherwise the same as closed
+    blow_up:  the time of the blow-up, if one was found
+    searched: the time up to which it was searched for, at most HORIZON times the requested time
     """
 
     closed: GaussianFlow
@@ -43,7 +45,7 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `lipscope simulate` draws: the particles, what was found in them, and all it takes to do it again."""
+    """A simulated preset: the particles, what was found in them, and the settings to repeat it."""
 
     name: str
     preset: Preset
@@ -57,12 +59,12 @@ class Simulation:
 
     @property
     def shown(self) -> Tensor:
-        """The positions to draw [T, n, d]: renormalised where the preset says so."""
+        """The positions to draw [T, n, d], renormalised if the preset asks for it."""
         return (self.flow.renormalised if self.preset.renormalise else self.flow.positions).cpu()
 
     @property
     def status(self) -> str:
-        """How the flow ended and what was found, in a sentence each."""
+        """How the flow ended and what was found, one sentence each."""
         found = (
             f"the moments: {self.found.closed.status}"
             if isinstance(self.found, Moments)
@@ -81,21 +83,55 @@ def simulate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Simulation:
-    """A preset's flow in float64, with its own numbers of tokens, dimensions and time unless told otherwise."""
+    """Simulate tokens flowing through infinitely many layers of attention, in float64.
+
+    Args:
+        preset: Name of the flow: clusters, gaussian, masked or growth.
+        n: Number of tokens; by default the preset's.
+        dim: Dimension of a token; by default the preset's.
+        time: Depth to integrate to; by default the preset's.
+        device: For example "cpu", "cuda" or "cuda:1".
+        seed: Seed of the initial tokens.
+        progress: Called with (done, total) as the integration proceeds.
+
+    Returns:
+        The flow, and what was found in it: clusters, moments or growth along depth.
+
+    Raises:
+        UserError: If there is no such preset, or a number is out of range.
+
+    Example:
+        >>> import lipscope as ls
+        >>> found = ls.simulate("clusters", n=12, time=1.0)
+        >>> found.flow.positions.shape
+        torch.Size([65, 12, 2])
+        >>> found.flow.ok
+        True
+    """
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}; the presets are {', '.join(PRESETS)}")
     chosen = PRESETS[preset]
     n, dim = (chosen.n if n is None else n), (chosen.dim if dim is None else dim)
     check_count("n, the number of tokens,", n)
-    check_count("dim, the size of a token,", dim)
+    check_count("dim, the dimension of a token,", dim)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise UserError(f"seed must be a whole number, not negative and below 2^63, got {seed!r}")
+        raise UserError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}")
     time = chosen.time if time is None else time
-    instants(time, 2)  # refuses a time before anything is drawn
+    check_time(time, 2)
     place = usable_device(device)
     f, X = layer_of(chosen, dim).to(place), tokens_of(chosen, n, dim, seed).to(place)
     path, found = LOOKS[chosen.look](chosen, f, X, time, progress)
-    return Simulation(preset, chosen, n, dim, time, seed, str(place), path, found)
+    return Simulation(
+        name=preset,
+        preset=chosen,
+        n=n,
+        dim=dim,
+        time=time,
+        seed=seed,
+        device=str(place),
+        flow=path,
+        found=found,
+    )
 
 
 def _flow(
@@ -120,9 +156,10 @@ def _look_at_moments(
     beyond = (
         closed if far.blow_up is None else gaussian_flow(f, law[0], law[1], BEFORE * far.blow_up)
     )
-    return _flow(preset, f, X, time, progress), Moments(
-        closed, beyond, far.blow_up, far.times[-1].item()
+    moments = Moments(
+        closed=closed, beyond=beyond, blow_up=far.blow_up, searched=far.times[-1].item()
     )
+    return _flow(preset, f, X, time, progress), moments
 
 
 def _look_at_growth(

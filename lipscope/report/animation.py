@@ -1,4 +1,4 @@
-"""A flow as a moving picture."""
+"""A flow as an animated GIF."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FPS = 12
 
 
 def animate(simulation: Simulation, path: Path, progress: Progress | None = None) -> None:
-    """The tokens frame by frame as a GIF, on axes that stand still."""
+    """Write the tokens of a flow, frame by frame, as a GIF with fixed axes."""
     from matplotlib.animation import PillowWriter
     from matplotlib.figure import Figure
 
@@ -45,7 +45,7 @@ def animate(simulation: Simulation, path: Path, progress: Progress | None = None
 
 
 def _moving_tokens(ax: Axes, simulation: Simulation) -> Move:
-    """Tokens in the plane; on the line, one above the other in their order."""
+    """Tokens in the plane; in one dimension, one above the other in order."""
     z = simulation.shown.numpy()
     if simulation.dim == 1:
         z = np.stack([z[..., 0], np.broadcast_to(np.arange(simulation.n), z.shape[:2])], axis=-1)

@@ -1,4 +1,4 @@
-"""Figures of attacks: attacks against each other at equal norm; sigma of real and of adversarial inputs by length."""
+"""Figures of attacks: comparison at equal norm; sigma of real and adversarial inputs by length."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LOOKS = {
     TOKENS: ("#c0392b", "D--"),
     RANDOM: ("0.55", "^:"),
 }
-"""Colour and mark of each attack; the marks tell them apart without colour."""
+"""Colour and marker of each attack; the markers distinguish them without colour."""
 
 
 def contest_figure(trials: Sequence[Trial]) -> Figure:
-    """Relative change of the output, and share of texts whose neighbour changed, against the norm, attack by attack."""
+    """Change of the output, and share of texts whose nearest neighbour changed, by norm."""
     import matplotlib.pyplot as plt
 
     if not trials:
-        raise UserError("there are no trials to draw; compare_attacks makes them.")
+        raise UserError("there are no trials to draw; run compare_attacks to get some")
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
     count = len({t.text for t in trials})
     for attack, (colour, mark) in LOOKS.items():
@@ -64,11 +64,11 @@ def contest_figure(trials: Sequence[Trial]) -> Figure:
 
 
 def adversarial_growth_figure(curves: Mapping[str, Mapping[int, float]], title: str) -> Figure:
-    """sigma against length on log axes, one curve a name: real text, attacks, constructions, theorems."""
+    """sigma against length on log axes, one curve per name."""
     import matplotlib.pyplot as plt
 
     if not curves:
-        raise UserError("there are no curves to draw; give {name: {n: sigma}}.")
+        raise UserError("there are no curves to draw; pass {name: {n: sigma}}")
     figure, ax = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
     lengths = sorted({n for curve in curves.values() for n in curve})
     for i, (name, curve) in enumerate(curves.items()):

@@ -1,4 +1,4 @@
-"""Bounds on the terminal: each head with its sigma, the worst found and every bound as a ratio; then a summary."""
+"""Bounds on the terminal: for each head sigma, the worst input found, and bound / sigma."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def bound_summary(audit: Audit) -> RenderableType:
     for name, why in sorted(audit.not_offered.items()):
         needs[why].append(name)
     refused = [
-        f"not offered: {'; '.join(theorems)} (needed: {why})" for why, theorems in needs.items()
+        f"not applicable: {'; '.join(theorems)} (required: {why})"
+        for why, theorems in needs.items()
     ]
     return Group(
         title,
@@ -54,10 +55,10 @@ def bound_summary(audit: Audit) -> RenderableType:
 
 
 LEGEND = (
-    "head 2.5: layer 2, head 5. σ: local Lipschitz constant at the text; worst: the largest found in the ball of "
-    "radius R around 0, by constructions and ascent. Ratios are bound / σ; a lower bound on the ball is compared with "
-    "the worst found; k: thousands. √n: the regime where one token can hold all others, n <= 1 + e^(2 γ R²); "
-    "mf: mean-field, n beyond that."
+    "head 2.5: layer 2, head 5. σ: local Lipschitz constant at the text; worst: the largest found "
+    "in the ball of radius R around 0, by constructions and ascent. Ratios are bound / σ; a lower "
+    "bound on the ball is compared with the worst found; k: thousands. √n: the regime where one "
+    "token can dominate all others, n <= 1 + e^(2 γ R²); mf: mean-field, n beyond that."
 )
 
 
@@ -102,7 +103,7 @@ def _summary(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Tabl
 
 
 def _at_point(name: str) -> bool:
-    """Whether a bound speaks of the text alone, not of a ball."""
+    """Whether a bound is about the text alone, not a ball."""
     return any(bound.domain is Point and name.startswith(BOUND + bound.name) for bound in REGISTRY)
 
 
@@ -112,7 +113,7 @@ def _ratio(rows: dict[str, Row], name: str) -> float:
 
 
 def _typical(heads: dict[Head, dict[str, Row]]) -> Callable[[str], tuple[bool, float]]:
-    """Sorts bounds: upper ones first, the tightest first."""
+    """Sort key of bounds: upper bounds first, then by tightness."""
 
     def key(name: str) -> tuple[bool, float]:
         rows = [found for found in heads.values() if name in found]

@@ -12,7 +12,7 @@ from lipscope.study.study import Study
 
 
 def comparison(first: Study, second: Study) -> dict[str, Any]:
-    """Cells of both studies at the greatest length they share, and a line per map that both have."""
+    """Cells of both studies at the largest common length, and a line per common map."""
     lengths = {row.n for row in first.sigma} & {row.n for row in second.sigma}
     if not lengths:
         return {"n": None, "layers": [], "columns": [], "ratios": [], "lines": []}
@@ -32,7 +32,7 @@ def comparison(first: Study, second: Study) -> dict[str, Any]:
 
 
 def lines(first: Study, second: Study, n: int) -> list[dict[str, Any]]:
-    """Per map that both studies have: sigma (median over samples, heads by their largest) and exponent of each."""
+    """Per common map: sigma (median over samples, the largest head) and exponent in each study."""
     found, others = [], set(second.maps)
     for scope, layer in (at for at in first.maps if at in others):
         values = [
@@ -59,23 +59,25 @@ def verdict(first: Study, second: Study) -> str:
     table = comparison(first, second)
     if table["n"] is None:
         return (
-            "The two studies share no length at which both have values, so nothing can be compared."
+            "The two studies have no length in common at which both have values, so they cannot "
+            "be compared."
         )
     known = [line for line in table["lines"] if line["ratio"] is not None]
     if not known:
-        return f"At n = {table['n']} the two studies share no map with a positive σ."
+        return f"At n = {table['n']} the two studies have no map with a positive σ in common."
     ratios = [line["ratio"] for line in known]
     mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
     least, most = min(known, key=lambda x: x["ratio"]), max(known, key=lambda x: x["ratio"])
     return (
-        f"At n = {table['n']}, over the {len(known)} maps both studies have, σ of the second is {mean:.3g} times "
-        f"σ of the first (geometric mean); from {least['ratio']:.3g} ({least['layer']}, {least['scope']}) "
-        f"to {most['ratio']:.3g} ({most['layer']}, {most['scope']})."
+        f"At n = {table['n']}, over the {len(known)} maps in both studies, σ of the second is "
+        f"{mean:.3g} times σ of the first (geometric mean); from {least['ratio']:.3g} "
+        f"({least['layer']}, {least['scope']}) to {most['ratio']:.3g} "
+        f"({most['layer']}, {most['scope']})."
     )
 
 
 def differences(first: Study, second: Study) -> list[str]:
-    """What decides the numbers and is not the same in both."""
+    """The settings that the numbers depend on and that differ between the studies."""
     a, b = first.info, second.info
     found = [name.replace("_", " ") for name in a.identity.differences(b.identity)]
     return found + (["model name"] if a.about.model != b.about.model else [])

@@ -1,4 +1,4 @@
-"""What the page draws, taken from a study: plain lists and numbers, every text made safe to show."""
+"""The data behind the page of a study: plain lists and numbers, with all texts made safe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lipscope.study.records import COLUMNS, Row
 from lipscope.study.study import SIGMA, Study
 
 STRIP_TOKENS, ALL_STRIPS = 2048, 300_000
-"""So many tokens are shown of one sample, and so many in all."""
+"""Maximum number of tokens shown per sample, and in all."""
 
 TEXT_COLUMNS = ("probe", "scope", "kind", "norm", "status", "dtype", "device")
 BOUND_KINDS = ("upper", "lower")
@@ -21,7 +21,7 @@ Map = tuple[str, int | None]
 
 
 def shown(text: str, width: int = 200) -> str:
-    """Text from strangers, in one line: invisible and direction-changing characters are spelled out."""
+    """Untrusted text in one line, with invisible and bidirectional characters spelled out."""
     return for_terminal(text, width)
 
 
@@ -42,18 +42,16 @@ def content(study: Study) -> dict[str, Any]:
 
 
 def cell(rows: list[Row]) -> list[float]:
-    """Median over samples, the interval it lies in, the range over samples, and their number.
-
-    A median grows with each of its members: where their bounds hold, it lies between the medians of
-    the lower and of the upper ones.
-    """
+    """Median over samples, the interval it lies in, the range over samples, and their number."""
+    # A median does not decrease in any of its members: where their bounds hold, it lies between the
+    # median of the lower bounds and that of the upper ones.
     values = [row.value for row in rows]
     low, high = median(row.lower for row in rows), median(row.upper for row in rows)
     return [median(values), low, high, min(values), max(values), len(values)]
 
 
 def heat(study: Study) -> dict[str, Any]:
-    """Layers x heads, and the scopes without heads in columns beside them; one table per length."""
+    """One table per length: layers by heads, and a column for each scope without heads."""
     found: dict[tuple[int, str, str], list[Row]] = defaultdict(list)
     for row in study.sigma:
         column = row.scope if row.head is None else f"head {row.head}"
@@ -81,7 +79,7 @@ def heat(study: Study) -> dict[str, Any]:
 
 
 def growth(study: Study) -> list[dict[str, Any]]:
-    """Per map: the medians over samples with their ranges, the fitted law, and R(n)."""
+    """Per map: medians over samples with ranges, the fitted growth law, and R(n)."""
     curves = []
     for scope, layer in study.maps:
         by_length: dict[int, list[Row]] = defaultdict(list)
@@ -102,7 +100,7 @@ def growth(study: Study) -> list[dict[str, Any]]:
 
 
 def tokens(study: Study) -> dict[str, Any]:
-    """Per map: the tokens of the sample of largest sigma, at the greatest length that can be shown in full."""
+    """Per map: the tokens of the sample of largest sigma, at the largest length that fits."""
     maps = study.maps
     limit = max(1, min(STRIP_TOKENS, ALL_STRIPS // max(1, len(maps))))
     words: dict[str, list[str]] = {}
@@ -114,7 +112,7 @@ def tokens(study: Study) -> dict[str, Any]:
         try:
             found = study.tokens_of(row)[:limit]
         except UserError:
-            continue  # no norms were kept for this map
+            continue  # no token norms were saved for this map
         sample = f"{row.n}-{row.sample}"
         words[sample] = [shown(token.token, 40) for token in found]
         strips.append(
@@ -134,7 +132,7 @@ def tokens(study: Study) -> dict[str, Any]:
 
 
 def bounds(study: Study) -> list[dict[str, Any]]:
-    """Per map: its largest sigma among the rows that have bounds, and those bounds."""
+    """Per map: the largest sigma among the rows with bounds, and these bounds."""
     around: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in study.rows:
         if row.probe != SIGMA and row.kind in BOUND_KINDS and row.norm == "2" and not row.failing:
@@ -157,7 +155,7 @@ def bounds(study: Study) -> list[dict[str, Any]]:
 
 
 def table(study: Study) -> dict[str, Any]:
-    """Every row by columns; texts, which repeat, as numbers into a list of them."""
+    """All rows, by column; repeated texts are stored once and referenced by index."""
     columns = dict(zip(COLUMNS, zip(*study.rows, strict=True), strict=True)) if study.rows else {}
     found: dict[str, Any] = {}
     for name, values in columns.items():

@@ -1,4 +1,4 @@
-"""Data as JSON that can stand inside a script element: short numbers, and no character that could end it."""
+"""JSON for a script element: short numbers, and no character that could end the element."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def as_json(value: Any) -> str:
-    """JSON in ASCII; floats to six digits, NaN as null, infinity as a number that reads back as infinity."""
+    """JSON in ASCII: floats to six digits, NaN as null, infinity as 1e999, which parses as such."""
     if isinstance(value, float):
         return number(value)
     if isinstance(value, str):
@@ -29,7 +29,7 @@ def as_json(value: Any) -> str:
 
 
 def _encoder(values: Sequence[Any]) -> Callable[[Any], str]:
-    """The short way for a column of one kind."""
+    """A faster encoder for a column of a single type."""
     kinds = {type(value) for value in values}
     return number if kinds == {float} else str if kinds == {int} else as_json
 

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LABELLED_TOKENS = 80
-"""Beyond so many tokens, only the strongest twenty are named."""
+"""Above this number of tokens, only the strongest twenty are labelled."""
 
 COLOURS = "Blues"  # monotone lightness: readable in greyscale and by colour-blind eyes
 
 
 def heatmap(study: Study, ax: Axes | None = None, n: int | None = None) -> Axes:
-    """Median sigma over samples, layers x heads, at one length: the greatest unless told otherwise."""
+    """Median sigma over samples, layers by heads, at length n; by default the largest."""
     table, ax = heat(_measured(study)), _axes(ax)
     lengths = table["lengths"]
     if n is not None and n not in lengths:
-        raise UserError(f"nothing was measured at n = {n}; this study has {lengths}.")
+        raise UserError(f"nothing was measured at n = {n}; choose one of {lengths}")
     at = len(lengths) - 1 if n is None else lengths.index(n)
     values = [
         [math.nan if cell is None else cell[0] for cell in line] for line in table["cells"][at]
@@ -41,13 +41,13 @@ def heatmap(study: Study, ax: Axes | None = None, n: int | None = None) -> Axes:
 
 
 def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Axes:
-    """sigma against length on log axes: medians with ranges, the fitted law of each layer, and both guides."""
+    """sigma against length on log axes: medians with ranges, the fit of each layer, and guides."""
     from matplotlib import colormaps
 
     scopes = list(dict.fromkeys(name for name, _ in _measured(study).maps))
     scope = scope or ("attention" if "attention" in scopes else scopes[0])
     if scope not in scopes:
-        raise UserError(f"scope {scope} was not measured; this study has {scopes}.")
+        raise UserError(f"scope {scope} was not measured; choose one of {scopes}")
     ax, layers = _axes(ax), [layer for name, layer in study.maps if name == scope]
     lengths, lowest = sorted({row.n for row in study.sigma if row.scope == scope}), math.inf
     for i, layer in enumerate(layers):
@@ -89,7 +89,7 @@ def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Ax
 def tokens(
     study: Study, ax: Axes | None = None, layer: int | None = None, scope: str | None = None
 ) -> Axes:
-    """The tokens of the sample of largest sigma, by input norm and output norm; the roughest layer by default."""
+    """The tokens of the sample of largest sigma, by input and output norm, in one layer."""
     peak = _measured(study).peak()
     layer = peak.layer if layer is None else layer
     found = study.tokens(layer, scope)
@@ -130,7 +130,8 @@ def _guides(ax: Axes, lengths: list[int], lowest: float) -> None:
 def _measured(study: Study) -> Study:
     if not study.sigma:
         raise UserError(
-            "this study has no values to draw; its rows have failed or were never measured."
+            "this study has no values to draw: its rows failed or were never measured; "
+            "run lipscope measure on it again"
         )
     return study
 

@@ -1,4 +1,4 @@
-"""Figures of a simulated flow: where tokens went, and the number that goes with it, in one picture."""
+"""Figures of a simulated flow: the paths of the tokens, and what was found in them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PATHS = 400
-"""Beyond so many tokens, only so many paths are drawn."""
+"""Maximum number of paths drawn."""
 
 LARGEST = 1e200
-"""Beyond this, ticks and margins of an axis overflow."""
+"""Above this, the ticks and margins of an axis overflow."""
 
 Move = Callable[[int], None]
 NOTHING = np.empty(0)
@@ -61,7 +61,7 @@ def draw(simulation: Simulation) -> Figure:
 
 
 def label_axes(ax: Axes, simulation: Simulation) -> None:
-    """Which coordinates of what."""
+    """Label the axes with the coordinates shown."""
     letter = "z = exp(-tV) x" if simulation.preset.renormalise else "x"
     if simulation.dim == 1:
         ax.set_xlabel("depth t")
@@ -74,8 +74,8 @@ def label_axes(ax: Axes, simulation: Simulation) -> None:
 
 
 def frame_axes(ax: Axes, z: Tensor) -> None:
-    """Limits that hold every token of z [..., d], with a margin."""
-    ax.set_adjustable("box")  # limits are kept, and the shape of the axes gives way to equal scales
+    """Axis limits that contain every token of z [..., d], with a margin."""
+    ax.set_adjustable("box")  # keep the limits; equal scales change the shape
     flat = z.reshape(-1, z.shape[-1])
     low, high = flat.amin(dim=0), flat.amax(dim=0)
     pad = 0.05 * (high - low).clamp_min(1e-9 * max(1.0, flat.abs().max().item()))
@@ -85,7 +85,7 @@ def frame_axes(ax: Axes, z: Tensor) -> None:
 
 
 def colours(simulation: Simulation) -> Any:
-    """Tokens by their place in the sequence where order matters, all alike where it does not."""
+    """Colours by position in the sequence where order matters, else a single one."""
     if not simulation.preset.causal:
         return BLUE
     from matplotlib import colormaps
@@ -103,7 +103,7 @@ def ellipse(mean: Tensor, covariance: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _paths(ax: Axes, simulation: Simulation) -> None:
-    """Where each token started, and its way."""
+    """The initial tokens and their paths."""
     z, times = simulation.shown.numpy(), simulation.flow.times.numpy()
     chosen = np.linspace(0, simulation.n - 1, min(simulation.n, PATHS)).round().astype(int)
     colour = colours(simulation)
@@ -117,7 +117,7 @@ def _paths(ax: Axes, simulation: Simulation) -> None:
 
 
 def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
-    """Limit points, or the centres of what has not gathered, filled where they are vertices of their hull."""
+    """Centres of clusters or groups, filled where they are vertices of their convex hull."""
     what = "limit points" if found.clear else "centres of groups"
     centres, extreme = found.centres.numpy(), found.extreme.numpy()
     end = simulation.flow.times[-1].item()
@@ -165,7 +165,7 @@ def _counts(ax: Axes, simulation: Simulation, found: Clusters) -> None:
 
 
 def _cloud(ax: Axes, simulation: Simulation, found: Moments) -> None:
-    """Particles at the end, their own ellipse and that of the closed equation."""
+    """Final particles, with their own ellipse and that of the closed equation."""
     if simulation.dim > 1:
         last = len(simulation.flow.times) - 1
         moving_cloud(ax, simulation, found)(last)
@@ -178,7 +178,7 @@ def _cloud(ax: Axes, simulation: Simulation, found: Moments) -> None:
 
 
 def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
-    """Particles and both ellipses, which the returned function moves to a frame."""
+    """Particles and both ellipses; the returned function moves them to a frame."""
     x, closed = simulation.shown, found.closed
     dots = ax.scatter(x[0, :, 0], x[0, :, 1], s=4, c=BLUE, alpha=0.4, label="particles")
     (own,) = ax.plot([], [], color=BLUE, linewidth=1, label="their mean and covariance, 2 sd")
@@ -235,7 +235,7 @@ def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
 
 
 def _curve(ax: Axes, times: Tensor, values: Tensor, **style: Any) -> None:
-    """A curve as far as its values can be drawn."""
+    """Plot a curve up to the largest value that can be drawn."""
     drawn = values.abs() < LARGEST
     ax.plot(times[drawn], values[drawn], **style)
 

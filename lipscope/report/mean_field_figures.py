@@ -1,4 +1,4 @@
-"""Figures of attention on measures: what the room `mean_field` computes, drawn on matplotlib Axes."""
+"""Figures of attention on measures, the subject of `mean_field`, on matplotlib Axes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PALETTE = "viridis"  # monotone lightness: readable in greyscale and by colour-b
 
 
 def draw_transitions(found: Mapping[float, Transition], ax: Axes) -> Axes:
-    """sigma(n) along the adversarial family for each radius R, with sqrt n, the plateaus and n = e^{2 gamma R^2}."""
+    """sigma(n) of the adversarial family for each radius R, with sqrt n and n = e^{2 gamma R^2}."""
     from matplotlib import colormaps
 
     ends = [float(n) for n in max(found.values(), key=lambda curve: curve.n[-1]).n]
@@ -45,7 +45,7 @@ def draw_transitions(found: Mapping[float, Transition], ax: Axes) -> Axes:
     ax.plot(
         [], [], "o:", color="0.3", markersize=5, linewidth=0.8, label="n = exp(2γR²), predicted"
     )
-    # sqrt n goes on for ever: the window is that of the curves.
+    # sqrt n has no end: the axes follow the other curves.
     ax.set_xlim(2, ends[-1])
     ax.set_ylim(1, 10 * max(curve.sigma.max().item() for curve in found.values()))
     ax.set_xscale("log")
@@ -73,10 +73,11 @@ def draw_splitting_map(found: SplittingMap, ax: Axes) -> Axes:
 def draw_two_diracs(
     f: SelfAttention, radii: Sequence[float], ax: Axes, family: str | None = None
 ) -> Axes:
-    """||D_mu F|| of the two-Dirac measures over R, above what is proved from below and under both bounds."""
+    """||D_mu F|| of the two-Dirac measures over R, between its lower and upper bounds."""
     worst = [two_diracs(f, R, family) for R in radii]
     sigma = [
-        one(spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0))).value for w in worst
+        one(spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0))).value
+        for w in worst
     ]
     ax.plot(
         radii,
@@ -103,7 +104,7 @@ def draw_two_diracs(
 
 
 def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) -> Axes:
-    """The d_p constants of averaging n tokens over their past, with their limits and the 1 of the unmasked bound."""
+    """The d_p constants of causal averaging of n tokens, their limits, and the unmasked bound."""
     from matplotlib import colormaps
 
     for i, p in enumerate(exponents):
@@ -126,7 +127,7 @@ def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) 
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_yticks([1, 2, 3, 5, 10], ["1", "2", "3", "5", "10"])
-    ax.set_ylim(0.9, 6 * ax.dataLim.ymax)  # room for the legend
+    ax.set_ylim(0.9, 6 * ax.dataLim.ymax)  # space for the legend
     ax.set_xlabel("n, number of tokens")
     ax.set_ylabel("constant of averaging over the past in d_p")
     ax.legend(fontsize="small", loc="upper left")
@@ -134,7 +135,7 @@ def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) 
 
 
 def draw_masked_bounds(f: SelfAttention, radii: Sequence[float], X: torch.Tensor, ax: Axes) -> Axes:
-    """In d_2, over R: causal f at the tokens R X, above the bound for attention without mask, below those that hold."""
+    """The d_2 constant of causal f at tokens R X, over R: above the unmasked bound, below ours."""
     measures = [DiscreteMeasure.uniform(R * X, causal=True) for R in radii]
     sigma = [
         one(spectral_norm(derivative(f, mu), 1e-6, solver=Solver(seed=0))).value for mu in measures

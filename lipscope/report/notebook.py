@@ -1,4 +1,4 @@
-"""A study in a notebook cell: its headline and a line per map, without scripts."""
+"""A study in a notebook cell: headline and a row per map, without scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = ("layer", "map", "n", "σ, median", "σ, range", "α [95 %]")
 
 
 def summary_html(study: Study) -> str:
-    """Headline, and per map sigma at its greatest length with the exponent of growth."""
+    """The headline, and per map sigma at the largest length with its growth exponent."""
     name = (
         f"<strong>{escape(shown(study.info.about.model, 80))}</strong>: {escape(headline(study))}"
     )

@@ -1,4 +1,4 @@
-"""The page: one self-contained file with its data, its charts and a policy that lets nothing else run."""
+"""The report: one self-contained HTML page with data, charts and a content security policy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lipscope.report.encoding import as_json
 from lipscope.study.study import Study
 
 SCRIPTS = ("core.js", "charts.js", "tokens.js", "table.js", "comparison.js", "main.js")
-EMPTY_STYLE = ""  # plotly makes an empty style element and fills it rule by rule
+EMPTY_STYLE = ""  # plotly adds an empty style element and fills it rule by rule
 MAP_STYLE = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
 
 
 @dataclass(frozen=True)
 class Section:
-    """A question, its answer in words, and the parts the script draws below it, once per study."""
+    """A question, its answer in words, and the charts below it, for each study."""
 
     name: str
     question: str
@@ -39,7 +39,7 @@ class Section:
 
 SECTIONS = (
     Section("smooth", "How smooth is this model?", words.smooth, (), needs_values=False),
-    Section("rough", "Where is it rough?", words.rough, ("heat",)),
+    Section("rough", "Where is it most sensitive?", words.rough, ("heat",)),
     Section("growth", "How does that grow with length?", words.growth, ("growth",)),
     Section("tokens", "Which tokens carry it?", words.tokens, ("tokens",)),
     Section("worst", "How far is it from the worst case?", words.worst, ("bounds",)),
@@ -57,7 +57,38 @@ SECTIONS = (
 
 
 def render(study: Study, path: str | os.PathLike[str], against: Study | None = None) -> Path:
-    """Writes the page of a study, or of two side by side; the file is there in full or not at all."""
+    """Write a study, or two side by side, as one self-contained HTML page.
+
+    The page needs no network and loads nothing. The file is written completely or not at all.
+
+    Args:
+        study: The study.
+        path: File to write.
+        against: A second study to compare with.
+
+    Returns:
+        The path of the page.
+
+    Example:
+        >>> import tempfile
+        >>> import lipscope as ls
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> model = LlamaModel(
+        ...     LlamaConfig(
+        ...         vocab_size=9,
+        ...         hidden_size=4,
+        ...         intermediate_size=4,
+        ...         num_hidden_layers=1,
+        ...         num_attention_heads=1,
+        ...     )
+        ... ).double()
+        >>> study = ls.measure(model, torch.arange(8)[None], lengths=(4,), samples=1)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     page = ls.render(study, f"{directory}/report.html")
+        ...     page.read_text()[:15]
+        '<!doctype html>'
+    """
     goal, page = Path(path), html([study] if against is None else [study, against])
     with whole_file(goal) as draft:
         draft.write_text(page, encoding="utf-8", newline="")
@@ -65,7 +96,7 @@ def render(study: Study, path: str | os.PathLike[str], against: Study | None = N
 
 
 def html(studies: Sequence[Study]) -> str:
-    """The text of the page."""
+    """The page as a string."""
     from plotly.offline import get_plotlyjs
 
     style, charts, script = (
@@ -102,14 +133,15 @@ def _template(name: str) -> str:
 
 
 def _unneeded(charts: str) -> str:
-    """Stand-ins for the style elements of geographical maps: plotly adds those it does not find, against the policy."""
+    """Placeholders for the style elements of geographical maps."""
+    # Plotly adds the style elements that it does not find, which the policy forbids.
     return "".join(
         f'<template id="{name}"></template>' for name in sorted(set(MAP_STYLE.findall(charts)))
     )
 
 
 def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """Only what is in this file runs, known by its hash; nothing is fetched and nothing is sent."""
+    """A policy under which only this page's own scripts run, by hash, and nothing is loaded."""
 
     def hashes(texts: Sequence[str]) -> str:
         digests = (hashlib.sha256(text.encode()).digest() for text in texts)
@@ -131,7 +163,8 @@ def _subtitle(study: Study) -> str:
 
 def _tiles(study: Study) -> str:
     items = "".join(
-        f"<li><span>{escape(what)}</span><strong>{escape(number)}</strong><span>{escape(where)}</span></li>"
+        f"<li><span>{escape(what)}</span><strong>{escape(number)}</strong>"
+        f"<span>{escape(where)}</span></li>"
         for what, number, where in words.tiles(study)
     )
     return f'<ul class="tiles">{items}</ul>' if items else ""
@@ -143,7 +176,10 @@ def _section(section: Section, studies: Sequence[Study]) -> str:
         return ""
     panes = "".join(_pane(section, studies[i], i, len(studies) > 1) for i in shown_for)
     kind = "panes two" if len(studies) > 1 else "panes"
-    return f'<section id="{section.name}"><h2>{escape(section.question)}</h2><div class="{kind}">{panes}</div></section>'
+    return (
+        f'<section id="{section.name}"><h2>{escape(section.question)}</h2>'
+        f'<div class="{kind}">{panes}</div></section>'
+    )
 
 
 def _pane(section: Section, study: Study, index: int, named: bool) -> str:
@@ -158,17 +194,19 @@ def _pane(section: Section, study: Study, index: int, named: bool) -> str:
         else f'<div class="part" data-part="{part}" data-study="{index}"></div>'
         for part in section.parts
     )
-    return f'<div class="pane">{name}<p class="answer">{escape(section.answer(study))}</p>{parts}</div>'
+    answer = escape(section.answer(study))
+    return f'<div class="pane">{name}<p class="answer">{answer}</p>{parts}</div>'
 
 
 def _facts(study: Study) -> str:
-    """Reasons for failure, the maps that were measured, and what decides the numbers."""
+    """Reasons for failure, the measured maps, and the settings that the numbers depend on."""
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in words.failures(study))
     found = f"<h3>Rows without a value</h3><ul>{reasons}</ul>" if reasons else ""
     measured = dict.fromkeys(row.scope for row in study.rows)
     known = study.info.about.scopes
     maps = "".join(
-        f"<dt>{escape(shown(scope, 30))}</dt><dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
+        f"<dt>{escape(shown(scope, 30))}</dt>"
+        f"<dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
         for scope in measured
     )
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
@@ -179,11 +217,11 @@ def _facts(study: Study) -> str:
     again = (
         f"<pre>{escape(shown(command, 2000))}</pre>"
         if command
-        else "<p>Its input was not a text.</p>"
+        else "<p>The input was not a text.</p>"
     )
     return (
         f'{found}<h3>What was measured</h3><dl class="facts box">{facts}</dl>'
-        f"<h3>The command that measures it again</h3>{again}"
+        f"<h3>Command to repeat the measurement</h3>{again}"
     )
 
 
@@ -191,7 +229,8 @@ def _box(study: Study) -> list[tuple[str, str]]:
     identity, about = study.info.identity, study.info.about
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     facts = {
-        "model": f"{about.model} ({about.architecture}, {about.layers} layers, {about.heads} heads)",
+        "model": f"{about.model} ({about.architecture}, {about.layers} layers, "
+        f"{about.heads} heads)",
         "revision": identity.revision or "none",
         "weights": identity.weights,
         "configuration": identity.config,
@@ -202,17 +241,17 @@ def _box(study: Study) -> list[tuple[str, str]]:
         "mask": identity.mask,
         "dtype and device": f"{identity.dtype}, {about.device}",
         "tolerance and seed": f"{identity.tol:g}, {identity.seed}",
-        "gap": "none asked for" if identity.gap is None else f"{identity.gap:g}",
+        "gap": "none requested" if identity.gap is None else f"{identity.gap:g}",
         "versions": versions,
     }
     return [(name, shown(value, 400)) for name, value in facts.items()]
 
 
 def _comparison(first: Study, second: Study) -> str:
-    changed = ", ".join(differences(first, second)) or "nothing: the same model, text and settings"
+    changed = ", ".join(differences(first, second)) or "none, the model and the text are the same"
     return (
         '<section id="comparison"><h2>What is different?</h2><div class="panes"><div class="pane">'
         f'<p class="answer">{escape(verdict(first, second))}</p>'
-        f"<p>Of what decides the numbers, these differ: {escape(changed)}.</p>"
+        f"<p>Settings that differ: {escape(changed)}.</p>"
         '<div class="part" data-part="comparison" data-study="0"></div></div></div></section>'
     )

@@ -1,4 +1,4 @@
-"""What a simulation leaves in a folder, animation, figure and numbers, and what it says on the terminal."""
+"""The files of a simulation (animation, figure, numbers) and its summary on the terminal."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ ANIMATION, FIGURE, NUMBERS, SERIES = "animation.gif", "figure.png", "simulation.
 def write_simulation(
     simulation: Simulation, out: Path, progress: Progress | None = None
 ) -> list[Path]:
-    """The animation, the figure, the numbers as JSON and those along depth as CSV, in the folder `out`."""
+    """Write animation, figure, numbers as JSON, and series along depth as CSV to `out`."""
     check_folder(out)
     numbers = numbers_of(simulation)
     paths = [out / name for name in (ANIMATION, FIGURE, NUMBERS, SERIES)]
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path in paths:
-            if (
-                path.name != NUMBERS
-            ):  # pictures of an earlier run must not stand beside the numbers of this one
+            # Pictures of an earlier run must not remain beside the numbers of this one.
+            if path.name != NUMBERS:
                 path.unlink(missing_ok=True)
-        # First, because it marks the folder as ours: a run cut short can be repeated into it.
+        # First, because this file marks the folder as ours: an interrupted run can be repeated.
         with whole_file(paths[2]) as path:
             path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
         with whole_file(paths[3]) as path:
@@ -53,33 +52,34 @@ def write_simulation(
             animate(simulation, path, progress)
     except OSError as error:
         raise UserError(
-            f"cannot write to {out} ({error.strerror or error}); give another --out."
+            f"cannot write to {out} ({error.strerror or error}); give another --out"
         ) from error
     return paths
 
 
 def check_folder(out: Path) -> None:
-    """Refuse, before anything is computed, a folder that cannot be written to or holds something else."""
+    """Refuse a folder that is not writable or holds something else, before any computation."""
     if out.is_file():
-        raise UserError(f"{out} is a file; --out takes a directory.")
+        raise UserError(f"{out} is a file; --out takes a directory")
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UserError(f"cannot write to {out}: {nearest} does not allow it; give another --out.")
+        raise UserError(f"cannot write to {out}: {nearest} is not writable; give another --out")
     held = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     if held and NUMBERS not in held:
         raise UserError(
-            f"{out} is not empty (it holds {held[0]}) and no simulation is in it; give another --out."
+            f"{out} is not empty (it holds {held[0]}) and not a simulation; give another --out"
         )
 
 
 def summary(simulation: Simulation) -> list[tuple[str, str]]:
-    """Lines of a table: a name and what there is to say."""
+    """The rows of the summary table, as (name, text)."""
     found, flow = simulation.found, simulation.flow
     lines = [
         ("preset", f"{simulation.name}: {simulation.preset.about}"),
         (
             "tokens",
-            f"{simulation.n} of size {simulation.dim}, seed {simulation.seed}, {simulation.device}",
+            f"{simulation.n} of dimension {simulation.dim}, seed {simulation.seed}, "
+            f"{simulation.device}",
         ),
         ("flow", flow.status),
     ]
@@ -110,7 +110,7 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
 
 
 def numbers_of(simulation: Simulation) -> dict[str, Any]:
-    """All it takes to do it again, and what came out; infinite numbers are null."""
+    """Settings and results as plain data; infinite numbers become None."""
     flow, found = simulation.flow, simulation.found
     packages = {name: version(name) for name in ("torch", "torchdiffeq")}
     numbers: dict[str, Any] = {
@@ -167,7 +167,7 @@ def _write_series(simulation: Simulation, path: Path) -> None:
 
 
 def _series(simulation: Simulation) -> list[list[Any]]:
-    """A header, and a line for each time."""
+    """A header, and a row per time."""
     flow, found = simulation.flow, simulation.found
     if isinstance(found, Clusters):
         return [

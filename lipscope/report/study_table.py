@@ -1,4 +1,4 @@
-"""A study on the terminal: layers and scopes, their growth, and the tokens behind the largest number."""
+"""A study on the terminal: layers and scopes, growth, and the tokens behind the largest sigma."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPRECISE = "imprecise"
 
 
 def summary(study: Study) -> RenderableType:
-    """What `lipscope measure` and `lipscope show` print; it fits 80 columns."""
+    """The output of `lipscope measure` and `lipscope show`, within 80 columns."""
     about, dtype = study.info.about, study.info.identity.dtype
     parts: list[RenderableType] = [
         Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}, {dtype}\n", style="bold")
@@ -32,7 +32,9 @@ def summary(study: Study) -> RenderableType:
     if study.failed:
         reason = for_terminal(study.failed[0].status, 200)
         parts.append(
-            Text(f"\n{len(study.failed)} rows have no value; the first says: {reason}", style="red")
+            Text(
+                f"\n{len(study.failed)} rows have no value; the first reason: {reason}", style="red"
+            )
         )
     return Group(*parts)
 
@@ -64,14 +66,13 @@ def _spread(values: list[float]) -> str:
 def _exponent(law: Growth | None) -> tuple[str, str]:
     if law is None:
         return "-", ""
-    alpha, low, high = (
-        round(x, 2) + 0.0 for x in (law.alpha, law.low, law.high)
-    )  # + 0.0: no minus before a zero
+    # Adding 0.0 turns -0.0 into 0.0, which prints without a minus sign.
+    alpha, low, high = (round(x, 2) + 0.0 for x in (law.alpha, law.low, law.high))
     return f"{alpha:.2f} [{low:.2f}, {high:.2f}]", f"{law.rms:.2f}"
 
 
 def _ends(radius: dict[int, float]) -> str:
-    """R at the shortest and at the longest length."""
+    """R at the smallest and at the largest length."""
     ends = dict.fromkeys((min(radius), max(radius)))
     return " → ".join(f"{radius[n]:.3g}" for n in ends)
 
@@ -81,7 +82,7 @@ def _legend(study: Study) -> str:
     heads = "; heads: the largest" if any(row.scope == "heads" for row in study.sigma) else ""
     ends = f"n = {lengths[0]} → {lengths[-1]}" if len(lengths) > 1 else f"n = {lengths[0]}"
     growth = (
-        "α: least squares in log-log, all samples [95 %]; rms: what is left, in log σ."
+        "α: log-log fit over all samples [95 %]; rms: residual of the fit, in log σ."
         if len(lengths) >= MIN_LENGTHS
         else f"α: a fit needs at least {MIN_LENGTHS} lengths."
     )
@@ -93,31 +94,37 @@ def _legend(study: Study) -> str:
 
 
 def _comparison(study: Study) -> str:
-    """How well the model runs on lipscope's attention; a model that cannot has blocks alone to measure."""
+    """How much lipscope's attention changes the output; empty if only blocks were measured."""
     if all(row.scope in ("block", "model") for row in study.sigma):
         return ""
-    return f"\nThe model on lipscope's attention and on its own differ by {study.info.about.difference_to_eager:.0e}."
+    return (
+        "\nOutputs with lipscope's attention and with the model's own differ by "
+        f"{study.info.about.difference_to_eager:.0e}."
+    )
 
 
 def certificate(study: Study) -> str:
-    """What the bounds of a study are worth, and what to try where there are none."""
+    """How tight the bounds of a study are, and what to try where there are none."""
     bounded = [ratio for row in study.sigma if (ratio := width(row)) < math.inf]
     unbounded = sum(row.upper == math.inf for row in study.sigma)
     drowned = len(study.sigma) - len(bounded) - unbounded
     text = "Every σ has a lower bound and no upper one"
     if bounded:
-        text = f"Every σ lies between its lower and upper bound, at most a factor {max(bounded):.4g} apart"
+        text = (
+            "Every σ lies between its lower and upper bound, at most a factor "
+            f"{max(bounded):.4g} apart"
+        )
     if bounded and unbounded:
         text += f", but {unbounded} have no upper one"
     if unbounded:
         text += _remedy(study.info.identity)
     if drowned:
-        text += f"; {drowned} have no lower bound above 0, for rounding may exceed them"
+        text += f"; {drowned} have no lower bound above 0, because rounding may exceed them"
     return f"{text}.{joint(study)}{_imprecise(study)}{_missed(study)}"
 
 
 def joint(study: Study) -> str:
-    """With what probability all upper bounds hold together; nothing where there are none."""
+    """The probability with which all upper bounds hold together; empty if there are none."""
     if not study.certified:
         return ""
     count, odds = len(study.certified), _rounded_up(study.joint_failure)
@@ -126,7 +133,7 @@ def joint(study: Study) -> str:
 
 
 def _rounded_up(x: float) -> str:
-    """Two digits of a probability, never below it."""
+    """A probability rounded up to two digits."""
     return f"{float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(x))):g}"
 
 
@@ -136,14 +143,14 @@ def width(row: Row) -> float:
 
 
 def _remedy(identity: Identity) -> str:
-    """What to try where there is no upper bound; a gap asked for is what to try, and its rows say why it failed."""
+    """What to try for an upper bound; empty if --gap was given, as the rows say why it failed."""
     if identity.dtype != "float64":
         return "; an upper bound needs --dtype float64"
-    return "; --gap goes on until there is one" if identity.gap is None else ""
+    return "; --gap iterates until there is one" if identity.gap is None else ""
 
 
 def _imprecise(study: Study) -> str:
-    """How many rows rounding leaves without two digits."""
+    """How many rows are accurate to less than two digits, because of rounding."""
     count = sum(row.status.split(":")[0] == IMPRECISE for row in study.sigma)
     return (
         f"\n{count} of {len(study.sigma)} rows are imprecise: rounding may exceed 1 % of σ."
@@ -153,19 +160,23 @@ def _imprecise(study: Study) -> str:
 
 
 def _missed(study: Study) -> str:
-    """How many rows are wider than asked for, and why."""
+    """How many rows exceed the requested gap, and why."""
     rows = [row for row in study.sigma if row.missed]
     if not rows:
         return ""
     asked, reason = study.info.identity.gap, for_terminal(rows[0].status, 200)
-    return f"\n{len(rows)} of {len(study.sigma)} rows miss the gap of {asked:g}; the first says: {reason}."
+    return (
+        f"\n{len(rows)} of {len(study.sigma)} rows miss the gap of {asked:g}; "
+        f"the first reason: {reason}."
+    )
 
 
 def _peak(study: Study) -> Text:
     row = study.peak()
     where = "the whole model" if row.layer is None else f"layer {row.layer}"
     text = Text(
-        f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, sample {row.sample}."
+        f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, "
+        f"sample {row.sample}."
     )
     for verb, part in (("It reacts most to", "right"), ("The change shows most at", "left")):
         tokens = sorted(study.tokens_of(row), key=lambda token: -getattr(token, part))[:TOP_TOKENS]

@@ -1,4 +1,4 @@
-"""The curves of a training, loss and local Lipschitz constant of every attention layer: figure, CSV and table."""
+"""Training curves, loss and constant of every attention layer: figure, CSV and table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CSV, PNG = "curves.csv", "curves.png"
 
 
 def write_curves(curve: Sequence[CurvePoint], directory: Path, unigram_loss: float) -> None:
-    """curves.csv and curves.png in the directory."""
+    """Write curves.csv and curves.png to the directory."""
     with whole_file(directory / CSV) as draft:
         draft.write_bytes(curves_csv(curve).encode())
     with whole_file(directory / PNG) as draft:
@@ -30,7 +30,7 @@ def write_curves(curve: Sequence[CurvePoint], directory: Path, unigram_loss: flo
 
 
 def curves_csv(curve: Sequence[CurvePoint]) -> str:
-    """A line a reading: step, both losses in nats a character, sigma of each layer."""
+    """One row per evaluation: step, both losses in nats per character, sigma of each layer."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     layers = range(len(curve[0].constants))
@@ -42,7 +42,7 @@ def curves_csv(curve: Sequence[CurvePoint]) -> str:
 
 
 def draw_curves(curve: Sequence[CurvePoint], unigram_loss: float) -> Figure:
-    """Losses on the left, the constants on the right."""
+    """Losses on the left, constants on the right."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -51,8 +51,8 @@ def draw_curves(curve: Sequence[CurvePoint], unigram_loss: float) -> Figure:
     steps = [r.step for r in curve]
     left.plot(steps[1:], [r.learned for r in curve[1:]], label="training", color="C0", alpha=0.5)
     left.plot(steps, [r.test for r in curve], label="test", color="C0")
-    left.axhline(unigram_loss, color="gray", linestyle=":", label="frequencies alone")
-    left.set(xlabel="step", ylabel="loss (nats a character)")
+    left.axhline(unigram_loss, color="gray", linestyle=":", label="unigram baseline")
+    left.set(xlabel="step", ylabel="loss (nats per character)")
     left.legend()
     layers = len(curve[0].constants)
     for i in range(layers):
@@ -65,7 +65,7 @@ def draw_curves(curve: Sequence[CurvePoint], unigram_loss: float) -> Figure:
 
 
 def _scale(axes: Axes, values: Sequence[float]) -> None:
-    """Logarithmic where values differ by more than a factor of 4, and plain numbers beside it."""
+    """A log scale with plain tick labels if values differ by more than a factor of 4."""
     from matplotlib.ticker import LogLocator
 
     least, most = min(values), max(values)
@@ -77,10 +77,12 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
 
 
 def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:
-    """A line a reading, at most twelve of them, the last one always."""
+    """One row per evaluation, at most twelve, always including the last."""
     from rich.table import Table
 
-    table = Table(caption=f"losses in nats a character; frequencies alone cost {unigram_loss:.3f}")
+    table = Table(
+        caption=f"losses in nats per character; the unigram baseline is {unigram_loss:.3f}"
+    )
     for name in (
         "step",
         "training loss",

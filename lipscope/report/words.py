@@ -1,4 +1,4 @@
-"""The answers in plain words, each with its numbers."""
+"""The sentences of the report, with their numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NOTHING = "No value has been measured yet."
 TOP_TOKENS = 3
 
 HYPOTHESES = (
-    "That probability is over the random starts of the solver. It takes for granted that no input "
-    "was chosen with knowledge of the seed, and that the rounding of every product is within four "
-    "times the one seen in products with the Jacobian and its transpose."
+    "That probability is over the random starts of the solver. It assumes that no input was chosen "
+    "with knowledge of the seed, and that the rounding error of every product is at most four "
+    "times the largest one observed in products with the Jacobian and its transpose."
 )
 
 
@@ -34,13 +34,13 @@ def headline(study: Study) -> str:
         return "Every measurement failed: there is no value to show." if study.failed else NOTHING
     row = study.peak()
     return (
-        f"At {row.n} tokens of this text, the roughest place amplifies a small change of its input "
-        f"up to {row.value:.3g} times."
+        f"At {row.n} tokens of this text, the most sensitive map amplifies a small change of its "
+        f"input by a factor of up to {row.value:.3g}."
     )
 
 
 def tiles(study: Study) -> list[tuple[str, str, str]]:
-    """(what, number, where) of the four numbers to remember."""
+    """The four key numbers, as (what, number, where)."""
     if not study.sigma:
         return []
     row, law = study.peak(), peak_law(study)
@@ -48,7 +48,7 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
     have = "lower" if any(math.isinf(row.upper) for row in study.sigma) else "upper"
     return [
         ("largest σ", f"{row.value:.4g}", f"at n = {row.n}, sample {row.sample}"),
-        ("roughest place", place(row).split(",")[0], f"map: {shown(row.scope, 30)}"),
+        ("most sensitive", place(row).split(",")[0], f"map: {shown(row.scope, 30)}"),
         (
             "growth there",
             "no fit" if law is None else f"n^{law.alpha:.2f}",
@@ -75,13 +75,16 @@ def smooth(study: Study) -> str:
     row = study.peak()
     layers = layer_medians(study, row)
     text = (
-        f"The measure is σ, the largest factor by which the map can stretch a small change of the tokens it is "
-        f"given: its local Lipschitz constant at this text. Largest is σ = {row.value:.4g} ({place(row)}, "
-        f"n = {row.n}, sample {row.sample}), known to lie in {interval(row)}."
+        "σ is the largest factor by which a map can amplify a small change of its input tokens: "
+        f"its local Lipschitz constant at this text. The largest is σ = {row.value:.4g} "
+        f"({place(row)}, n = {row.n}, sample {row.sample}), known to lie in {interval(row)}."
     )
     if len(layers) > 1:
         values = sorted(layers.values())
-        text += f" Over the {len(layers)} layers at this length the medians run from {values[0]:.3g} to {values[-1]:.3g}."
+        text += (
+            f" Over the {len(layers)} layers at this length, the medians range from "
+            f"{values[0]:.3g} to {values[-1]:.3g}."
+        )
     return text
 
 
@@ -89,14 +92,20 @@ def rough(study: Study) -> str:
     row = study.peak()
     layers = layer_medians(study, row)
     ranked = sorted(layers, key=lambda name: -layers[name])
-    text = f"Roughest: {ranked[0]} (median σ = {layers[ranked[0]]:.3g} at n = {row.n}, {shown(row.scope, 30)})"
+    text = (
+        f"Most sensitive: {ranked[0]} (median σ = {layers[ranked[0]]:.3g} at n = {row.n}, "
+        f"{shown(row.scope, 30)})"
+    )
     if len(ranked) > 1:
-        text += f"; smoothest: {ranked[-1]} ({layers[ranked[-1]]:.3g})"
+        text += f"; least sensitive: {ranked[-1]} ({layers[ranked[-1]]:.3g})"
     heads = [r for r in study.sigma if r.head is not None]
     if heads:
         longest = max(r.n for r in heads)
         top = max((r for r in heads if r.n == longest), key=lambda r: r.value)
-        text += f". The roughest single head is head {top.head} of {layer_name(top.layer)} (σ = {top.value:.3g})"
+        text += (
+            f". The most sensitive head is head {top.head} of {layer_name(top.layer)} "
+            f"(σ = {top.value:.3g})"
+        )
     return text + ". Each cell is the median over samples."
 
 
@@ -105,22 +114,19 @@ def growth(study: Study) -> str:
     lengths = sorted({r.n for r in study.sigma})
     if law is None:
         return (
-            f"Measured at n = {', '.join(map(str, lengths))}: a growth law needs at least {MIN_LENGTHS} lengths "
-            "with a positive σ."
+            f"Measured at n = {', '.join(map(str, lengths))}. A growth law needs at least "
+            f"{MIN_LENGTHS} lengths with a positive σ."
         )
     radius = list(study.radius(row.scope, row.layer).values())
     flat = law.low <= 0 <= law.high
-    verdict = (
-        "no growth can be told from chance"
-        if flat
-        else f"doubling n multiplies σ by {2**law.alpha:.2f}"
-    )
+    verdict = "no significant growth" if flat else f"doubling n multiplies σ by {2**law.alpha:.2f}"
     return (
-        f"In {place(row)}, σ goes like n^{law.alpha:.2f} ({CONFIDENCE:.0%} interval of the exponent: {law.low:.2f} to "
-        f"{law.high:.2f}) from n = {lengths[0]} to {lengths[-1]}: {verdict}. What the law leaves over is "
-        f"{law.rms:.2f} in log σ. Meanwhile R(n), the largest norm of a token at the map's input, goes from "
-        f"{radius[0]:.3g} to {radius[-1]:.3g}. The guides are n^1/2, the rate of the upper bound for tokens in a "
-        "fixed ball, and n^1/4 (Castin et al. 2024)."
+        f"In {place(row)}, σ behaves like n^{law.alpha:.2f} ({CONFIDENCE:.0%} interval of the "
+        f"exponent: {law.low:.2f} to {law.high:.2f}) from n = {lengths[0]} to {lengths[-1]}: "
+        f"{verdict}. The residual of the fit is {law.rms:.2f} in log σ (root mean square). "
+        f"Meanwhile R(n), the largest norm of a token at the map's input, goes from "
+        f"{radius[0]:.3g} to {radius[-1]:.3g}. The guides are n^1/2, the rate of the upper bound "
+        "for tokens in a fixed ball, and n^1/4 (Castin et al. 2024)."
     )
 
 
@@ -129,10 +135,11 @@ def tokens(study: Study) -> str:
     try:
         found = study.tokens_of(row)
     except UserError:
-        return "The study kept no token norms."
+        return "The study has no token norms."
     return (
-        f"In {place(row)} (n = {row.n}, sample {row.sample}) the largest change is driven by {_top(found, 'right')}. "
-        f"It shows at {_top(found, 'left')}. Percentages are shares of the squared norm of the singular vectors."
+        f"In {place(row)} (n = {row.n}, sample {row.sample}), the map is most sensitive to changes "
+        f"of {_top(found, 'right')}. The output changes most at {_top(found, 'left')}. Percentages "
+        "are shares of the squared norm of the singular vectors."
     )
 
 
@@ -147,8 +154,8 @@ def worst(study: Study) -> str:
     found = bounds(study)
     if not found:
         return (
-            "This study holds no bounds, so it cannot say how far these inputs are from the worst one. σ is local: "
-            "another text, or a longer one, may give a larger value."
+            "This study contains no bounds, so it cannot say how far these inputs are from the "
+            "worst case. σ is local: another text, or a longer one, may give a larger value."
         )
     gaps = [
         (min(value for _, kind, value in item["marks"] if kind == "upper") / item["sigma"][0], item)
@@ -157,13 +164,14 @@ def worst(study: Study) -> str:
     ]
     if not gaps:
         return (
-            "This study holds lower bounds only; nothing here limits σ from above on other inputs."
+            "This study contains lower bounds only, so nothing limits σ from above on other inputs."
         )
     least, item = min(gaps, key=lambda pair: pair[0])
     most, other = max(gaps, key=lambda pair: pair[0])
     return (
-        f"Against the smallest upper bound of each map, σ is closest in {item['layer']}, {item['scope']} "
-        f"(bound / σ = {least:.3g}) and farthest in {other['layer']}, {other['scope']} ({most:.3g})."
+        f"Compared with the smallest upper bound of each map, σ is closest in {item['layer']}, "
+        f"{item['scope']} (bound / σ = {least:.3g}) and farthest in {other['layer']}, "
+        f"{other['scope']} ({most:.3g})."
     )
 
 
@@ -179,9 +187,11 @@ def sure(study: Study) -> str:
     if study.sigma:
         samples = Counter(row.n for row in study.largest(*study.maps[0]))
         few = min(samples.values())
-        text += f"{few} sample{'s' if few > 1 else ''} of the text per length stand behind each median. "
-    text += f"The model's attention, as measured, differs from its own eager attention by {about.difference_to_eager:.1e}."
-    return text
+        text += f"Each median is over {few} sample{'s' if few > 1 else ''} of the text per length. "
+    return text + (
+        "With lipscope's attention, the output of the model differs from that with its own eager "
+        f"attention by {about.difference_to_eager:.1e}."
+    )
 
 
 def rows_of(study: Study) -> str:
@@ -199,7 +209,7 @@ def interval(row: Row) -> str:
 
 
 def widest(study: Study) -> float:
-    """The largest upper / lower over all rows."""
+    """The largest ratio upper / lower of all rows."""
     return max(map(width, study.sigma), default=math.inf)
 
 

@@ -112,8 +112,8 @@ def test_every_kind_of_attention_can_be_climbed(kind):
     [
         (Everywhere(4), "not Everywhere"),
         (Point(torch.ones(4, 6)), "not Point"),
-        (Around(torch.ones(4, 5), 1.0), "size 5"),
-        (Normed(torch.ones(5), 4), "size 5"),
+        (Around(torch.ones(4, 5), 1.0), "dimension 5"),
+        (Normed(torch.ones(5), 4), "dimension 5"),
     ],
 )
 def test_a_domain_it_cannot_climb_in_is_refused(domain, says):

@@ -133,7 +133,7 @@ def test_random_swaps_are_the_same_for_the_same_seed():
 
 @pytest.mark.parametrize("attack", [guided_swaps, duplicated_tokens, projected_swaps, random_swaps])
 def test_bad_input_is_refused(attack):
-    with pytest.raises(UserError, match="6 tokens; cannot replace 7"):
+    with pytest.raises(UserError, match="cannot replace 7 of the 6 tokens"):
         attack(target(), IDS, 7)
     with pytest.raises(UserError, match="cannot replace 0"):
         attack(target(), IDS, 0)

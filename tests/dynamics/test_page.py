@@ -13,7 +13,7 @@ def test_the_example_runs(capsys):
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
     exec(compile(example, "dynamics.md", "exec"), {})
     said = capsys.readouterr().out
-    assert "reached the time asked for" in said and "the covariance is infinite at t = 2" in said
+    assert "reached the requested time" in said and "the covariance is infinite at t = 2" in said
 
 
 @pytest.mark.parametrize("picture", re.findall(r"\((gallery/[^)]*)\)", PAGE))

@@ -268,7 +268,7 @@ WRONG = {
     "NaN positions": (lambda: ls.dynamics.flow(identity(), NAN, 1.0), "nan at index"),
     "no tokens": (lambda: ls.dynamics.flow(identity(), X[:0], 1.0), "empty"),
     "a batch": (lambda: ls.dynamics.flow(identity(), X[None], 1.0), r"tokens X \[n, d\]"),
-    "another size": (lambda: ls.dynamics.flow(identity(3), X, 1.0), "read tokens of size 3"),
+    "another size": (lambda: ls.dynamics.flow(identity(3), X, 1.0), "takes tokens of dimension 3"),
     "another dtype": (lambda: ls.dynamics.flow(identity(), X.float(), 1.0), "convert"),
     "V not square": (
         lambda: ls.dynamics.flow(replace(identity(), V=draw(3, 2)), X, 1.0),
@@ -284,7 +284,7 @@ WRONG = {
         ),
         "positions",
     ),
-    "no time to divide": (lambda: ls.dynamics.flow(identity(), X, 5e-324), "65 different times"),
+    "no time to divide": (lambda: ls.dynamics.flow(identity(), X, 5e-324), "65 distinct times"),
     "half a frame": (lambda: ls.dynamics.flow(identity(), X, 1.0, frames=2.5), "frames"),
     "half a step": (lambda: ls.dynamics.flow(identity(), X, 1.0, max_steps=1.5), "max_steps"),
     "a word": (lambda: ls.dynamics.flow(identity(), X, 1.0, tol="fine"), "tolerance"),

@@ -120,17 +120,20 @@ def test_a_broken_promise_is_noticed():
         ),
         (
             lambda: ls.nn.InvertibleResidual(ls.nn.DotSelfAttention(8, 2), 0.5),
-            "has no Lipschitz constant, whatever its weig",
+            "has no Lipschitz constant for any weights",
         ),
         (
             lambda: ls.nn.InvertibleResidual(ls.nn.L2SelfAttention(8, 2), 0.5),
-            "with its present weights .* bounds it at 2 tok",
+            "with its current weights the bound is .* at 2 tokens",
         ),
-        (lambda: ls.nn.InvertibleResidual(residual(0.9)), "its g has the constant 0.9, it has 1.9"),
-        (lambda: ls.nn.InvertibleResidual(residual(0.9), 0.95), "one after the other"),
+        (
+            lambda: ls.nn.InvertibleResidual(residual(0.9)),
+            "its constant is 1.9, that of its own g is 0.9",
+        ),
+        (lambda: ls.nn.InvertibleResidual(residual(0.9), 0.95), "in sequence"),
         (
             lambda: ls.nn.InvertibleResidual(nn.DataParallel(residual(0.9)), 0.95),
-            "one after the other",
+            "in sequence",
         ),
         (
             lambda: ls.nn.InvertibleResidual(SpectralNormalised(0.5)),

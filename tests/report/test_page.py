@@ -71,7 +71,7 @@ def test_the_answers_stand_in_order_with_their_numbers(plain):
     page = read(html([plain]))
     questions = [
         "How smooth",
-        "Where is it rough",
+        "Where is it most sensitive",
         "grow with length",
         "Which tokens",
         "worst case",
@@ -203,7 +203,7 @@ def test_bounds_stand_around_their_own_sigma(tmp_path):
         ),
         ([row(n=n, value=n**0.5) for n in (8, 16, 32)], "n^0.50"),
         ([row(value=0.0, lower=0.0, upper=1e-9)], "up to 0 times"),
-        ([row(upper=math.inf)], "--gap goes on until there is one"),
+        ([row(upper=math.inf)], "--gap iterates until there is one"),
     ],
     ids=["empty", "failed", "single n", "single layer", "zero", "no upper bound"],
 )
@@ -237,7 +237,7 @@ def test_two_studies_are_compared(tmp_path, plain):
 
 def test_studies_without_a_common_length_say_so(tmp_path, plain):
     other = study(tmp_path / "s", grid(lengths=(4,)))
-    assert "share no length" in read(html([plain, other])).text
+    assert "have no length in common" in read(html([plain, other])).text
 
 
 def test_a_report_is_whole_or_not_there(tmp_path, plain):

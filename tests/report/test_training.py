@@ -27,7 +27,7 @@ def test_the_csv_reads_back(tmp_path):
 
 def test_the_figure_has_both_losses_and_every_layer():
     left, right = draw_curves(CURVE, 3.3).axes
-    assert [line.get_label() for line in left.lines] == ["training", "test", "frequencies alone"]
+    assert [line.get_label() for line in left.lines] == ["training", "test", "unigram baseline"]
     assert list(left.lines[1].get_ydata()) == [point.test for point in CURVE]
     assert [list(line.get_ydata()) for line in right.lines] == [
         [p.constants[i] for p in CURVE] for i in range(2)
