@@ -1,4 +1,4 @@
-"""Bounds on the Lipschitz constant of attention: one file per paper, one table of all."""
+"""Bounds on the Lipschitz constant of attention: one file per paper, and one table of them all."""
 
 from __future__ import annotations
 

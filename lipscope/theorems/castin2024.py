@@ -1,4 +1,7 @@
-"""Castin, Ablin, Peyre: attention on n tokens in a ball is of order R^2 sqrt(n); their bounds and sharper ones."""
+"""Castin, Ablin, Peyre: on tokens in a ball, attention has a constant of order R^2 sqrt(n).
+
+Their bounds from above and below, sharper versions of both, and the limit of large radii.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ from lipscope.theorems.statement import (
 
 
 def theorem_upper(f: SelfAttention, domain: Domain) -> float:
-    """sqrt(3) sum_h ||O_h V_h|| (a^2 + 4n a_b^2 + n)^(1/2); without a query bias a_b = a = ||A|| R^2, as published."""
+    """sqrt(3) sum_h ||O_h V_h|| (a^2 + 4n a_b^2 + n)^(1/2).
+
+    Without a query bias a_b = a = ||A|| R^2, as published.
+    """
     assert isinstance(domain, Ball)
     n, R = domain.n, domain.R
 
@@ -43,7 +49,10 @@ def theorem_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def compact_upper(f: SelfAttention, domain: Domain) -> float:
-    """||V|| [a + sqrt(kappa) + a_b min(sqrt(kappa), 4 sqrt(N) / (3 sqrt 3))]: the sqrt(n) and the mean-field regime."""
+    """||V|| [a + sqrt(kappa) + a_b min(sqrt(kappa), 4 sqrt(N) / (3 sqrt 3))].
+
+    It covers both regimes: kappa is at most n, and bounded as n grows (mean field).
+    """
     assert isinstance(domain, Ball)
     seen = sight(f, domain.n)
 
@@ -57,23 +66,25 @@ def compact_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def column_mass(seen: Sight, score_range: float) -> float:
-    """kappa, the largest sum of a column of P when scores within a row differ by at most score_range.
+    """kappa, the largest column sum of P if scores within a row differ by at most score_range.
 
-    kappa = max_j sum over the i that see j of 1 / (1 + (n_i - 1) e^(-range - spread_i)), n_i keys seen by i.
+    kappa = max_j sum over the i that see j of 1 / (1 + (n_i - 1) e^(-range - spread_i)), where
+    query i sees n_i keys.
     """
     least = torch.exp(-(score_range + seen.spread) * (1 + gamma(8))) * (1 - 16 * U)
+    # Beyond 700 the exponential is near underflow and its rounding is no longer relative.
     least = torch.where(score_range + seen.spread > 700, 0.0, least)
     most = 1 / (1 + (seen.counts - 1).clamp_min(0) * least * (1 - 4 * U * 700))
     return up(seen.largest_column(most), seen.n + 16)
 
 
 def theorem_lower(f: SelfAttention, domain: Domain) -> float:
-    """|Vu| sqrt(n - 1) / (1 + (n - 1) e^(-2 gamma R^2)), gamma = max(-gamma_min, gamma_1 / 8), u the eigenvector."""
+    """|Vu| sqrt(n - 1) / (1 + (n - 1) e^(-2 gamma R^2)), gamma = max(-gamma_min, gamma_1 / 8)."""
     return max(_theorem_case(h, domain)[0] for h in heads_of(f, folded=True))
 
 
 def theorem_witness(f: SelfAttention, domain: Domain) -> Tensor:
-    """One token at R u, the crowd at -R u (or at R u / 2): special token first."""
+    """One token at R u, placed first, and the crowd at -R u (or at R u / 2)."""
     return max((_theorem_case(h, domain) for h in heads_of(f, folded=True)), key=lambda c: c[0])[1]
 
 
@@ -87,7 +98,7 @@ def _theorem_case(h: Head, domain: Domain) -> tuple[float, Tensor]:
     opposite = -values[lowest] >= values[highest] / 8
     u = vectors[:, lowest if opposite else highest]
     u = u / length_up(u)
-    # The proof reads A only through <u, A u>: a computed u does as well as an eigenvector.
+    # The proof uses A only through <u, A u>: a computed u does as well as an exact eigenvector.
     quotient = (u @ h.A @ u).item()
     gap = -2 * quotient * R * R if opposite else quotient * R * R / 4
     X = (-R if opposite else R / 2) * u.repeat(n, 1)
@@ -100,30 +111,32 @@ def _theorem_case(h: Head, domain: Domain) -> tuple[float, Tensor]:
 
 
 def _least_reaction(gap: float) -> float:
-    """At most 1 + (1 - p) gap for every weight p in [0, 1]: the factor that the theorem drops.
-
-    It may, because the factor is at least 1 for gap >= 0. That is a hypothesis: near 0 the sign of
-    a computed eigenvalue need not be that of its quotient <u, A u>. Below -1/2 nothing is claimed,
-    since rounding errors would be large relative to the factor.
-    """
+    """A lower bound of 1 + (1 - p) gap over weights p in [0, 1]: the factor the theorem drops."""
+    # The theorem may drop it because it is at least 1 for gap >= 0. Near 0, however, the sign of a
+    # computed eigenvalue need not be that of its quotient <u, A u>. Below -1/2 nothing is claimed,
+    # because rounding errors would be large relative to the factor.
     return 1.0 if gap >= 0 else 1 + gap if gap >= -0.5 else 0.0
 
 
 def tuned_lower(f: SelfAttention, domain: Domain) -> float:
-    """|Vu| max over G of (sum_i [p_i (1 + (1 - p_i) G)]^2)^(1/2), p_i = 1 / (1 + n_i e^(-G)): the gap G tuned to n."""
+    """|Vu| max over G of (sum_i [p_i (1 + (1 - p_i) G)]^2)^(1/2), p_i = 1 / (1 + n_i e^(-G)).
+
+    The theorem's lower bound with the score gap G tuned to n.
+    """
     return max(_tuned_case(f, h, domain)[0] for h in heads_of(f, folded=True))
 
 
 def tuned_witness(f: SelfAttention, domain: Domain) -> Tensor:
-    """The special token where most tokens see it, at distance R from the origin, the crowd where the gap is best."""
+    """The special token R u where most tokens see it, and the crowd where the gap is best."""
     return max((_tuned_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda c: c[0])[1]
 
 
 def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
-    """Tokens R u and c u, c in [-R, R]: G = <A c u + beta, R u - c u>; candidates u are eigenvectors of A + A'."""
+    """Tokens R u and c u, |c| <= R: G = <A c u + beta, R u - c u>, u an eigenvector of A + A'."""
     assert isinstance(domain, Ball)
     n, R = domain.n, domain.R
     special, others = sight(f, n).most_seen()
+    # Without a mask all rows see equally many keys: each distinct count is computed only once.
     crowd, times = others.double().unique(return_counts=True)
     if crowd.numel() == 0:
         return 0.0, torch.zeros(n, h.d, dtype=torch.float64)
@@ -140,7 +153,7 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     p = 1 / (1 + crowd * torch.exp(-G)[..., None])
     gains = ((p * (1 + (1 - p) * G[..., None])).square() * times).sum(-1).sqrt()
     lengths = torch.tensor([_value_length(h, u) for u in units], dtype=torch.float64)
-    # For G < 0, 1 + (1 - p) G is a difference, and the slack below does not cover its rounding.
+    # For G < 0, 1 + (1 - p) G is a difference whose rounding the slack below does not cover.
     gains = gains * lengths[:, None] * (G >= 0)
     best = int(gains.argmax())
     u, where = units[best // grid], c[best % grid]
@@ -151,7 +164,7 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
 
 
 def _gap_error(h: Head, R: float) -> float:
-    """By how much a computed score gap of tokens in B_R may be off, and p and 1 - p with it, relatively."""
+    """The error of a computed score gap of tokens in B_R, and relative error of p and 1 - p."""
     return 4 * gamma(2 * h.steps) * R * (h.A_size * R + h.beta_size)
 
 
@@ -165,13 +178,13 @@ def _real(values: Tensor) -> Tensor:
 
 
 def large_radius_limit(f: SelfAttention, X: Tensor) -> float:
-    """The limit of ||D_{RX} f|| as R grows, ||V|| sqrt(max_j #{i : i attends most to j}), for one head without ties."""
+    """lim ||D_{RX} f|| for R -> inf, ||V|| sqrt(max_j #{i : i attends most to j}); no ties."""
     (h,) = heads_of(f.double(), folded=True)
     return h.factor * h.V_norm * math.sqrt(_selection(h, X.double()).sum(dim=0).max().item())
 
 
 def _selection(h: Head, X: Tensor) -> Tensor:
-    """[n, n], one where j is what i attends most to."""
+    """[n, n], 1 where j is the token that i attends to most."""
     weights = features(h, X).P
     chosen = torch.zeros_like(weights)
     chosen[torch.arange(len(X)), weights.argmax(dim=1)] = 1
@@ -179,13 +192,13 @@ def _selection(h: Head, X: Tensor) -> Tensor:
 
 
 def saturated_upper(f: SelfAttention, domain: Domain) -> float:
-    """The large-radius limit at X, plus what X is short of it."""
+    """The large-radius limit at X plus the distance of D_X f from it."""
     limit, rest, factor = _saturated(f, domain)
     return up(factor * (limit + rest))
 
 
 def saturated_lower(f: SelfAttention, domain: Domain) -> float:
-    """The large-radius limit at X, less what X is short of it."""
+    """The large-radius limit at X minus the distance of D_X f from it."""
     limit, rest, factor = _saturated(f, domain)
     return down(factor * (limit * (1 - gamma(f.Q.shape[1] ** 2 + 64)) - rest))
 
@@ -201,7 +214,7 @@ def _saturated(f: SelfAttention, domain: Domain) -> tuple[float, float, float]:
         1 + gamma(64)
     )
     limit = h.V_norm * math.sqrt(chosen.sum(dim=0).max().item())
-    # V_norm is an upper bound; the lower use of the limit must not exceed the true norm.
+    # V_norm is an upper bound; used from below, the limit must not exceed the true norm.
     excess = 2 * gamma(h.d**2 + h.steps) * (h.V_norm + h.V_size) * math.sqrt(domain.n)
     return limit, up(query + h.V_norm * away + keys + excess), h.factor
 
@@ -218,67 +231,76 @@ PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
 
 BOUNDS = (
     Bound(
-        "Castin et al., ball",
-        "upper",
-        "2",
-        Ball,
-        (*PLAIN, FULL_OR_CAUSAL),
-        "castin2024",
-        "Theorem 1, under a causal mask Theorem 2 (slides, January 2025), upper bound: "
+        name="Castin et al., ball",
+        kind="upper",
+        norm="2",
+        domain=Ball,
+        hypotheses=(*PLAIN, FULL_OR_CAUSAL),
+        cite="castin2024",
+        where="Theorem 1, under a causal mask Theorem 2 (slides, January 2025), upper bound: "
         "docs/theory/bounds.md#castin-et-al-on-a-ball",
-        theorem_upper,
+        fn=theorem_upper,
     ),
     Bound(
-        "compact",
-        "upper",
-        "2",
-        Ball,
-        (DOT, SINKS_UNBIASED, ROTATION),
-        "lipscope",
-        "docs/theory/bounds.md#compact-bound",
-        compact_upper,
+        name="compact",
+        kind="upper",
+        norm="2",
+        domain=Ball,
+        hypotheses=(DOT, SINKS_UNBIASED, ROTATION),
+        cite="lipscope",
+        where="docs/theory/bounds.md#compact-bound",
+        fn=compact_upper,
     ),
     Bound(
-        "Castin et al., ball, from below",
-        "lower",
-        "2",
-        Ball,
-        (*PLAIN, NO_QUERY_BIAS, FULL_OR_CAUSAL, HEADS_APART, TWO_TOKENS, REAL_EIGENVALUE),
-        "castin2024",
-        "Theorem 1, under a causal mask Theorem 2 (slides, January 2025), lower bound: "
+        name="Castin et al., ball, from below",
+        kind="lower",
+        norm="2",
+        domain=Ball,
+        hypotheses=(
+            *PLAIN,
+            NO_QUERY_BIAS,
+            FULL_OR_CAUSAL,
+            HEADS_APART,
+            TWO_TOKENS,
+            REAL_EIGENVALUE,
+        ),
+        cite="castin2024",
+        where="Theorem 1, under a causal mask Theorem 2 (slides, January 2025), lower bound: "
         "docs/theory/bounds.md#castin-et-al-on-a-ball",
-        theorem_lower,
-        theorem_witness,
+        fn=theorem_lower,
+        witness=theorem_witness,
     ),
     Bound(
-        "tuned gap",
-        "lower",
-        "2",
-        Ball,
-        (*PLAIN, NO_ADDITIVE, HEADS_APART, TWO_TOKENS),
-        "lipscope",
-        "docs/theory/bounds.md#tuned-gap",
-        tuned_lower,
-        tuned_witness,
+        name="tuned gap",
+        kind="lower",
+        norm="2",
+        domain=Ball,
+        hypotheses=(*PLAIN, NO_ADDITIVE, HEADS_APART, TWO_TOKENS),
+        cite="lipscope",
+        where="docs/theory/bounds.md#tuned-gap",
+        fn=tuned_lower,
+        witness=tuned_witness,
     ),
     Bound(
-        "large-radius limit with its error",
-        "upper",
-        "2",
-        Point,
-        (DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
-        "castin2024",
-        "large-radius regime; its error: docs/theory/bounds.md#large-radius-limit-with-its-error",
-        saturated_upper,
+        name="large-radius limit with its error",
+        kind="upper",
+        norm="2",
+        domain=Point,
+        hypotheses=(DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
+        cite="castin2024",
+        where="large-radius regime; its error: "
+        "docs/theory/bounds.md#large-radius-limit-with-its-error",
+        fn=saturated_upper,
     ),
     Bound(
-        "large-radius limit with its error, from below",
-        "lower",
-        "2",
-        Point,
-        (DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
-        "castin2024",
-        "large-radius regime; its error: docs/theory/bounds.md#large-radius-limit-with-its-error",
-        saturated_lower,
+        name="large-radius limit with its error, from below",
+        kind="lower",
+        norm="2",
+        domain=Point,
+        hypotheses=(DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
+        cite="castin2024",
+        where="large-radius regime; its error: "
+        "docs/theory/bounds.md#large-radius-limit-with-its-error",
+        fn=saturated_lower,
     ),
 )

@@ -1,7 +1,8 @@
-"""Networks: norm layers, residual branches, blocks and chains, bounded part by part along the radius of their tokens.
+"""Bounds for networks, part by part: norm layers, affine maps, attention, residuals and chains.
 
-A part is Lipschitz on a set and maps it into another; constants multiply along a chain and add over a branch. At a
-single input, measure the derivative of the whole map instead: norm layers erase directions that a product counts.
+A part has a Lipschitz constant on a ball of tokens and maps it into another ball; constants
+multiply along a chain and add over a residual branch. At a single input, measure the derivative of
+the whole map instead: norm layers erase directions that a product of constants counts.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Pointwise:
     def __post_init__(self) -> None:
         if self.function(torch.zeros(1)).item() != 0:
             raise UserError(
-                "Pointwise needs an activation with function(0) = 0; shift it into the affine map after it"
+                "Pointwise needs an activation with function(0) = 0; "
+                "move the constant into the bias of the next affine map"
             )
 
     def __call__(self, X: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class Pointwise:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """A self-attention layer as a part; the best theorem on the ball of its tokens, or everywhere."""
+    """A self-attention layer, bounded by the best theorem on a ball of tokens, or everywhere."""
 
     f: SelfAttention
 
@@ -130,7 +132,7 @@ class Attention:
         return min((row.value for row in rows if row.kind == "upper"), default=math.inf)
 
     def radius(self, R: float) -> float:
-        """An output token is a mean of values, each at most ||V|| R + |b_v| long."""
+        """The largest norm of an output token: a mean of values, each at most ||V|| R + |b_v|."""
         f = self.f.double()
         sizes = []
         for h in heads_of(f, folded=False):
@@ -157,7 +159,7 @@ class Residual:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Parts applied one after the other, the first first."""
+    """Parts applied one after the other, in order."""
 
     parts: tuple[Part, ...]
 
@@ -182,10 +184,28 @@ Part = RMSNorm | LayerNorm | Affine | Pointwise | Attention | Residual | Chain
 
 
 def network_bound(part: Part, domain: Ball | Everywhere) -> float:
-    """An upper bound of the 2-norm Lipschitz constant of a network on a ball of tokens, or everywhere."""
+    """Return an upper bound of the 2-norm Lipschitz constant of a network.
+
+    Args:
+        part: A network built from the parts of `lipscope.theorems.composition`: `RMSNorm`,
+            `LayerNorm`, `Affine`, `Pointwise`, `Attention`, `Residual` and `Chain`.
+        domain: `Ball(R, n)` or `Everywhere(n)`.
+
+    Returns:
+        The bound; infinity if some part has no finite constant on the domain.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> from lipscope.theorems.composition import Affine, Chain, Residual
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> net = Chain((Affine(3 * I), Residual(Affine(0.5 * I))))
+        >>> round(ls.theorems.network_bound(net, ls.Ball(R=1.0, n=8)), 6)
+        4.5
+    """
     return part.lipschitz(domain.R if isinstance(domain, Ball) else math.inf, domain.n)
 
 
 def _per_root(size: float, eps: float) -> float:
-    """size / sqrt(eps); without eps a norm layer is not Lipschitz."""
+    """size / sqrt(eps), infinite for eps = 0: a norm layer is then not Lipschitz at 0."""
     return up(size / math.sqrt(eps)) if eps > 0 else math.inf if size > 0 else 0.0

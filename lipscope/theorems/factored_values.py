@@ -1,4 +1,4 @@
-"""Values that pass through the queries: V = M Q + E in every head, E bounded or known to be zero.
+"""Values that factor through the queries: V = M Q + E in every head, E bounded or exactly zero.
 
 With E = 0 what moves a value also moves a distance, and L2 attention has a Lipschitz constant on
 inputs of any size. With any other E the constant grows with the tokens; see docs/theory/bounds.md.
@@ -23,10 +23,27 @@ from lipscope.theorems.rounding import TINY, frobenius_up, gamma, length_up, nor
 
 @dataclass(frozen=True, eq=False)
 class FactoredAttention(SelfAttention):
-    """L2 attention whose values are, by definition, M_h times the queries; V is M_h Q_h, rounded.
+    """L2 attention whose values are, by definition, `M_h` times the queries.
 
-    M is [heads, m, k]. The values are computed from the queries, so that a rounding error of V is
-    never multiplied by the size of the tokens.
+    The values are computed from the queries instead of the stored `V`, so that a rounding error of
+    `V` is never multiplied by the size of the tokens. Only then does the layer have a Lipschitz
+    constant over all inputs.
+
+    Args:
+        M: Shape `[heads, m, k]`, keyword only. All other arguments are those of `SelfAttention`,
+            with `V = M_h Q_h` in every head (up to rounding), an `L2` kernel and no biases.
+
+    Raises:
+        UserError: If `V` is not `M Q`, or the kernel, the heads or the biases do not fit.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> Q = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+        >>> M = torch.tensor([[[3.0]]], dtype=torch.float64)
+        >>> f = ls.theorems.FactoredAttention(Q, Q, 3 * Q, kernel=ls.L2(), M=M)
+        >>> [row.name for row in ls.bounds(f, ls.Everywhere(n=4)) if row.kind == "upper"]
+        ['Kim et al., L2 attention', 'L2 attention']
     """
 
     M: Tensor = field(kw_only=True)
@@ -36,8 +53,10 @@ class FactoredAttention(SelfAttention):
         shape = (self.heads, self.V.shape[0] // self.heads, self.Q.shape[0] // self.heads)
         biased = any(bias is not None for bias in self.biases or ())
         if not isinstance(self.kernel, L2) or self.groups != self.heads or biased:
-            needs = "an L2 kernel, as many key heads as heads, and no biases"
-            raise UserError(f"values that are M times the queries need {needs}")
+            raise UserError(
+                "FactoredAttention needs an L2 kernel, as many key heads as query heads, "
+                "and no biases"
+            )
         if tuple(self.M.shape) != shape or self.M.dtype != self.Q.dtype:
             expected = f"shape [heads, m, k] = {shape} and the dtype of Q, {self.Q.dtype}"
             raise UserError(f"M must have {expected}, got {tuple(self.M.shape)} of {self.M.dtype}")
@@ -45,7 +64,7 @@ class FactoredAttention(SelfAttention):
         M = self.M.double()
         # Loose enough for values rounded to bfloat16. A product that overflows is not compared.
         if ((V - M @ Q).norm(dim=(1, 2)) > 2**-6 * (M.norm(dim=(1, 2)) * Q.norm(dim=(1, 2)))).any():
-            raise UserError("V is not M Q: pass V = M_h Q_h, head by head")
+            raise UserError("V is not M Q; pass V = M_h Q_h, head by head")
 
     def project(self, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, _ = super().project(X)
@@ -62,10 +81,10 @@ def _parts(f: SelfAttention) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """One head's V (without its power of two) as (M + D) Q + E; everything but M is an upper bound.
+    """One head's V (without its power of two) as (M + D) Q + E; all but M are upper bounds.
 
-    drift:    norm of D, in norm 2 and for the largest coordinate.
-    spectral: norm of E.
+    drift:    norm of D, both in the 2-norm and for the largest coordinate.
+    spectral: spectral norm of E.
     row:      length of the longest row of E.
     row_sum:  largest absolute row sum of E.
     """
@@ -81,10 +100,10 @@ Way = list[tuple[Head, Split]]
 
 
 def splits(f: SelfAttention, domain: Domain) -> list[Way]:
-    """Ways to split the values of all heads: with E = 0 if that is possible, and M = V Q^+."""
+    """Ways to split the values of all heads: with E = 0 if possible, and with M = V Q^+."""
     heads = list(heads_of(f, folded=False))
     ways = []
-    # Where tokens are bounded, the number covers the stored V too, however it was defined.
+    # On bounded tokens the bound also covers V as it is stored, rounded, however it was defined.
     if isinstance(domain, Everywhere) or not isinstance(f, FactoredAttention):
         ways.append([(h, split) for h in heads if (split := exact_split(h)) is not None])
     if not isinstance(domain, Everywhere):
@@ -93,12 +112,12 @@ def splits(f: SelfAttention, domain: Domain) -> list[Way]:
 
 
 def exact_split(h: Head) -> Split | None:
-    """V = (M + D) Q with nothing left over, or None where that is false or cannot be proved."""
+    """V = (M + D) Q with E = 0, or None if that is false or cannot be proved."""
     if h.factor == math.inf:
         return None
     Q = h.one.Q
     if isinstance(h.one, FactoredAttention):
-        # The scaled M may lose digits where it underflows.
+        # Scaling by a power of two is exact, except for entries that underflow.
         M = torch.ldexp(h.one.M[0], torch.tensor(1 - math.frexp(h.factor)[1]))
         return Split(M, drift=TINY * M.numel())
     inverse = torch.linalg.pinv(Q)
@@ -118,13 +137,13 @@ def exact_split(h: Head) -> Split | None:
 
 
 def near_split(h: Head, M: Tensor | None = None) -> Split:
-    """V = M Q + E for the given M; without one, the M that defines the values, or V Q^+."""
+    """V = M Q + E for the given M; by default the M that defines the values, or V Q^+."""
     Q = h.one.Q
     if M is None:
         exact = exact_split(h) if isinstance(h.one, FactoredAttention) else None
         M = h.V @ torch.linalg.pinv(Q) if exact is None else exact.M
     E = h.V - M @ Q
-    # Rounding of the product and the difference, entry by entry, and whatever underflowed.
+    # Rounding of the product and of the difference, and what underflowed.
     error = up(gamma(h.steps) * (_size(M) * _size(Q) + h.V_size)) + TINY * M.numel()
     return Split(
         M,
@@ -135,7 +154,7 @@ def near_split(h: Head, M: Tensor | None = None) -> Split:
 
 
 def whole_rest(h: Head) -> Split:
-    """M = 0: all of V is left over."""
+    """The split with M = 0 and E = V."""
     error = gamma(h.steps) * h.V_size
     return Split(
         torch.zeros(h.V.shape[0], h.k, dtype=h.V.dtype),
@@ -150,7 +169,7 @@ def _size(M: Tensor) -> float:
 
 
 def _simpler(M: Tensor) -> Iterator[Tensor]:
-    """M, and M rounded: a pseudoinverse returns a factor of few digits with errors in the last ones."""
+    """M, and M rounded: a pseudoinverse returns a factor of few digits with errors in the last."""
     yield M
     yield M.float().double()
     power = torch.tensor(26 - math.frexp(M.abs().max().item())[1])
@@ -158,9 +177,10 @@ def _simpler(M: Tensor) -> Iterator[Tensor]:
 
 
 def _is_product(V: Tensor, M: Tensor, Q: Tensor, power: int) -> bool:
-    """Whether V = 2^power M Q to the last bit, in integers; floating point rejects most others."""
+    """Whether V = 2^power M Q to the last bit, decided in integers."""
     if not (V.isfinite().all() and M.isfinite().all() and Q.isfinite().all()):
         return False
+    # Integers are slow; floating point rejects almost everything that is not a product.
     rough = (torch.ldexp(V, torch.tensor(-power)) - M @ Q).abs()
     if bool((rough > gamma(2 * M.shape[1] + 8) * (M.abs() @ Q.abs()) + TINY).any()):
         return False

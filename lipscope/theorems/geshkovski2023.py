@@ -1,4 +1,4 @@
-"""Mean-field attention, on measures: Geshkovski et al.'s constant, and sharper ones for any mask."""
+"""Mean-field attention: the constant of Geshkovski et al., and sharper ones for any mask."""
 
 from __future__ import annotations
 
@@ -28,17 +28,23 @@ def wasserstein_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def sharper_wasserstein_upper(f: SelfAttention, domain: Domain) -> float:
-    """||V|| (a + (1 + a_b) e^(a_b)): the Markov kernel's L2 norm is the square root of its column bound."""
+    """||V|| (a + (1 + a_b) e^(a_b)).
+
+    Half the exponent: the L2 norm of a Markov kernel is the square root of its column bound.
+    """
     return _over_heads(f, domain, lambda a, b: a + (1 + b) * exp_up(b))
 
 
 def masked_wasserstein_upper(f: SelfAttention, domain: Domain) -> float:
-    """||V|| (a + 2 (1 + 2 a_b) e^(2 a_b)), by Hardy's inequality; the distance moves mass at fixed position only."""
+    """||V|| (a + 2 (1 + 2 a_b) e^(2 a_b)), by Hardy's inequality.
+
+    The distance is that of `conditional_distance`, which moves mass at a fixed position only.
+    """
     return _over_heads(f, domain, lambda a, b: a + 2 * (1 + 2 * b) * exp_up(2 * b))
 
 
 def sharper_masked_wasserstein_upper(f: SelfAttention, domain: Domain) -> float:
-    """||V|| (a + (1 + 2^(q-1) a_b) (q/(q-1) e^(2 a_b))^(q/2)), the least over 1 < q <= 2.
+    """||V|| (a + (1 + 2^(q-1) a_b) (q/(q-1) e^(2 a_b))^(q/2)), minimised over 1 < q <= 2.
 
     At q = 2 it is masked_wasserstein_upper.
     """
@@ -46,8 +52,8 @@ def sharper_masked_wasserstein_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def masked_prices(p: float) -> dict[float, float]:
-    """Exponents 1 < q <= p and log(q / (q - 1)), the cost of averaging over the past in L^q (Hardy)."""
-    # Any q is right; the best is near p for small a and near 1 + 1/(2a) for large a.
+    """Exponents 1 < q <= p with log(q / (q - 1)), the cost of averaging over the past in L^q."""
+    # Any q gives a bound; the best is near p for small a and near 1 + 1/(2a) for large a.
     least = min(p - 1, 1e-4)
     tried = (min(p, 1 + least * ((p - 1) / least) ** (i / 200)) for i in range(201))
     return {q: math.log(q / (q - 1)) for q in tried if q > 1}
@@ -56,7 +62,7 @@ def masked_prices(p: float) -> dict[float, float]:
 def transport_upper(
     p: float, prices: dict[float, float]
 ) -> Callable[[SelfAttention, Domain], float]:
-    """In W_p or d_p, the least of ||V|| (a + (1 + c a_b) (k e^(2 a_b))^(q/p)) over q.
+    """The bound in W_p or d_p: ||V|| (a + (1 + c a_b) (k e^(2 a_b))^(q/p)), minimised over q.
 
     c = max(1, 2^(2q/p - 1)), and log k = prices[q] is what the mask costs. Proof:
     docs/theory/mean_field.md.
@@ -76,7 +82,7 @@ def transport_upper(
 
 
 def largest_token_upper(f: SelfAttention, domain: Domain) -> float:
-    """||V|| (1 + a + a_b): neither sqrt(n) nor an exponential, for any mask."""
+    """||V|| (1 + a + a_b), for any mask: it grows neither with n nor exponentially."""
     return _over_heads(f, domain, lambda a, b: 1 + a + b)
 
 
@@ -96,43 +102,44 @@ PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
 
 BOUNDS = (
     Bound(
-        "Geshkovski et al., mean field",
-        "upper",
-        "W2",
-        Ball,
-        (*PLAIN, FULL, NO_QUERY_BIAS),
-        "geshkovski2023",
-        "stability of attention in W2, as quoted in castin2024: docs/theory/bounds.md#mean-field",
-        wasserstein_upper,
-    ),
-    Bound(
-        "mean field",
-        "upper",
-        "W2",
-        Ball,
-        (*PLAIN, FULL),
-        "lipscope",
+        name="Geshkovski et al., mean field",
+        kind="upper",
+        norm="W2",
+        domain=Ball,
+        hypotheses=(*PLAIN, FULL, NO_QUERY_BIAS),
+        cite="geshkovski2023",
+        where="stability of attention in W2, as quoted in castin2024: "
         "docs/theory/bounds.md#mean-field",
-        sharper_wasserstein_upper,
+        fn=wasserstein_upper,
     ),
     Bound(
-        "masked mean field",
-        "upper",
-        "W2",
-        Ball,
-        (*PLAIN, CAUSAL),
-        "lipscope",
-        "docs/theory/bounds.md#mean-field",
-        sharper_masked_wasserstein_upper,
+        name="mean field",
+        kind="upper",
+        norm="W2",
+        domain=Ball,
+        hypotheses=(*PLAIN, FULL),
+        cite="lipscope",
+        where="docs/theory/bounds.md#mean-field",
+        fn=sharper_wasserstein_upper,
     ),
     Bound(
-        "largest token",
-        "upper",
-        "inf2",
-        Ball,
-        (DOT, SINKS_UNBIASED, ROTATION),
-        "lipscope",
-        "docs/theory/bounds.md#largest-token",
-        largest_token_upper,
+        name="masked mean field",
+        kind="upper",
+        norm="W2",
+        domain=Ball,
+        hypotheses=(*PLAIN, CAUSAL),
+        cite="lipscope",
+        where="docs/theory/bounds.md#mean-field",
+        fn=sharper_masked_wasserstein_upper,
+    ),
+    Bound(
+        name="largest token",
+        kind="upper",
+        norm="inf2",
+        domain=Ball,
+        hypotheses=(DOT, SINKS_UNBIASED, ROTATION),
+        cite="lipscope",
+        where="docs/theory/bounds.md#largest-token",
+        fn=largest_token_upper,
     ),
 )

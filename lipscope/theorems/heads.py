@@ -1,4 +1,4 @@
-"""A layer head by head, as the theorems read it: sizes of A = K'Q/sqrt(k), b, V, who sees whom, and sums over heads."""
+"""A layer head by head, as the theorems read it: norms of A, b, V, visibility, sums over heads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """Who attends to whom among n tokens, all masks of f taken together.
+    """Which tokens attend to which among n tokens, with all masks of f combined.
 
-    order: "full" or "causal" where that is all there is, so that long sequences need no n x n table; else None.
+    order: "full" or "causal" if that describes the masks completely, else None. Long sequences
+           then need no n x n table.
     """
 
     f: SelfAttention
@@ -41,7 +42,7 @@ class Sight:
 
     @property
     def additive(self) -> Tensor | None:
-        """The mask where it does more than hide keys: a shift of a whole row changes nothing."""
+        """The mask if it does more than hide keys; a constant shift of a row changes nothing."""
         return self.f.mask if bool((self.spread > 0).any()) else None
 
     @cached_property
@@ -50,9 +51,10 @@ class Sight:
         f, n = self.f, self.n
         boolean = f.mask if f.mask is None or f.mask.dtype == torch.bool else f.mask > -math.inf
         mask = None if boolean is None else boolean[None]
-        seen = Pattern(f.causal, f.window, None, mask, f.padding, f.padding).visible(
-            n, n, f.Q.device
+        pattern = Pattern(
+            causal=f.causal, window=f.window, mask=mask, queries=f.padding, keys=f.padding
         )
+        seen = pattern.visible(n, n, f.Q.device)
         return (
             torch.ones(n, n, dtype=torch.bool)
             if seen is None
@@ -61,7 +63,7 @@ class Sight:
 
     @cached_property
     def counts(self) -> Tensor:
-        """How many keys each query sees, [n]."""
+        """Number of keys that each query sees, [n]."""
         if self.order is None:
             return self.seen.sum(dim=1)
         return (
@@ -70,22 +72,22 @@ class Sight:
 
     @cached_property
     def most_keys(self) -> int:
-        """How many keys the query sees that sees most."""
+        """Largest number of keys that a query sees."""
         return self.n if self.order is not None else int(self.counts.max())
 
     @cached_property
     def others(self) -> int:
-        """How many other queries see the key that most others see."""
+        """Largest number of other queries that see a key."""
         return self.n - 1 if self.order is not None else len(self.most_seen()[1])
 
     @cached_property
     def viewers(self) -> int:
-        """How many queries see the key that most see."""
+        """Largest number of queries that see a key."""
         return self.n if self.order is not None else int(self.seen.sum(dim=0).max())
 
     @cached_property
     def regard(self) -> float:
-        """1 where any two queries that see a common key see each other, 2 where one sees the other, else infinity."""
+        """1 if queries with a common key see each other, 2 if one sees the other, else infinity."""
         if self.order is not None:
             return 1 if self.order == "full" else 2
         common = self.seen.double() @ self.seen.double().T > 0
@@ -110,7 +112,7 @@ class Sight:
         return (self.seen * weights[:, None]).sum(dim=0).max().item()
 
     def most_seen(self) -> tuple[int, Tensor]:
-        """The token that most others see, and how many keys besides it each of those sees."""
+        """The token that most others see, and how many further keys each of those sees."""
         if self.order is not None:
             return 0, self.counts[1:] - 1
         special = int((self.seen & ~torch.eye(self.n, dtype=torch.bool)).sum(dim=0).argmax())
@@ -120,17 +122,23 @@ class Sight:
 
 
 def sight(f: SelfAttention, n: int) -> Sight:
-    """Who sees whom; an error where the masks of f are not for n tokens."""
-    for name, given in (("mask", f.mask), ("padding", f.padding)):
-        if given is not None and tuple(given.shape) != ((n, n) if name == "mask" else (n,)):
-            raise UserError(
-                f"the domain has n={n} tokens and the layer's {name} has shape {tuple(given.shape)}; they must agree"
-            )
+    """Which of n tokens attend to which, after `check_masks`."""
+    check_masks(f, n)
     return Sight(f, n)
 
 
+def check_masks(f: SelfAttention, n: int) -> None:
+    """Raise unless the mask and padding of f are for n tokens."""
+    for name, given in (("mask", f.mask), ("padding", f.padding)):
+        if given is not None and tuple(given.shape) != ((n, n) if name == "mask" else (n,)):
+            raise UserError(
+                f"the domain has n={n} tokens and the layer's {name} has shape "
+                f"{tuple(given.shape)}; they must agree"
+            )
+
+
 def rope_stretch(f: SelfAttention) -> float | None:
-    """The largest factor by which rope lengthens a vector, about 1; None if it is no rotation."""
+    """The largest factor by which rope stretches a vector, about 1; None if not a rotation."""
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
     if rope is None:
         return 1.0
@@ -142,10 +150,11 @@ def rope_stretch(f: SelfAttention) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """One head; the true value matrix is factor * V, factor a power of two, so that V has entries of order one.
+    """One head; its value matrix is factor * V, factor a power of two, V with entries of order one.
 
-    A product of matrices with at most `steps` operations per entry is off by at most gamma(steps) times the product
-    of the Frobenius norms, whatever cancels in it; A_size, beta_size and V_size are these products.
+    A product of matrices with at most `steps` operations per entry is off by at most gamma(steps)
+    times the product of the Frobenius norms, whatever cancels in it; A_size, beta_size and V_size
+    are these products.
     """
 
     one: SelfAttention
@@ -209,10 +218,11 @@ class Head:
 
 
 def heads_of(f: SelfAttention, folded: bool) -> Iterator[Head]:
-    """The heads; with `folded` the output projection is multiplied into the values of each."""
+    """The heads; with `folded` the output projection is multiplied into the values of each head."""
     for h in range(f.heads):
         one = f.head(h)
         V, size = one.V, frobenius_up(one.V).item()
+        # Powers of two are split off first: products of tiny or huge weights stay in range.
         power = math.frexp(V.abs().max().item())[1]
         V, size = torch.ldexp(V, torch.tensor(-power)), math.ldexp(size, -power)
         if folded and f.O is not None:
@@ -221,13 +231,14 @@ def heads_of(f: SelfAttention, folded: bool) -> Iterator[Head]:
             outer = math.frexp(W.abs().max().item())[1]
             W = torch.ldexp(W, torch.tensor(-outer))
             V, size, power = W @ V, up(frobenius_up(W).item() * size), power + outer
-        yield Head(replace(one, O=None), V, size, _power_of_two(power))
+        yield Head(one=replace(one, O=None), V=V, V_size=size, factor=_power_of_two(power))
 
 
 def over_heads(f: SelfAttention, bound: Callable[[Head], float]) -> float:
-    """An upper bound of a layer from upper bounds of its heads (of V scaled by `factor`).
+    """An upper bound for a layer from upper bounds for its heads (with V in place of factor * V).
 
-    Concatenated heads add as squares. Heads under O add with O_h multiplied into V_h, or as squares times ||O||.
+    Concatenated heads add up as squares. Heads under O add up with O_h multiplied into V_h, or as
+    squares times ||O||: the smaller of the two.
     """
     if f.O is None or f.heads > 1:
         apart = hypotenuse([head.factor * bound(head) for head in heads_of(f, folded=False)])
@@ -247,7 +258,7 @@ def hypotenuse(values: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Reach:
-    """How strongly the scores of tokens in B_R react: through the query, through the keys; and their range in a row."""
+    """How strongly scores of tokens in B_R react to the query and to the keys, and their range."""
 
     query: float
     key: float
@@ -255,10 +266,9 @@ class Reach:
 
 
 def reach(head: Head, R: float) -> Reach:
-    """a = ||A|| R^2, a_b = R (||A|| R + |beta|) and 2 a_b.
-
-    From Q and K apart where A does not tell all: with rope it depends on positions, under a softcap b_k counts.
-    """
+    """a = ||A|| R^2, a_b = R (||A|| R + |beta|) and 2 a_b."""
+    # Computed from Q and K separately where A does not determine the scores: with rope they depend
+    # on the positions, and under a softcap the key bias no longer cancels.
     kernel, bk = head.one.kernel, head.one.biases[1] if head.one.biases else None
     rotated, capped = (
         isinstance(kernel, Dot) and kernel.rope is not None,

@@ -1,8 +1,9 @@
-"""Kim, Papamakarios, Mnih: dot-product attention has no global constant; L2 attention has one, in two norms.
+"""Kim, Papamakarios, Mnih: dot-product attention has no global constant, L2 attention has one.
 
-Their values are V = W_V' A with A made of the query weights, so that V = M Q: what moves a value also moves the
-distances. The bounds below are stated for any M; ||M_h|| ||Q_h|| is at most their ||W_Q||^2 ||W_V|| / sqrt(k), which
-enters the 2-norm bound squared: the fourth power of ||W_Q|| under the root, not the second as it is often quoted.
+Their values are V = W_V' A with A made of the query weights, so that V = M Q: what moves a value
+also moves the distances. The bounds below are stated for any M; ||M_h|| ||Q_h|| is at most their
+||W_Q||^2 ||W_V|| / sqrt(k), which enters the 2-norm bound squared: the fourth power of ||W_Q||
+under the root, not the second as it is often quoted.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ from lipscope.theorems.statement import (
 
 
 def mean_distance(keys: int) -> float:
-    """phi^-1(N - 1), phi(x) = x e^(x + 1): the largest mean score distance of a query that sees itself among N keys."""
+    """phi^-1(N - 1) with phi(x) = x e^(x + 1).
+
+    The largest mean score distance of a query that sees itself among N keys.
+    """
     return up(float(lambertw((keys - 1) / math.e).real), 64) if keys > 1 else 0.0
 
 
 def distance_upper(f: SelfAttention, domain: Domain) -> float:
-    """(sum_i (4 phi_i + 1)^2)^(1/2) ||M|| ||Q||, phi_i = phi^-1(n_i - 1), n_i keys seen by query i.
+    """(sum_i (4 phi_i + 1)^2)^(1/2) ||M|| ||Q||, phi_i = phi^-1(n_i - 1), query i sees n_i keys.
 
     Values V = M Q + E add ||E|| (1 + 4 sqrt(s phi_i) ||Q|| R) to the row of query i.
     """
@@ -71,9 +75,10 @@ def distance_upper(f: SelfAttention, domain: Domain) -> float:
 def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
     """(sqrt(kappa) + 2 phi + 2 sqrt(tau)) ||O diag(M_h / m_h)|| ||diag(m_h) Q||, m_h = ||M_h||.
 
-    Column sums of P are at most kappa, of what keys react with tau. Values V = M Q + E add
+    kappa bounds the column sums of P (`column_sum`), tau the reaction of the keys (`key_reaction`).
+    Values V = M Q + E add
     ||O|| (sum_h ||E_h||^2 (sqrt(kappa) + 2 (sqrt(phi) + sqrt(rho)) sqrt(s) ||Q_h|| R)^2)^(1/2),
-    rho the largest sum_i P_ij d_ij. Every M gives a bound: the smaller of those of V Q^+ and 0.
+    rho the largest sum_i P_ij d_ij. Every M gives a bound; V Q^+ and 0 are tried.
     """
     seen = sight(f, domain.n)
     found = [math.inf]
@@ -88,7 +93,7 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def distance_reaction(seen: Sight) -> float:
-    """What L2 attention with identity weights reacts with at most, in norm 2."""
+    """An upper bound of the 2-norm constant of L2 attention with identity weights."""
     return up(
         math.sqrt(column_sum(seen))
         + 2 * mean_distance(seen.most_keys)
@@ -97,7 +102,7 @@ def distance_reaction(seen: Sight) -> float:
 
 
 def _left_over(f: SelfAttention, domain: Domain, seen: Sight, way: Way) -> float:
-    """What the values E x that do not pass through the queries add, all heads together."""
+    """What the values E x that do not factor through the queries add, for all heads together."""
     root = math.sqrt(column_sum(seen))
     spread = 2 * (math.sqrt(mean_distance(seen.most_keys)) + math.sqrt(column_distance(seen)))
     sizes = [
@@ -128,7 +133,8 @@ def _spectral(M: Tensor) -> float:
 
 
 def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
-    """All heads as one product, O diag(M_h / m_h), then each head by itself, then diag(m_h) Q: s and p of s 2^p."""
+    """||O diag(M_h / m_h)|| ||diag(m_h) Q|| for all heads, as s and p of s 2^p."""
+    # Powers of two are kept apart as integers: weights of any size neither under- nor overflow.
     rights, lefts, powers, rest = [], [], [], 0.0
     for h, split in way:
         M, drift = split.M, split.drift
@@ -156,7 +162,7 @@ def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
 
 
 def _of_order_one(W: Tensor) -> tuple[Tensor, int]:
-    """W 2^-p and p, the largest entry between a half and one; a weight of zeros stays what it is."""
+    """W 2^-p and p, with the largest entry between 1/2 and 1; zeros stay zeros."""
     power = math.frexp(W.abs().max().item())[1]
     return torch.ldexp(W, torch.tensor(-power)), power
 
@@ -183,17 +189,17 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def coordinate_reaction(seen: Sight, k: int) -> float:
-    """The same for the largest coordinate, in heads of size k."""
+    """`distance_reaction` for the largest coordinate, in heads of size k."""
     return up(4 * math.sqrt(k) * mean_distance(seen.most_keys) + 1)
 
 
 def quadratic_lower(f: SelfAttention, domain: Domain) -> float:
-    """||V (c R^2 u u' A + I / n)||, c about 1: a token at 0 among tokens at +-R u; grows like R^2."""
+    """||V (c R^2 u u' A + I / n)||, c about 1: a token at 0 among tokens at +-R u."""
     return max(_quadratic_case(f, h, domain)[0] for h in heads_of(f, folded=True))
 
 
 def quadratic_witness(f: SelfAttention, domain: Domain) -> Tensor:
-    """Zero where a token sees all, R u and -R u in turn elsewhere."""
+    """0 for a token that sees all others, R u and -R u in turn for the rest."""
     return max(
         (_quadratic_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda case: case[0]
     )[1]
@@ -216,15 +222,16 @@ def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, T
 
 
 def _reactive_direction(h: Head) -> Tensor:
-    """A unit u with |Vu| |A'u| large."""
+    """A unit vector u with large |Vu| |A'u|."""
     v, a = torch.linalg.svd(h.V)[2][0], torch.linalg.svd(h.A)[0][:, 0]
     candidates = [v, a, *(x / x.norm() for x in (v + a, v - a) if x.norm() > 1e-3)]
     best = max(candidates, key=lambda u: ((h.V @ u).norm() * (h.A.T @ u).norm()).item())
+    # Slightly shorter than one, so that R u is in the ball whatever the rounding.
     return best * (1 - gamma(h.d + 8))
 
 
 def no_global_constant(f: SelfAttention, domain: Domain) -> float:
-    """Infinite where some direction moves both a value and a score, u with Vu and A'u not 0; else 0, nothing said."""
+    """Infinity if some direction u moves both a value and a score (Vu, A'u not 0), else 0."""
     if all(_reaction(h) <= 0 for h in heads_of(f, folded=True)):
         return 0.0
     return math.inf
@@ -238,7 +245,8 @@ def _reaction(h: Head) -> float:
 
 
 TIED = Hypothesis(
-    "queries and keys are the same: K = Q with the same bias (untied, a query need not be near its own key)",
+    "queries and keys are the same: K = Q with the same bias "
+    "(untied, a query need not be near its own key)",
     lambda f, _: f.groups == f.heads and torch.equal(f.Q, f.K) and _tied_biases(f),
 )
 FACTORED = Hypothesis(
@@ -258,7 +266,10 @@ def _tied_biases(f: SelfAttention) -> bool:
     )
 
 
-RESIDUAL = "and, where V is not M Q, a term that grows with the tokens: docs/theory/bounds.md#values-that-do-not-factor"
+RESIDUAL = (
+    "and, where V is not M Q, a term that grows with the tokens: "
+    "docs/theory/bounds.md#values-that-do-not-factor"
+)
 L2_HYPOTHESES = (DISTANCE, PLAIN_SCORES, NO_ADDITIVE, TIED, SELF_SEEN, FACTORED)
 DOT_HYPOTHESES = (
     DOT,
@@ -273,55 +284,56 @@ DOT_HYPOTHESES = (
 
 BOUNDS = (
     Bound(
-        "Kim et al., L2 attention",
-        "upper",
-        "2",
-        (Ball, Everywhere),
-        L2_HYPOTHESES,
-        "kim2021",
-        "Theorem 3.2 (2-norm), with the fourth power: docs/theory/bounds.md#l2-attention "
+        name="Kim et al., L2 attention",
+        kind="upper",
+        norm="2",
+        domain=(Ball, Everywhere),
+        hypotheses=L2_HYPOTHESES,
+        cite="kim2021",
+        where="Theorem 3.2 (2-norm), with the fourth power: docs/theory/bounds.md#l2-attention "
         + RESIDUAL,
-        distance_upper,
+        fn=distance_upper,
     ),
     Bound(
-        "L2 attention",
-        "upper",
-        "2",
-        (Ball, Everywhere),
-        L2_HYPOTHESES,
-        "lipscope",
-        "docs/theory/bounds.md#l2-attention " + RESIDUAL,
-        tighter_distance_upper,
+        name="L2 attention",
+        kind="upper",
+        norm="2",
+        domain=(Ball, Everywhere),
+        hypotheses=L2_HYPOTHESES,
+        cite="lipscope",
+        where="docs/theory/bounds.md#l2-attention " + RESIDUAL,
+        fn=tighter_distance_upper,
     ),
     Bound(
-        "Kim et al., L2 attention, largest coordinate",
-        "upper",
-        "inf",
-        (Ball, Everywhere),
-        L2_HYPOTHESES,
-        "kim2021",
-        "Theorem 3.2 (infinity-norm) " + RESIDUAL,
-        largest_coordinate_upper,
+        name="Kim et al., L2 attention, largest coordinate",
+        kind="upper",
+        norm="inf",
+        domain=(Ball, Everywhere),
+        hypotheses=L2_HYPOTHESES,
+        cite="kim2021",
+        where="Theorem 3.2 (infinity-norm) " + RESIDUAL,
+        fn=largest_coordinate_upper,
     ),
     Bound(
-        "Kim et al., rate R^2",
-        "lower",
-        "2",
-        Ball,
-        DOT_HYPOTHESES,
-        "kim2021",
-        "Theorem 3.1 (not Lipschitz), its sequence: docs/theory/bounds.md#kim-et-al-no-global-constant",
-        quadratic_lower,
-        quadratic_witness,
+        name="Kim et al., rate R^2",
+        kind="lower",
+        norm="2",
+        domain=Ball,
+        hypotheses=DOT_HYPOTHESES,
+        cite="kim2021",
+        where="Theorem 3.1 (not Lipschitz), its sequence: "
+        "docs/theory/bounds.md#kim-et-al-no-global-constant",
+        fn=quadratic_lower,
+        witness=quadratic_witness,
     ),
     Bound(
-        "Kim et al., no global constant",
-        "lower",
-        "2",
-        Everywhere,
-        DOT_HYPOTHESES,
-        "kim2021",
-        "Theorem 3.1 (not Lipschitz)",
-        no_global_constant,
+        name="Kim et al., no global constant",
+        kind="lower",
+        norm="2",
+        domain=Everywhere,
+        hypotheses=DOT_HYPOTHESES,
+        cite="kim2021",
+        where="Theorem 3.1 (not Lipschitz)",
+        fn=no_global_constant,
     ),
 )

@@ -1,9 +1,10 @@
-"""The input-dependent bound: three norms at X that together bound ||D_X f||, without a singular value of D_X f.
+"""The input-dependent bound: three norms at X that bound ||D_X f|| without an SVD of D_X f.
 
-    ||D_X f|| <= max_i ||V C_i A||  +  ||V|| ||P||  +  ( max_j || sum_i P_ij ||V C_i V'|| b_ij b_ij' || )^(1/2)
+    ||D_X f|| <= max_i ||V C_i A||  +  ||V|| ||P||
+                 +  ( max_j || sum_i P_ij ||V C_i V'|| b_ij b_ij' || )^(1/2)
 
-With rope b_ij = K' R_j' R_i q_i / sqrt(k) depends on both positions; without it b_ij = b_i. Errors of computed
-quantities are bounded row by row (docs/theory/bounds.md, rounding).
+With rope b_ij = K' R_j' R_i q_i / sqrt(k) depends on both positions; without it b_ij = b_i. Errors
+of computed quantities are bounded row by row (docs/theory/bounds.md, rounding).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from lipscope.theorems.statement import DOT, PLAIN_SCORES, ROTATION, Bound
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Computed at X, with what they may be off by: q, k, v by q_slack, k_slack, v_slack [n], P by P_slack [n, n].
+    """Quantities of a head computed at X, with bounds of their errors.
 
-    P is right to a factor e^(+-log_slack) per row where it is above underflow; invisible keys have weight and slack 0.
+    q, k, v:  rows with errors of length at most q_slack, k_slack, v_slack [n]
+    P:        off by at most P_slack [n, n]; above underflow also right to a factor e^(+-log_slack)
+              per row. Invisible keys have weight and slack 0.
     """
 
     q: Tensor
@@ -45,7 +48,7 @@ class Features:
 
 
 def features(h: Head, X: Tensor) -> Features:
-    """Queries, keys (rotated), values and attention weights of one head, with bounds of their errors."""
+    """Queries and keys (rotated), values and attention weights of one head, with error bounds."""
     n, stretch = len(X), rope_stretch(h.one) or 1.0
     q, k, _ = (x[0] for x in h.one.project(X))
     long = length_up(X)
@@ -56,6 +59,7 @@ def features(h: Head, X: Tensor) -> Features:
     S = h.scale * (q @ k.T)
     S = S if seen.additive is None else torch.where(seen.seen, S + seen.additive, 0.0)
     visible = torch.where(seen.seen, S, 0.0).abs().amax(dim=1)
+    # theta bounds the error of a score. A softmax sees differences of scores, hence the factor 2.
     theta = gamma(2 * h.steps) * abs(h.scale) * far_q * far_k.max() + 6 * U * visible
     log_slack = 2 * theta + 2 * (n + 20) * U
     off = torch.expm1(log_slack) * (1 + 4 * U)
@@ -63,13 +67,26 @@ def features(h: Head, X: Tensor) -> Features:
     P_slack = torch.where(seen.seen, off[:, None] * P.clamp_min(TINY) + TINY, 0.0) * (1 + 4 * U)
     one_product = gamma(h.steps)
     v_slack = one_product * h.V_size * long
-    slacks = (one_product * far_q, one_product * far_k, v_slack, P_slack, log_slack)
-    return Features(q, k, X @ h.V.T, P, *slacks, seen.seen)
+    return Features(
+        q=q,
+        k=k,
+        v=X @ h.V.T,
+        P=P,
+        q_slack=one_product * far_q,
+        k_slack=one_product * far_k,
+        v_slack=v_slack,
+        P_slack=P_slack,
+        log_slack=log_slack,
+        seen=seen.seen,
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Centred:
-    """y_ij = y_j - c_i [n, n, m] about computed points c_i, lengths, errors; |sum_j P_ij y_ij| is at most mean."""
+    """y_ij = y_j - c_i [n, n, m] about computed points c_i, with lengths and errors.
+
+    The points are only near the true means: |sum_j P_ij y_ij| is at most `mean`.
+    """
 
     y: Tensor
     length: Tensor
@@ -83,11 +100,13 @@ def centred(seen: Features, y: Tensor, y_slack: Tensor) -> Centred:
     length = length_up(away)
     sizes = length_up(y)
     mean = seen.P_slack @ sizes + seen.P_up @ y_slack + gamma(len(y) + 4) * (seen.P_up @ sizes)
-    return Centred(away, length, y_slack + 2 * U * length, mean * (1 + gamma(len(y) + 8)))
+    return Centred(
+        y=away, length=length, slack=y_slack + 2 * U * length, mean=mean * (1 + gamma(len(y) + 8))
+    )
 
 
 def terms(h: Head, X: Tensor) -> tuple[float, float, float]:
-    """Upper bounds of the query, value and key terms."""
+    """Upper bounds of the query, value and key terms of one head."""
     seen = features(h, X)
     v = centred(seen, seen.v, seen.v_slack)
     values = up(h.V_norm * (norm_up(seen.P).item() + frobenius_up(seen.P_slack).item()))
@@ -114,7 +133,7 @@ def _query_term(h: Head, seen: Features, v: Centred) -> float:
 
 
 def _key_term(h: Head, seen: Features, v: Centred) -> float:
-    """max_j || sum_i P_ij ||V C_i V'|| b_ij b_ij' ||^(1/2), with b_ij = K' R_j' q_i / sqrt(k) for rotated q."""
+    """max_j || sum_i P_ij ||V C_i V'|| b_ij b_ij' ||^(1/2), b_ij = K' R_j' q_i / sqrt(k)."""
     n, stretch, rope = len(seen.P), rope_stretch(h.one) or 1.0, _rope(h)
     spread = norm_up(seen.P.sqrt()[..., None] * v.y).square() * (1 + gamma(16))
     spread = spread + (
@@ -137,7 +156,7 @@ def _key_term(h: Head, seen: Features, v: Centred) -> float:
 
 
 def narrow(W: Tensor) -> tuple[Tensor, float]:
-    """W [k, d], or [k, k] with the same lengths |y W| where that is smaller; and its relative error."""
+    """W [k, d], or a smaller [k, k] with the same lengths |y W|; and its relative error."""
     k, d = W.shape
     return (W, 0.0) if k >= d else (torch.linalg.qr(W.T, mode="r")[1].T, gamma(16 * k * d))
 
@@ -157,13 +176,13 @@ def local_upper(f: SelfAttention, domain: Domain) -> float:
 
 BOUNDS = (
     Bound(
-        "input-dependent",
-        "upper",
-        "2",
-        Point,
-        (DOT, PLAIN_SCORES, ROTATION),
-        "lipscope",
-        "docs/theory/bounds.md#input-dependent-bound",
-        local_upper,
+        name="input-dependent",
+        kind="upper",
+        norm="2",
+        domain=Point,
+        hypotheses=(DOT, PLAIN_SCORES, ROTATION),
+        cite="lipscope",
+        where="docs/theory/bounds.md#input-dependent-bound",
+        fn=local_upper,
     ),
 )

@@ -1,4 +1,4 @@
-"""Every theorem in one table, and what it says about a layer on a set of inputs."""
+"""All theorems in one table, and their values for a layer on a set of inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems import castin2024, certified, geshkovski2023, kim2021, local, yudin2025
-from lipscope.theorems.heads import sight
+from lipscope.theorems.heads import check_masks
 from lipscope.theorems.rounding import gamma, length_up
 from lipscope.theorems.statement import Bound, Kinds
 
@@ -20,12 +20,32 @@ REGISTRY: tuple[Bound, ...] = (
     *kim2021.BOUNDS,
     *geshkovski2023.BOUNDS,
 )
+"""All registered theorems, in the order in which `bounds` reports them."""
+
 NORMS = ("2", "inf", "inf2", "W2")
 
 
 @dataclass(frozen=True)
 class BoundRow:
-    """A theorem's number for one layer and domain; confidence is below 1 where a random solver takes part."""
+    """The value of one theorem for a layer and a domain.
+
+    Attributes:
+        name: Name of the theorem.
+        kind: "upper" or "lower".
+        norm: Norm in which the bound holds, as passed to `bounds`.
+        value: The bound.
+        cite: Key of the source in `docs/references.bib`, or "lipscope".
+        where: Place in the source, or page with the proof.
+        confidence: 1, or less if the value relies on a randomized solver.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> row = ls.bounds(ls.SelfAttention(I, I, I), ls.Ball(R=1.0, n=4))[0]
+        >>> row.name, row.kind
+        ('Castin et al., ball', 'upper')
+    """
 
     name: str
     kind: str
@@ -36,22 +56,40 @@ class BoundRow:
     confidence: float = 1.0
 
     def tightness(self, sigma: float) -> float:
-        """value / sigma, once sigma is measured in the same norm: 1 is exact, more is what an upper bound loses."""
+        """Return `value / sigma` for a constant measured in the same norm; 1 means tight.
+
+        Args:
+            sigma: Measured Lipschitz constant, at least 0.
+        """
         if not sigma >= 0:
-            raise UserError(f"tightness is relative to a measured sigma >= 0, got {sigma}")
+            raise UserError(f"tightness needs a measured sigma >= 0, got {sigma}")
         return self.value / sigma if sigma > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class NotOffered:
-    """A theorem that says nothing about this layer, and the hypothesis that failed."""
+    """A theorem that does not apply to the layer, and the hypothesis that fails."""
 
     name: str
     failed: str
 
 
 class BoundRows(list[BoundRow]):
-    """The rows of `bounds`; `not_offered` holds the theorems that do not apply, each with its reason."""
+    """The list of `BoundRow` that `bounds` returns.
+
+    Attributes:
+        not_offered: The theorems that do not apply, each with the hypothesis that fails.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> rows = ls.bounds(ls.SelfAttention(I, I, I), ls.Everywhere(n=4))
+        >>> [(row.kind, row.value) for row in rows]
+        [('lower', inf)]
+        >>> print(rows.not_offered[0].failed)
+        the scores are minus squared distances (kernel L2, a scale above 0)
+    """
 
     def __init__(self, rows: list[BoundRow], not_offered: list[NotOffered]) -> None:
         super().__init__(rows)
@@ -59,10 +97,34 @@ class BoundRows(list[BoundRow]):
 
 
 def bounds(f: SelfAttention, domain: Domain, norm: str = "2") -> BoundRows:
-    """Every bound on the Lipschitz constant of f over `domain` in `norm` whose hypotheses f meets.
+    """Evaluate every theorem whose hypotheses a layer and a domain satisfy.
 
-    norm: "2" (Frobenius), "inf" (largest coordinate), "inf2" (largest token), "W2" (measures). An upper bound on a
-    larger set holds on a smaller one: theorems on balls are offered at a point too, on the ball that its tokens need.
+    An upper bound on a set also holds on its subsets: at a point, theorems about balls are
+    evaluated on the smallest ball that contains its tokens.
+
+    Args:
+        f: The layer.
+        domain: `Point(X)`, `Ball(R, n)`, `Around(X, r)` or `Everywhere(n)`.
+        norm: "2" (Frobenius), "inf" (largest coordinate), "inf2" (largest token) or "W2"
+            (Wasserstein distance of measures).
+
+    Returns:
+        One row per theorem that applies; its attribute `not_offered` lists the others.
+
+    Raises:
+        UserError: If the domain does not fit the layer, or the norm is unknown.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> I = torch.eye(2, dtype=torch.float64)
+        >>> for row in ls.bounds(ls.SelfAttention(I, I, I), ls.Ball(R=1.0, n=4)):
+        ...     print(f"{row.kind} {row.value:.3g} ({row.name})")
+        upper 6.12 (Castin et al., ball)
+        upper 3.3 (compact)
+        lower 0.493 (Castin et al., ball, from below)
+        lower 0.555 (tuned gap)
+        lower 0.736 (Kim et al., rate R^2)
     """
     _check(f, domain, norm)
     f = f.double()
@@ -77,26 +139,27 @@ def bounds(f: SelfAttention, domain: Domain, norm: str = "2") -> BoundRows:
             continue
         rows.append(
             BoundRow(
-                bound.name,
-                bound.kind,
-                norm,
-                evaluate(bound, f, within),
-                bound.cite,
-                bound.where,
-                bound.confidence,
+                name=bound.name,
+                kind=bound.kind,
+                norm=norm,
+                value=evaluate(bound, f, within),
+                cite=bound.cite,
+                where=bound.where,
+                confidence=bound.confidence,
             )
         )
     return BoundRows(rows, refused)
 
 
 def failed_hypothesis(bound: Bound, f: SelfAttention, domain: Domain) -> str | None:
-    """The first hypothesis that f and the domain do not meet, in words."""
+    """The first hypothesis that f and the domain do not satisfy, in words, or None."""
     return next((h.says for h in bound.hypotheses if not h.holds(f, domain)), None)
 
 
 def evaluate(bound: Bound, f: SelfAttention, domain: Domain) -> float:
-    """The value, for a float64 layer that meets the hypotheses; not a number becomes infinity, or 0 from below."""
+    """The value for a float64 layer that satisfies the hypotheses; NaN becomes a trivial bound."""
     value = bound.fn(f, domain)
+    # One step up covers the last rounding; an exact 0 stays 0.
     if bound.kind == "upper":
         return (
             math.inf
@@ -109,9 +172,9 @@ def evaluate(bound: Bound, f: SelfAttention, domain: Domain) -> float:
 
 
 def enclosing(domain: Domain, kind: Kinds, side: str) -> Domain | None:
-    """The smallest domain of that kind around `domain`, in float64; of several kinds, of the first.
+    """The smallest domain of that kind around `domain`, in float64; with several kinds, the first.
 
-    None where there is none, or side is "lower" and `domain` is of another kind.
+    None if there is none. Lower bounds do not carry over to subsets: for them the kinds must agree.
     """
     if isinstance(kind, tuple):
         found = (enclosing(domain, each, side) for each in kind)
@@ -131,17 +194,19 @@ def enclosing(domain: Domain, kind: Kinds, side: str) -> Domain | None:
 def _check(f: SelfAttention, domain: Domain, norm: str) -> None:
     if not isinstance(f, SelfAttention):
         raise UserError(
-            f"bounds are theorems about a SelfAttention layer, got {type(f).__name__}; "
-            "for chains of layers see network_bound in lipscope.theorems.composition"
+            f"bounds needs a SelfAttention layer, got {type(f).__name__}; "
+            "for chains of layers use lipscope.theorems.network_bound"
         )
     if not isinstance(domain, Point | Ball | Around | Everywhere):
         raise UserError(
-            f"domain must be Point(X), Ball(R, n), Around(X, r) or Everywhere(n), got {type(domain).__name__}"
+            "domain must be Point(X), Ball(R, n), Around(X, r) or Everywhere(n), "
+            f"got {type(domain).__name__}"
         )
     if norm not in NORMS:
         raise UserError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
     if isinstance(domain, Point | Around) and domain.X.shape[1] != f.Q.shape[1]:
         raise UserError(
-            f"the domain's tokens have size {domain.X.shape[1]}; the layer reads tokens of size {f.Q.shape[1]}"
+            f"the tokens of the domain have size {domain.X.shape[1]}; "
+            f"the layer reads tokens of size {f.Q.shape[1]}"
         )
-    sight(f, domain.n)
+    check_masks(f, domain.n)

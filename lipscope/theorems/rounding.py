@@ -1,7 +1,8 @@
 """Norms that are never rounded the wrong way: float64, widened by explicit error terms.
 
-u = 2^-53 is the unit roundoff and gamma(m) = m u / (1 - m u) bounds the relative error of m operations in a row. An
-error term is added wherever a computed number enters a bound; docs/theory/bounds.md says which.
+u = 2^-53 is the unit roundoff and gamma(m) = m u / (1 - m u) bounds the relative error of m
+operations in sequence. An error term is added wherever a computed number enters a bound;
+docs/theory/bounds.md lists them.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def gamma(operations: int) -> float:
-    """m u / (1 - m u); infinite where that many operations lose everything."""
+    """m u / (1 - m u); infinite if that many operations can lose everything."""
     lost = operations * U
     return lost / (1 - lost) if lost < 0.5 else math.inf
 
 
 def up(value: float, operations: int = 64) -> float:
-    """A nonnegative number after that many operations, rounded up; what is not a number bounds nothing."""
+    """A nonnegative result of that many operations, rounded up; NaN becomes infinity."""
     return math.inf if math.isnan(value) else value * (1 + gamma(operations + 4))
 
 
 def scaled_up(value: float, power: int) -> float:
-    """value 2^power rounded up, where it is below the smallest number or above the largest too."""
+    """value 2^power rounded up, also where it under- or overflows."""
     try:
         return value if value == 0 else math.nextafter(math.ldexp(value, power), math.inf)
     except OverflowError:
@@ -35,7 +36,7 @@ def scaled_up(value: float, power: int) -> float:
 
 
 def down(value: float, operations: int = 64) -> float:
-    """A number after that many operations, rounded down to a usable lower bound, at least 0."""
+    """A result of that many operations, rounded down to a lower bound of at least 0."""
     return max(0.0, value * (1 - gamma(operations + 4))) if math.isfinite(value) else 0.0
 
 
@@ -65,7 +66,8 @@ def frobenius_up(M: Tensor) -> Tensor:
 def norm_up(M: Tensor) -> Tensor:
     """Upper bounds of the spectral norms of the matrices M [..., p, q].
 
-    With G = M M' = W L W' + (residual), ||M||^2 <= max|L| ||W'W|| + ||residual||_F, whatever the quality of W and L.
+    With G = M M' = W L W' + (residual), ||M||^2 <= max|L| ||W'W|| + ||residual||_F, however
+    inaccurate the computed eigenvalues L and eigenvectors W.
     """
     if not M.isfinite().all():
         return torch.full(M.shape[:-2], math.inf, dtype=M.dtype, device=M.device)
@@ -77,16 +79,15 @@ def norm_up(M: Tensor) -> Tensor:
     L, W = torch.linalg.eigh(G)
     largest = L.abs().amax(dim=-1)
     skew = (W.mT @ W - torch.eye(p, dtype=M.dtype)).norm(dim=(-2, -1)) + 2 * p * gamma(p + 4)
-    residual = (G - (W * L[..., None, :]) @ W.mT).norm(dim=(-2, -1)) + 2 * p * gamma(
-        p + 4
-    ) * largest
+    off = (G - (W * L[..., None, :]) @ W.mT).norm(dim=(-2, -1))
+    residual = off + 2 * p * gamma(p + 4) * largest
     gram = gamma(q + 4) * M.square().sum(dim=(-2, -1))
     square = (largest * (1 + skew) + residual + gram) * (1 + gamma(p * p + 16))
     return torch.ldexp(square.sqrt() * (1 + 4 * U), size[..., 0, 0])
 
 
 def norm_down(M: Tensor) -> float:
-    """A lower bound of the spectral norm of M [p, q]: ||M v|| / ||v|| at the computed top direction, less rounding."""
+    """A lower bound of the spectral norm of M [p, q]: ||M v|| / ||v|| minus rounding."""
     if not M.isfinite().all():
         return 0.0
     size = _exponent(M)
@@ -98,10 +99,10 @@ def norm_down(M: Tensor) -> float:
 
 
 def row_sum_up(M: Tensor) -> float:
-    """An upper bound of the largest absolute row sum of M [p, q], its norm for the largest coordinate."""
+    """An upper bound of the largest absolute row sum of M [p, q], its infinity-norm."""
     return up(M.abs().sum(dim=-1).max().item(), M.shape[-1])
 
 
 def _exponent(M: Tensor) -> Tensor:
-    """The power of two just above the largest entry of each matrix [..., 1, 1], for exact scaling."""
+    """The power of two just above the largest entry of each matrix, [..., 1, 1]."""
     return torch.frexp(M.abs().amax(dim=(-2, -1), keepdim=True)).exponent

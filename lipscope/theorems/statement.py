@@ -1,4 +1,4 @@
-"""What a theorem is here: a formula with its kind, norm, domain, hypotheses and source; and shared hypotheses."""
+"""What a theorem is in code: a formula with norm, domain, hypotheses and source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kinds = type[Domain] | tuple[type[Domain], ...]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A condition in words, and its check."""
+    """A condition in words, and the function that checks it."""
 
     says: str
     holds: Check
@@ -26,14 +26,28 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Bound:
-    """One theorem about self-attention layers.
+    """One theorem about self-attention layers, an entry of `REGISTRY`.
 
-    kind:    "upper": at least the constant at every input of the domain; "lower": at most the constant of the domain.
-    norm:    "2", "inf" (largest coordinate), "inf2" (largest token), "W2" (measures, Wasserstein).
-    domain:  Point, Ball, Around or Everywhere, the kind of set it speaks of; or several kinds, the
-             smaller set first.
-    fn:      the value, for a float64 layer.
-    witness: for a lower bound, an input where the constant is at least the value.
+    Attributes:
+        name: Name of the theorem.
+        kind: "upper", at least the constant at every input of the domain, or "lower", at most the
+            constant of the domain.
+        norm: "2", "inf" (largest coordinate), "inf2" (largest token) or "W2" (measures,
+            Wasserstein).
+        domain: Kind of domain it applies to, `Point`, `Ball`, `Around` or `Everywhere`, or a tuple
+            of several kinds, the smaller set first.
+        hypotheses: Conditions on layer and domain, each with its check.
+        cite: Key of the source in `docs/references.bib`, or "lipscope".
+        where: Place in the source, or page with the proof.
+        fn: The value, for a layer in float64 that satisfies the hypotheses.
+        witness: For a lower bound, an input at which the constant is at least the value.
+        confidence: 1, or less if the value relies on a randomized solver.
+
+    Example:
+        >>> import lipscope as ls
+        >>> compact = next(b for b in ls.theorems.REGISTRY if b.name == "compact")
+        >>> compact.kind, compact.domain.__name__
+        ('upper', 'Ball')
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Yudin et al.: the norm of the softmax's Jacobian, and the bound at X that follows from it; with a tightening."""
+"""Yudin et al.: a bound at X from the norm of the softmax's Jacobian, and a tighter version."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from lipscope.theorems.statement import DOT, NO_QUERY_BIAS, NO_ROPE, PLAIN_SCORE
 
 
 def softmax_jacobian_norm(P: Tensor) -> Tensor:
-    """g_1(p) = p_1 (p_2 + p_3 + ... + p_2), p sorted: at least ||diag p - p p'|| for each row p of P [n, n].
-
-    On paper p_2 + p_3 + ... is 1 - p_1; computed so it would round below the truth when p_1 is near 1.
-    """
+    """g_1(p) = p_1 (1 - p_1 + p_2), p sorted: a bound of ||diag p - p p'|| for each row p of P."""
+    # 1 - p_1 is computed as p_2 + p_3 + ...: a difference would round below the truth near p_1 = 1.
     p = P.sort(dim=-1, descending=True).values
     if p.shape[-1] == 1:
         return torch.zeros_like(p[..., 0])
@@ -40,7 +38,10 @@ def data_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def centred_upper(f: SelfAttention, domain: Domain) -> float:
-    """||V|| (||P|| + max_i g_1(P_i) ||X_c|| (||X_c A|| + ||X A' + 1 beta'||)), X_c the tokens less any common point."""
+    """||V|| (||P|| + max_i g_1(P_i) ||X_c|| (||X_c A|| + ||X A' + 1 beta'||)).
+
+    X_c are the tokens minus a common point, here their mean; no covariance depends on it.
+    """
     assert isinstance(domain, Point)
     X = domain.X
     Xc = X - X.mean(dim=0)
@@ -62,30 +63,30 @@ def _weights_norm(seen: Features) -> float:
 
 
 def _sharpness(seen: Features) -> float:
-    """max_i g_1 of the true rows: g_1 grows with each entry."""
+    """max_i g_1 of the exact rows; g_1 grows with each entry, so upper bounds of P suffice."""
     visible = torch.where(seen.P_slack > 0, seen.P_up.clamp_min(TINY), 0.0)
     return up(softmax_jacobian_norm(visible).max().item())
 
 
 BOUNDS = (
     Bound(
-        "Yudin et al.",
-        "upper",
-        "2",
-        Point,
-        (DOT, PLAIN_SCORES, NO_ROPE, NO_QUERY_BIAS),
-        "yudin2025",
-        "Theorem 3 (local bound of attention through g_1)",
-        data_upper,
+        name="Yudin et al.",
+        kind="upper",
+        norm="2",
+        domain=Point,
+        hypotheses=(DOT, PLAIN_SCORES, NO_ROPE, NO_QUERY_BIAS),
+        cite="yudin2025",
+        where="Theorem 3 (local bound of attention through g_1)",
+        fn=data_upper,
     ),
     Bound(
-        "Yudin et al., centred",
-        "upper",
-        "2",
-        Point,
-        (DOT, PLAIN_SCORES, NO_ROPE),
-        "lipscope",
-        "docs/theory/bounds.md#yudin-et-al-and-a-tightening",
-        centred_upper,
+        name="Yudin et al., centred",
+        kind="upper",
+        norm="2",
+        domain=Point,
+        hypotheses=(DOT, PLAIN_SCORES, NO_ROPE),
+        cite="lipscope",
+        where="docs/theory/bounds.md#yudin-et-al-and-a-tightening",
+        fn=centred_upper,
     ),
 )
