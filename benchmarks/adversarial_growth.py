@@ -1,4 +1,4 @@
-"""sigma(n) of one attention layer: real text, three swapped tokens, ascent, constructions, and what theorems allow.
+"""sigma(n) of one attention layer: text, swapped tokens, ascent, constructions, and theorems.
 
 python benchmarks/adversarial_growth.py [--text FILE] [--layer 3] [--figure FILE.png]
 """
@@ -32,7 +32,7 @@ REAL, TOKENS, NEAR, BALL = (
 CROWD, ZERO = "one token against a crowd (Castin et al.)", "one token at zero (Kim et al.)"
 COMPACT, CASTIN = "upper bound: compact", "upper bound: Castin et al."
 CLIMB, NEAR_RADIUS = ls.attack.Climb(steps=20, restarts=1), 0.1
-"""The climb of `lipscope attack`, and the radius around the text as a share of its longest token."""
+"""The ascent of `lipscope attack`, and the radius around the text relative to its longest token."""
 
 TOKENS_UP_TO = 64
 """Beyond this length the token search takes minutes."""
@@ -55,7 +55,7 @@ def main() -> None:
 def at_length(
     models: tuple[ls.Model, ls.Model], text: Path | None, layer: int, n: int
 ) -> dict[str, float]:
-    """Every number of one length, in float64; the ball has the radius of the text's longest token."""
+    """All numbers of one length, in float64; the ball's radius is that of the longest token."""
     exact, quick = models
     ids = read(exact, text, None, Choice((n,), 1, 0, special_tokens=False)).inputs.batch(n, (0,))[0]
     f, X = site(exact, ids, layer)
@@ -96,7 +96,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path, help="the embedded prose unless given")
+    parser.add_argument("--text", type=Path, help="a text file; by default the embedded prose")
     parser.add_argument("--layer", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--figure", type=Path)

@@ -1,6 +1,6 @@
-"""Two layers that tell scores from values: dot-product scores with the values of L2 attention, and the reverse.
+"""Two hybrid layers: dot-product scores with the values of L2 attention, and the reverse.
 
-They answer which half of L2 attention makes training break; neither has a Lipschitz constant, and neither is a product.
+They show which half of L2 attention makes training break; neither has a Lipschitz constant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lipscope.nn.l2_bound import value_factors
 
 
 class DotScoresL2Values(AttentionLayer):
-    """softmax(q k' / sqrt(k)) with free keys; the values are M_h q, M_h = W_V' W_Q as in L2SelfAttention."""
+    """softmax(q k' / sqrt(k)) with free keys; values M_h q, M_h = W_V' W_Q, as in L2 attention."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, heads, causal=True)
@@ -30,7 +30,7 @@ class DotScoresL2Values(AttentionLayer):
 
 
 class L2ScoresDotValues(AttentionLayer):
-    """softmax(-|q - q'|^2 / sqrt(k)) with tied keys as in L2SelfAttention; the values are W_V x, free."""
+    """softmax(-|q - q'|^2 / sqrt(k)) with tied keys, as in L2SelfAttention; free values W_V x."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, heads, causal=True)

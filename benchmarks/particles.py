@@ -1,7 +1,8 @@
-"""10,000 particles in dimension 2 to t = 10, beside a dense n x n implementation of the same velocity in torch.
+"""10,000 particles in dimension 2 to t = 10, against a dense n x n implementation in torch.
 
-Both velocities are evaluated in turn, in float64, at the same tokens; each also runs in a process of its own, where its
-peak of memory is counted above the tokens. Then the flow runs to its end.
+Both velocities are evaluated in turn, in float64, at the same tokens; each also runs in a process
+of its own, where its peak memory is measured, without that of the tokens. Then the flow runs to its
+end.
 
     python benchmarks/particles.py
 """
@@ -27,7 +28,7 @@ from lipscope.dynamics.presets import PRESETS, layer_of, tokens_of
 
 ROUNDS = 3
 STAGES = 6
-"""Velocities a step of Dormand-Prince 5(4) evaluates."""
+"""Evaluations per step of Dormand-Prince 5(4)."""
 
 
 def dense(X: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def peak_mib() -> float:
 
 
 def one(name: str, n: int) -> float:
-    """The peak of one evaluation in this process, above what was there before it."""
+    """Peak memory of one evaluation in this process, beyond what was allocated before."""
     WAYS[name](tokens_of(PRESETS["clusters"], 100, 2, 0))
     X = tokens_of(PRESETS["clusters"], n, 2, 0)
     before = peak_mib()
@@ -58,7 +59,7 @@ def one(name: str, n: int) -> float:
 
 
 def timings(n: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds by the clock and of the processor, for each way in turn: what else runs here slows both alike."""
+    """Wall and processor seconds of each way, interleaved: other load slows both alike."""
     X = tokens_of(PRESETS["clusters"], n, 2, 0)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     for round in range(ROUNDS + 1):
@@ -72,7 +73,7 @@ def timings(n: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def to_the_end(n: int) -> dict[str, float | int | str]:
-    """The whole flow, with its peak of memory and what it gathered into."""
+    """The whole flow, with its peak memory and its clusters."""
     X = tokens_of(PRESETS["clusters"], n, 2, 0)
     before, wall, cpu = peak_mib(), time.perf_counter(), time.process_time()
     flow = ls.dynamics.flow(
@@ -124,7 +125,7 @@ def main() -> None:
     ratios = {key: rows["dense"][key] / rows["tiled"][key] for key in ("wall_s", "cpu_s")}
     pairs = [d[1] / t[1] for d, t in zip(times["dense"], times["tiled"], strict=True)]
     print(
-        f"dense / tiled: {ratios['wall_s']:.2f} by the clock, {ratios['cpu_s']:.2f} of the processor"
+        f"dense / tiled: {ratios['wall_s']:.2f} wall time, {ratios['cpu_s']:.2f} processor time"
         f" ({min(pairs):.2f} to {max(pairs):.2f} in {ROUNDS} pairs)"
     )
     end = json.loads(child("--one", "flow", *sizes))

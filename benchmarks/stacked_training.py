@@ -1,7 +1,7 @@
-"""Many models of one architecture trained at once: stacked weights, each its learning rate and batches, one CUDA graph.
+"""Many models of one architecture trained at once: stacked weights under one CUDA graph.
 
-The models are the ones that `lipscope train` trains, under vmap. They share nothing but launches: a member that
-diverges does not touch the others.
+The models are those of `lipscope train`, under vmap. They share nothing but kernel launches: a
+member that diverges does not affect the others.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lipscope.charlm.language_model import (
 
 BETAS, EPS = (0.9, 0.98), 1e-8
 ALIGNED = 64
-"""Every weight starts at a multiple of so many numbers."""
+"""Alignment of the start of every weight in a flat row, in numbers."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Adam for `steps` steps of `batch` windows; clip is the largest gradient norm of a member, None for any.
+    """Adam for `steps` steps of `batch` windows; clip is the maximum gradient norm, or None.
 
     rate(step) multiplies the learning rate of every member.
     """
@@ -43,7 +43,7 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """What every step saw before it moved the weights, [steps, members]: loss, norm of its gradient, of the weights."""
+    """Before each step, [steps, members]: loss, gradient norm, norm of the weights."""
 
     losses: Tensor
     gradients: Tensor
@@ -51,7 +51,7 @@ class History:
 
 
 class Stack:
-    """One flat row of weights a member; `seeds` decide weights and batches, so equal seeds see equal batches."""
+    """One flat row of weights per member; equal seeds give equal weights and batches."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Stack:
         every: int,
         note: Callable[[int, Tensor], None],
     ) -> History:
-        """Runs the schedule; `note` gets the step and the members' mean training losses since the last note."""
+        """Run the schedule; `note` gets the step and the mean losses since the last note."""
         step = _Step(self, text, schedule)
         starts, factors = self._plan(text, schedule)
         seen = torch.zeros(3, schedule.steps, len(self.seeds), device=self.theta.device)
@@ -144,7 +144,7 @@ class Stack:
         return History(*seen.cpu())
 
     def _plan(self, text: CharacterText, schedule: Schedule) -> tuple[Tensor, Tensor]:
-        """Where the windows of each step start, [steps, M, B], and the factor of its learning rate."""
+        """Starts of the windows of each step, [steps, M, B], and its learning rate factor."""
         places = len(text.learned) - self.architecture.context
         shape = schedule.steps, schedule.batch
         draws = {
@@ -157,7 +157,7 @@ class Stack:
 
 
 class _Step:
-    """One step of Adam for all members, captured once as a CUDA graph where there is one."""
+    """One step of Adam for all members, captured as a CUDA graph on a GPU."""
 
     def __init__(self, stack: Stack, text: CharacterText, schedule: Schedule) -> None:
         theta = stack.theta
@@ -195,7 +195,7 @@ class _Step:
             theta -= self.stack.rates * self.factor * mean / spread
 
     def _capture(self) -> None:
-        """Warm up on a side stream, put everything back, and record one step."""
+        """Warm up on a side stream, restore everything, and record one step."""
         state = (self.stack.theta, self.first, self.second, self.count)
         before = [t.detach().clone() for t in state]
         side = torch.cuda.Stream()

@@ -1,8 +1,8 @@
-"""The store at 100,000 rows: seconds to write them job by job, and for `lipscope show` and `lipscope export`.
+"""The store at 100,000 rows: seconds to write them, and for `lipscope show` and `export`.
 
     python benchmarks/store.py [ROWS]
 
-The commands run as a user runs them, in an interpreter of their own, best of three; the target is 2 s each.
+Each command runs in an interpreter of its own, best of three; the target is 2 s each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INFO = StudyInfo(
 
 
 def write(place: Path, rows: int) -> int:
-    """A study of about `rows` rows, one transaction per layer, length and sample; the number of transactions."""
+    """A study of about `rows` rows, one transaction per layer, length and sample; their number."""
     samples = max(1, rows // (HEADS * LAYERS * len(LENGTHS)))
     store, jobs = Store.create(place, INFO), 0
     store.write_samples(
@@ -95,7 +95,8 @@ def main() -> None:
         wrote = time.perf_counter() - began
         size = sum(path.stat().st_size for path in place.iterdir()) / 2**20
         print(
-            f"write        {wrote:7.2f} s   {jobs} transactions, {1e3 * wrote / jobs:.2f} ms each, {size:.0f} MiB"
+            f"write        {wrote:7.2f} s   {jobs} transactions, {1e3 * wrote / jobs:.2f} ms each, "
+            f"{size:.0f} MiB"
         )
         for command in ("show", "export"):
             best = min(seconds(command, str(place)) for _ in range(3))

@@ -1,6 +1,6 @@
 """Peak memory of tiled attention at n = 16,384 on the CPU, and its products against closed forms.
 
-Each case runs in a process of its own, so that the peak is its own; what is counted is above the process before it.
+Each case runs in a process of its own; its peak is counted above the memory before it.
 
     python benchmarks/tiled_memory.py
 """
@@ -48,7 +48,7 @@ def equal_tokens(n: int, g: torch.Generator) -> Case:
 
 
 def causal_average(n: int, g: torch.Generator) -> Case:
-    """Zero scores under a causal mask: J = C (x) V with C_ij = 1/i for j <= i, Hardy's averaging operator."""
+    """Zero scores under a causal mask: J = C (x) V, C_ij = 1/i for j <= i, Hardy's operator."""
     V, zero = random(g, D, D) / 8, torch.zeros(D, D, dtype=torch.float64)
     i = torch.arange(1, n + 1, dtype=torch.float64)[:, None]
     return (

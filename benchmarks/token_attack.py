@@ -1,7 +1,8 @@
-"""How far three words can raise sigma: the token attacks against the best of as many random replacements.
+"""How far three replaced words can raise sigma: token attacks against random replacements.
 
-One layer, chosen before; texts of 32 tokens; every method may replace the same number of them. The random texts are as
-many as the gradient-guided search measures. The search runs in float32, every number is measured again in float64.
+One layer, chosen in advance; texts of 32 tokens; every method may replace the same number of them.
+There are as many random texts as the gradient-guided search measures. The search runs in float32;
+every result is measured again in float64.
 
     python benchmarks/token_attack.py                          # paragraphs of the embedded prose
     python benchmarks/token_attack.py --text FILE              # a text in each line
@@ -64,7 +65,7 @@ def main() -> None:
 def attacks(
     model: ls.Model, ids: list[int], options: argparse.Namespace, seed: int
 ) -> list[Swapped]:
-    """The guided search and random texts with every seed; what the seed hardly touches with the first."""
+    """The guided search and random texts with every seed, the other methods with the first."""
     target = layer_sigma(model, options.layer, seed=seed)
     guided = guided_swaps(target, ids, options.swaps, width=options.width, seed=2 * seed)
     found = [
@@ -101,11 +102,13 @@ def show(found: dict[str, list[dict]], texts: int, options: argparse.Namespace) 
     wins = sum(a["after"] > b["after"] for a, b in pairs)
     gains = [(a["after"] - a["before"]) / max(b["after"] - b["before"], 1e-9) for a, b in pairs]
     Console().print(
-        f"layer {options.layer}, {texts} texts of {options.length} tokens, {options.swaps} replaced\n"
+        f"layer {options.layer}, {texts} texts of {options.length} tokens, "
+        f"{options.swaps} replaced\n"
     )
     Console().print(table)
     Console().print(
-        f"\nguided above random: {wins} of {len(pairs)}; its rise over theirs: median {median(gains):.2f}"
+        f"\nguided above random: {wins} of {len(pairs)}; "
+        f"ratio of their increases: median {median(gains):.2f}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The figures of docs/training.md: loss over steps with sigma by layer, and where training breaks."""
+"""The figures of docs/training.md: loss over steps, sigma by layer, and where training breaks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 STYLES = ("solid", "dashed", "dotted")
 COLOURS = {name: f"C{i}" for i, name in enumerate(NAMES)}
 ACROSS = ("axes fraction", "data")
-LOSS = "test loss (nats a character)"
+LOSS = "test loss (nats per character)"
 TITLES = {"why": "no norm: scores or values?"}
 ROOF, ROW = 3.45, 0.07
-"""Broken trainings are marked above this loss, a row for each curve, its depth beside it."""
+"""Broken trainings are marked above this loss, one row per curve, labelled by depth."""
 
 
 def draw_grid(results: dict[str, Any]) -> Figure:
@@ -47,7 +47,7 @@ def draw_grid(results: dict[str, Any]) -> Figure:
 
 
 def draw_breaking(results: dict[str, Any]) -> Figure:
-    """Loss at the end against learning rate, a panel a plan; crosses above for seeds that broke or got stuck."""
+    """Final loss against learning rate, a panel per plan; crosses for seeds that failed."""
     from matplotlib.figure import Figure
 
     plans = breaking_plans(results)
@@ -100,7 +100,7 @@ def _label(variant: str, depth: int) -> str:
 
 
 def _levels(panel: Axes, results: dict[str, Any]) -> None:
-    """What frequencies of characters and of pairs cost."""
+    """The unigram and bigram baselines."""
     for level, words in (
         (results["settings"]["unigram_loss"], "frequencies"),
         (results["bigram_loss"], "pairs"),

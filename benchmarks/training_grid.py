@@ -1,11 +1,11 @@
-"""Test loss of character models by attention and depth, and where training breaks; every cell kept once it is done.
+"""Test loss of character models by attention and depth, and where training breaks; resumable.
 
-    python -m benchmarks.training_grid TEXT --file benchmarks/results/training_h200.json    # goes on where it stopped
-    python -m benchmarks.training_grid TEXT --file small.json --size small --match "pre norm" # for a CPU
+    python -m benchmarks.training_grid TEXT --file benchmarks/results/training_h200.json  # resumes
+    python -m benchmarks.training_grid TEXT --file small.json --size small --match "pre norm"  # CPU
 
-A cell is one architecture; its seeds and learning rates are trained together. Training "breaks" when the test loss at
-the end is not finite, or above what the frequencies of characters alone cost, or more than 0.5 nats above its own best;
-it is "stuck" when it did not break and ends less than 0.1 below those frequencies.
+A cell is one architecture; its seeds and learning rates are trained together. Training "breaks"
+when the test loss at the end is not finite, or above the unigram baseline, or more than 0.5 nats
+above its own best; it is "stuck" when it did not break and ends less than 0.1 below that baseline.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from lipscope.charlm.language_model import CharacterTransformer
 from lipscope.charlm.layer_constants import layer_constants
 
 OPENING = 10
-"""The losses of so many first steps are kept one by one."""
+"""Number of first steps whose losses are all recorded."""
 
 HOPELESS = 10.0
-"""A test loss above which nobody wants to know sigma."""
+"""A test loss above which sigma is not measured."""
 
 
 def run_cell(
@@ -91,10 +91,10 @@ def run_cell(
 
 
 def described(history: History) -> dict[str, Any]:
-    """How each member set out, and where its loss first rose 0.5 above its best, if it did.
+    """The first steps of each member, and where its loss first rose 0.5 above its best.
 
     opening:  the losses of the first steps
-    rise:     how many steps had been done when the training loss first was 0.5 above its best so far, or not finite
+    rise:     steps done when the training loss first was 0.5 above its best so far, or not finite
     gradient: the norm at the start, and its largest before that rise; weights: the same
     """
     losses = history.losses.double().nan_to_num(math.inf)
@@ -116,7 +116,7 @@ def described(history: History) -> dict[str, Any]:
 
 @torch.no_grad()
 def inverse_error(model: CharacterTransformer, ids: torch.Tensor) -> float:
-    """How far the embedded characters are from those found back from the trunk's output, relative, in float32."""
+    """Relative error in float32 of the embedded characters recovered from the trunk's output."""
     X = model.embed(ids)
     try:
         found = model.trunk_inverse(model.trunk(X))
@@ -133,7 +133,7 @@ def keep(path: Path, content: dict[str, Any]) -> None:
 
 
 def strict(x: Any) -> Any:
-    """null for what is not finite, and float32's own seven digits."""
+    """Numbers for JSON: null if not finite, else the seven digits of float32."""
     if isinstance(x, dict):
         return {str(key): strict(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="another number of steps, to try things out")
     parser.add_argument("--size", choices=list(SIZES), default="full")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="start no cell after so many"
+        "--seconds", type=float, default=math.inf, help="start no cell after this many seconds"
     )
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False

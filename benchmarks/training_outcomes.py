@@ -1,4 +1,4 @@
-"""What the trainings of a cell came to: by learning rate, the best of them, and whether they broke or got stuck."""
+"""Outcomes of the trainings of a cell: by learning rate, the best, and those that failed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ NAMES = {
 
 
 def broke(final: float | None, curve: list[float | None], unigram: float) -> bool:
-    """What was called breaking before anything was run; None is what was not finite."""
+    """The criterion of breaking, fixed before the first run; None stands for a non-finite loss."""
     best = min((x for x in curve if x is not None), default=math.inf)
     return final is None or final > unigram or final > best + 0.5
 
 
 def stuck(final: float, unigram: float) -> bool:
-    """Whether a training that did not break knows next to nothing but how frequent characters are."""
+    """Whether a training that did not break is hardly better than character frequencies."""
     return final > unigram - 0.1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The seeds of one learning rate: test losses of those that learned, and how many broke or got stuck."""
+    """The seeds of one learning rate: test losses, and how many broke or got stuck."""
 
     learned: list[float]
     broken: int
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def outcomes(cell: dict[str, Any], unigram: float) -> dict[float, Outcome]:
-    """Of every learning rate of a cell."""
+    """The outcome at every learning rate of a cell."""
     found = {}
     for rate, members in by_rate(cell).items():
         finals = [
@@ -77,7 +77,7 @@ def best_rate(cell: dict[str, Any]) -> tuple[float, list[int]]:
 
 
 def breaking_plans(results: dict[str, Any]) -> dict[str, Any]:
-    """Those without the care that keeps trainings from breaking."""
+    """The plans without the usual safeguards against breaking."""
     return {name: plan for name, plan in results["settings"]["plans"].items() if not plan["decay"]}
 
 

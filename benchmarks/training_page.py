@@ -1,6 +1,6 @@
 """Tables and figures of docs/training.md, from the results of `benchmarks.training_grid`.
 
-python -m benchmarks.training_page              # rewrites the tables between their marks, and the figures
+python -m benchmarks.training_page              # rewrite the tables and the figures
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ NOT_RUN = "not run"
 
 
 def grid_table(results: dict[str, Any], plan: str) -> str:
-    """A line a cell: the test loss at the best of its rates and what the others came to, and sigma by layer."""
+    """A row per cell: test loss at its best rate, the outcome of the others, sigma by layer."""
     settings, cells = results["settings"]["plans"][plan], cells_of(results, plan)
     lines = [
-        "| attention | depth | parameters | test loss | at rate | other rates | sigma by layer | seconds |"
+        "| attention | depth | parameters | test loss | at rate | other rates | sigma by layer "
+        "| seconds |"
     ]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for variant in settings["variants"]:
@@ -49,14 +50,14 @@ def grid_table(results: dict[str, Any], plan: str) -> str:
             others = "; ".join(str(end) for r, end in ends.items() if r != rate)
             sigma = cell["sigma"][str(members[0])]
             lines.append(
-                f"{start} {cell['parameters']:,} | {_spread(cell, members)} | {rate:g} | {others} | "
-                f"{min(sigma):.2g} to {max(sigma):.2g} | {cell['seconds_training']:.0f} |"
+                f"{start} {cell['parameters']:,} | {_spread(cell, members)} | {rate:g} | {others} "
+                f"| {min(sigma):.2g} to {max(sigma):.2g} | {cell['seconds_training']:.0f} |"
             )
     return "\n".join(lines)
 
 
 def long_table(results: dict[str, Any]) -> str:
-    """Plan "long": the loss along the way, on the held-out windows of the curve, and at the end on all."""
+    """Plan "long": the loss on the held-out windows of the curve, and at the end on all."""
     plan, cells = results["settings"]["plans"]["long"], cells_of(results, "long")
     noted = range(plan["every"], plan["steps"] + 1, plan["every"])
     steps = sorted({noted[len(noted) * i // 5 - 1] for i in range(1, 6)})
@@ -83,7 +84,7 @@ def _spread(cell: dict[str, Any], members: Iterable[int]) -> str:
 
 
 def breaking_table(results: dict[str, Any], plan: str) -> str:
-    """For each learning rate: the mean test loss of the seeds that learned, and how many did not."""
+    """For each learning rate: the mean test loss of the successful seeds, and how many failed."""
     settings, cells = results["settings"]["plans"][plan], cells_of(results, plan)
     places = [(variant, depth) for variant in settings["variants"] for depth in settings["depths"]]
     ends = {
@@ -119,7 +120,7 @@ def largest_rates(results: dict[str, Any]) -> str:
 
 
 def rises_table(results: dict[str, Any]) -> str:
-    """Of plan "why": the first gradient, after how many steps each seed's loss first rose, and its worst at first."""
+    """Plan "why": the first gradient, when each seed's loss first rose, and its early maximum."""
     plan = results["settings"]["plans"]["why"]
     cells = {variant: cell for (variant, _), cell in cells_of(results, "why").items()}
     lines = ["| | " + " | ".join(SHORT[variant] for variant in plan["variants"]) + " |"]
@@ -174,7 +175,8 @@ def settings_table(results: dict[str, Any]) -> str:
         lines.append(f"| {words.get(name, name)} | " + " | ".join(shown) + " |")
     lines += ["", f"{s['optimiser']}; {s['arithmetic']}; {s['device']}, torch {s['torch']}. "]
     lines[-1] += (
-        f"Frequencies of characters alone cost {s['unigram_loss']:.3f}, of pairs {results['bigram_loss']:.3f}."
+        f"The unigram baseline is {s['unigram_loss']:.3f}, the bigram baseline "
+        f"{results['bigram_loss']:.3f}."
     )
     return "\n".join(lines)
 
@@ -188,7 +190,7 @@ def _word(value: Any) -> str:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """What stands between the marks of the page, by their names."""
+    """The generated parts of the page, by the names of their marks."""
     return {
         "settings": settings_table(results),
         **{name: grid_table(results, name) for name in ("grid", "halves")},
@@ -200,7 +202,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def filled(page: str, results: dict[str, Any]) -> str:
-    """The page with its tables as the results have them."""
+    """The page with its tables filled in from the results."""
     for name, table in tables(results).items():
         found = re.search(f"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", page, re.DOTALL)
         assert found, f"{PAGE.name} has no place for the table {name}"

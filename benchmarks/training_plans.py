@@ -1,4 +1,4 @@
-"""The experiments on training: what is varied, what is held, and the sizes of a quick look."""
+"""The experiments on training: what varies, what is fixed, and smaller sizes for a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lipscope.charlm.language_model import Architecture, MakeAttention, make_att
 
 @dataclass(frozen=True)
 class Variant:
-    """What attention a model has, and what its blocks are; a maker of its own where `nn` has no such layer."""
+    """The attention and the blocks of a model; a factory of its own if `nn` has no such layer."""
 
     attention: str
     invertible: bool = False
@@ -95,7 +95,7 @@ PLANS = {
     "no norm": HARD,
     "why": replace(HARD, depths=(12,), rates=FINE, variants=("dot", *HYBRIDS, "l2")),
 }
-"""Equal budgets with what one usually takes for granted, what L2 attention loses there; then none of it, by norms."""
+"""Equal budgets with the usual choices, what L2 attention loses there; then none, by norms."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -111,4 +111,4 @@ SIZES: dict[str, dict[str, Any]] = {
         "every": 3,
     },
 }
-"""The experiment, the same in minutes on a CPU, and in seconds to see that it runs."""
+"""The experiment at full size, in minutes on a CPU, and in seconds as a test."""

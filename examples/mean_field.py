@@ -1,8 +1,8 @@
 """Attention on measures in four pictures and a table: python examples/mean_field.py FOLDER
 
-transition.png       from n tokens to a measure: sigma(n) leaves sqrt n for its plateau at n = exp(2 gamma R^2)
-two_diracs.png       the two-Dirac measures between what is proved from below and both bounds from above
-masked.png           why the bound of attention without mask fails in d_p, and the one that holds
+transition.png       from n tokens to a measure: sigma(n) reaches a plateau at n = exp(2 gamma R^2)
+two_diracs.png       the two-Dirac measures between the proved lower bound and both upper bounds
+masked.png           why the bound for unmasked attention fails in d_p, and the one that holds
 splitting_map.png    where two tokens on the line split
 splitting_table.md   which maps split, and by how much
 """
@@ -78,7 +78,7 @@ def maps() -> Figure:
 
 
 def table(two: list[Row], three: list[Row]) -> str:
-    """Largest gains found in the plane, V = I, radius 16, with two and three tokens, equal and free weights."""
+    """Largest gains found in the plane, V = I, radius 16, two and three tokens, any weights."""
     lines = [
         "| map | 2 tokens, equal weights | 2, free weights | 3, equal | 3, free |",
         "|---|---|---|---|---|",

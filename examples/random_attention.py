@@ -1,8 +1,8 @@
-"""One random attention head, two kinds of tokens: its reaction to a small change, as the sequence grows.
+"""sigma of one random attention head as the sequence grows, for two kinds of tokens.
 
-Castin, Ablin and Peyré (2024) place one token at R u and all others elsewhere on that line, u an eigenvector
-of A = K' Q / sqrt(k), so that every other token attends to the first alone: moving it moves them all, and
-sigma is about sqrt(n - 1). Gaussian tokens in the same ball are there for comparison.
+Castin, Ablin and Peyré (2024) place one token at R u and all others elsewhere on that line, u an
+eigenvector of A = K' Q / sqrt(k), so that every other token attends to the first alone: moving it
+moves them all, and sigma is about sqrt(n - 1). Gaussian tokens in the same ball are a comparison.
 """
 
 import math
@@ -46,7 +46,7 @@ def gaussian(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def cells(f: ls.SelfAttention, X: Tensor, e: ls.Estimate) -> list[str]:
-    """One row of the table: the certificate, the dense SVD where that is cheap, and how the solver ended."""
+    """One row of the table: the certificate, the dense SVD where cheap, and the status."""
     n, dense = len(X), "-"
     if n <= DENSE_UP_TO:
         dense = f"{torch.linalg.matrix_norm(ls.jacobian(f, X).to_dense(), ord=2).item():.4f}"

@@ -259,7 +259,10 @@ def test_100_000_rows_without_torch(big, command):
 
 
 def test_help_needs_no_torch():
-    code = "import sys; import lipscope.cli as cli; cli.main(['measure', '--help']); print(*sys.modules)"
+    code = (
+        "import sys; import lipscope.cli as cli; cli.main(['measure', '--help']); "
+        "print(*sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

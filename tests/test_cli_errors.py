@@ -1,4 +1,4 @@
-"""Every mistake of the user's: one line that names it and the remedy, exit code 2, nothing half-written."""
+"""Every error of the user: one line that names it and the remedy, exit code 2, no partial files."""
 
 import io
 import shutil
@@ -131,7 +131,7 @@ CASES = [
 
 
 def hub(name: str, *_: object, **__: object) -> None:
-    """A hub that knows three models, none of which can be had."""
+    """A hub with three models, none of which can be downloaded."""
     response = httpx2.Response(404, request=httpx2.Request("GET", "https://example.org"))
     if name == "owner/gated":
         raise GatedRepoError("gated", response=response)

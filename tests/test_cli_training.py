@@ -1,4 +1,4 @@
-"""`lipscope train`: what it leaves behind can be measured, and every mistake is a line and exit code 2."""
+"""`lipscope train`: its folder can be measured, and every error is one line and exit code 2."""
 
 import io
 import os
@@ -68,7 +68,8 @@ def test_a_trained_model_is_measured(tmp_path, text, extra, capsys):
 def test_training_needs_neither_transformers_nor_pydantic(tmp_path, text):
     code = (
         "import sys; from pathlib import Path; from lipscope.cli.training import train\n"
-        "train(sys.argv[1], depth=1, width=8, heads=1, context=8, steps=2, every=1, out=Path(sys.argv[2]))\n"
+        "train(sys.argv[1], depth=1, width=8, heads=1, context=8, steps=2, every=1, "
+        "out=Path(sys.argv[2]))\n"
         "print({'transformers', 'pydantic', 'plotly'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code, text, str(tmp_path / "model")]
@@ -247,11 +248,12 @@ def test_ctrl_c_says_what_is_kept_wherever_it_comes(tmp_path, text, place, monke
 
 
 def test_a_full_disk_leaves_no_draft_and_is_told_as_it_is(tmp_path, text):
-    """A limit on the size of files stands for the disk: the first checkpoint is the first file that is too large."""
+    """A limit on file size stands for a full disk: the first checkpoint is too large."""
     out = tmp_path / "model"
     code = (
         "import resource, signal, sys; from lipscope.cli import main\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "train", "--text", text, *SMALL, "--out", str(out)]

@@ -1,4 +1,4 @@
-"""The experiments on training run from end to end, and their layers and records are what they are called."""
+"""The experiments on training run end to end, and their layers and records match their names."""
 
 import json
 import math

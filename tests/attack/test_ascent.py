@@ -1,4 +1,4 @@
-"""Ascent goes uphill by the true gradient, stays in its domain, and ends above everything it is compared with."""
+"""Ascent follows the true gradient, stays in its domain, and ends above all it is compared with."""
 
 import pytest
 import torch

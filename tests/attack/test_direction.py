@@ -1,4 +1,4 @@
-"""Along the top singular direction the change per step tends to sigma, and no other direction does better."""
+"""Along the top singular direction the change per step tends to sigma, the best possible."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a search finds is measured from a start that the search did not know, the same every time."""
+"""What a search finds is measured from a start independent of the search, reproducibly."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Perturbations have the norm asked for; the gradient finds the singular direction where that is best, and beats it
-where it is not."""
+"""Perturbations have the requested norm; the gradient finds the singular direction where that is
+best, and beats it where it is not."""
 
 import math
 

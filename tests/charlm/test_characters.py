@@ -45,7 +45,7 @@ def test_frequencies_alone_cost_the_entropy():
 
 def test_pairs_cost_what_counting_them_says():
     text = CharacterText.of("abacad" * 1000, 8)
-    # After a, each of b, c, d has a third; after those, a always comes: half of the characters cost log 3.
+    # After a, each of b, c, d has a third; after those, a always follows: half of them cost log 3.
     assert text.bigram_loss == pytest.approx(math.log(3) / 2, rel=0.02)
 
 

@@ -61,9 +61,11 @@ def test_an_invertible_model_has_no_norm_in_its_blocks(norm, count):
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
 def test_blocks_are_what_they_are_called(norm):
     block, X = small("dot", norm=norm).blocks[0], torch.randn(5, 8, dtype=torch.float64)
-    normal = lambda x: (
-        (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-    )  # noqa: E731
+
+    def normal(x: torch.Tensor) -> torch.Tensor:
+        variance = x.var(-1, correction=0, keepdim=True)
+        return (x - x.mean(-1, keepdim=True)) / (variance + 1e-5).sqrt()
+
     inner, outer = {
         "pre": (normal, lambda x: x),
         "post": (lambda x: x, normal),

@@ -33,7 +33,7 @@ def architecture(attention: str, invertible: bool, norm: str = "pre") -> Archite
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)
 def trained(request, tmp_path_factory) -> tuple[CharacterTransformer, Path, ls.Model]:
-    """Twenty steps of training, saved and loaded; the trained model in float64 like the loaded one."""
+    """Twenty steps of training, saved and loaded; both models in float64."""
     training = Training(
         TEXT, architecture(*request.param), Recipe(20, 4, 1e-2, 2), torch.device("cpu")
     )
@@ -90,7 +90,7 @@ def test_heads_are_those_of_dense_autograd(trained):
     site = loaded.sites(IDS, scopes=("heads",), layers=[0], heads=[1])[0]
 
     def head(x):
-        """Head 1 by the weights it has, before the output projection; the contraction's factor is the values'."""
+        """Head 1 from its weights, before the output projection; contractions scale values."""
         _, _, v = layer.project(x)
         return (layer.weights(x) @ v)[1]
 

@@ -1,4 +1,4 @@
-"""A training learns, goes on after a kill as if nothing had happened, and never writes over what it should not."""
+"""A training learns, resumes after a kill bit by bit, and never overwrites what it should not."""
 
 import os
 import signal

@@ -38,10 +38,12 @@ def ended(code: str) -> tuple[int, str]:
 
 STOPS = {
     "in the command itself": "def report(): raise KeyboardInterrupt",
-    "where a library goes on": "def report():\n    swallow()\n    with progress() as tell: tell(0, 1)\n    return {}",
-    "where a library fails of it": "def report():\n    swallow()\n    raise ImportError('initialization failed')",
-    "where it looks like a mistake": "def report():\n    swallow()\n    from lipscope._types import UserError\n"
-    "    raise UserError('cannot load')",
+    "where a library continues": "def report():\n    swallow()\n"
+    "    with progress() as tell: tell(0, 1)\n    return {}",
+    "where a library fails": "def report():\n    swallow()\n"
+    "    raise ImportError('initialization failed')",
+    "where it looks like a mistake": "def report():\n    swallow()\n"
+    "    from lipscope._types import UserError\n    raise UserError('cannot load')",
 }
 
 
@@ -54,8 +56,8 @@ def test_it_is_heard(stop):
 
 
 def test_it_is_heard_while_commands_are_loaded():
-    code = "class Slow:\n    def find_spec(self, name, *_):\n        if name == 'lipscope.cli.commands': "
-    code += "os.kill(os.getpid(), signal.SIGINT)"
+    code = "class Slow:\n    def find_spec(self, name, *_):\n"
+    code += "        if name == 'lipscope.cli.commands': os.kill(os.getpid(), signal.SIGINT)"
     assert ended(f"{code}\nsys.meta_path.insert(0, Slow())\nsys.exit(main())") == (
         130,
         f"lipscope: {FAREWELL}\n",
@@ -82,7 +84,8 @@ def test_after_the_work_it_changes_nothing():
 
 
 def test_whoever_knows_better_speaks_and_the_first_of_them():
-    code = "def report():\n    with farewell('Stopped; outer.'), farewell('Stopped; inner.'): raise KeyboardInterrupt\n"
+    code = "def report():\n    with farewell('Stopped; outer.'), farewell('Stopped; inner.'):\n"
+    code += "        raise KeyboardInterrupt\n"
     assert ended(f"{code}doctor.report = report\nsys.exit(main())") == (
         130,
         "lipscope: Stopped; inner.\n",

@@ -1,4 +1,4 @@
-"""Flows the tests share, and an independent truth: a dense right-hand side in numpy, integrated by scipy."""
+"""Flows that tests share, and an independent reference: dense in numpy, integrated by scipy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

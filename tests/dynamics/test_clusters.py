@@ -135,7 +135,7 @@ def test_components_are_single_linkage(seed):
     width = 0.2
     exact = fcluster(linkage(points.numpy(), "single"), width, "distance")
     ours = components(points, width).numpy()
-    # Points of one small cell stand for each other: a partition between those of a little more and a little less.
+    # Points of one cell count as one: the partition lies between those of nearby widths.
     coarse = fcluster(linkage(points.numpy(), "single"), 1.5 * width, "distance")
     fine = fcluster(linkage(points.numpy(), "single"), 0.5 * width, "distance")
     for finer, coarser in ((fine, ours), (ours, coarse)):
@@ -164,7 +164,7 @@ def test_a_margin_is_a_distance():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_identity_values_gather_at_vertices(seed):
-    """V = A = I: vertices of their hull, and at rest under hard attention, |c|^2 = max_j <c, c_j>."""
+    """V = A = I: vertices of their hull, at rest under hard attention, |c|^2 = max_j <c, c_j>."""
     X = 2 * draw(40, 2, seed=seed)
     found = ls.dynamics.find_clusters(
         ls.dynamics.flow(identity(), X, 9.0, tol=1e-5, renormalise=True)

@@ -1,4 +1,4 @@
-"""Growth along depth: against the dense Jacobian of the whole network, and in the order its bounds must have."""
+"""Growth along depth: against the dense Jacobian of the network, and in the order of its bounds."""
 
 import math
 from dataclasses import replace
@@ -122,7 +122,7 @@ def test_numbers_end_before_the_first_that_overflows(n, time):
 
 
 def test_the_depth_of_an_overflow():
-    """Tokens +x and -x, x = 1e100: scores +-1e200 make attention hard, J = V; x^2 overflows one layer later."""
+    """Tokens +-1e100: scores +-1e200 make attention hard, J = V; x^2 overflows one layer later."""
     f, X = (
         replace(identity(1), V=1e60 * torch.eye(1, dtype=torch.float64)),
         1e100 * torch.tensor([[1.0], [-1.0]]).double(),

@@ -1,4 +1,4 @@
-"""Gaussians: the tilted mean against quadrature, moments against closed forms and particles, and their blow-up."""
+"""Gaussians: the tilted mean by quadrature, moments by closed forms and particles, blow-up."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_scalar_values_in_closed_form_with_their_blow_up():
 
 
 def test_negative_values_blow_up_where_scores_repel():
-    """t* = 1 / lambda_max(v Sigma_0 (A + A')), which is not 1 / (v lambda_max(Sigma_0 (A + A'))) for v < 0."""
+    """t* = 1 / lambda_max(v S (A + A')), S = Sigma_0, not 1 / (v lambda_max(S (A + A')))."""
     v, B = -0.7, torch.tensor([[0.5, 0.3], [-0.2, -0.9]], dtype=torch.float64)
     I = torch.eye(2, dtype=torch.float64)
     found = ls.dynamics.gaussian_flow(
@@ -150,7 +150,7 @@ def errors(n: int, seeds: range, time: float = 0.8, f: ls.SelfAttention = HEAD) 
 
 
 def test_particles_have_the_moments_of_the_closed_equation():
-    """Over 40 samples of 300 the mean error is within 4 of its standard errors, and these are not large."""
+    """Over 40 samples of 300, the mean error is within 4 standard errors, and these are small."""
     found = errors(300, range(40))
     spread = found.std(0)
     assert (found.mean(0).abs() < 4 * spread / math.sqrt(40)).all()
@@ -171,7 +171,7 @@ def test_masked_particles_have_them_too():
 
 @pytest.mark.slow
 def test_twenty_thousand_particles():
-    """The Monte-Carlo error of n particles is that of 500, over 40 seeds, divided by sqrt(n / 500)."""
+    """The Monte Carlo error of n particles: that of 500, over 40 seeds, over sqrt(n / 500)."""
     small, medium = errors(500, range(40)).std(0), errors(2000, range(100, 116)).std(0)
     assert (medium / small).log2().abs().sub(1).abs().mean() < 0.5  # it does fall like 1/sqrt(n)
     found = errors(20_000, range(200, 203))

@@ -72,7 +72,7 @@ def test_a_watch_ends_the_path_at_a_state_it_saw():
 
 
 def test_one_token_among_many_is_as_accurate_as_alone():
-    """A root mean square over 10,000 components would let the one that moves be a hundred times worse."""
+    """A root mean square over 10,000 components would allow a 100 times larger error in one."""
     still = torch.zeros(10_000, dtype=torch.float64)
     rate = still.clone()
     rate[0] = 5.0

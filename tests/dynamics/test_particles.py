@@ -1,4 +1,4 @@
-"""Particles: against scipy on a dense right-hand side, in the symmetries they must have, and where they must stop."""
+"""Particles: against scipy on a dense right-hand side, their symmetries, and where they stop."""
 
 import math
 from dataclasses import replace
@@ -144,7 +144,7 @@ def test_the_layered_network_is_the_network():
 
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_overflow_stops_the_flow_with_its_time(renormalise):
-    """One token grows like e^t, its score like e^{2t}: that overflows at t = log(3.4e38) / 2 - log x."""
+    """A token grows like e^t, its score like e^{2t}, up to t = log(3.4e38) / 2 - log x."""
     X = torch.tensor([[3.0]])
     found = ls.dynamics.flow(
         identity(1).to(torch.float32), X, 1000.0, tol=1e-5, renormalise=renormalise

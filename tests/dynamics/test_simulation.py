@@ -1,4 +1,4 @@
-"""Presets: each shows what it says, from a seed, on the device asked for."""
+"""Presets: each shows what it says, from a seed, on the requested device."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_masked_tokens_cluster_and_the_first_rests():
 
 
 def test_the_gaussian_blows_up_where_it_must():
-    """A = a I and V a rotation of 30 degrees; along the way, a second integration by scipy is in test_gaussian."""
+    """A = a I and V a rotation by 30 degrees; test_gaussian integrates the path with scipy too."""
     found = ls.simulate("gaussian", n=50)
     assert found.found.closed.ok and found.found.blow_up == pytest.approx(2 / 3**0.5, rel=1e-7)
     beyond = ls.simulate("gaussian", n=50, time=2.0)

@@ -1,4 +1,4 @@
-"""Padded tokens: the layer is that of the real ones alone, in values and derivatives, whatever the others hold."""
+"""Padded tokens: the layer is that of the real tokens alone, in values and derivatives."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ def layer(name, causal=False, dim=DIM):
 
 
 def padded(garbage=math.nan, dtype=torch.float64):
-    """Tokens with padding right, left, amid, nowhere and everywhere; what stands in it, and which are real."""
+    """Tokens with padding right, left, inside, nowhere and everywhere, and which are real."""
     X = 3 + torch.randn(5, TOKENS, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
     real = torch.ones(5, TOKENS, dtype=torch.bool)
     real[0, 4:] = real[1, :3] = real[2, ::2] = real[4] = False
@@ -68,7 +68,7 @@ def test_nothing_in_the_padding_changes_a_bit(name):
 
 @pytest.mark.parametrize("far", [None, 0, 1])
 def test_padding_does_not_cost_distant_tokens_their_distances(far):
-    """Few tokens in much padding, all of them far from the origin, one of them far from the rest."""
+    """Few tokens in much padding, all far from the origin, one far from the others."""
     torch.manual_seed(0)
     m = ls.nn.L2SelfAttention(DIM, 2)
     X, real = torch.zeros(90, DIM), torch.zeros(90, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Inverse, log-determinant and measured constant under autocast, in inference mode, at any size, of constant maps."""
+"""Inverse, log-determinant and sigma under autocast, in inference mode, at any scale."""
 
 import math
 

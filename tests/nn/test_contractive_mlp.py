@@ -38,13 +38,16 @@ def test_the_derivative_flows_through_the_norms():
     torch.manual_seed(1)
     f = ContractiveMLP(3, 5, 0.9).double()
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, up, down: torch.func.functional_call(
-        f, {"up.weight": up, "down.weight": down}, (x,)), (x, f.up.weight, f.down.weight))  # fmt: skip
+
+    def call(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(f, {"up.weight": up, "down.weight": down}, (x,))
+
+    assert torch.autograd.gradcheck(call, (x, f.up.weight, f.down.weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_rounded_weights_keep_the_constant(dtype):
-    """Equal entries round all the same way, up as often as down: then the layer attains what its weights allow."""
+    """Equal entries all round the same way, up or down: the layer then attains its constant."""
     torch.manual_seed(0)
     for dim in range(2, 24):
         f = ContractiveMLP(dim, 4 * dim, 0.999).to(dtype)

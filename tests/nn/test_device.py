@@ -1,4 +1,4 @@
-"""The layers on a GPU: the numbers of the CPU, their promises kept, and a monitor that leaves training alone."""
+"""The layers on a GPU: the same numbers as on a CPU, their guarantees, and a passive monitor."""
 
 from __future__ import annotations
 

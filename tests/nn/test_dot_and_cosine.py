@@ -1,4 +1,4 @@
-"""Dot-product and cosine attention as modules: against plain softmax, and each against its bound or the lack of one."""
+"""Dot-product and cosine attention as modules: against plain softmax and against their bounds."""
 
 import itertools
 import math
@@ -79,7 +79,7 @@ def test_as_map_is_the_layer_where_there_is_one():
 
 @pytest.mark.parametrize("name", ["dot", "cool", "qk_norm"])
 def test_dot_product_attention_has_no_constant(name):
-    """A query near 0 among values that move away: sigma grows without end, and the bound says so."""
+    """A query near 0 among values that move away: sigma grows without limit; so does the bound."""
     torch.manual_seed(0)
     layer = MAKERS[name](False).double()
     assert layer.lipschitz_bound(5) == layer.lipschitz_bound(5, math.inf) == math.inf
@@ -117,7 +117,7 @@ def test_cosine_attention_keeps_its_bound_on_long_climbs(causal):
 
 
 def test_the_cosine_bound_is_within_reach():
-    """At tokens near 0 the values turn at the full rate 1 / sqrt(eps): no bound can be much below."""
+    """At tokens near 0 values turn at the full rate 1 / sqrt(eps): the bound is nearly tight."""
     torch.manual_seed(0)
     layer = ls.nn.CosineSelfAttention(4, 1, tau=1e-3, eps=1e-4).double()
     measured = ls.local_lipschitz(layer, 1e-9 * torch.randn(3, 4).double()).value

@@ -1,4 +1,4 @@
-"""Weights that torch's older hooks make: measured as they stand now, and left as the training last made them."""
+"""Weights made by torch's older hooks: measured at their current values, and left unchanged."""
 
 import copy
 
@@ -24,7 +24,7 @@ def hooked(kind=ls.nn.DotSelfAttention):
 
 
 class Reading(nn.Module):
-    """Looks at the weight before the hook makes it anew, as a penalty may."""
+    """Reads the weight before the hook recomputes it, as a penalty may."""
 
     def __init__(self) -> None:
         super().__init__()

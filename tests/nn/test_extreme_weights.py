@@ -1,4 +1,4 @@
-"""Weights that are zero, tiny or huge, in every dtype: what is scaled to a constant stays finite and keeps it."""
+"""Zero, tiny or huge weights, in every dtype: scaled layers stay finite and contractive."""
 
 import copy
 import math
@@ -50,7 +50,7 @@ def test_zero_weights_give_zero_and_a_slope_to_leave_it(name, dtype):
         assert all(
             g.isfinite().all() and g.abs().max() <= X.shape[:2].numel() / FLOOR for g in found
         )
-        # The values of a query that is zero are zero twice; any other matrix alone can be left at once.
+        # With a zero query the values are zero in two ways; any other zero matrix can move at once.
         if isinstance(zero, int) and not (name.startswith("contractive") and zero == 0):
             assert found[zero].abs().max() > 1
     assert (module(X) == 0).all()
@@ -60,7 +60,7 @@ def test_zero_weights_give_zero_and_a_slope_to_leave_it(name, dtype):
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("size", [1e-2, 1.0, 30.0, 1e10])
 def test_the_scale_is_taken_before_it_is_rounded(name, dtype, size):
-    """Against the same weights in float64: nothing overflows or vanishes on the way, but what rounding is left for."""
+    """Against the same weights in float64: nothing overflows or vanishes but by final rounding."""
     if size * 16 > torch.finfo(dtype).max:
         return
     torch.manual_seed(0)

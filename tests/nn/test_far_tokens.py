@@ -1,4 +1,4 @@
-"""Tokens far from the others: these keep their distances, the past its answer, the layer its constant and inverse."""
+"""Tokens far from the others: distances, the past, the constant and the inverse stay right."""
 
 import mpmath
 import pytest
@@ -55,7 +55,7 @@ def test_the_constant_holds_beside_a_far_token(far, causal):
 
 
 def test_the_centre_lies_amid_the_keys():
-    """Less than half of the tokens cannot move it beyond the rest; far from the origin it goes along."""
+    """Fewer than half of the tokens cannot move it beyond the rest; it follows a common shift."""
     torch.manual_seed(0)
     for n in (1, 2, 3, 15, 16, 200):
         k = torch.randn(2, 3, n, 4)
@@ -69,7 +69,7 @@ def test_the_centre_lies_amid_the_keys():
 
 
 def close_pairs(scale: float, gap: float, n: int, d: int) -> torch.Tensor:
-    """Pairs of tokens close to each other, far from the other pairs: rounding decides whom they attend to."""
+    """Pairs of close tokens, far from other pairs: rounding decides whom they attend to."""
     x = scale * torch.randn(n, d).double()
     x[1 : n - n % 2 : 2] = x[0 : n - n % 2 : 2] + gap * torch.randn(n // 2, d).double()
     return x
@@ -116,7 +116,7 @@ def test_far_pairs_are_not_called_a_broken_promise_and_their_error_is_bounded(dt
 
 
 def test_rounding_of_g_in_float64_is_inside_the_error_bound():
-    """The iteration ends where rounding puts it, and the residual there, rounded alike, sees nothing of it."""
+    """Rounding decides where the iteration ends, and the residual there rounds in the same way."""
     unseen = 0
     for seed in range(40):
         torch.manual_seed(seed)

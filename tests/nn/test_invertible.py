@@ -1,4 +1,4 @@
-"""Residuals that invert: reconstruction, error bounds, steps against theory, log-determinants against the dense one."""
+"""Invertible residuals: reconstruction, error bounds, steps, and dense log-determinants."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ def residual(
 
 
 class Turn(nn.Module):
-    """x -> c x turned by a right angle in every pair of coordinates: a contraction that attains its constant."""
+    """x -> c x rotated by 90 degrees in every pair of coordinates: it attains its constant."""
 
     def __init__(self, constant: float) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_the_error_bound_covers_the_error_in_its_norm(norm, dtype):
 @pytest.mark.parametrize("constant", [0.3, 0.9, 0.99])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_map_that_attains_its_constant_takes_the_steps_of_theory(constant, dtype):
-    """Every step shrinks by exactly c until rounding stops it; the value is (x - g(x)) / (1 + c^2)."""
+    """Every step shrinks by exactly c until rounding; the value is (x - g(x)) / (1 + c^2)."""
     r = ls.nn.InvertibleResidual(Turn(constant))
     y = torch.randn(5, 3, 2).to(dtype)
     found = r.inverse(y)
@@ -275,7 +275,7 @@ def test_the_roulette_is_fair():
 
 
 def test_the_remainder_bounds_what_is_cut_off():
-    """For c times a rotation the eigenvalues have modulus c; the series is summed exactly from them."""
+    """For c times a rotation, eigenvalues have modulus c, and the series is summed exactly."""
     for c, terms in ((0.5, 1), (0.9, 4), (0.9, 15)):
         k = torch.arange(1, 4000, dtype=torch.float64)
         for phase in (0.0, 1.0, math.pi):

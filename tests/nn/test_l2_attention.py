@@ -1,4 +1,4 @@
-"""L2 attention against its formula, its bound against measurement, the contractive layer against its promise."""
+"""L2 attention against its formula, its bound against measurements, the contractive layer too."""
 
 import math
 
@@ -15,7 +15,7 @@ NORMS = [(2, "2"), (math.inf, "inf")]
 
 
 def by_the_formula(layer: ls.nn.L2SelfAttention, X: Tensor) -> Tensor:
-    """[P^h X A_h W_V^h]_h W_O, A_h = W_Q W_Q' / sqrt(k), multiplied out head by head as the paper has it."""
+    """[P^h X A_h W_V^h]_h W_O, A_h = W_Q W_Q' / sqrt(k), multiplied out as in the paper."""
     k, heads = layer.dim // layer.heads, []
     for h in range(layer.heads):
         W_Q = layer.query.weight[h * k : (h + 1) * k].T
@@ -57,7 +57,7 @@ def top_pair(f: ls.SelfAttention, X: Tensor, norm: str) -> tuple[float, Tensor, 
 
 
 def climbed(f: ls.SelfAttention, X: Tensor, norm: str, steps: int) -> float:
-    """The largest norm of the derivative on a climb from X: uphill along u' J v, longer strides while they pay."""
+    """The largest norm of the derivative on an ascent from X along u' J v, with growing strides."""
     best, stride = 0.0, 0.1 * X.norm().item()
     for _ in range(steps):
         value, left, right = top_pair(f, X, norm)
@@ -158,7 +158,7 @@ def test_the_constant_does_not_ask_where_tensors_are_made():
 
 
 def test_one_dimension_almost_attains_the_bound():
-    """x_1 = 0 and the rest at +-t, t^2 = 1 + phi: 4 phi + (1 - phi) / (1 + phi), which tends to the bound."""
+    """x_1 = 0, the rest at +-t, t^2 = 1 + phi: 4 phi + (1 - phi) / (1 + phi) tends to the bound."""
     for N in (3, 11, 101):
         phi = (reaction(N, 1, False, math.inf) - 1) / 4
         t = math.sqrt(1 + phi)
@@ -170,7 +170,7 @@ def test_one_dimension_almost_attains_the_bound():
 
 
 def one_among_two(layer: ls.nn.L2SelfAttention, n: int) -> Tensor:
-    """The worst input of one dimension, along the direction that the first head sees best, and a little noise."""
+    """The worst one-dimensional input along the first head's top direction, with noise."""
     Q = layer.query.weight[: layer.head_size].detach()
     phi = (reaction(n, 1, False, math.inf) - 1) / 4
     u = torch.linalg.svd(Q)[2][0]
@@ -181,7 +181,7 @@ def one_among_two(layer: ls.nn.L2SelfAttention, n: int) -> Tensor:
 
 
 def ratios(n: int, seed: int, steps: int) -> dict[tuple[str, str], float]:
-    """The largest constant on two climbs over the bound, for either norm, full and causal; weights of many sizes."""
+    """The best constant of two ascents over the bound, in either norm, full and causal."""
     torch.manual_seed(seed)
     heads = 1 + seed % 2
     # Rows of the Jacobian take n^2 numbers each.

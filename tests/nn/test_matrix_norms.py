@@ -1,4 +1,4 @@
-"""Weights scaled to a norm and rounded: the float64 SVD of what comes out never exceeds the norm, and comes near it."""
+"""Weights scaled to a norm and rounded: by SVD in float64 the norm is close, never exceeded."""
 
 from collections.abc import Iterator
 
@@ -44,7 +44,7 @@ def test_the_rounded_matrix_has_at_most_the_norm_asked_for(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_where_all_entries_round_the_same_way_the_worst_case_is_left_for_it(dtype):
-    """Signs of an orthogonal matrix, 1 + eps for 1 and -1 for -1, times a number just below 1 + eps / 2.
+    """Signs of an orthogonal matrix, 1 + eps for 1 and -1 for -1, times just below 1 + eps / 2.
 
     Then the former round up and the latter towards zero: the errors of all entries add up.
     """

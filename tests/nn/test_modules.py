@@ -1,4 +1,4 @@
-"""Manners of a module, for every attention layer: saving, copying, dtypes, compiling, checkpointing, gradients."""
+"""Attention layers as modules: saving, copying, dtypes, compiling, checkpointing, gradients."""
 
 import copy
 import io
@@ -168,7 +168,8 @@ for name in {names}:
         real = torch.rand(3, 17, device={device!r}) > 0.4
         real[2] = False
         padded = torch.randn(3, 17, 8, device={device!r}).masked_fill(~real[..., None], torch.nan)
-        assert_same(loss_and_gradients(compiled, padded, real), loss_and_gradients(m, padded, real), 1e-5)
+        found = loss_and_gradients(compiled, padded, real)
+        assert_same(found, loss_and_gradients(m, padded, real), 1e-5)
     optimisers = [torch.optim.Adam(x.parameters(), 1e-2) for x in (m, twin)]
     for _ in range(5):
         for optimiser, module in zip(optimisers, (m, compiled)):
@@ -201,7 +202,10 @@ def test_the_layers_compile_to_machine_code(name):
 
 
 def test_nn_needs_torch_alone():
-    code = "import sys; from lipscope.nn import *; print(*{name.split('.')[0] for name in sys.modules})"
+    code = (
+        "import sys; from lipscope.nn import *; "
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     loaded = set(done.stdout.split())
     assert "torch" in loaded

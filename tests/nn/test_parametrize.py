@@ -1,4 +1,4 @@
-"""Normalised weights: all of them have their norm and train, whoever holds them, and none is left without a word."""
+"""Normalised weights: all have their norm and train, in any module, and exceptions are named."""
 
 import copy
 import math

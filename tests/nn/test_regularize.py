@@ -1,4 +1,4 @@
-"""Penalties on weights and measured constants: values against definitions, gradients against finite differences."""
+"""Penalties on weights and measured constants: values by definition, gradients by differences."""
 
 import copy
 import math
@@ -91,7 +91,7 @@ def test_jasmin_is_its_definition():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_jasmin_does_not_lose_what_is_left_beside_a_sharp_row(dtype):
-    """1 - p_1 rounds to 0 where the other weights do not; a row with one key or sharper than the dtype gives no NaN."""
+    """1 - p_1 rounds to 0 where the other weights do not; one key or a sharp row gives no NaN."""
     scores = torch.tensor([[0.0, -30.0, -31.0]]).requires_grad_(True)
     value = ls.nn.jasmin(scores.softmax(-1))
     exact = ls.nn.jasmin(torch.tensor([[0.0, -30.0, -31.0]]).double().softmax(-1))
@@ -154,7 +154,7 @@ def test_the_norm_is_an_upper_bound_and_close(shape, dtype):
 
 
 def test_weights_that_diverged_have_no_norm():
-    """A loss that went to NaN stays NaN, as in any other layer; nothing is raised from inside the linear algebra."""
+    """A loss that has become NaN stays NaN, as in any layer; linear algebra raises nothing."""
     for bad in (math.nan, math.inf):
         W = torch.randn(2, 3, 4)
         W[1, 0, 0] = bad
@@ -163,7 +163,7 @@ def test_weights_that_diverged_have_no_norm():
 
 
 def test_repeated_singular_values_are_no_trouble():
-    """All singular values equal: Frobenius norms of powers are farthest from the norm, gradients must stay finite."""
+    """Equal singular values: norms of powers are least accurate; gradients must stay finite."""
     W = torch.linalg.qr(torch.randn(64, 64).double())[0].requires_grad_(True)
     assert 1 <= by_squaring(W @ W.mT).sqrt().item() * (1 + 1e-12) < 1.005
     for value in (spectral_upper(W), by_squaring(W @ W.mT)):

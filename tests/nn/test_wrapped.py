@@ -1,4 +1,4 @@
-"""Models in wrappers of torch: data parallelism changes nothing, sharded weights are named, not waited for."""
+"""Wrapped models: data parallelism changes nothing, sharded weights are named, not waited for."""
 
 import subprocess
 import sys
@@ -31,7 +31,8 @@ def train(wrap, watched):
     layers = ["dot", "l2", "cosine", "encoder", "encoder.self_attn", called]
     monitor = ls.SmoothnessMonitor(called, layers, every=2) if watched else None
     losses = trained(called, optimizer, batches(3), monitor)
-    return losses, model.state_dict(), [(r.step, r.layer, r.sigma) for r in monitor.readings] if watched else None
+    readings = [(r.step, r.layer, r.sigma) for r in monitor.readings] if watched else None
+    return losses, model.state_dict(), readings
 
 
 def plain(model):
@@ -102,7 +103,9 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, 
 for wrap in (
     fully_shard,
     lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
-    lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+    lambda model: FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True
+    ),
 ):
     inner = Small()
     model = wrap(inner)
@@ -119,7 +122,7 @@ print("together")
 
 @pytest.mark.slow
 def test_a_process_that_measures_does_not_wait_for_the_others(tmp_path):
-    """The first of two processes looks at weights of which it has half; the training goes on."""
+    """The first of two processes reads weights of which it has half; the training continues."""
     commands = [
         [sys.executable, "-c", TWO_PROCESSES, str(rank), str(tmp_path / "store")]
         for rank in range(2)

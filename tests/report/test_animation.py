@@ -1,4 +1,4 @@
-"""The moving picture: a title that tells short times apart, plain numbers on the axes, and no label cut off."""
+"""The animation: titles that distinguish short times, plain numbers on the axes, whole labels."""
 
 from dataclasses import replace
 

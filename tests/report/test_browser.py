@@ -1,4 +1,4 @@
-"""The page in a real browser, network off: it draws, answers to pointer and keys, and hostile words stay words."""
+"""The page in a real browser, offline: it draws, reacts to pointer and keys, and escapes words."""
 
 import shutil
 
@@ -21,7 +21,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 60_000  # milliseconds: a loaded machine is slow, not wrong
 
 LINK = "<a href='https://example.org'>x</a>"  # plotly would make a link of it
-SKELETON = """() => [...document.querySelectorAll("body *")].map((e) => e.tagName + ":" + e.getAttributeNames().join())"""
+SKELETON = """() => [...document.querySelectorAll("body *")].map(
+    (e) => e.tagName + ":" + e.getAttributeNames().join())"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """Opens a page offline; whatever it complains of, or asks the network for, fails the test at its end."""
+    """Opens a page offline; any error, or request to the network, fails the test at its end."""
     contexts, complaints = [], []
 
     def opened(path, width=1400, scheme="light"):

@@ -1,4 +1,4 @@
-"""Figures of measures hold the numbers that the room `mean_field` computes."""
+"""Figures of measures show the numbers that `mean_field` computes."""
 
 import math
 

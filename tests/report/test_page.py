@@ -23,7 +23,7 @@ from tests.study.tiny import PROSE, save_tiny
 
 
 class Skeleton(HTMLParser):
-    """Elements and the names of their attributes; scripts, styles and the words on the page apart."""
+    """Elements and the names of their attributes; scripts, styles and text separately."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ PARTS.heat = (part, study) => {
   const values = STUDIES.flatMap((s) => s.heat.cells.flat(2)).filter((c) => c && c[0] > 0).map((c) => c[0]);
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0), log = high > 50 * low;
   const scaled = (x) => (log ? Math.log10(x) : x);
-  const draw = chart(part, "Heat map of σ over layers and heads; the table at the end holds the same numbers.", (t) => {
+  const draw = chart(part, "Heat map of σ over layers and heads; the table at the end lists the same numbers.", (t) => {
     const hover = (cell, layer, column) => cell && [
       `<b>${plain(layer)}, ${plain(column)}</b>`, `σ = ${number(cell[0])}, the median of ${cell[5]} sample${cell[5] > 1 ? "s" : ""}`,
       `known to lie in ${interval(cell[1], cell[2])}`, `over samples ${interval(cell[3], cell[4])}`, `n = ${lengths[at]}`].join("<br>");
@@ -30,7 +30,7 @@ PARTS.heat = (part, study) => {
   draw();
 };
 
-// Heads by their number alone, so that all of them fit a phone.
+// Heads are labelled by number only, so that all of them fit on a phone.
 function headAxis(t, columns) {
   const ticktext = columns.map((name) => plain(name.replace(/^head /, "")));
   return axis(t, { showgrid: false, type: "category", tickmode: "array", tickvals: columns.map(plain), ticktext, title: { text: columns[0].startsWith("head ") ? "head" : "map" } });
@@ -90,7 +90,7 @@ PARTS.growth = (part, study) => {
   redraw();
 };
 
-// The law with its exponent at either end of the interval, turned about the middle of the lengths.
+// The law with its exponent at either end of the interval, pivoting at the middle of the lengths.
 function band(curve, colour) {
   const [C, alpha, low, high] = curve.law, first = curve.n[0], last = curve.n.at(-1), middle = Math.sqrt(first * last);
   const through = (n, slope) => C * middle ** alpha * (n / middle) ** slope;
@@ -110,7 +110,7 @@ function guides(curves, lengths, t) {
 }
 
 function lawTable(curves) {
-  const head = ["layer", "σ at the greatest n", "exponent α", "95 % interval", "rms in log σ", "R, first → last n"];
+  const head = ["layer", "σ at the largest n", "exponent α", "95 % interval", "rms in log σ", "R, first → last n"];
   const lines = curves.map((c) => [c.layer, number(c.cells.at(-1)[0]), ...(c.law ? [c.law[1].toFixed(2), `[${c.law[2].toFixed(2)}, ${c.law[3].toFixed(2)}]`, c.law[4].toFixed(2)] : ["–", "–", "–"]),
     `${number(c.R[0], 3)} → ${number(c.R.at(-1), 3)}`]);
   return simpleTable(head, lines);

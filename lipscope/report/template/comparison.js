@@ -5,7 +5,7 @@ PARTS.comparison = (part) => {
   if (n === null || !lines.length) return;
   const logs = ratios.map((line) => line.map((ratio) => (ratio === null ? null : Math.log2(ratio))));
   const limit = Math.max(0.1, ...logs.flat().filter((x) => x !== null).map(Math.abs));
-  const draw = chart(part, "Ratio of σ, second study to first, over layers and heads; the table below holds the maps.", (t) => {
+  const draw = chart(part, "Ratio of σ, second study to first, over layers and heads; the table below lists the maps.", (t) => {
     const few = columns.length <= (isNarrow() ? 8 : 24) && layers.length <= 40;
     const trace = {
       type: "heatmap", x: columns.map(plain), y: layers.map(plain), z: logs, zmin: -limit, zmax: limit, xgap: 1, ygap: 1, hoverinfo: "text", hoverongaps: false,

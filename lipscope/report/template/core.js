@@ -1,5 +1,5 @@
 "use strict";
-// What every part needs: the data, elements whose text is only ever text, colours and numbers.
+// Shared by all parts: the data, elements with text content only (never HTML), colours, numbers.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const STUDIES = DATA.studies;
@@ -20,7 +20,7 @@ function choice(label, options, onchange) {
   return { label: element("label", {}, element("span", { textContent: label }), select), select };
 }
 
-// Plotly reads a little HTML in its texts: whatever comes from a study is escaped for it.
+// Plotly interprets some HTML in its texts, so whatever comes from a study is escaped.
 function plain(text) {
   return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 }
@@ -56,19 +56,19 @@ function mix(palette, t) {
   return palette[i].map((low, c) => Math.round(low + (at - i) * (palette[i + 1][c] - low)));
 }
 
-// Nothing is nearly the colour of the page; the farther from it, the more.
+// Small values are close to the colour of the page, large ones far from it.
 const intensity = (t) => mix(isDark() ? PALETTES.dark : PALETTES.light, t);
 const css = (rgb) => `rgb(${rgb.join(",")})`;
 const textOn = ([r, g, b]) => (0.299 * r + 0.587 * g + 0.114 * b > 130 ? "#000000" : "#ffffff");
 const colorscale = () => [0, 1, 2, 3, 4, 5, 6, 7].map((i) => [i / 7, css(intensity(i / 7))]);
 
-// One colour per layer, by depth, kept away from the colour of the page.
+// One colour per layer, by depth, distinct from the colour of the page.
 function lineColour(i, count) {
   const t = count > 1 ? i / (count - 1) : 0.5;
   return css(mix(PALETTES.lines, isDark() ? 0.35 + 0.65 * t : 0.8 * t));
 }
 
-// Paper is narrower than the window was when the charts were drawn.
+// Paper is narrower than the window that the charts were drawn for.
 function printWidth(div) {
   if (!div.parentElement.classList.contains("charts")) return 690;
   return div.previousElementSibling ? 270 : 410;
@@ -95,7 +95,7 @@ function chart(holder, label, make) {
 const axis = (t, extra) => ({ gridcolor: t.line, zeroline: false, linecolor: t.muted, automargin: true, ...extra });
 const logAxis = (t, values, extra) => axis(t, { type: "log", ...decades(values), ...extra });
 
-// Ticks at 1, 2 and 5 times powers of ten, or only at the powers where there are many.
+// Ticks at 1, 2 and 5 times powers of ten, or at powers of ten only if there are many.
 function decades(values) {
   const known = values.filter((x) => x > 0 && Number.isFinite(x)).map(Math.log10);
   if (!known.length) return {};

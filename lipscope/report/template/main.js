@@ -1,4 +1,4 @@
-// Draws every part, and draws again when the colours, the width or the medium change.
+// Draws every part, and redraws when the colour scheme, the width or the medium changes.
 
 const redrawAll = () => drawn.forEach((draw) => draw());
 

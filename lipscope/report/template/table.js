@@ -1,7 +1,7 @@
-// Every row: sorted by a press on a column's name, filtered by words, a page at a time.
+// All rows, page by page: click a column to sort, type words to filter.
 
 const PAGE = 50;
-const HELP = "words, or conditions as in layer=3 n>=64 value>10";
+const HELP = "words, or conditions such as layer=3 n>=64 value>10";
 
 PARTS.table = (part, study) => {
   const { columns, count, values } = study.table;

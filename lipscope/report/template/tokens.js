@@ -1,8 +1,8 @@
-// The tokens of a sample, coloured by their part in the largest change; reached by pointer and by arrow keys.
+// The tokens of a sample, coloured by their share of the singular vectors; pointer and arrow keys select one.
 
 PARTS.tokens = (part, study) => {
   const { words, strips } = study.tokens;
-  if (!strips.length) return part.append(element("p", { className: "note", textContent: "The study kept no token norms." }));
+  if (!strips.length) return part.append(element("p", { className: "note", textContent: "The study has no token norms." }));
   const layers = [...new Set(strips.map((strip) => strip.layer))];
   const peak = strips.filter((s) => s.scope === "attention").concat(strips).reduce((best, s) => (best && (best.scope !== s.scope || best.value >= s.value) ? best : s), null);
   let now = peak;
@@ -11,7 +11,7 @@ PARTS.tokens = (part, study) => {
   const about = element("p", { className: "note" });
   const detail = element("p", { className: "detail" });
   detail.setAttribute("aria-live", "polite");
-  const sides = [["right", "Input: the tokens that drive the change"], ["left", "Output: the tokens where it shows"]].map(([side, title]) => tokenStrip(side, title, detail));
+  const sides = [["right", "Input: tokens whose change matters most"], ["left", "Output: tokens that change most"]].map(([side, title]) => tokenStrip(side, title, detail));
   part.append(element("div", { className: "controls" }, layer.label, scope.label), about, ...sides.flatMap((s) => s.parts), detail);
 
   function show() {
