@@ -47,7 +47,7 @@ def push(f: SelfAttention, mu: DiscreteMeasure) -> DiscreteMeasure:
         >>> points = torch.tensor([[0.0], [4.0]], dtype=torch.float64)
         >>> weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
         >>> mu = ls.mean_field.DiscreteMeasure(points, weights)
-        >>> ls.mean_field.push(f, mu).points.flatten().tolist()
+        >>> ls.mean_field.push(f, mu).points.flatten().round(decimals=6).tolist()
         [3.0, 3.0]
     """
     return replace(mu, points=lifted(f, mu)(mu.points))
@@ -79,7 +79,7 @@ def derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
 
 
 def velocity(f: SelfAttention, mu: DiscreteMeasure) -> Callable[[Tensor], Tensor]:
-    """Gamma_mu as a function of query points [N, d] anywhere in space; mu must have no positions."""
+    """Gamma_mu as a function of query points [N, d] anywhere; mu must have no positions."""
     check_measure(mu)
     if mu.positions is not None:
         raise UserError(
@@ -134,7 +134,7 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
 
 
 def liftable(f: object) -> SelfAttention:
-    """Return f after checking that it can act on measures, which neither number nor count tokens."""
+    """Return f after checking that it can act on measures, which do not number their tokens."""
     if not isinstance(f, SelfAttention):
         raise UserError(f"f must be a SelfAttention to act on measures, got {type(f).__name__}")
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
@@ -155,7 +155,7 @@ def liftable(f: object) -> SelfAttention:
 
 
 def respond(f: SelfAttention, Z: Tensor, X: Tensor, mask: Tensor | None) -> Tensor:
-    """The output of queries at Z [..., N, d] on keys and values at X [..., n, d]; mask [(B,) N, n]."""
+    """The output of queries at Z [..., N, d] on keys and values at X [..., n, d]."""
     q, (_, k, v) = f.project(Z)[0], f.project(X)
     scale = 1.0 if isinstance(f.kernel, L2) else default_scale(f.kernel, q.shape[-1])
     if isinstance(f.kernel, L2):
@@ -167,7 +167,7 @@ def respond(f: SelfAttention, Z: Tensor, X: Tensor, mask: Tensor | None) -> Tens
 
 
 def query_blocks(lift: SelfAttention, X: Tensor) -> LinearOperator:
-    """The derivative of each row of X [B, n, d] in its own query: B n operators [1, d] -> [1, d']."""
+    """The derivative of each row of X [B, n, d] in its own query: B n operators, member-major."""
     B, n, d = X.shape
 
     def rows(Z: Tensor) -> Tensor:

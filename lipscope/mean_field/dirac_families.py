@@ -144,9 +144,9 @@ def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) ->
 
 
 def _repeated(f: SelfAttention, atoms: Tensor, counts: list[int], few: list[int]) -> Tensor:
-    """||D_X f|| for counts[i] tokens, few[i] of them at the first atom, the others at the second."""
+    """||D_X f|| for counts[i] tokens, few[i] of them at the first atom, the rest at the second."""
     # By symmetry the Jacobian splits: fields that move all copies of an atom alike give ||D_mu F||,
-    # fields of mean zero on the copies give the query block of the atom. The latter need two copies.
+    # fields of mean zero on the copies give the query block of the atom, if there are two copies.
     shares = [[m / n, (n - m) / n] for n, m in zip(counts, few, strict=True)]
     copied = torch.tensor([[m > 1, n - m > 1] for n, m in zip(counts, few, strict=True)])
     whole, blocks = stacked(f, atoms.expand(len(counts), -1, -1), atoms.new_tensor(shares))

@@ -1,8 +1,9 @@
-"""Mass splitting: does attention react more strongly when copies of a token may move apart?
+"""Mass splitting: is attention less smooth when copies of a token may move apart?
 
-    L_split(mu) = max( ||D_mu F||, max_i ||D Gamma_mu(x_i)|| ),   D Gamma_mu(x_i) = V C_i A for dot products
+    L_split(mu) = max( ||D_mu F||, max_i ||D Gamma_mu(x_i)|| )
 
-is the constant over all ways to split atoms and move the pieces infinitesimally; two equal copies of one atom reach it.
+is the constant over all ways to split atoms and move the pieces infinitesimally; two equal copies
+of one atom attain it. For dot products D Gamma_mu(x_i) = V C_i A.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from lipscope.mean_field.transport import wasserstein
 
 @dataclass(frozen=True, eq=False)
 class Splitting:
-    """What splitting does at a measure, tokens that coincide taken as one.
+    """The effect of splitting at a measure, with coinciding tokens merged.
 
+    measure:   the input with coinciding atoms merged.
     together:  ||D_mu F||, every atom moving as a whole.
     apart:     max_i ||D Gamma_mu(x_i)||, two copies of one atom moving against each other.
-    token:     the atom where that is largest, by its index in the input; atom: by its index in `measure`.
-    direction: the unit vector along which one copy moves, the other moving back.
+    token:     index in the input of the atom where that is largest.
+    direction: unit vector along which one copy moves, and the other moves back.
     per_token: ||D Gamma_mu(x_i)|| for every atom of `measure`.
+    atom:      like `token`, but the index in `measure`.
 
-    This is the constant for infinitesimal moves. Mass that jumps a finite distance can be stretched more: `jump_ratio`.
+    This is the constant for infinitesimal moves. Mass that jumps a finite distance can be stretched
+    more, see `jump_ratio`.
     """
 
     measure: DiscreteMeasure
@@ -52,25 +56,25 @@ class Splitting:
 
     @property
     def gain(self) -> float:
-        """By what factor splitting helps; 1 where it does not."""
+        """The factor by which splitting increases the constant; 1 if it does not."""
         if self.apart.value <= self.together.value:
             return 1.0
         return self.apart.value / self.together.value if self.together.value else float("inf")
 
     @property
     def helps(self) -> bool:
-        """Whether splitting strictly helps, beyond the residuals of both numbers and rounding."""
+        """Whether splitting increases the constant by more than both residuals and rounding."""
         eps = torch.finfo(self.per_token.dtype).eps
         margin = self.together.residual + self.apart.residual + 1000 * eps
         return self.apart.value > self.together.value * (1 + margin)
 
     @property
     def certain(self) -> bool:
-        """Whether even the bounds on both numbers tell that splitting helps (float64 only)."""
+        """Whether the bounds of both numbers prove that splitting helps (float64 only)."""
         return self.apart.lower > self.together.upper
 
     def halves(self, t: float) -> DiscreteMeasure:
-        """The measure with the atom in two halves, moved by +t and -t along `direction`; the other atoms stay."""
+        """The measure with the atom in two halves, moved by +t and -t along `direction`."""
         pair = self.measure.split(2)
         field = torch.zeros_like(pair.points)
         field[2 * self.atom], field[2 * self.atom + 1] = t * self.direction, -t * self.direction
@@ -85,17 +89,38 @@ def splitting(
     gap: float | None = None,
     solver: Solver | None = None,
 ) -> Splitting:
-    """Whether duplicating tokens of X [n, d], or atoms of mu, makes f less smooth: which, by how much, along what."""
+    """Determine whether duplicating tokens makes attention less smooth.
+
+    Args:
+        f: The layer, without mask, window, padding, sinks or rotary positions.
+        mu: Tokens of shape `[n, d]`, or a measure.
+        tol: Relative residual at which the solver stops.
+        gap: If given, keep iterating until `upper / lower - 1` is at most this.
+        solver: Options of the solver.
+
+    Returns:
+        An object with the constants of atoms moving `together` and of copies moving `apart`, their
+        ratio `gain`, and the `token` and `direction` that attain it.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> f = ls.SelfAttention(-one, one, one)  # A = -1
+        >>> found = ls.mean_field.splitting(f, torch.tensor([[0.0], [4.0]], dtype=torch.float64))
+        >>> found.helps, found.token, round(found.apart.value, 6)
+        (True, 0, 4.0)
+    """
     given = as_measure(mu, liftable(f).causal)
     measure = given.merged()
     solver = solver or Solver()
-    each = replace(
-        solver, failure=solver.failure / 2
-    )  # both bounds hold together with the confidence asked for
+    # The failure probability is shared out, so that both bounds hold jointly as requested.
+    each = replace(solver, failure=solver.failure / 2)
     together = one(spectral_norm(derivative(f, measure), tol, gap=gap, solver=each))
     queries = query_derivative(f, measure)
     blocks = many(spectral_norm(queries, tol, solver=each))
-    # A block that is almost zero has no good bound of its own; the largest gets one from all blocks as one operator.
+    # A block that is almost zero has no good upper bound of its own, and would spoil that of the
+    # maximum; the block-diagonal operator of all blocks has one.
     largest = one(spectral_norm(_side_by_side(queries), tol, gap=gap, solver=each))
     per_token = torch.as_tensor(blocks.value)
     atom = int(per_token.argmax())
@@ -127,7 +152,7 @@ def _side_by_side(J: LinearOperator) -> LinearOperator:
 
 
 def split_estimate(found: Splitting) -> Estimate:
-    """L_split(mu) as an Estimate; its vectors are fields on `measure.split(2)`, in the coordinates of `derivative`."""
+    """L_split(mu) as an Estimate; its vectors are fields on `measure.split(2)`."""
     lower = max(found.together.lower, found.apart.lower)
     upper = max(found.together.upper, found.apart.upper)
     both = max(0.0, found.together.confidence + found.apart.confidence - 1)
@@ -154,26 +179,28 @@ def split_estimate(found: Splitting) -> Estimate:
 
 
 def jump_ratio(f: SelfAttention, mu: DiscreteMeasure, token: int, to: Tensor, mass: float) -> float:
-    """W2(F(nu), F(mu)) / W2(nu, mu), nu being mu with some mass of one atom moved to the point `to`, however far.
+    """W2(F(nu), F(mu)) / W2(nu, mu), where nu is mu with some mass of one atom moved to `to`.
 
-    With positions the distance is d_2, and the mass keeps its position.
-
-    As the mass tends to 0, so does W2(nu, mu), yet the ratio can stay above L_split(mu): that constant is about short
-    moves of any mass, not about long moves of a small mass.
+    With positions the distance is d_2, and the mass keeps its position. As the mass tends to 0, so
+    does W2(nu, mu), yet the ratio can stay above L_split(mu): that constant is about short moves of
+    any mass, not about long moves of a small mass.
     """
     check_measure(mu)
     n, d = mu.points.shape
     if not isinstance(token, int) or not 0 <= token < n:
-        raise UserError(f"token must be an atom of the measure, 0 to {n - 1}, got {token!r}")
+        raise UserError(
+            f"token must be the index of an atom of the measure, 0 to {n - 1}, got {token!r}"
+        )
     if not isinstance(to, Tensor):
         raise UserError(f"to must be a point, a tensor of size {d}, got {type(to).__name__}")
     if to.numel() != d or torch.equal(to.flatten().to(mu.points), mu.points[token]):
         raise UserError(
-            f"to must be a point of size {d}, not the atom itself, got shape {tuple(to.shape)}"
+            f"to must be a point of size {d} and not the atom itself, got shape {tuple(to.shape)}"
         )
     if not isinstance(mass, Real) or not 0 < mass < mu.weights[token].item():
         raise UserError(
-            f"mass must be between 0 and the weight {mu.weights[token].item():g} of token {token}, got {mass!r}"
+            f"mass must be between 0 and the weight {mu.weights[token].item():g} of token {token}, "
+            f"got {mass!r}"
         )
     weights = torch.cat([mu.weights, mu.weights.new_tensor([mass])])
     weights[token] -= mass

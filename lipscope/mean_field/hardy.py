@@ -23,7 +23,7 @@ STEPS = 1000
 
 @dataclass(frozen=True, eq=False)
 class Averaging:
-    """The d_p constant of averaging n tokens of size 1 over their past, and the field attaining it."""
+    """The d_p constant of averaging n tokens over their past, and the field that attains it."""
 
     constant: float
     field: Tensor

@@ -13,10 +13,26 @@ from lipscope.linalg.differentiate import check_tensor
 
 @dataclass(frozen=True, eq=False)
 class DiscreteMeasure:
-    """mu = sum_i w_i delta_{x_i}: points [n, d], weights [n], positive and summing to 1.
+    """A probability measure with finitely many atoms, `mu = sum_i w_i delta_{x_i}`.
 
-    With positions s [n] in [0, 1] it is a measure on [0, 1] x R^d, where attention is masked: (s, x) sees (t, y)
-    if t <= s. Points listed twice are two atoms, free to move apart; `merged` joins them.
+    Points listed twice are two atoms that can move apart; `merged` joins them.
+
+    Args:
+        points: Atoms, shape `[n, d]`.
+        weights: Their masses, shape `[n]`, positive and summing to 1.
+        positions: If given, shape `[n]` with entries in `[0, 1]`. The measure then lives on
+            `[0, 1] x R^d`, and causal attention applies: `(s, x)` sees `(t, y)` if `t <= s`.
+
+    Raises:
+        UserError: If shapes or dtypes do not fit, or the weights are not a probability.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> points = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+        >>> mu = ls.mean_field.DiscreteMeasure(points, torch.tensor([0.25, 0.75]))
+        >>> len(mu), mu.radius
+        (2, 5.0)
     """
 
     points: Tensor
@@ -31,10 +47,16 @@ class DiscreteMeasure:
 
     @staticmethod
     def uniform(X: Tensor, causal: bool = False) -> DiscreteMeasure:
-        """The n tokens of X with weights 1/n; causal puts token i at position i/n, which recovers causal attention."""
+        """Return the measure of the n tokens of `X` with weights 1/n.
+
+        Args:
+            X: Tokens of shape `[n, d]`.
+            causal: Whether to put token i at position i/n, which makes causal attention on the
+                measure the same as on the tokens.
+        """
         _check_points(X)
         n = X.shape[0]
-        # In float64 whatever X is: bfloat16 has ties among 300 positions, and tokens that tie see each other.
+        # Always float64: in bfloat16 300 positions have ties, and tokens that tie see each other.
         positions = (
             torch.arange(1, n + 1, dtype=torch.float64, device=X.device) / n if causal else None
         )
@@ -47,22 +69,22 @@ class DiscreteMeasure:
 
     @property
     def radius(self) -> float:
-        """The largest |x_i|."""
+        """The largest norm of an atom."""
         return self.points.norm(dim=1).max().item()
 
     @property
     def roots(self) -> Tensor:
-        """sqrt(w_i) as a column: E = roots * xi has the Euclidean norm that the field xi has in L2(mu)."""
+        """sqrt(w_i) as a column: the norm of a field xi in L2(mu) is that of roots * xi."""
         return self.weights.sqrt()[:, None]
 
     def double(self) -> DiscreteMeasure:
-        """In float64, the weights divided by their sum again."""
+        """Return the measure in float64, with the weights normalised again."""
         weights = self.weights.double()
         s = None if self.positions is None else self.positions.double()
         return DiscreteMeasure(self.points.double(), weights / weights.sum(), s)
 
     def moved(self, field: Tensor) -> DiscreteMeasure:
-        """Every atom x_i displaced to x_i + field_i; a field [1, d] moves all alike."""
+        """Return the measure with its atoms moved by `field` [n, d]; [1, d] moves all alike."""
         n, d = self.points.shape
         if tuple(field.shape) not in ((n, d), (1, d)):
             raise UserError(
@@ -71,7 +93,7 @@ class DiscreteMeasure:
         return replace(self, points=self.points + field)
 
     def split(self, copies: int) -> DiscreteMeasure:
-        """Every atom as so many equal copies of itself, one after the other: the same measure with more atoms."""
+        """Return the same measure with each atom as `copies` equal atoms, one after the other."""
         if not isinstance(copies, int) or copies < 1:
             raise UserError(f"copies must be a whole number, at least 1, got {copies!r}")
         s = None if self.positions is None else self.positions.repeat_interleave(copies)
@@ -79,8 +101,8 @@ class DiscreteMeasure:
         return DiscreteMeasure(self.points.repeat_interleave(copies, dim=0), weights, s)
 
     def merged(self) -> DiscreteMeasure:
-        """The same measure with atoms that coincide (in position too) joined into one, in order of first appearance."""
-        # Adding 0.0 makes one zero of -0.0 and 0.0, which are equal but sort apart.
+        """Return the same measure with coinciding atoms joined, in order of first appearance."""
+        # Adding 0.0 turns -0.0 into 0.0: they are equal, but `unique` tells them apart.
         rows = self.points.detach() + 0.0
         if self.positions is not None:
             rows = torch.cat([self.positions[:, None] + 0.0, rows], dim=1)
@@ -98,7 +120,7 @@ class DiscreteMeasure:
         return DiscreteMeasure(self.points[kept], weights[order], s)
 
     def index_of(self, point: Tensor, position: Tensor | None = None) -> int:
-        """The first atom at this point (and position)."""
+        """Return the index of the first atom at this point (and position)."""
         same = (self.points == point).all(dim=1)
         if position is not None and self.positions is not None:
             same &= self.positions == position
@@ -106,24 +128,26 @@ class DiscreteMeasure:
 
 
 def as_measure(mu: DiscreteMeasure | Tensor, causal: bool = False) -> DiscreteMeasure:
-    """Tokens X [n, d] as the measure that gives each the weight 1/n; a measure as it is."""
+    """Tokens X [n, d] as a measure with weights 1/n; a measure is returned as it is."""
     return mu if isinstance(mu, DiscreteMeasure) else DiscreteMeasure.uniform(mu, causal)
 
 
 def check_measure(mu: object) -> None:
     if not isinstance(mu, DiscreteMeasure):
         raise UserError(
-            f"a DiscreteMeasure is expected, got {type(mu).__name__}; DiscreteMeasure.uniform(X) makes one of tokens X"
+            f"expected a DiscreteMeasure, got {type(mu).__name__}; "
+            "DiscreteMeasure.uniform(X) makes one of tokens X"
         )
 
 
 def _check_points(points: Tensor) -> None:
     if not isinstance(points, Tensor) or points.ndim != 2:
         got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
-        raise UserError(f"points must be a tensor [n, d], one row an atom, got {got}")
+        raise UserError(f"points must be a tensor [n, d], one row per atom, got {got}")
     if points.numel() == 0:
         raise UserError(
-            f"the measure is empty (points of shape {tuple(points.shape)}); it needs one atom"
+            f"the measure is empty (points have shape {tuple(points.shape)}); "
+            "it needs at least one atom"
         )
     check_tensor("points", points)
 
@@ -131,36 +155,34 @@ def _check_points(points: Tensor) -> None:
 def _check_weights(weights: Tensor, points: Tensor) -> None:
     if not isinstance(weights, Tensor) or weights.shape != points.shape[:1]:
         got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise UserError(
-            f"weights must be a tensor [{points.shape[0]}], one for each point, got {got}"
-        )
+        raise UserError(f"weights must be a tensor [{points.shape[0]}], one per point, got {got}")
     check_tensor("weights", weights)
     if weights.dtype != points.dtype:
         raise UserError(
-            f"weights are {weights.dtype} and points {points.dtype}; give both one dtype"
+            f"weights are {weights.dtype} and points are {points.dtype}; give both one dtype"
         )
     bad = weights <= 0
     if bad.any():
         i = int(torch.nonzero(bad)[0])
         raise UserError(
-            f"weights must be positive, weight {i} is {weights[i].item():g}; leave out atoms without mass"
+            f"weights must be positive, but weight {i} is {weights[i].item():g}; "
+            "leave out atoms without mass"
         )
     total = weights.double().sum().item()
     if abs(total - 1) > 16 * len(weights) * torch.finfo(weights.dtype).eps:
         raise UserError(
-            f"weights must sum to 1, they sum to {total:.12g}; divide them: weights / weights.sum()"
+            f"weights must sum to 1, but they sum to {total:.12g}; pass weights / weights.sum()"
         )
 
 
 def _check_positions(positions: Tensor, points: Tensor) -> None:
     if not isinstance(positions, Tensor) or positions.shape != points.shape[:1]:
         got = tuple(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
-        raise UserError(
-            f"positions must be a tensor [{points.shape[0]}], one for each point, got {got}"
-        )
+        raise UserError(f"positions must be a tensor [{points.shape[0]}], one per point, got {got}")
     check_tensor("positions", positions)
     if (positions < 0).any() or (positions > 1).any():
         low, high = positions.min().item(), positions.max().item()
         raise UserError(
-            f"positions must lie in [0, 1], they run from {low:g} to {high:g}; rescale them, their order alone matters"
+            f"positions must lie in [0, 1], but they range from {low:g} to {high:g}; "
+            "rescale them, only their order matters"
         )

@@ -1,6 +1,6 @@
-"""Which maps split: the gain from mass splitting over a grid of two tokens, and its largest value over many tokens.
+"""Which maps split: the gain from mass splitting on a grid of two tokens, and its largest value.
 
-Small problems by the hundred, so that dense matrices, all at once, are the quick way.
+These are hundreds of small problems, so dense matrices, all in one batch, are the fastest way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lipscope.mean_field.measures import DiscreteMeasure
 
 @dataclass(frozen=True, eq=False)
 class SplittingMap:
-    """gain[i, j] = L_split / ||D|| for two tokens at positions[i] and positions[j], with equal weights."""
+    """gain[i, j] = L_split / ||D|| for two equal tokens at positions[i] and positions[j]."""
 
     positions: Tensor
     gain: Tensor
@@ -29,7 +29,7 @@ class SplittingMap:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One map of the table: the largest gain found with equal weights and with free ones, and where."""
+    """One map of the table: the largest gain found with equal and with free weights, and where."""
 
     name: str
     equal: float
@@ -38,7 +38,7 @@ class Row:
 
 
 def gains(f: SelfAttention, X: Tensor, weights: Tensor) -> Tensor:
-    """max_i ||D Gamma(x_i)|| / ||D_mu F|| for B measures, X [B, n, d] and weights [B, n]: above 1, they split."""
+    """max_i ||D Gamma(x_i)|| / ||D_mu F|| for B measures, X [B, n, d] and weights [B, n]."""
     whole, blocks = stacked(f, X, weights)
     together = torch.linalg.matrix_norm(whole.to_dense(), 2)
     apart = torch.linalg.matrix_norm(blocks.to_dense(), 2).unflatten(0, X.shape[:2]).amax(dim=1)
@@ -46,11 +46,28 @@ def gains(f: SelfAttention, X: Tensor, weights: Tensor) -> Tensor:
 
 
 def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
-    """The gain over the square positions x positions, for f on tokens of size 1."""
+    """Compute the gain from splitting for all pairs of two tokens on a line.
+
+    Args:
+        f: A layer on tokens of size 1.
+        positions: Grid of points, shape `[N]`.
+
+    Returns:
+        An object with `positions` and `gain` of shape `[N, N]`; 1 where splitting does not help.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> one = torch.ones(1, 1, dtype=torch.float64)
+        >>> f = ls.SelfAttention(-one, one, one)  # A = -1
+        >>> found = ls.mean_field.splitting_map(f, torch.tensor([0.0, 4.0]))
+        >>> (found.gain > 1).tolist()
+        [[False, True], [True, False]]
+    """
     if liftable(f).Q.shape[1] != 1 or positions.ndim != 1:
         raise UserError(
-            f"the map is of two tokens on a line: f must read tokens of size 1, got {f.Q.shape[1]}, "
-            f"and positions be a vector, got {tuple(positions.shape)}"
+            f"splitting_map needs an f that reads tokens of size 1, got {f.Q.shape[1]}, "
+            f"and a vector of positions, got shape {tuple(positions.shape)}"
         )
     positions = positions.to(f.Q)
     X = torch.cartesian_prod(positions, positions)[..., None]
@@ -62,15 +79,27 @@ def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
 def largest_gain(
     f: SelfAttention, n: int, R: float, *, equal: bool = True, tries: int = 2000, seed: int = 0
 ) -> tuple[float, DiscreteMeasure]:
-    """The largest gain found on n tokens in the ball of radius R, and where: random draws, then the best ones improved.
+    """Search for the measure in a ball where splitting helps most.
 
-    equal: weights 1/n; otherwise weights of every order that the dtype holds are tried too. The gain is a lower bound
-    of what there is: 1 says that the search met no measure that splits, not that there is none.
+    Random measures are drawn, and the best of them improved. The gain is a lower bound of the true
+    maximum: 1 means that the search found no measure that splits, not that there is none.
+
+    Args:
+        f: The layer, without mask, window, padding, sinks or rotary positions.
+        n: Number of tokens.
+        R: Radius of the ball.
+        equal: Whether all weights are 1/n; otherwise weights of every magnitude that the dtype
+            holds are tried too.
+        tries: Number of random measures.
+        seed: Seed of the search.
+
+    Returns:
+        The largest gain, and the measure that attains it.
     """
     liftable(f)
     if n < 1 or not (math.isfinite(R) and R > 0) or tries < 1:
         raise UserError(
-            f"the search needs n >= 1 tokens, a radius R > 0 and tries >= 1, got {n!r}, {R!r}, {tries!r}"
+            f"the search needs n >= 1, R > 0 and tries >= 1, got n={n!r}, R={R!r}, tries={tries!r}"
         )
     g = Generator().manual_seed(seed)
 
@@ -79,7 +108,7 @@ def largest_gain(
 
     d = f.Q.shape[1]
     X = noise(tries, n, d)
-    # Radii of every order from R/100 to R: what splits is often one token near 0 and another far out.
+    # Radii of every magnitude from R/100 to R: what splits is often one token near 0, one far out.
     X = (
         X
         / X.norm(dim=-1, keepdim=True)
@@ -87,13 +116,13 @@ def largest_gain(
         * 10 ** (-2 * torch.rand(tries, n, 1, generator=g, dtype=X.dtype))
     )
     deepest = -0.85 * math.log(torch.finfo(X.dtype).tiny)
-    depth = torch.tensor([10.0, deepest]).repeat(tries)[
-        :tries, None
-    ]  # moderate weights and extreme ones, in turn
+    # Moderate and extreme weights in turn.
+    depth = torch.tensor([10.0, deepest]).repeat(tries)[:tries, None]
     level = -depth * torch.rand(tries, n, generator=g, dtype=X.dtype) ** 2 * (not equal)
     score = gains(f, X, level.softmax(dim=1))
     best = score.topk(min(tries, 50)).indices
     X, level, score = X[best], level[best], score[best]
+    # Accept or reject, with relative steps that shrink from 1/2 to 1/1000.
     for step in torch.logspace(-0.3, -3, 120).tolist():
         trial = _into_ball(X + step * (X.abs() + 0.01 * R) * noise(*X.shape), R)
         tilt = level if equal else level + step * (1 - level) * noise(*level.shape)
@@ -112,19 +141,21 @@ def largest_gain(
     )
 
 
-def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[Row]:
-    """For each map of `MAPS`, the largest gain found on n tokens of size 2 in the ball of radius R."""
+def splitting_table(
+    n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0
+) -> list[Row]:
+    """For each map of `MAPS`, the largest gain found on n tokens of size 2 in the ball."""
     rows = []
     for name, make in MAPS.items():
         f = make()
         equal, _ = largest_gain(f, n, R, tries=tries, seed=seed)
         free, measure = largest_gain(f, n, R, equal=False, tries=tries, seed=seed)
-        rows.append(Row(name, equal, free, measure))
+        rows.append(Row(name=name, equal=equal, free=free, measure=measure))
     return rows
 
 
 def _beyond_rounding(gain: Tensor) -> Tensor:
-    """1 where the gain is not above 1 by more than rounding."""
+    """The gain, or 1 where it exceeds 1 by no more than rounding."""
     return torch.where(gain > 1 + 1000 * torch.finfo(gain.dtype).eps, gain, 1.0)
 
 

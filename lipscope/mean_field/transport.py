@@ -1,6 +1,7 @@
 """Wasserstein distances between weighted measures, exactly.
 
-W_p(mu, nu) is the least (sum_ij pi_ij |x_i - y_j|^p)^{1/p} over couplings pi; for p = inf, the shortest longest move.
+W_p(mu, nu) is the least (sum_ij pi_ij |x_i - y_j|^p)^{1/p} over couplings pi; for p = inf it is the
+shortest possible longest move.
 """
 
 from __future__ import annotations
@@ -16,21 +17,45 @@ from lipscope._types import UserError
 from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
 NEGLIGIBLE = 1e-13
-"""The share of an atom that rounding alone can misplace: it does not move. W_inf would count it in full."""
+"""Share of an atom that rounding alone can misplace; ignored, because W_inf counts it in full."""
 
 SMALL_P = 8
-"""Up to this exponent light atoms count little; the plans for larger ones are found by way of its plan."""
+"""Up to this exponent light atoms count little; plans for larger exponents start from its plan."""
 
 LARGE_P = 1e12
-"""The plan of this exponent serves larger ones: its longest move is the shortest up to min(n, m)^{1/LARGE_P}."""
+"""The plan of this exponent serves for larger ones: its longest move is optimal up to a factor
+min(n, m)^{1/LARGE_P}."""
 
 
 def wasserstein(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2) -> float:
-    """W_p for 1 <= p <= inf, in float64: sorted matching on the line, a linear program elsewhere."""
+    """Compute the Wasserstein distance W_p of two measures, exactly.
+
+    On the line by sorting, in higher dimensions by a linear program.
+
+    Args:
+        mu: First measure, without positions.
+        nu: Second measure, without positions.
+        p: Exponent, at least 1; `math.inf` for the longest move.
+
+    Returns:
+        The distance, computed in float64.
+
+    Raises:
+        UserError: If a measure has positions (use `conditional_distance`), if the dimensions
+            differ, or if an atom is too light for a large `p`.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch
+        >>> mu = ls.mean_field.DiscreteMeasure.uniform(torch.tensor([[0.0], [1.0]]))
+        >>> nu = ls.mean_field.DiscreteMeasure.uniform(torch.tensor([[5.0], [3.0]]))
+        >>> round(ls.mean_field.wasserstein(mu, nu, p=1), 6)  # 0 goes to 3 and 1 to 5
+        3.5
+    """
     check_pair(mu, nu, p)
     if mu.positions is not None or nu.positions is not None:
         raise UserError(
-            "these measures have positions; their distance is conditional_distance(mu, nu, p)"
+            "wasserstein needs measures without positions; use conditional_distance(mu, nu, p)"
         )
     return atoms_distance(mu.points, mu.weights, nu.points, nu.weights, p)
 
@@ -42,11 +67,11 @@ def check_pair(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> None:
 
 
 def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:
-    """W_p of the atoms x [n, d] with masses a and y [m, d] with masses b; both masses sum to one."""
+    """W_p of atoms x [n, d] with masses a and y [m, d] with masses b, both summing to one."""
     if x.shape[1] != y.shape[1]:
-        raise UserError(f"the measures live in different dimensions, {x.shape[1]} and {y.shape[1]}")
+        raise UserError(f"the measures have different dimensions, {x.shape[1]} and {y.shape[1]}")
     x, a, y, b = (t.detach().double().cpu() for t in (x, a, y, b))
-    # A power of two, so that nothing is rounded: squares of coordinates would overflow or vanish.
+    # Squares of coordinates could over- or underflow; scaling by a power of two rounds nothing.
     exponent = math.frexp(max(x.abs().max().item(), y.abs().max().item()))[1]
     unit = 2.0 ** max(-1000, min(exponent, 1000))
     x, y = x / unit, y / unit
@@ -63,27 +88,28 @@ def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> floa
     distance = power_mean(mass, length, p) * unit
     if math.isinf(distance):
         raise UserError(
-            "the distance is beyond the largest float64, 1.8e308; divide the points of both measures by 4"
+            "the distance is beyond the largest float64, 1.8e308; "
+            "divide the points of both measures by 4"
         )
     return distance
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
-    """|x_i - y_j| from the differences: expanding the square would lose close points to rounding."""
+    """|x_i - y_j| from differences: expanding the square would lose close points to rounding."""
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def power_mean(mass: Tensor, length: Tensor, p: float) -> float:
-    """(sum of mass length^p)^{1/p}, or the longest length that carries mass."""
+    """(sum of mass length^p)^{1/p}, for p = inf the longest length that carries mass."""
     longest = length[mass > 0].max()
     if math.isinf(p) or longest == 0:
         return longest.item()
-    # Lengths without mass may be longer, and their powers overflow.
+    # Lengths without mass may be longer, and their powers would overflow.
     return ((mass * (length.clamp_max(longest) / longest) ** p).sum() ** (1 / p) * longest).item()
 
 
 def _match_sorted(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """On the line mass moves in order: mass and length of each move. Optimal for every convex cost."""
+    """Mass and length of each move on the line, in order: optimal for every convex cost."""
     i_order, j_order = x.argsort(stable=True), y.argsort(stable=True)
     xs, left = x[i_order].tolist(), a[i_order].tolist()
     ys, open_ = y[j_order].tolist(), b[j_order].tolist()
@@ -91,7 +117,8 @@ def _match_sorted(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, T
     mass, length = [], []
     i = j = 0
     while i < len(xs) and j < len(ys):
-        # Remainders, not cumulated sums: equal masses leave none, and what rounding leaves of an atom moves nowhere.
+        # Remainders instead of cumulative sums: equal masses leave nothing, and what rounding
+        # leaves of an atom does not move anywhere.
         m = min(left[i], open_[j])
         mass.append(m)
         length.append(abs(xs[i] - ys[j]))
@@ -102,14 +129,13 @@ def _match_sorted(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, T
 
 
 def _cheapest_plan(a: Tensor, b: Tensor, D: Tensor, p: float) -> Tensor:
-    """The optimal coupling for the cost D^p.
-
-    Next to a long distance rounding hides short ones: 1e-8 of it, squared, is nothing, and so is 1/2 of it for p = 60.
-    So distances are cut off at a `reach` that no mass exceeds, and the program is solved again until that is about the
-    longest move. A cut edge is never worth its cost: in a cycle that takes it, at most min(n, m) edges of the present
-    plan are saved, which together cost less. A large p starts from the plan of a smaller one, whose moves are short
-    already: from the whole diameter, rounding would let reach fall by 1e-16^{1/p} at a time.
-    """
+    """The optimal coupling for the cost D^p."""
+    # Next to a long distance rounding hides short ones: 1e-8 of it vanishes when squared, and so
+    # does 1/2 of it for p = 60. So distances are cut off at a `reach` that no mass exceeds, and the
+    # program is solved again until that is about the longest move. A cut edge is never worth its
+    # cost: in a cycle that takes it, at most min(n, m) edges of the present plan are saved, which
+    # together cost less. A large p starts from the plan of a smaller one, whose moves are short
+    # already: from the whole diameter, rounding would let reach fall by 1e-16^{1/p} at a time.
     q, reach = min(p, SMALL_P), D.max().item()
     while True:
         plan = _plan_within(a, b, D, q, reach)
@@ -131,13 +157,14 @@ def _plan_within(a: Tensor, b: Tensor, D: Tensor, p: float, reach: float) -> Ten
 def _check_lightest(lightest: float, p: float) -> None:
     if lightest < 1000 * NEGLIGIBLE:
         raise UserError(
-            f"W_{p:g} counts atoms almost in full, and the lightest has mass {lightest:.1g}: beyond one dimension "
-            f"rounding hides where atoms below {1000 * NEGLIGIBLE:g} go; take p <= {SMALL_P}, or leave them out"
+            f"W_{p:g} counts atoms almost in full, and the lightest has mass {lightest:.1g}; in "
+            f"more than one dimension rounding hides where atoms below {1000 * NEGLIGIBLE:g} go; "
+            f"use p <= {SMALL_P}, or leave them out"
         )
 
 
 def _bottleneck_plan(a: Tensor, b: Tensor, D: Tensor) -> Tensor:
-    """A coupling whose longest move is shortest: the smallest distance r such that all mass can move at most r."""
+    """A coupling whose longest move is shortest, by bisection over the distances that occur."""
     lengths = torch.unique(D)
     low, high = 0, len(lengths) - 1
     plan = _linear_program(a, b, (lengths[high] < D).double())
@@ -160,7 +187,7 @@ def _linear_program(a: Tensor, b: Tensor, cost: Tensor) -> Tensor:
     plan, log = ot.emd(*arrays, numItermax=10_000_000, log=True)
     if log["warning"] is not None:
         raise UserError(
-            f"the transport problem {tuple(cost.shape)} was not solved: {log['warning']}"
+            f"the transport problem of shape {tuple(cost.shape)} was not solved: {log['warning']}"
         )
     plan = torch.from_numpy(plan)
     return torch.where(plan > NEGLIGIBLE * torch.minimum(a[:, None], b[None]), plan, 0.0)

@@ -1,7 +1,8 @@
-"""How much attention can stretch the distance of two measures in a ball of radius R, whatever their atoms and weights.
+"""How much attention can stretch the distance of two measures in a ball of radius R.
 
-Theorems of `lipscope.theorems` asked about measures, and W_p and d_p for every p; proofs in docs/theory/mean_field.md.
-Here a = ||A|| R^2 with A = K'Q/sqrt(k), and a_b = R (||A|| R + |K'b_q|/sqrt(k)), which is a without a query bias b_q.
+Theorems of `lipscope.theorems` applied to measures, and W_p and d_p for every p; the proofs are in
+docs/theory/mean_field.md. Here a = ||A|| R^2 with A = K'Q/sqrt(k), and
+a_b = R (||A|| R + |K'b_q|/sqrt(k)), which equals a without a query bias b_q.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def w2_bound_geshkovski2023(f: SelfAttention, R: float) -> float:
     """W2 without mask, as published: ||V|| (1 + 3a) e^{2a}; stated without query bias."""
     _check_order(f, causal=False)
     if f.biases is not None and f.biases[0] is not None:
-        raise UserError("this bound is stated without a query bias; use w2_bound")
+        raise UserError("this bound needs a layer without a query bias; use w2_bound")
     return _evaluate(geshkovski2023.wasserstein_upper, f, R)
 
 
@@ -37,7 +38,7 @@ def w_inf_bound(f: SelfAttention, R: float) -> float:
 
 
 def w_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
-    """W_p without mask, 1 <= p <= inf: ||V|| (a + (1 + c a_b) e^{2 a_b / p}), c = max(1, 2^{2/p - 1})."""
+    """W_p without mask: ||V|| (a + (1 + c a_b) e^{2 a_b / p}), c = max(1, 2^{2/p - 1})."""
     _check_order(f, causal=False)
     check_exponent(p)
     if math.isinf(p):
@@ -46,15 +47,16 @@ def w_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
 
 
 def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
-    """d_p of causal attention, p > 1: ||V|| (a + (1 + c a_b) (q/(q-1) e^{2 a_b})^{q/p}) with the best 1 < q <= p.
+    """d_p of causal attention, p > 1: ||V|| (a + (1 + c a_b) (q/(q-1) e^{2 a_b})^{q/p}).
 
-    c = max(1, 2^{2q/p - 1}). At q = p this is ||V|| (a + p/(p-1) (1 + 2 a_b) e^{2 a_b}); at p = inf, w_inf_bound.
+    c = max(1, 2^{2q/p - 1}) and the best 1 < q <= p. At q = p this is
+    ||V|| (a + p/(p-1) (1 + 2 a_b) e^{2 a_b}); at p = inf it is w_inf_bound.
     """
     _check_order(f, causal=True)
     check_exponent(p)
     if p == 1:
         raise UserError(
-            f"p must be above 1, got {p!r}: averaging over the past has no constant in d_1"
+            f"p must be above 1, got {p!r}; averaging over the past has no constant in d_1"
         )
     if math.isinf(p):
         return w_inf_bound(f, R)
@@ -62,10 +64,10 @@ def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
 
 
 def check_scores(f: SelfAttention) -> None:
-    """Refuse what these theorems do not speak of."""
+    """Raise unless the scores are plain dot products, the only ones these theorems cover."""
     if not isinstance(liftable(f).kernel, Dot) or f.kernel.softcap is not None:
         raise UserError(
-            "this theorem is about dot-product scores; the map has an L2 kernel or a softcap"
+            "this theorem needs dot-product scores, but the layer has an L2 kernel or a softcap"
         )
 
 
@@ -73,13 +75,14 @@ def _evaluate(
     theorem: Callable[[SelfAttention, Domain], float], f: SelfAttention, R: float
 ) -> float:
     check_scores(f)
-    return theorem(f.double(), Ball(R, 1))  # no theorem on measures counts tokens
+    return theorem(f.double(), Ball(R, 1))  # n = 1: no theorem on measures depends on it
 
 
 def _check_order(f: SelfAttention, causal: bool) -> None:
     if liftable(f).causal != causal:
         raise UserError(
-            "this bound is for attention without a mask; for causal attention use d_p_bound or w_inf_bound"
+            "this bound is for attention without a mask; "
+            "for causal attention use d_p_bound or w_inf_bound"
             if f.causal
             else "this bound is for causal attention; without a mask use w2_bound or w_inf_bound"
         )

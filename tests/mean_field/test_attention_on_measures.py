@@ -1,4 +1,4 @@
-"""Attention on measures against tokens, against plain sums, and against finite differences in W2."""
+"""Attention on measures against tokens, plain sums, and finite differences in W2."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_equal_weights_recover_self_attention(kind, seed):
     size = truth.abs().max()
     assert (push(f, mu).points - truth).abs().max() <= 1e-12 * size
     assert torch.equal(push(f, mu).points, f(X))
-    # The same measure with weights that differ, so that they really enter: token 0 in two unequal parts.
+    # Token 0 in two unequal parts: the same measure, with weights that matter.
     parts = torch.cat([mu.weights[:1] * 0.3, mu.weights[:1] * 0.7, mu.weights[1:]])
     uneven = push(f, DiscreteMeasure(torch.cat([X[:1], X]), parts))
     assert (uneven.points[1:] - truth).abs().max() <= 1e-12 * size
@@ -79,7 +79,7 @@ def test_push_and_derivatives_match_plain_sums(seed, masked):
     assert torch.allclose(push(f, mu).points, naive_push(f, mu), atol=1e-12)
     assert_matches_dense(derivative(f, mu), dense_derivative(f, mu), tol=1e-12)
     J, truth = query_derivative(f, mu), dense_query_norms(f, mu)
-    # Where attention is saturated C_i is nearly 0, by cancellation: rounding is relative to the spread of all atoms.
+    # In saturated attention C_i nearly cancels: rounding is relative to the spread of all atoms.
     size = (
         torch.linalg.matrix_norm(f.V, 2)
         * torch.linalg.matrix_norm(f.K.T @ f.Q, 2)
@@ -127,7 +127,7 @@ def test_the_local_constant_is_what_w2_finite_differences_show(seed):
 
 
 def test_tiny_weights_keep_their_accuracy():
-    """Two atoms on the line with weights p and 1 - p, against the closed form evaluated with 60 digits."""
+    """Two atoms on the line with weights p and 1 - p, against a closed form in 60 digits."""
     import mpmath as mp
 
     f, p = one_head(-1.0), 1e-30

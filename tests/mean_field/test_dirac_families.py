@@ -1,4 +1,4 @@
-"""Two-Dirac measures reach what is proved of them, and n tokens turn into a measure where predicted."""
+"""Two-Dirac measures attain their bound, and n tokens turn into a measure where predicted."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_the_guarantee_holds_for_any_matrix_with_a_real_eigenvalue(seed):
 
 
 def test_the_transition_is_that_of_real_tokens():
-    """Every n up to 31 against attention on n tokens written out, where e^{2 gamma R^2} = e^2 = 7.4."""
+    """Every n up to 31 against attention on n tokens, where e^{2 gamma R^2} = e^2 = 7.4."""
     f, R = one_head(-1.0), 1.0
     found = transition(f, R, 31, per_decade=20)
     for n, sigma in zip(found.n, found.sigma.tolist(), strict=True):

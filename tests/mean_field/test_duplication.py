@@ -1,4 +1,4 @@
-"""Mass splitting: the closed form against real copies, the perturbation it names, and what it does not cover."""
+"""Mass splitting: the closed form against real copies, and what it does not cover."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.mean_field.weighted import (
 
 
 def test_the_example_on_the_line():
-    """X = (0, 4), A = -1, V = 1: the copy of 0 that sees both tokens alike is stretched by Var = 4."""
+    """X = (0, 4), A = -1, V = 1: a copy of 0 sees both tokens alike and is stretched by Var = 4."""
     f, X = one_head(-1.0), torch.tensor([[0.0], [4.0]], dtype=torch.float64)
     found = splitting(f, X, solver=ls.Solver(seed=0))
     assert found.together.value == pytest.approx(3.6717, abs=5e-5) and found.value == pytest.approx(
@@ -155,7 +155,7 @@ def test_the_estimate_with_splitting_has_fields_on_two_copies(seed):
 
 
 def test_the_bounds_hold_for_the_largest_block_whichever_it_is():
-    """Two equal pairs far apart, so that two query blocks tie; and random cases, where bounds mostly exist."""
+    """Two equal pairs far apart, whose query blocks tie; and random cases."""
     finite = 0
     for seed in range(20):
         f, mu = random_case(seed) if seed else (one_head(-1.0), line([0.0, 4.0, 100.0, 104.0]))
@@ -168,7 +168,7 @@ def test_the_bounds_hold_for_the_largest_block_whichever_it_is():
 
 
 def test_under_a_mask_a_jump_stays_at_its_position():
-    """The later of two tokens sees what it sees without a mask: mass that leaves it is stretched as there."""
+    """The later of two tokens sees the same as without a mask: mass is stretched equally."""
     f, w = one_head(6.0, causal=True), math.exp(-6.0)
     mu = line([-1.0, 1.0], [1 - w, w], [0.5, 1.0])
     ratio = jump_ratio(f, mu, 1, torch.tensor([0.338], dtype=torch.float64), 1e-7)
@@ -176,7 +176,7 @@ def test_under_a_mask_a_jump_stays_at_its_position():
 
 
 def test_a_finite_jump_is_not_covered():
-    """mu = e^{-6} delta_1 + (1 - e^{-6}) delta_{-1}, A = 6: mass that goes from 1 to 0.338 is stretched 2.63-fold."""
+    """e^{-6} delta_1 + (1 - e^{-6}) delta_{-1}, A = 6: moves 1 to 0.338 grow 2.63-fold."""
     f, w = one_head(6.0), math.exp(-6.0)
     mu = line([1.0, -1.0], [w, 1 - w])
     found = splitting(f, mu)
@@ -188,9 +188,9 @@ def test_a_finite_jump_is_not_covered():
     assert ratios[-1] == pytest.approx(secant, rel=1e-4) == pytest.approx(2.6346, abs=1e-3)
     assert min(ratios) > 2.4 * found.value
     for token, point, says in (
-        (2, to, "an atom of the measure, 0 to 1"),
+        (2, to, "index of an atom of the measure, 0 to 1"),
         (-1, to, "an atom"),
-        (0, mu.points[0], "not the atom itself"),
+        (0, mu.points[0], "and not the atom itself"),
         (0, torch.zeros(2), "a point of size 1"),
     ):
         with pytest.raises(ls.UserError, match=says):

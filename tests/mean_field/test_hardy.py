@@ -1,4 +1,4 @@
-"""Averaging over the past: its constants against dense norms, and as a pair of measures that attention pulls apart."""
+"""Averaging over the past: constants against dense norms, and measures that attain them."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ def test_known_norms(n):
 
 @pytest.mark.parametrize("p", [1.001, 1.1, 1.5, 3, 8, 300])
 def test_no_field_does_better(p):
-    """Among many random fields, and among small changes of the one that is claimed to be the best."""
+    """Among many random fields, and among small changes of the one that should be best."""
     n, g = 9, np.random.default_rng(0)
     best = averaging(n, p)
     x = best.field[:, 0].numpy()
@@ -44,7 +44,7 @@ def test_no_field_does_better(p):
 
 @pytest.mark.parametrize("n", [1, 10, 100])
 def test_the_constants_run_from_the_harmonic_sum_to_one(n):
-    """Near p = 1 the best field is the first token alone, and 1/(p-1) powers of the others vanish."""
+    """Near p = 1 the best field is the first token, and 1/(p-1) powers of the others vanish."""
     values = [
         averaging(n, p) for p in (1, 1 + 1e-12, 1.001, 1.002, 1.1, 2, 40, 1e4, 1e15, math.inf)
     ]
@@ -69,7 +69,7 @@ def test_the_constants_grow_to_hardys(p):
 
 @pytest.mark.parametrize("p", [1, 1.25, 2, 4])
 def test_attention_stretches_the_pair_it_names(p):
-    """With A = 0 for good, and with any A near the origin, where scores vanish: beyond the 1 of the unmasked bound."""
+    """With A = 0, and with any A near the origin, where scores vanish: above the bound 1."""
     n = 50
     best = averaging(n, p)
     mu = DiscreteMeasure.uniform(torch.zeros(n, 1, dtype=torch.float64), causal=True)
@@ -80,7 +80,7 @@ def test_attention_stretches_the_pair_it_names(p):
         assert p == 1 or ratio <= d_p_bound(f, 1.0, p)
 
 
-def test_what_is_no_average_is_refused():
+def test_invalid_arguments_are_refused():
     for n, p, says in (
         (0, 2, "at least 1"),
         (3, 0.5, "p must be"),

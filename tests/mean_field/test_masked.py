@@ -1,4 +1,4 @@
-"""Masked measures: the conditional distance, why the unmasked bound fails in it, and the bounds that hold."""
+"""Masked measures: conditional distance, why the unmasked bound fails, and bounds that hold."""
 
 import math
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_positions_that_differ_by_their_dtype_are_refused_by_its_name():
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("n", [2, 50])
 def test_the_unmasked_bound_fails_in_d_p(n, p):
-    """A = 0, V = 1: attention averages over the past, which in d_p stretches by more than 1 (Hardy), in d_inf never."""
+    """A = 0, V = 1: averaging over the past stretches d_p by more than 1 (Hardy), d_inf never."""
     f = one_head(0.0, causal=True)
     average = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
     worst = np.linalg.svd(average)[2][0] if p == 2 else np.eye(n)[0]
@@ -97,7 +97,7 @@ def test_the_unmasked_bound_fails_in_d_p(n, p):
 
 
 def test_the_unmasked_bound_fails_with_scores_too():
-    """a = 0.05 and 60 tokens of alternating sign: above (1 + 3a) e^{2a}, below the corrected bound."""
+    """a = 0.05, 60 tokens of alternating sign: above (1 + 3a) e^{2a}, below the corrected bound."""
     a, n = 0.05, 60
     f = one_head(-a, causal=True)
     X = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).repeat(n // 2, 1)
@@ -135,7 +135,7 @@ def test_random_pairs_stay_below_the_bounds(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_hardys_inequality_holds_for_any_law_of_positions(seed):
-    """Averaging over the past in L^2 of weights that vary by many orders of magnitude: at most 2."""
+    """Averaging over the past in L^2, weights of many orders of magnitude: at most 2."""
     g = Generator().manual_seed(seed)
     w = torch.rand(60, generator=g, dtype=torch.float64) ** [0.2, 1, 6, 20][seed % 4] + 1e-12
     mu = DiscreteMeasure(

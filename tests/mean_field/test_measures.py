@@ -1,4 +1,4 @@
-"""Measures: what is refused, and the same measure written with more or fewer atoms."""
+"""Measures: invalid ones are refused; splitting and merging atoms change nothing."""
 
 import pytest
 import torch
@@ -13,20 +13,20 @@ X = torch.zeros(2, 1, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("points", "weights", "says"),
     [
-        (X, [1.5, -0.5], "positive, weight 1 is -0.5"),
+        (X, [1.5, -0.5], "positive, but weight 1 is -0.5"),
         (X, [1.0, 0.0], "leave out atoms without mass"),
-        (X, [0.5, 0.4], "sum to 0.9; divide them"),
+        (X, [0.5, 0.4], r"sum to 0.9; pass weights / weights.sum\(\)"),
         (X, [0.5, float("nan")], "weights holds nan at index"),
-        (X, [1.0], r"one for each point, got \(1,\)"),
+        (X, [1.0], r"one per point, got \(1,\)"),
         (X[:0], [], "empty"),
         (X[:, :0], [0.5, 0.5], "empty"),
-        (X[:, 0], [0.5, 0.5], "one row an atom"),
+        (X[:, 0], [0.5, 0.5], "one row per atom"),
         (X + torch.inf, [0.5, 0.5], "points holds inf"),
         (X.float(), [0.5, 0.5], "one dtype"),
         (X.long(), [0.5, 0.5], "floating-point"),
     ],
 )
-def test_what_is_no_measure_is_refused(points, weights, says):
+def test_invalid_measures_are_refused(points, weights, says):
     with pytest.raises(ls.UserError, match=says):
         DiscreteMeasure(points, torch.tensor(weights, dtype=torch.float64))
 
@@ -36,7 +36,7 @@ def test_what_is_no_measure_is_refused(points, weights, says):
     [
         ([0.0, 1.5], r"lie in \[0, 1\]"),
         ([-0.1, 1.0], "from -0.1"),
-        ([0.5], "one for each point"),
+        ([0.5], "one per point"),
         ([0, float("nan")], "nan"),
     ],
 )

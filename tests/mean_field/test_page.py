@@ -26,7 +26,7 @@ PAGES = {
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The rows of the table whose first line starts so, headings and rule first."""
+    """The rows of the table whose first line starts like this, heading and rule first."""
     text = PAGES[page]
     block = text[text.index(heading) :].split("\n\n")[0]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in block.splitlines()]

@@ -40,7 +40,7 @@ def test_the_sign_of_the_scores_decides_near_the_origin_only():
 
 
 def test_attractive_scores_split_where_the_analysis_puts_it():
-    """Tokens x and x + g, P_11 = a, x g = h: J_11 = Q_1 - a ((1 - a) h - 1), less than Q_1 when (1 - a) h > 1."""
+    """Tokens x, x + g, P_11 = a, x g = h: J_11 = Q_1 - a ((1 - a) h - 1) < Q_1 if (1 - a) h > 1."""
     a, h, g = 0.15, 3.0, 13.4
     ratio = (1 - a) / a * math.exp(-h)
     mu = line([h / g, h / g + g], [1 / (1 + ratio), ratio / (1 + ratio)])

@@ -45,7 +45,7 @@ def test_equal_weights_match_enumeration(p, d):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_large_exponents_match_enumeration(seed):
-    """From the smallest to the longest move: beside the diameter, powers of the moves vanish."""
+    """From the smallest to the longest move: next to the diameter, powers of the moves vanish."""
     g = Generator().manual_seed(seed)
     x, y = randn(g, 5, 2 + seed % 2), randn(g, 5, 2 + seed % 2)
     found = [wasserstein(DiscreteMeasure.uniform(x), DiscreteMeasure.uniform(y), p) for p in LARGE]
@@ -85,7 +85,7 @@ def test_the_same_measure_written_twice_is_at_distance_zero(d):
 @pytest.mark.parametrize("d", [1, 2])
 @pytest.mark.parametrize("t", [1e-3, 1e-6])
 def test_close_measures_keep_their_distance(d, t):
-    """Every atom moved by t, far from the origin: expanding the square would lose this to rounding."""
+    """Every atom moved by t, far from the origin: expanding the square would lose it."""
     g = Generator().manual_seed(4)
     mu = DiscreteMeasure(100 + randn(g, 8, d), random_weights(g, 8))
     step = torch.zeros(1, d, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_close_measures_keep_their_distance(d, t):
 @pytest.mark.parametrize("d", [1, 2])
 @pytest.mark.parametrize("lightest", [1e-3, 1e-8, 1e-14, 1e-100])
 def test_the_lightest_atom_is_not_forgotten(d, lightest):
-    """It alone moves, by 5: W_p = 5 w^{1/p}. In the plane large p are refused where rounding would decide."""
+    """It alone moves, by 5: W_p = 5 w^{1/p}. In the plane, rounding rules out large p."""
     x = torch.zeros(3, d, dtype=torch.float64)
     x[1, 0], x[2, 0] = 1.0, 2.0
     y = x.clone()
@@ -116,7 +116,7 @@ def test_the_lightest_atom_is_not_forgotten(d, lightest):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_weights_of_every_order(seed):
-    """Every atom moved by less than the gaps between them, and shuffled: the distance is that of the field."""
+    """Atoms moved by less than their gaps, then shuffled: the distance is that of the field."""
     g = Generator().manual_seed(seed)
     n, d = 3 + seed % 5, 1 + seed % 3
     x = 3 * randn(g, n, d)
@@ -139,7 +139,7 @@ def test_weights_of_every_order(seed):
 @pytest.mark.parametrize("p", [1, 2, 4, 40, 1000])
 @pytest.mark.parametrize("seed", range(10))
 def test_close_pairs_in_a_wide_measure_match_enumeration(p, seed):
-    """Pairs 1e-7 apart in a measure ten across, moved by as little: squared, that is lost beside the longest."""
+    """Pairs 1e-7 apart, moved by as little, in a measure of diameter ten: squares would vanish."""
     g = Generator().manual_seed(seed)
     x = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]], dtype=torch.float64).repeat(2, 1)
     x = x + 1e-7 * randn(g, 6, 2)

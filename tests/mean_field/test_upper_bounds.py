@@ -1,4 +1,4 @@
-"""Bounds for measures in a ball: formulas, hypotheses, and pairs of measures that try to beat them."""
+"""Bounds for measures in a ball: formulas, hypotheses, and measures that try to exceed them."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_the_formulas():
 @pytest.mark.parametrize("p", [1.05, 1.5, 2, 3, 10])
 @pytest.mark.parametrize("a", [1e-6, 0.05, 0.5, 2.0, 20.0])
 def test_the_masked_bound_takes_the_best_exponent(p, a):
-    """The least over q by an optimiser of its own; q = p is the plain corrected bound."""
+    """The minimum over q by another optimiser; q = p is the plain corrected bound."""
     from scipy.optimize import minimize_scalar
 
     def log_term(t):

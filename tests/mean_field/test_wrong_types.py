@@ -1,4 +1,4 @@
-"""What is neither a measure nor attention gets a letter: in a process of its own, for pytest checks types itself."""
+"""Arguments of the wrong type are explained; in a subprocess, as pytest checks types itself."""
 
 import subprocess
 import sys
@@ -50,24 +50,23 @@ for case in (
     try:
         print("accepted", case())
     except ls.UserError as error:
-        print("letter", error)
+        print("refused", error)
 """
 
 
-def test_every_wrong_type_gets_a_letter():
+def test_every_wrong_type_is_explained():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    letters = done.stdout.splitlines()
-    assert len(letters) == 30 and all(line.startswith("letter ") for line in letters), done.stdout
+    errors = done.stdout.splitlines()
+    assert len(errors) == 30 and all(line.startswith("refused ") for line in errors), done.stdout
     assert (
         sum(
-            "a DiscreteMeasure is expected, got Tensor; DiscreteMeasure.uniform(X) makes one"
-            in line
-            for line in letters
+            "expected a DiscreteMeasure, got Tensor; DiscreteMeasure.uniform(X) makes one" in line
+            for line in errors
         )
         == 5
     )
-    assert sum("must be a SelfAttention" in line and "got Linear" in line for line in letters) == 9
-    assert sum("p must be a number, at least 1" in line for line in letters) == 7
+    assert sum("must be a SelfAttention" in line and "got Linear" in line for line in errors) == 9
+    assert sum("p must be a number, at least 1" in line for line in errors) == 7

@@ -1,4 +1,4 @@
-"""Random weighted measures, and attention on them from sums of w_j e^{S_ij}, differentiated by autograd."""
+"""Random weighted measures, and attention on them by plain sums, differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def randn(g: Generator, *shape: int) -> Tensor:
 
 
 def one_head(A: Tensor | float, V: Tensor | float = 1.0, **options) -> ls.SelfAttention:
-    """A layer whose scores are x_j' A x_i and whose values are V x_j; numbers stand for matrices of size 1."""
+    """A layer with scores x_j' A x_i and values V x_j; numbers mean matrices of size 1."""
     A, V = (
         torch.as_tensor(W, dtype=torch.float64).reshape(-1, 1) if isinstance(W, float) else W
         for W in (A, V)
@@ -53,7 +53,7 @@ def line(
 
 
 def naive_push(f: ls.SelfAttention, mu: DiscreteMeasure, X: Tensor | None = None) -> Tensor:
-    """One head with dot products: sum_j w_j e^{S_ij} V x_j / sum_j w_j e^{S_ij} over the j that i sees."""
+    """One dot-product head: sum_j w_j e^{S_ij} V x_j / sum_j w_j e^{S_ij} over visible j."""
     X = mu.points if X is None else X
     s = torch.zeros(len(mu)) if mu.positions is None else mu.positions
     E = mu.weights * torch.exp((X @ f.Q.T) @ (X @ f.K.T).T) * (s[None, :] <= s[:, None])
