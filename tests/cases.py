@@ -1,4 +1,4 @@
-"""Named attention problems: one table of kinds, each a layer and an input drawn from a generator."""
+"""Named attention problems: a table of kinds, each a layer and an input from a generator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _int(g: Generator, low: int, high: int) -> int:
 def plain(
     g: Generator, heads: int = 1, groups: int | None = None, project: bool = False, **options
 ) -> Problem:
-    """Gaussian weights and tokens, d, k, m from 1 to 6 and n from 2 to 8, at a score scale of 0.1 to 10."""
+    """Gaussian weights and tokens, d, k, m from 1 to 6, n from 2 to 8, scores of 0.1 to 10."""
     groups = groups or heads
     d, k, m, n = _int(g, 1, 6), 2 * _int(g, 1, 3), _int(g, 1, 5), _int(g, 2, 8)
     size = 10 ** float(torch.rand((), generator=g) * 2 - 1)

@@ -9,7 +9,7 @@ import lipscope as ls
 
 
 def assert_adjoint(J: ls.LinearOperator, seed: int = 0, tol: float = 1e-12) -> None:
-    """<J E, U> = <E, J' U> for random E, U, relative to |J E| |U| + |E| |J' U|, member by member."""
+    """<J E, U> = <E, J' U> for random E, U, relative to |J E| |U| + |E| |J' U|, per member."""
     g = torch.Generator().manual_seed(seed)
     E = torch.randn(*J.leading, *J.in_shape, generator=g, dtype=torch.float64).to(J.dtype)
     U = torch.randn(*J.leading, *J.out_shape, generator=g, dtype=torch.float64).to(J.dtype)
@@ -29,7 +29,7 @@ def assert_adjoint(J: ls.LinearOperator, seed: int = 0, tol: float = 1e-12) -> N
 
 
 def assert_matches_dense(J: ls.LinearOperator, dense: Tensor, tol: float = 1e-12) -> None:
-    """J is the matrix `dense` and its adjoint is the transpose, relative to the norm of the matrix."""
+    """J is the matrix `dense` and its adjoint the transpose, relative to the matrix norm."""
     size = torch.linalg.matrix_norm(dense, 2).clamp_min(torch.finfo(dense.dtype).tiny)[
         ..., None, None
     ]

@@ -2,7 +2,7 @@
 
 import os
 
-# Before torch starts its thread pools: pytest runs one worker per core, and each has that core to itself.
+# Set before torch starts its thread pools: pytest runs one worker per core.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
 

@@ -1,4 +1,4 @@
-"""Attention written the plain way, differentiated by autograd: an independent truth for the closed forms."""
+"""Plain attention, differentiated by autograd: an independent truth for the closed forms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def naive_attend(
     softcap=None,
     sinks=None,
 ):
-    """Same contract as lipscope.attend, with keys repeated for groups and the softmax spelled out."""
+    """Same contract as lipscope.attend, with repeated keys for groups and an explicit softmax."""
     repeat = q.shape[-3] // k.shape[-3]
     k, v = k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
     n, m = q.shape[-2], k.shape[-2]
@@ -85,7 +85,7 @@ def naive_layer(f: ls.SelfAttention, X: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rope: ls.Rope) -> Tensor:
-    """Coordinates j and j + k/2 of token i turn by its angle j, one plane at a time."""
+    """Rotate coordinates j and j + k/2 of token i by its angle j, one plane at a time."""
     half = x.shape[-1] // 2
     out = torch.empty_like(x)
     for j in range(half):

@@ -1,8 +1,8 @@
-"""Certificates on the hardest inputs known, held to 60 digits: lower <= sigma <= upper, always.
+"""Certificates on the hardest known inputs against 60 digits: always lower <= sigma <= upper.
 
-Where the parts of a Jacobian cancel, rounding is large beside what is left. A family makes of a
-seed a case: a way to an Estimate, and the number it estimates. A table of all families, with so
-many cases of each:
+Where the parts of a Jacobian cancel, rounding is large relative to what remains. A family turns a
+seed into a case: a way to compute an Estimate, and the number it estimates. To print a table of all
+families with 20 cases each:
 
     python -m tests.test_certificates 20
 """
@@ -39,14 +39,14 @@ Solve = Callable[..., ls.Estimate]
 
 
 class Case(NamedTuple):
-    """A way to an Estimate, given the failure probability and what else is asked for; its truth."""
+    """A function that returns an Estimate for given solver options, and the true sigma."""
 
     estimate: Solve
     sigma: mpmath.mpf
 
 
 class Draw:
-    """The random numbers of one case."""
+    """The random number generator of one case."""
 
     def __init__(self, seed: int):
         self.seed, self.g = seed, Generator().manual_seed(seed)
@@ -64,27 +64,27 @@ class Draw:
         return low + (high - low) * float(torch.rand((), generator=self.g, dtype=torch.float64))
 
     def power(self, low: float, high: float) -> float:
-        """10 to a power between two."""
+        """10 to a random power between two given ones."""
         return 10 ** self.between(low, high)
 
     def turn(self, k: int) -> Tensor:
-        """An orthogonal matrix."""
+        """A random orthogonal matrix."""
         return torch.linalg.qr(self.normal(k, k))[0]
 
     def turn_of_planes(self, k: int) -> Tensor:
-        """One that turns the planes of rotary positions, and commutes with them."""
+        """A random rotation of the planes of rotary positions, which commutes with them."""
         angles = 3 * self.normal(k // 2)
         c, s = torch.diag(angles.cos()), torch.diag(angles.sin())
         return torch.cat([torch.cat([c, -s], 1), torch.cat([s, c], 1)])
 
     def layer(self, d: int, k: int, m: int, heads: int = 1, out: int = 0, **options) -> Layer:
-        """Gaussian weights; without O where `out` is 0."""
+        """Gaussian weights; without O if `out` is 0."""
         shapes = ((heads * k, d), (heads * k, d), (heads * m, d))
         O = None if out == 0 else self.normal(out, heads * m)
         return Layer(*(self.normal(*shape) for shape in shapes), O, heads=heads, **options)
 
     def asking(self, solve: Solve) -> Solve:
-        """`solve` with what a caller may ask for, and a seed that the input was not chosen by."""
+        """`solve` with random options, and a seed independent of the input."""
         usual = self.pick({}, {"tol": 1e-9, "gap": 1e-6}, {"tol": 1e-10, "gap": 1e-12})
         return lambda failure, **asked: solve(**(usual | asked), solver=self.solver(failure))
 
@@ -102,7 +102,7 @@ def eye(n: int) -> Tensor:
 
 FAMILIES: dict[str, Callable[[int], Case]] = {}
 ORDINARY: dict[str, Callable[[int], Case]] = {}
-"""Where nothing cancels."""
+"""Families in which nothing cancels."""
 
 
 def family(make: Callable[[Draw], Case], among=FAMILIES) -> Callable[[Draw], Case]:
@@ -114,7 +114,7 @@ ordinary = partial(family, among=ORDINARY)
 
 
 def of_map(draw: Draw, f: Callable, X: Tensor, J: truth.Exact) -> Case:
-    """f at X, whose Jacobian is J."""
+    """The problem of f at X, with true Jacobian J."""
     return Case(draw.asking(partial(ls.local_lipschitz, f, X)), sigma(J))
 
 
@@ -127,12 +127,12 @@ def of_measure(draw: Draw, f: Layer, mu: DiscreteMeasure) -> Case:
 
 
 def of_operator(draw: Draw, make: Callable[[], ls.LinearOperator], matrix: truth.Exact) -> Case:
-    """An operator, made when it is asked for, that is this matrix."""
+    """The problem of a lazily built operator whose matrix is given."""
     return Case(draw.asking(lambda **asked: ls.spectral_norm(make(), **asked)), sigma(matrix))
 
 
 def without_gap(draw: Draw, solve: Solve, value: mpmath.mpf) -> Case:
-    """Where no gap can be asked for."""
+    """A problem whose solver takes no gap."""
     return Case(lambda failure, **_: solve(solver=draw.solver(failure)), value)
 
 
@@ -150,7 +150,7 @@ def opposed(
     d: int = 3,
     **options,
 ) -> tuple[Layer, Tensor]:
-    """The same head several times, each turned its own way; output projections sum to delta.
+    """The same head several times, each rotated differently; output projections sum to delta.
 
     Queries have a bias of length `size` in a direction that tokens do not have: no score sees it.
     """
@@ -178,7 +178,7 @@ def opposed(
 
 
 def sizes(draw: Draw) -> dict[str, float]:
-    """Lengths of the bias, and what is left."""
+    """Lengths of the biases, and what remains."""
     size = draw.pick(0.0, 1e2, 1e3, 1e4, 1e6, 1e6)
     return {"size": size, "delta": draw.pick(1 / (1 + size), 1e-3, 1e-5, 1e-9)}
 
@@ -199,7 +199,7 @@ def two_heads_of_huge_queries(draw: Draw) -> Case:
 
 @family
 def two_heads_nearly_equal(draw: Draw) -> Case:
-    """Nothing is large; what is left is as small as a rounding error of what there was."""
+    """Nothing is large; what remains is as small as the rounding error of the terms."""
     f, X = opposed(draw, size=draw.between(0, 2), delta=draw.power(-16, -6))
     return of_layer(draw, f, draw.pick(1.0, 1.0, 30.0) * X)
 
@@ -211,10 +211,10 @@ def three_heads(draw: Draw) -> Case:
 
 @family
 def grouped_heads(draw: Draw) -> Case:
-    """Two heads of queries to each of two heads of keys; the groups cancel."""
+    """Two query heads for each of two key heads; the groups cancel."""
     f, X = opposed(draw, **sizes(draw))
     other = draw.normal(3, 3)
-    # The keys' weights are the turns.
+    # The key weights are the rotations.
     Q = [part for Q, R in zip(f.Q.split(3), f.K.split(3), strict=True) for part in (Q, R @ other)]
     b = [b for b in f.biases[0].split(3) for _ in range(2)]
     O = [o for o in f.O.split(2, 1) for _ in range(2)]
@@ -231,7 +231,7 @@ def grouped_heads(draw: Draw) -> Case:
 
 @family
 def rotary_heads(draw: Draw) -> Case:
-    """With tables that also lengthen, as those for long contexts do."""
+    """With tables that also stretch, like those for long contexts."""
     rope, longer = ls.Rope.standard(4, 4, base=10.0), draw.pick(1.0, 1.4, 100.0)
     kernel = ls.Dot(scale=longer**-2, rope=ls.Rope(longer * rope.cos, longer * rope.sin))
     options = {"k": 4, "d": 4, "kernel": kernel, "turn": draw.turn_of_planes}
@@ -268,7 +268,7 @@ def heads_with_sinks(draw: Draw) -> Case:
 
 @family
 def distant_heads(draw: Draw) -> Case:
-    """L2 attention, queries and keys of both heads about a far point."""
+    """L2 attention with queries and keys of both heads around a far point."""
     f, X = opposed(draw, size=0.0, delta=draw.power(-9, -2), kernel=ls.L2(scale=1.0))
     far = draw.power(0, 6) * draw.normal(3)
     bias = torch.cat([R @ far for R in f.K.split(3)])
@@ -284,7 +284,7 @@ def heads_masked_by_a_large_number(draw: Draw) -> Case:
 
 @family
 def one_of_several_heads(draw: Draw) -> Case:
-    """Each head alone."""
+    """Each head separately."""
     (f, X), h = opposed(draw, **sizes(draw)), draw.pick(0, 1)
     solve = partial(ls.local_lipschitz, f.heads_apart(), X)
     J = layer_jacobian(f, X, head=h)
@@ -301,7 +301,7 @@ def one_of_a_batch(draw: Draw) -> Case:
 
 @family
 def certified_ball(draw: Draw) -> Case:
-    """The bound over a ball, of which the input is the centre."""
+    """The certified bound on a ball around the input."""
     f, X = opposed(draw, **draw.pick(sizes, huge_sizes)(draw))
     ball = ls.Around(X, draw.pick(1e-80, 1e-12))
 
@@ -317,7 +317,7 @@ def certified_ball(draw: Draw) -> Case:
 
 @family
 def zero_crossing(draw: Draw) -> Case:
-    """Two tokens of size 1, one query: the Jacobian vanishes at one input, and this is near it.
+    """Two tokens of size 1, one query: the Jacobian vanishes at an input near this one.
 
     With t = b (x1 - x2) and p = 1 / (1 + e^-t), it does where t p = 1 and A is as below.
     """
@@ -333,7 +333,7 @@ def zero_crossing(draw: Draw) -> Case:
 
 @family
 def rows_masked_by_a_large_number(draw: Draw) -> Case:
-    """Whole rows at -1e9 or the like attend as without it."""
+    """Whole rows at about -1e9 attend as if it were 0."""
     n, lowest, causal = draw.pick(2, 3, 4), torch.finfo(torch.float64).min, draw.coin()
     mask = draw.normal(n, n) * draw.pick(0.0, 1.0)
     for i in range(draw.pick(1, n)):
@@ -348,7 +348,7 @@ def rows_masked_by_a_large_number(draw: Draw) -> Case:
 
 @family
 def keys_masked_by_a_large_number(draw: Draw) -> Case:
-    """Some keys at -1e9 or the like, the rest at 0; heads, perhaps with sinks."""
+    """Some keys at about -1e9, the rest at 0; several heads, perhaps with sinks."""
     n, low = draw.pick(2, 3, 4), draw.pick(-1e4, -1e9, -1e30)
     kernel = ls.Dot(sinks=draw.normal(2) if draw.coin() else None)
     mask = low * (draw.normal(n, n) < 0).double()
@@ -358,14 +358,14 @@ def keys_masked_by_a_large_number(draw: Draw) -> Case:
 
 @family
 def offset_tokens(draw: Draw) -> Case:
-    """Tokens that are close to each other and far from 0."""
+    """Tokens close to each other and far from 0."""
     f = draw.layer(d=3, k=2, m=3, causal=draw.coin())
     return of_layer(draw, f, draw.normal(3, 3) + draw.power(1, 7) * draw.normal(3))
 
 
 @family
 def far_tokens(draw: Draw) -> Case:
-    """L2 attention; tokens in clusters far apart, or all of them far from 0."""
+    """L2 attention with tokens in clusters far apart, or all far from 0."""
     centres = draw.power(0, 7) * draw.normal(draw.pick(1, 2), 3)
     X = centres[torch.arange(4) % len(centres)] + draw.pick(1e-3, 1.0, 3.0) * draw.normal(4, 3)
     Q = draw.normal(2, 3)
@@ -382,7 +382,7 @@ def saturated_softcap(draw: Draw) -> Case:
 
 @family
 def strong_sinks(draw: Draw) -> Case:
-    """Sinks that take nearly all weight, or none, and values about a far point."""
+    """Sinks that take nearly all weight, or none, and values around a far point."""
     kernel = ls.Dot(sinks=draw.power(0, 2.5) * draw.normal(2))
     biases = (None, None, draw.power(0, 8) * draw.normal(4))
     f = draw.layer(d=3, k=2, m=2, heads=2, out=3, kernel=kernel, biases=biases)
@@ -415,7 +415,7 @@ def extreme_scales(draw: Draw) -> Case:
 
 @family
 def subnormal_values(draw: Draw) -> Case:
-    """Numbers so small that they lose digits; products of small ones lose all of them."""
+    """Subnormal numbers, whose products underflow."""
     some = ((1e-308, 1.0), (1e-312, 1.0), (1e-160, 1e-160), (1e-316, 1e300), (1e-200, 1e-130))
     (f, X), (v, o) = opposed(draw, size=0.0, delta=draw.power(-3, 0)), draw.pick(*some)
     return of_layer(draw, replace(f, V=v * f.V, O=o * f.O), X)
@@ -426,7 +426,7 @@ def subnormal_values(draw: Draw) -> Case:
 
 @family
 def single_precision(draw: Draw) -> Case:
-    """Only a lower bound is given in float32; it holds all the same."""
+    """float32 has no upper bound; the lower bound must hold all the same."""
     f, X = opposed(draw, size=draw.pick(0.0, 1.0, 1e2, 1e4), delta=draw.power(-4, 0))
     f, X = f.to(torch.float32), draw.pick(1.0, 3.0, 10.0) * X.float()
     return without_gap(draw, partial(ls.local_lipschitz, f, X), sigma(layer_jacobian(f, X)))
@@ -451,7 +451,7 @@ def torch_layer_in_single_precision(draw: Draw) -> Case:
 
 @family
 def largest_row(draw: Draw) -> Case:
-    """The norm for the largest coordinate."""
+    """The infinity-norm."""
     f, X = opposed(draw, **sizes(draw))
     solve = partial(ls.local_lipschitz, f, X, norm="inf")
     return without_gap(draw, solve, truth.row_sum(layer_jacobian(f, X)))
@@ -494,7 +494,7 @@ def tokenwise(W: Tensor, n: int) -> tuple[ls.LinearOperator, truth.Exact]:
 
 @family
 def composed_heads(draw: Draw) -> Case:
-    """The output projection that makes two heads cancel, as an operator of its own."""
+    """The output projection that makes two heads cancel, as a separate operator."""
     f, X = opposed(draw, **sizes(draw))
     heads, (outer, matrix) = replace(f, O=None), tokenwise(f.O, len(X))
     J = matrix @ layer_jacobian(heads, X)
@@ -513,7 +513,7 @@ def composed_layers(draw: Draw) -> Case:
 
 @family
 def gram_operator(draw: Draw) -> Case:
-    """J' J, or J' alone."""
+    """J' J, or only J'."""
     f, X = opposed(draw, **sizes(draw))
     J = layer_jacobian(f, X)
     if draw.coin():
@@ -523,7 +523,7 @@ def gram_operator(draw: Draw) -> Case:
 
 @family
 def cancelling_product(draw: Draw) -> Case:
-    """Matrices, the first of which reads almost nothing of what the second, or third, writes."""
+    """A product of matrices in which one reads almost nothing of what the next one writes."""
     n = draw.pick(3, 5)
     B = draw.normal(2 * n, n)
     unread = torch.linalg.svd(B)[0][:, n:].T
@@ -537,7 +537,7 @@ def cancelling_product(draw: Draw) -> Case:
 
 @family
 def cancelling_sum(draw: Draw) -> Case:
-    """J of a layer less that of almost the same layer."""
+    """The difference of the Jacobians of two almost equal layers."""
     f, X = opposed(draw, **sizes(draw))
     (O, P), heads = f.O.split(2, 1), (f.head(0), f.head(1))
     one, other = replace(heads[0], O=O), replace(heads[1], O=-P)
@@ -555,7 +555,7 @@ def cancelling_sum_of_matrices(draw: Draw) -> Case:
 
 @family
 def attention_less_its_average(draw: Draw) -> Case:
-    """Scores near 0 make attention an average: little is left without it."""
+    """With scores near 0 attention is an average; without it little remains."""
     f, X = draw.layer(d=3, k=2, m=3), draw.normal(3, 3)
     f = replace(f, Q=draw.power(-12, -3) * f.Q)
     third = torch.full((3, 3), -1 / 3, dtype=torch.float64)
@@ -569,7 +569,7 @@ def attention_less_its_average(draw: Draw) -> Case:
 
 
 def plain(A: Tensor) -> Callable[[Tensor], Tensor]:
-    """Attention as anyone would write it."""
+    """Attention written naively."""
     return lambda X: torch.softmax(X @ A.T @ X.mT, -1) @ X
 
 
@@ -583,7 +583,7 @@ def of_plain(draw: Draw, A: Tensor, X: Tensor) -> Case:
 
 @family
 def turned_scores(draw: Draw) -> Case:
-    """Tokens on a line, scores with a rotation of length lambda in A, which they do not see."""
+    """Tokens on a line, and a rotation of size lambda in A on which their scores do not depend."""
     angle, lam = draw.between(0.3, 1.1), draw.pick(1.0, 1e2, 1e4, 1e6, 1e8, 1e10, 1e13)
     X = draw.normal(3, 1) * real([math.cos(angle), math.sin(angle)])
     return of_plain(draw, lam * real([[0.0, -1.0], [1.0, 0.0]]) + draw.pick(1.0, -1.0) * eye(2), X)
@@ -603,7 +603,7 @@ def large_scores(draw: Draw) -> Case:
 
 @family
 def constant_added_and_removed(draw: Draw) -> Case:
-    """f(X + C - C): the constant takes digits of X away."""
+    """f(X + C - C): the constant C costs X some digits."""
     X, A, C = draw.normal(3, 2), draw.normal(2, 2), draw.power(0, 12) * draw.normal(3, 2)
     f = plain(A)
     return of_map(draw, lambda Z: f((Z + C) - C), X, map_jacobian(plain_truth(A), X))
@@ -611,7 +611,7 @@ def constant_added_and_removed(draw: Draw) -> Case:
 
 @family
 def square_behind_a_constant(draw: Draw) -> Case:
-    """One number decides, and one rounding takes its digits away."""
+    """One number decides, and one rounding error costs its digits."""
     X, C = draw.normal(2, 2), draw.power(0, 12) * draw.normal(2, 2)
     return of_map(draw, lambda Z: ((Z + C) - C) ** 2, X, map_jacobian(lambda Z: Z * Z, X))
 
@@ -625,7 +625,7 @@ def fast_oscillation(draw: Draw) -> Case:
 
 @family
 def single_precision_inside(draw: Draw) -> Case:
-    """Tokens and weights that float32 holds exactly, and a map that works in it."""
+    """Tokens and weights that are exact in float32, and a map that computes in it."""
     X, A = draw.pick(1, 3) * draw.normal(3, 2).float(), draw.normal(2, 2).float()
     f, J = plain(A), map_jacobian(plain_truth(A), X)
     return of_map(draw, lambda Z: f(Z.float()).double(), X.double(), J)
@@ -633,7 +633,7 @@ def single_precision_inside(draw: Draw) -> Case:
 
 @family
 def vanishing_polynomial(draw: Draw) -> Case:
-    """(X + C)^2 - X^2 - (2 - delta) C X, of which delta C is left."""
+    """(X + C)^2 - X^2 - (2 - delta) C X, whose derivative is delta C."""
     X, C = draw.normal(2, 3), draw.power(0, 6) * draw.normal(2, 3)
     slope = C * (2 - draw.power(-12, -1))
 
@@ -646,7 +646,7 @@ def vanishing_polynomial(draw: Draw) -> Case:
 
 @family
 def normalised_tokens(draw: Draw) -> Case:
-    """Layer normalisation of tokens whose coordinates hardly differ, then attention."""
+    """Layer normalisation of tokens with almost equal coordinates, then attention."""
     A, eps, far = draw.normal(3, 3), draw.pick(1e-5, 1e-12), draw.power(0, 8)
     X = far * draw.normal(3, 1) + draw.power(-3, 0) * draw.normal(3, 3)
     J = map_jacobian(lambda Z: plain_truth(A)(truth.layer_norm(Z, eps)), X)
@@ -656,7 +656,7 @@ def normalised_tokens(draw: Draw) -> Case:
 
 @family
 def layer_as_a_function(draw: Draw) -> Case:
-    """Heads that cancel, behind a function: autograd goes through lipscope's own attention."""
+    """Heads that cancel, as a plain function: autograd through lipscope's attention."""
     f, X = opposed(draw, **sizes(draw))
     return of_map(draw, lambda Z: f(Z), X, layer_jacobian(f, X))
 
@@ -692,7 +692,7 @@ class TorchAttention(nn.Module):
 
 @family
 def torch_heads(draw: Draw) -> Case:
-    """nn.MultiheadAttention, the two heads of which cancel."""
+    """nn.MultiheadAttention with two heads that cancel."""
     f, X = opposed(draw, **sizes(draw), k=2, d=4, kernel=ls.Dot())
     f = replace(f, O=draw.normal(4, 2) @ f.O)
     return of_map(draw, TorchAttention(f), X, layer_jacobian(f, X))
@@ -700,7 +700,7 @@ def torch_heads(draw: Draw) -> Case:
 
 @family
 def torch_layers(draw: Draw) -> Case:
-    """Two of them, one after the other, the second far from 0; less the first."""
+    """Two of them in sequence, the second far from 0, minus the first."""
     f, g = (draw.layer(d=4, k=2, m=2, heads=2, out=4) for _ in range(2))
     X, C = draw.normal(3, 4), draw.power(0, 8) * draw.normal(3, 4)
     first, second = TorchAttention(f), TorchAttention(g)
@@ -723,7 +723,7 @@ ORDINARY_KINDS = [kind for kind in KINDS if not any(word in kind for word in EXT
 
 
 def small_problem(kind: str, seed: int) -> tuple[Layer, Tensor]:
-    """The first problem of a kind, from some seed on, that 60 digits can be afforded for."""
+    """The first problem of a kind, from a seed on, that is small enough for 60 digits."""
     found = (problem(kind, s) for s in itertools.count(1000 * seed))
     return next((f, X) for f, X in found if X.numel() <= 9 and f.V.shape[0] <= 8)
 
@@ -764,7 +764,7 @@ def ordinary_sum(draw: Draw) -> Case:
     return of_operator(draw, lambda: dense_operator(A) + dense_operator(B), exact(A) + exact(B))
 
 
-# The judge
+# The verdict
 
 ALL = FAMILIES | ORDINARY
 FAILURE = ls.Solver().failure
@@ -776,7 +776,7 @@ def case(family: str, seed: int) -> Case:
 
 
 class Verdict(NamedTuple):
-    """How far each bound is on the wrong side of sigma, relative to it; upper / lower - 1."""
+    """By how much each bound is wrong, relative to sigma; and upper / lower - 1."""
 
     lower: float
     upper: float
@@ -826,7 +826,7 @@ def test_the_reference_of_normalisation_agrees_with_differences():
 
 
 def test_the_reference_of_measures_agrees_with_copies_of_tokens():
-    """Weights 1/4 and 3/4 are one token and three copies of another, moved together."""
+    """Weights 1/4 and 3/4 are one token and three copies of another that move together."""
     draw = Draw(0)
     f, X = draw.layer(d=2, k=2, m=2), draw.normal(2, 2)
     together = np.kron([[1, 0], [0, 1], [0, 1], [0, 1]], np.eye(2, dtype=int))
@@ -881,7 +881,7 @@ def test_bounds_fail_no_more_often_than_allowed():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_bounds_are_useful_where_little_cancels(seed: int):
-    """A hundredth is left of two heads with queries of size 100: most of the digits."""
+    """A hundredth remains of two heads with queries of size 100: most digits survive."""
     f, X = opposed(Draw(seed), size=1e2, delta=1e-2)
     e = ls.local_lipschitz(f, X, gap=1e-6, solver=ls.Solver(seed=seed, failure=1e-6))
     assert e.lower <= sigma(layer_jacobian(f, X)) <= e.upper <= (1 + 1e-4) * e.lower, repr(e)
@@ -889,7 +889,7 @@ def test_bounds_are_useful_where_little_cancels(seed: int):
 
 @pytest.mark.parametrize("number", [-1e9, -1e30, torch.finfo(torch.float64).min])
 def test_a_row_masked_by_a_large_number_costs_no_digits(number: float):
-    """Softmax does not see a shift of all scores of a row."""
+    """A shift of all scores of a row does not change the softmax."""
     draw = Draw(3)
     f, X = draw.layer(d=3, k=2, m=2), draw.normal(4, 3)
     mask = torch.zeros(4, 4, dtype=torch.float64)
@@ -944,7 +944,7 @@ def test_bounds_of_saturated_attention_many_times():
 
 
 def check_half(seed: int) -> None:
-    """Attention of all kinds, scores of 0.01 to 1000: a value off by a tenth must say so."""
+    """All kinds of attention, scores of 0.01 to 1000: the status flags values off by 10 %."""
     draw = Draw(seed)
     kinds = [kind for kind in KINDS if not any(word in kind for word in ("huge", "tiny", "zero"))]
     (f, X), dtype = problem(draw.pick(*kinds), seed), draw.pick(torch.bfloat16, torch.float16)
@@ -1002,7 +1002,7 @@ def test_a_map_that_treats_members_apart_passes(name: str):
 
 
 def table(count: int) -> None:
-    """False bounds, and what the true ones are worth, over so many cases of every family."""
+    """Print the number of false bounds and the width of the true ones, over `count` cases each."""
     columns = ("false lower", "false upper", "error", "of", "width < inf", "median", "widest")
     print("".join([f"{'family':<40}", *(f"{name:>12}" for name in columns)]))
     total = np.zeros(5, dtype=int)
@@ -1018,7 +1018,7 @@ def table(count: int) -> None:
 
 
 def result(family: str, seed: int) -> Verdict | None:
-    """The worse of two verdicts, with the width where a gap of 1e-3 is asked for."""
+    """The worse of two verdicts, with the width if a gap of 1e-3 is requested."""
     try:
         verdicts = [judge(family, seed), judge(family, seed, gap=1e-3)]
     except Exception as error:

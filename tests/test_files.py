@@ -18,7 +18,8 @@ def test_what_was_written_takes_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "outcome"), [(True, "the previous file is unchanged"), (False, "no file was written")]
+    ("before", "outcome"),
+    [(True, "the previous file is unchanged"), (False, "no file was written")],
 )
 def test_a_failure_leaves_what_was_there(tmp_path, before, outcome):
     path = tmp_path / "rows.csv"

@@ -1,4 +1,4 @@
-"""Jacobians in 60 digits, from the stored numbers taken as exact: what certificates are held to.
+"""Jacobians in 60 digits, from the stored numbers taken as exact: the truth for certificates.
 
 Nothing here knows a formula for the derivative of attention. A `Jet` carries numbers and their
 derivatives along every input coordinate; attention is written from its definition, and the chain
@@ -30,7 +30,7 @@ _number, _exp, _log, _sqrt, _tanh, _cos, _sin = (
 
 
 def exact(x: Tensor | Exact | float) -> Exact:
-    """The same numbers, none of them rounded."""
+    """The same numbers in mpmath, without rounding."""
     return _number(x.detach().double().numpy() if isinstance(x, Tensor) else np.asarray(x))
 
 
@@ -42,7 +42,7 @@ class Jet:
 
     @staticmethod
     def variable(X: Tensor | Exact) -> Jet:
-        """X itself, free to move in every coordinate."""
+        """X with its derivatives along every coordinate."""
         x = exact(X)
         return Jet(x, exact(np.eye(x.size)).reshape(x.size, *x.shape))
 
@@ -77,7 +77,7 @@ class Jet:
         return Jet(self.x.T, self.dx.swapaxes(-1, -2))
 
     def sum(self) -> Jet:
-        """Over the last axis, kept."""
+        """The sum over the last axis, which is kept."""
         return Jet(self.x.sum(-1, keepdims=True), self.dx.sum(-1, keepdims=True))
 
     def exp(self) -> Jet:
@@ -101,21 +101,21 @@ class Jet:
 
 
 def joined(parts: list[Jet]) -> Jet:
-    """Side by side, along the last axis."""
+    """Concatenation along the last axis."""
     return Jet(np.concatenate([p.x for p in parts], -1), np.concatenate([p.dx for p in parts], -1))
 
 
 def layer_norm(X: Jet, eps: float) -> Jet:
-    """Tokens less their mean, over the root of their variance plus eps."""
+    """Tokens minus their mean, divided by the root of their variance plus eps."""
     share = exact(1.0) / X.x.shape[-1]
     Y = X - X.sum() * share
     return Y / ((Y * Y).sum() * share + exact(eps)).sqrt()
 
 
 def softmax(S: Jet, extra: Exact | None = None, sink: Exact | None = None) -> Jet:
-    """Over the last axis of S + extra, extra finite or -inf; zero in a row that is all -inf."""
+    """Softmax over the last axis of S + extra, extra finite or -inf; 0 in a row of -inf."""
     extra = exact(np.zeros(S.x.shape)) if extra is None else extra
-    # A common shift of a row changes nothing: without it -1.8e308 leaves all digits to the scores.
+    # A common shift of a row changes nothing; removing it keeps the digits of the scores.
     shift = _or_zero(extra.max(-1, keepdims=True))
     extra = extra - shift
     top = (S.x + extra).max(-1, keepdims=True)
@@ -135,7 +135,7 @@ def attention(
     head: int | None = None,
     extra: Exact | None = None,
 ) -> Jet:
-    """f at X [n, d], or one head alone before the output projection; `extra` joins the scores."""
+    """f at X [n, d], or one head before the output projection; `extra` is added to the scores."""
     n, kernel = X.x.shape[0], f.kernel
     extra = _visible(f, n) + (0 if extra is None else extra)
     outputs = []
@@ -178,7 +178,7 @@ def _turn(x: Jet, rope: ls.Rope) -> Jet:
 
 
 def _visible(f: ls.SelfAttention, n: int) -> Exact:
-    """What is added to the scores: the additive mask, and -inf where j is hidden from i."""
+    """The additive mask, with -inf where j is hidden from i."""
     i, j = np.arange(n)[:, None], np.arange(n)[None]
     seen = np.ones((n, n), dtype=bool)
     seen &= (j <= i) | (not f.causal)
@@ -195,12 +195,12 @@ def _visible(f: ls.SelfAttention, n: int) -> Exact:
 
 
 def layer_jacobian(f: ls.SelfAttention, X: Tensor, head: int | None = None) -> Exact:
-    """D_X f, or that of one head alone."""
+    """D_X f, or the Jacobian of a single head."""
     return attention(f, Jet.variable(X), head).jacobian()
 
 
 def measure_jacobian(f: ls.SelfAttention, mu: DiscreteMeasure) -> Exact:
-    """W^{1/2} J W^{-1/2}, J that of attention with weights w_j e^{S_ij}."""
+    """W^{1/2} J W^{-1/2}, J the Jacobian of attention with weights w_j e^{S_ij}."""
     n, w = len(mu), exact(mu.weights)
     s = np.zeros(n) if mu.positions is None else mu.positions.numpy()
     extra = _log(w) + exact(np.where(s[None] <= s[:, None], 0.0, -np.inf))
@@ -215,7 +215,7 @@ def map_jacobian(function: Callable[[Jet], Jet], X: Tensor) -> Exact:
 
 
 def differences(function: Callable[[Jet], Jet], X: Tensor) -> Exact:
-    """The same by central differences, good to half of the digits."""
+    """The Jacobian by central differences, accurate to half of the digits."""
     step, x, columns = mp.mpf(10) ** (-DIGITS // 3), exact(X), []
     for index in np.ndindex(*x.shape):
         sides = []
@@ -228,7 +228,7 @@ def differences(function: Callable[[Jet], Jet], X: Tensor) -> Exact:
 
 
 def row_sum(J: Exact) -> mpmath.mpf:
-    """The largest absolute row sum: the norm for the largest coordinate."""
+    """The largest absolute row sum, the infinity-norm."""
     return abs(J).sum(1).max()
 
 
@@ -238,7 +238,7 @@ def sigma(J: Exact) -> mpmath.mpf:
 
 
 def singular_values(J: Exact) -> list[mpmath.mpf]:
-    """All of them, the largest first."""
+    """All singular values, in decreasing order."""
     J = J if J.shape[0] >= J.shape[1] else J.T
     size = max(map(abs, J.reshape(-1)))
     if size == 0:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from lipscope._torch_internals import is_wrapped
 from lipscope.attention import tiled
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple
@@ -19,7 +20,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
     if not (q.is_cuda and k.is_cuda and v.is_cuda) or find_spec("triton") is None:
         return False
     # Inside vmap or jvp a tensor is a wrapper without memory of its own that a kernel could read.
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (q, k, v)):
+    if any(is_wrapped(x) for x in (q, k, v)):
         return False
     from lipscope.attention import triton_operands
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope._torch_internals import will_run_backward
 from lipscope._types import UserError
 from lipscope.attention import backend
 from lipscope.attention.pattern import Pattern
@@ -111,9 +112,7 @@ def _wanted(ctx, inputs: slice) -> bool:
     # A product J v needs no second derivatives, yet autograd asks for all of them. The engine says
     # which nodes it will run, except for leaves (nodes with a variable), which count as wanted.
     nodes = [node for node, _ in ctx.next_functions[inputs] if node is not None]
-    return any(
-        hasattr(node, "variable") or torch._C._will_engine_execute_node(node) for node in nodes
-    )
+    return any(hasattr(node, "variable") or will_run_backward(node) for node in nodes)
 
 
 def _or_zeros(

@@ -92,6 +92,7 @@ def _theorem_case(h: Head, domain: Domain) -> tuple[float, Tensor]:
     assert isinstance(domain, Ball)
     n, R = domain.n, domain.R
     values, vectors = torch.linalg.eig(h.A)
+    # A is not symmetric; only real eigenvalues have a direction u for the construction.
     real = _real(values)
     values, vectors = values[real].real, vectors[:, real].real
     lowest, highest = values.argmin(), values.argmax()
@@ -146,6 +147,7 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     ].T
     units = torch.cat([ends, -ends])
     units = units / length_up(units)[:, None]
+    # Coarser for many distinct counts, to bound the memory of the table below.
     grid = max(17, min(257, (1 << 18) // len(crowd)))
     c = torch.linspace(-R, R, grid, dtype=torch.float64)
     quotients, tilts = ((units @ h.A.T) * units).sum(1), units @ h.beta
@@ -207,6 +209,7 @@ def _saturated(f: SelfAttention, domain: Domain) -> tuple[float, float, float]:
     """||D_X f - Sel (x) V|| <= max ||V C_i A|| + ||V|| ||P - Sel|| + key term."""
     assert isinstance(domain, Point)
     (h,) = heads_of(f, folded=True)
+    # P tends to the selection of the largest score, and the query and key terms vanish.
     seen = features(h, domain.X)
     query, _, keys = terms(h, domain.X)
     chosen = _selection(h, domain.X)

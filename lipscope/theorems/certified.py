@@ -98,6 +98,7 @@ def weights_within(x: Base, rho: float) -> Tensor:
     delta = rho * torch.sqrt(x.b_long[:, None].square() + x.a_far.square()) + A * rho * rho / 2
     # On the diagonal query and key are one token, and both derivatives act together.
     delta[range(n), range(n)] = rho * x.own + A * rho * rho
+    # delta bounds the change of every score, to which the error of the computed score is added.
     delta = delta * (1 + 20 * U) + seen.log_slack[:, None]
     rise = torch.exp(delta) * (1 + 8 * U + 4 * U * delta)
     fall = torch.exp(-delta) * (1 - 8 * U - 4 * U * delta).clamp_min(0)
@@ -202,6 +203,8 @@ def second_derivative(x: Base, rho: float) -> float:
     A, V = x.h.A_norm, x.h.V_norm
     s = spread(x, rho)
     n, d = len(s.P), x.h.d
+    # One term per way in which D f depends on X: queries, values, keys (through scores, through
+    # tokens), and the dependence of b_i on its own token.
     query = (V * s.pi * s.q + s.sigma * s.pi * A + s.tau * third_cumulant(x, s, rho)).max()
     values = V * torch.minimum(
         s.pi.max() * s.T, (s.P * s.tau[:, None].square()).sum(0).max().sqrt()
@@ -248,6 +251,7 @@ def interval(x: Base, rho: float) -> float:
     weight = (s.root * s.sigma[:, None]).T
     columns = norm_up(weight[..., None] * x.b) + length_up(weight * (x.b_slack + 8 * U * x.b_long))
     keys = columns.max() + A * rho * (s.sigma * s.pi).max()
+    # ||P|| over the ball: of the matrix of upper bounds, or by column sums (rows of P sum to one).
     weights = torch.minimum(norm_up(s.P), s.P.sum(0).max().sqrt())
     return up(((s.sigma * s.q).max() + V * weights + keys).item(), 2 * n + d + x.h.V.shape[0] + 200)
 

@@ -170,8 +170,10 @@ class Chain:
 
     def lipschitz(self, R: float, n: int) -> float:
         total = 1.0
+        # Each part is bounded on the ball that the parts before it map into.
         for part in self.parts:
             total, R = up(total * part.lipschitz(R, n)), part.radius(R)
+        # 0 * inf: a constant map after one without a constant.
         return math.inf if math.isnan(total) else total
 
     def radius(self, R: float) -> float:

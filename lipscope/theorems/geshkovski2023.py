@@ -70,6 +70,7 @@ def transport_upper(
 
     def theorem(f: SelfAttention, domain: Domain) -> float:
         def formula(a: float, b: float) -> float:
+            # In the exponent, because k e^(2 b) alone may overflow where its power does not.
             tried = ((q / p, k) for q, k in prices.items())
             return a + min(
                 (1 + max(1, 2 ** (2 * t - 1)) * b) * exp_up(t * (2 * b + k)) for t, k in tried

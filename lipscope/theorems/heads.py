@@ -240,6 +240,7 @@ def over_heads(f: SelfAttention, bound: Callable[[Head], float]) -> float:
     Concatenated heads add up as squares. Heads under O add up with O_h multiplied into V_h, or as
     squares times ||O||: the smaller of the two.
     """
+    # For a single head the folded form suffices: ||O V|| <= ||O|| ||V||.
     if f.O is None or f.heads > 1:
         apart = hypotenuse([head.factor * bound(head) for head in heads_of(f, folded=False)])
         if f.O is None:

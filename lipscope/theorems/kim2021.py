@@ -83,6 +83,7 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
     seen = sight(f, domain.n)
     found = [math.inf]
     for way in splits(f, domain):
+        # Values that factor through the queries, plus what is left over.
         size, power = _through_heads(f, way)
         through = scaled_up(up(distance_reaction(seen) * size), power)
         found.append(through + _left_over(f, domain, seen, way))
@@ -147,6 +148,7 @@ def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
         powers.append(power + own + math.frexp(h.factor)[1] - 1)
         lefts.append(M / m if m > 0 else M)
         rest = max(rest, drift / m if m > 0 else 0.0)
+    # All heads relative to the largest power.
     top = max(powers)
     right = torch.cat(
         [torch.ldexp(Q, torch.tensor(power - top)) for Q, power in zip(rights, powers, strict=True)]
@@ -209,6 +211,7 @@ def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, T
     assert isinstance(domain, Ball)
     n, R = domain.n, domain.R
     u = _reactive_direction(h)
+    # The covariance of 0 and n - 1 tokens +-R u; an odd one out moves the mean off 0.
     odd = (n - 1) % 2
     covariance = R * R * ((n - 1) / n - odd / n**2)
     M = h.V @ (covariance * torch.outer(u, u @ h.A) + torch.eye(h.d, dtype=torch.float64) / n)

@@ -118,6 +118,7 @@ def _query_term(h: Head, seen: Features, v: Centred) -> float:
     k = centred(seen, seen.k, seen.k_slack)
     n, stretch, rope = len(seen.P), rope_stretch(h.one) or 1.0, _rope(h)
     M = torch.einsum("ij,ijm,ijk->imk", seen.P, v.y, k.y)
+    # Errors of P, of the centred vectors, of the sum, and of the centres, in this order.
     size = v.length * k.length
     off = (
         (seen.P_slack * size).sum(1)
@@ -125,6 +126,7 @@ def _query_term(h: Head, seen: Features, v: Centred) -> float:
         + gamma(n + 8) * (seen.P_up * size).sum(1)
         + v.mean * k.mean
     ) * (1 + gamma(n + 16))
+    # R_i' is applied to the k side of M: the rotation of the query, before Q.
     turned = M if rope is None else rope.turn_back(M.transpose(0, 1)).transpose(0, 1)
     Q, Q_off = narrow(h.one.Q)
     reading = frobenius_up(M) * (Q_off + gamma(h.steps)) * _size(h.one.Q)
@@ -141,6 +143,7 @@ def _key_term(h: Head, seen: Features, v: Centred) -> float:
         + (seen.P_up * v.slack * (2 * v.length + v.slack)).sum(1)
         + gamma(n + 16) * (seen.P_up * v.length.square()).sum(1)
     ) * (1 + gamma(n + 16))
+    # The square roots of the weights go into the rows, so that one norm per key j remains.
     root = (seen.P_up * spread[:, None]).sqrt() * (1 + 4 * U)
     rows = root[..., None] * seen.q[:, None]
     rows = rows if rope is None else rope.turn_back(rows)

@@ -127,6 +127,7 @@ def bounds(f: SelfAttention, domain: Domain, norm: str = "2") -> BoundRows:
         lower 0.736 (Kim et al., rate R^2)
     """
     _check(f, domain, norm)
+    # float64 holds every smaller dtype exactly: bounds are for the weights as they are stored.
     f = f.double()
     rows, refused = [], []
     for bound in REGISTRY:
@@ -187,6 +188,7 @@ def enclosing(domain: Domain, kind: Kinds, side: str) -> Domain | None:
     if kind is Everywhere:
         return Everywhere(domain.n)
     assert isinstance(domain, Point | Around)
+    # The radius must cover the tokens after rounding, and a Ball needs R > 0.
     R = length_up(domain.X).max().item() + (domain.r if isinstance(domain, Around) else 0.0)
     return Ball(max(R * (1 + gamma(4)), 5e-324), domain.n)
 

@@ -71,6 +71,7 @@ def norm_up(M: Tensor) -> Tensor:
     """
     if not M.isfinite().all():
         return torch.full(M.shape[:-2], math.inf, dtype=M.dtype, device=M.device)
+    # The smaller Gram matrix, of a matrix scaled to entries of order one (exactly, by powers of 2).
     M = M if M.shape[-2] <= M.shape[-1] else M.mT
     p, q = M.shape[-2:]
     size = _exponent(M)
@@ -78,6 +79,8 @@ def norm_up(M: Tensor) -> Tensor:
     G = M @ M.mT
     L, W = torch.linalg.eigh(G)
     largest = L.abs().amax(dim=-1)
+    # How far W is from orthogonal, how far W L W' is from G, and how far G is from M M': each as
+    # computed, plus the rounding of that computation.
     skew = (W.mT @ W - torch.eye(p, dtype=M.dtype)).norm(dim=(-2, -1)) + 2 * p * gamma(p + 4)
     off = (G - (W * L[..., None, :]) @ W.mT).norm(dim=(-2, -1))
     residual = off + 2 * p * gamma(p + 4) * largest
@@ -93,6 +96,7 @@ def norm_down(M: Tensor) -> float:
     size = _exponent(M)
     M = torch.ldexp(M, -size)
     v = torch.linalg.svd(M, full_matrices=False)[2][0]
+    # Any v gives a lower bound; an inaccurate SVD only makes it worse, never wrong.
     value = (M @ v).norm() / v.norm()
     slack = gamma(2 * M.shape[1] + 8) * (value + M.norm())
     return max(0.0, torch.ldexp(value - slack, size[0, 0]).item())

@@ -64,6 +64,7 @@ def _weights_norm(seen: Features) -> float:
 
 def _sharpness(seen: Features) -> float:
     """max_i g_1 of the exact rows; g_1 grows with each entry, so upper bounds of P suffice."""
+    # A weight that underflowed to 0 is still positive: at least TINY for every visible key.
     visible = torch.where(seen.P_slack > 0, seen.P_up.clamp_min(TINY), 0.0)
     return up(softmax_jacobian_norm(visible).max().item())
 

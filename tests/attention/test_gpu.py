@@ -1,4 +1,4 @@
-"""The whole core on a GPU: the same kinds of problem as on the CPU, through the fused kernels where they fit."""
+"""The core on a GPU: the problems of the CPU tests, through the fused kernels where they fit."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ INSIDE_FLOAT32 = [
 
 @pytest.mark.parametrize("kind", INSIDE_FLOAT32)
 def test_float32_on_the_gpu_against_float64_on_the_cpu(kind, monkeypatch):
-    """With nothing cached every product goes through the kernels, or through tiles where they do not fit."""
+    """Without a cache every product uses the kernels, or tiles where they do not fit."""
     monkeypatch.setattr(linearization, "CACHE", 0)
     for seed in range(3):
         f, X = problem(kind, seed)
@@ -61,7 +61,7 @@ def test_attend_on_the_gpu_to_second_order():
 
 
 def test_rough_steps_then_exact_ones():
-    """A long layer in float32 is solved by bfloat16 steps first; the value is the exact operator's."""
+    """A long float32 layer takes bfloat16 steps first; the value is the exact operator's."""
     g = torch.Generator(device="cuda").manual_seed(0)
     Q, K, V, O = (torch.randn(128, 128, generator=g, device="cuda") / 128**0.5 for _ in range(4))
     f, X = (
@@ -96,7 +96,7 @@ def long_layer(n: int = 6000) -> tuple[ls.SelfAttention, torch.Tensor]:
 
 
 def test_krylov_vectors_in_bfloat16_and_on_the_host():
-    """The same sigma; less memory on the device."""
+    """The same sigma with less memory on the device."""
     f, X = long_layer(40001)
     peaks, values = {}, {}
     for basis in ("native", "bfloat16", "host", "native"):
@@ -113,7 +113,7 @@ def test_krylov_vectors_in_bfloat16_and_on_the_host():
 @pytest.mark.parametrize("size", [32, 56, 128])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_tangents_at_odd_shapes(n, size, dtype, limit):
-    """The issue's grid: 1e-6 where products are as exact as float32, 5e-3 in bfloat16."""
+    """A grid of shapes: 1e-6 where products are as accurate as float32, 5e-3 in bfloat16."""
     g = torch.Generator(device="cuda").manual_seed(n + size)
     point, tangent = (
         [torch.randn(1, h, n, size, generator=g, device="cuda").to(dtype) for h in (3, 1, 1)]
@@ -130,7 +130,7 @@ def test_tangents_at_odd_shapes(n, size, dtype, limit):
 
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_derivatives_in_bfloat16_use_the_output_before_it_is_rounded(offset):
-    """With an offset in the values, a rounded output would leave an error of the offset's size in the tangent."""
+    """With an offset in the values, a rounded output would put an error of its size into J v."""
     g = torch.Generator(device="cuda").manual_seed(0)
     q, k, v, dq, dk, dv = (torch.randn(1, 2, 301, 64, generator=g, device="cuda") for _ in range(6))
     point = [x.bfloat16() for x in (2 * q, k, v + offset)]
@@ -144,7 +144,7 @@ def test_derivatives_in_bfloat16_use_the_output_before_it_is_rounded(offset):
 
 @pytest.mark.parametrize("factor", [1e2, 1e5, 1e8, 1e12])
 def test_scores_beyond_the_kernels_resolution_go_through_tiles(factor, monkeypatch):
-    """Where attention is saturated, P dS v and its row sum cancel: the kernels would show only their rounding."""
+    """In saturated attention P dS v and its row sum cancel: the kernels would return rounding."""
     monkeypatch.setattr(linearization, "CACHE", 0)
     f, X = long_layer(513)
     f = replace(f, Q=factor * f.Q)

@@ -1,4 +1,4 @@
-"""Inputs and options that once made a number lie."""
+"""Inputs and options that once gave wrong numbers."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_scores_too_large_to_resolve_claim_nothing_false(factor, dtype):
 
 @pytest.mark.parametrize("size", [1.0, 1e8, 1e20, 1e70])
 def test_a_mean_of_tokens_stays_among_them(size):
-    """Tied scores beyond 1/eps once summed to their number, not to one: log(sum) was lost in the log-sum-exp."""
+    """Regression: the weights of tied scores beyond 1/eps summed to n, as lse had lost log(sum)."""
     I, x = torch.eye(2, dtype=torch.float64), size * torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     X = torch.cat([x.expand(7, 2), -x])
     out = ls.SelfAttention(I, I, I)(X)

@@ -1,4 +1,4 @@
-"""The closed-form Jacobian: against the dense one, by tiles, per head, in fewer dimensions, at the edges."""
+"""The closed-form Jacobian against the dense one: by tiles, per head, compressed, at the edges."""
 
 from dataclasses import replace
 
@@ -81,7 +81,7 @@ def test_a_head_is_solved_in_the_space_it_reads():
 
 
 def test_stated_rounding_holds_in_float32():
-    """A float32 solve against a float64 solve of the very same problem stays within the rounding it states."""
+    """A float32 solve differs from a float64 solve by no more than the rounding it states."""
     for kind in KINDS:
         for seed in range(6):
             f, X = problem(kind, seed)
@@ -136,7 +136,7 @@ def test_large_radius_limit():
 
 
 def test_long_sequences_in_little_memory():
-    """n = 2048 by tiles against a closed form: equal tokens average, J = (1/n) 1 1' (x) V plus nothing else."""
+    """n = 2048 by tiles against a closed form: for equal tokens J = (1/n) 1 1' (x) V."""
     n, d = 2048, 8
     V = torch.randn(d, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     f = ls.SelfAttention(torch.eye(d).double(), torch.eye(d).double(), V)

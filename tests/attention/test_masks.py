@@ -55,7 +55,7 @@ def rows_of(kind: str, *lead: int) -> Tensor:
 
 
 def shift_free(q, k, v, base, shift, sinks=None, causal=False, padding=None):
-    """Softmax over the scores plus `base`, and sinks less the shift: nothing large meets a score."""
+    """Softmax of the scores plus `base`, with shifted sinks: nothing large is added to a score."""
     repeat = q.shape[-3] // k.shape[-3]
     k, v = k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
     S = q @ k.mT / math.sqrt(q.shape[-1])
@@ -105,7 +105,7 @@ CASES = {
 def test_a_shift_of_rows_is_taken_out(case, shift, groups, tile):
     lead, options = CASES[case]
     where = rows_of("some rows of each member" if lead else "one row", *lead)
-    # Multiples of a half are exact beside 1e9; nothing is beside 1e30.
+    # Multiples of 1/2 are exact next to 1e9; nothing is exact next to 1e30.
     base = (2 * draw(*lead, N, N, seed=3)).round() / 2 * (abs(shift) == 1e9)
     base = torch.where(boolean(*lead, N, N, seed=4), base, -torch.inf)
     moved = where * float64(shift)
@@ -173,7 +173,7 @@ def test_a_mask_whose_rows_reach_zero_gives_the_bits_of_a_plain_sum(options, til
 
 @pytest.mark.parametrize("shift", [-700.0, -40.0, 0.0, 30.0, 800.0, 1e9])
 def test_sinks_against_fifty_digits(shift):
-    """Weights down to e^-700 to all their digits: the sink stays where it is when the keys move."""
+    """Weights down to e^-700 with all digits: the sink stays where it is when the keys move."""
     q, k, v = (x[:1, :1] for x in tensors(4))
     mask, sink = (-draw(N, N, seed=3).abs() * 5).round() + shift, draw(1)
     ours = ls.attend(q, k, v, mask=mask, sinks=sink)[0, 0]
@@ -244,7 +244,7 @@ def test_the_constant_of_a_layer(shift, sinks, cached, monkeypatch):
     X, mask = draw(6, 4, seed=5), torch.zeros(6, 6, dtype=torch.float64)
     mask[3:5] = shift
     f = layer(causal=True, mask=mask, kernel=ls.Dot(sinks=sinks))
-    # Beside a sink, rows far below see no key at all, and rows far above see no sink.
+    # Next to a sink, rows far below see no key at all, and rows far above see no sink.
     seen = torch.ones(6, 6, dtype=torch.bool)
     seen[3:5] = sinks is None or shift > 0
     plain = layer(causal=True, mask=seen, kernel=ls.Dot(sinks=sinks))
@@ -386,7 +386,7 @@ def test_a_shift_is_nothing_left():
 
 
 def test_no_kernel_takes_an_additive_mask():
-    """They would add it to the scores as it is."""
+    """The kernels would add the mask to the scores unshifted."""
     triton_operands = pytest.importorskip("lipscope.attention.triton_operands")
     q, k, v = (x.float() for x in tensors(4))
     rule = Pattern(mask=torch.zeros(N, N))

@@ -64,7 +64,7 @@ def tile(request, monkeypatch):
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_value_and_mixed_second_derivatives(name, groups, tile):
-    """Value, jvp, vjp, forward over forward and reverse over forward, against autograd through the plain softmax."""
+    """Value, first and second derivatives in both modes, against autograd through the softmax."""
     x, d, e = tensors(groups), tensors(groups, seed=10), tensors(groups, seed=20)
     g = draw(2, HEADS, N, VALUES, seed=30)
 
@@ -177,7 +177,7 @@ def test_bad_input(change, message):
 
 
 def test_a_product_with_the_jacobian_takes_no_second_derivative(monkeypatch):
-    """Autograd asks for all of it; what nobody reads is not computed."""
+    """Autograd asks for all derivatives; those that nobody reads are not computed."""
     calls, second = [], backend.second_vjp
     monkeypatch.setattr(backend, "second_vjp", lambda *args: calls.append(1) or second(*args))
     W = draw(3, 4, 4)

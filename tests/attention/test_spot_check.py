@@ -1,4 +1,4 @@
-"""Products in low precision, held to float64 in all rows of short sequences and in some of long ones."""
+"""Low-precision products against float64: all rows of short sequences, some of long ones."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_rows_of_a_long_sequence_stand_for_the_others():
 
 
 def test_two_heads_that_cancel_in_float32():
-    """What is left of two heads is rounding of both: no lower bound may be made of it."""
+    """What remains of two heads is their rounding: it must not become a lower bound."""
     g = torch.Generator().manual_seed(0)
     Q, K, V = (torch.randn(3, 3, generator=g) for _ in range(3))
     turn = torch.linalg.qr(torch.randn(3, 3, generator=g))[0]

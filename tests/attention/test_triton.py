@@ -1,6 +1,6 @@
-"""The Triton kernels against naive float64 attention: under Triton's interpreter, and compiled on a GPU.
+"""The Triton kernels against naive float64 attention, in Triton's interpreter and on a GPU.
 
-The interpreter must be chosen before triton is imported, and stays chosen: a subprocess runs this file.
+The interpreter is chosen when triton is imported, for good: a subprocess runs this file.
 It multiplies bf16 wrongly, so bf16 is left to the GPU.
 """
 
@@ -28,7 +28,7 @@ TOLERANCE = {"pair": 1e-6, "half": 1e-3, "float16": 6e-4, "bfloat16": 5e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """q [B, H, n, k], k [B, G, keys, k], v [B, G, keys, m]; tangents of this size, scores this sharp, such spans."""
+    """Shapes, size of the tangents, sharpness of the scores, and spans of one problem."""
 
     B: int = 1
     H: int = 2
@@ -107,7 +107,7 @@ def visibility(case: Case, real: Tensor | None, device: str) -> Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Unwritten memory is NaN, so that an element a kernel forgets is seen."""
+    """Uninitialised memory is NaN, so that an element a kernel forgets shows up."""
     empty = torch.empty
 
     def nan(*args: Any, **options: Any) -> Tensor:
@@ -199,7 +199,7 @@ def test_compiled(name: str, precision: str) -> None:
 
 
 def judge(found: dict[str, float], precision: str) -> None:
-    """NaN fails too. A score is off by a few units of rounding of its size, and so, relatively, are the weights."""
+    """Raises on NaN too. Scores are off by rounding of their size, weights by that relatively."""
     unit = (2**-11 if precision == "half" else 2**-24) * (1 + found.pop("score"))
     limit, lse = max(TOLERANCE[precision], 3 * unit), found.pop("lse")
     assert lse <= 8 * unit, f"lse off by {lse}"

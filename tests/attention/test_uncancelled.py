@@ -1,4 +1,4 @@
-"""The uncancelled size of a Jacobian: no smaller than its norm, and right where things do cancel."""
+"""The uncancelled size of a Jacobian: at least its norm, and right where terms cancel."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_no_smaller_than_the_norm(kind, monkeypatch):
     whole, apart = ls.jacobian(f, X), ls.jacobian(f.heads_apart(), X)
     for J in (whole, apart):
         assert (torch.as_tensor(J.size) >= norms(J) * (1 - 1e-12)).all()
-    # Block by block of rows it is the same number.
+    # Computed in blocks of rows it is the same number.
     monkeypatch.setattr(linearization, "CACHE", 0)
     assert torch.allclose(torch.as_tensor(ls.jacobian(f, X).size), torch.as_tensor(whole.size))
 

@@ -1,4 +1,4 @@
-"""The certificate of docs/theory/certified.md in 50 digits, written from the formulas, for one small head."""
+"""The certificate of docs/theory/certified.md in 50 digits, from the formulas, for one head."""
 
 from __future__ import annotations
 

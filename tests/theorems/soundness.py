@@ -1,4 +1,4 @@
-"""What it means for a bound to be sound, for any bound: dense Jacobians at inputs that try to break it."""
+"""Soundness of any bound: dense Jacobians at inputs that try to break it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.naive import dense_jacobian, naive_layer
 
 @dataclass(frozen=True)
 class Effort:
-    """How many random inputs of a domain, and how many steps of ascent."""
+    """Number of random inputs per domain, and of steps of ascent."""
 
     random: int
     steps: int
@@ -26,7 +26,7 @@ class Effort:
 
 @dataclass
 class Tally:
-    """Pairs (bound, input) compared, and the worst ratio of each bound: at most 1 where it is sound."""
+    """Number of comparisons (bound, input), and the worst ratio per bound: at most 1 if sound."""
 
     pairs: int
     worst: dict[str, float]
@@ -37,7 +37,7 @@ class Tally:
 
 
 def measured(norm: str, f: ls.SelfAttention, X: Tensor, J: Tensor, g: Generator) -> float:
-    """The local constant of f at X in a norm, or a lower bound of it: what an upper bound must exceed. J is D_X f."""
+    """The local constant of f at X in a norm, or a lower bound of it; J is D_X f."""
     if norm == "W2":
         return _weighted(f, X, g)
     if norm == "2":
@@ -48,7 +48,7 @@ def measured(norm: str, f: ls.SelfAttention, X: Tensor, J: Tensor, g: Generator)
 
 
 def _weighted(f: ls.SelfAttention, X: Tensor, g: Generator) -> float:
-    """||W^(1/2) J W^(-1/2)|| for the tokens as atoms of mass w: their logarithms join the scores."""
+    """||W^(1/2) J W^(-1/2)|| for tokens as atoms of mass w, with log w added to the scores."""
     n = len(X)
     w = torch.softmax(3 * torch.randn(n, generator=g, dtype=torch.float64), 0)
     logs = w.log().expand(n, n)
@@ -65,7 +65,7 @@ def _weighted(f: ls.SelfAttention, X: Tensor, g: Generator) -> float:
 
 
 def _largest_token(J: Tensor, n: int) -> float:
-    """sup_i |sum_j J_ij e_j| over |e_j| <= 1, by alternating maximisation in every row: a lower bound of the sup."""
+    """A lower bound of sup_i |sum_j J_ij e_j| over |e_j| <= 1, by alternating maximisation."""
     size = J.abs().max().clamp_min(1e-300)
     blocks = (J / size).reshape(n, -1, n, J.shape[1] // n).permute(0, 2, 1, 3)  # i, j, out, in
     target = torch.linalg.svd(blocks.sum(dim=1), full_matrices=False)[0][..., 0]  # i, out
@@ -78,7 +78,7 @@ def _largest_token(J: Tensor, n: int) -> float:
 
 
 def ascended(f: ls.SelfAttention, X: Tensor, domain: Domain, steps: int) -> Tensor:
-    """X moved up the gradient of ||D_X f||_2, kept in the domain; X itself where there is no gradient."""
+    """X moved up the gradient of ||D_X f||_2 within the domain; X itself without a gradient."""
     best, top = X, -1.0
     Y = X.clone()
     for _ in range(steps):
@@ -99,7 +99,7 @@ def ascended(f: ls.SelfAttention, X: Tensor, domain: Domain, steps: int) -> Tens
 
 
 def inside(Y: Tensor, domain: Domain) -> Tensor:
-    """Y pulled back into the domain."""
+    """Y projected back into the domain."""
     if isinstance(domain, Ball):
         return Y * (domain.R / Y.norm(dim=1, keepdim=True).clamp_min(1e-300)).clamp(max=1.0)
     if isinstance(domain, Around):
@@ -109,7 +109,7 @@ def inside(Y: Tensor, domain: Domain) -> Tensor:
 
 
 def configurations(X: Tensor, R: float, g: Generator) -> Iterator[Tensor]:
-    """The papers' worst cases along a line: one against a crowd, one at zero among +-R, equal tokens, a scaled X."""
+    """The papers' worst cases: one against a crowd, 0 among +-R, equal tokens, a scaled X."""
     n, d = X.shape
     u = torch.randn(d, generator=g, dtype=torch.float64)
     u = u / u.norm()
@@ -151,13 +151,13 @@ def members(
 
 
 def relative_slack(f: ls.SelfAttention, X: Tensor) -> float:
-    """What the dense Jacobian itself may be off by, computed in float64."""
+    """The rounding error of the dense Jacobian itself, in float64."""
     rounding = float(ls.jacobian(f, X).rounding)
     return rounding if math.isfinite(rounding) else math.inf
 
 
 def audit(f: ls.SelfAttention, X: Tensor, seed: int, tally: Tally, effort: Effort) -> None:
-    """Every registered bound whose hypotheses hold, on every kind of domain, against inputs of that domain."""
+    """Every bound whose hypotheses hold, on every kind of domain, against inputs of the domain."""
     g = Generator().manual_seed(seed)
     for domain in domains(X):
         offered = []
@@ -180,7 +180,7 @@ def audit(f: ls.SelfAttention, X: Tensor, seed: int, tally: Tally, effort: Effor
 
 
 def _check_lower(bound: Bound, value: float, f, domain: Domain, offered, tally: Tally) -> None:
-    """A lower bound is below every upper one, below sigma at a point, and reached at its own construction."""
+    """A lower bound is below every upper one and below sigma, and attained at its witness."""
     for other, above, _ in offered:
         if other.kind == "upper" and other.norm == bound.norm:
             assert value <= above, f"{bound.name} gives {value}, {other.name} {above}"

@@ -1,4 +1,4 @@
-"""Castin et al.'s bounds and their sharper versions: rates, limits, and what each configuration attains."""
+"""Castin et al.'s bounds and sharper versions: rates, limits, and what witnesses attain."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_tuned_gap_wins_by_a_logarithm(causal: bool):
 
 
 def test_the_tuned_gap_is_not_rounded_up():
-    """Saturated attention in one dimension: the constant at the witness is |v| sqrt(n - 1) to the last digit."""
+    """Saturated attention on the line: at the witness the constant is exactly |v| sqrt(n - 1)."""
     for v in torch.rand(
         40, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).tolist():
@@ -99,14 +99,14 @@ def test_compact_is_exact_without_scores_and_never_above_the_theorem():
 
 
 def largest_product() -> float:
-    """The largest p ||C|| / R^2 of an atom of mass p among points of B_R, on a grid: 4 p (1 - p) from p = 1/2 on."""
+    """The largest p ||C|| / R^2 for an atom of mass p in B_R: 4 p (1 - p) for p >= 1/2."""
     p = torch.linspace(0, 1, 2_000_001, dtype=torch.float64)
     return (p * torch.where(p < 0.5, 1.0, 4 * p * (1 - p))).max().item()
 
 
 @pytest.mark.parametrize(("causal", "bias"), [(False, 0.0), (True, 0.0), (False, 0.5)])
 def test_compact_is_this_formula(causal: bool, bias: float):
-    """Large scores, where the key term is the share of the heaviest atom; and small ones, where it is kappa."""
+    """Large scores, where the heaviest atom sets the key term; small ones, where kappa does."""
     one = torch.ones(1, 1, dtype=torch.float64)
     n, v = 9, 3.0
     for size, saturated in ((40.0, True), (0.01, False)):
@@ -131,7 +131,7 @@ def test_the_key_term_of_compact_counts_those_who_see_a_key():
 
 
 def moved(f: ls.SelfAttention, X: torch.Tensor) -> float:
-    """How far the crowd moves when the special token, the first, moves along its own direction by one."""
+    """How far the crowd moves when the special token, the first, moves along itself by one."""
     n, d = X.shape
     J = dense_jacobian(f, X).reshape(n, -1, n, d)
     return (J[1:, :, 0] @ (X[0] / X[0].norm())).norm().item()
@@ -139,7 +139,7 @@ def moved(f: ls.SelfAttention, X: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("size", [0.05, 0.15, 2.0])
 def test_the_theorem_from_below_needs_a_gap_that_is_not_negative(size: float, monkeypatch):
-    """An eigenvalue routine that is wrong about a sign: what the proof says of its vector is still true."""
+    """With the wrong sign of an eigenvalue, what the proof says of its vector still holds."""
     f = repelling(-size)
     values = torch.tensor([-size, -size], dtype=torch.complex128)
     vectors = torch.eye(2, dtype=torch.complex128)

@@ -1,4 +1,4 @@
-"""The certificate on a ball around X: against ascent, against its second derivative, against 50 digits."""
+"""The certificate on a ball around X: against ascent, second derivatives, and 50 digits."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def cut(f: ls.SelfAttention, h: int) -> slice:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A small head at an input: tokens up to 10^2 apart, every third with a common offset up to 10^8."""
+    """A small head and an input: tokens up to 10^2 apart, every third offset by up to 10^8."""
 
     f: ls.SelfAttention
     X: torch.Tensor
@@ -178,17 +178,18 @@ def small_head(seed: int) -> Drawn:
 
 
 def predicted_margin(x: Base, one: Drawn) -> float:
-    """What the theory charges B, relative to it, to first order.
+    """The margin of B that the theory predicts, relative to B, to first order.
 
-    P is known up to e^(+-eta), so the points that lengths are taken from move by eta max|x|; B is made of lengths on a
-    ball of radius rho, none of them below rho. Large scores make eta large, large tokens the quotient.
+    P is known up to e^(+-eta), so the points from which lengths are measured move by eta max|x|;
+    B consists of lengths on a ball of radius rho, none of them below rho. Large scores make eta
+    large, large tokens the quotient.
     """
     eta = x.seen.log_slack.max().item()
     return (eta + gamma(250)) * (1 + one.X.norm(dim=1).max().item() / one.rho)
 
 
 def margin(seed: int) -> tuple[float, float, float]:
-    """B in float64 with its margin over B in 50 digits without one, less 1; the margin predicted; the offset."""
+    """B in float64 with margin over B in 50 digits, minus 1; the predicted margin; the offset."""
     one = small_head(seed)
     (view,) = heads_of(one.f, folded=True)
     x = base(view, one.X)
@@ -215,8 +216,11 @@ def test_two_hundred_margins_against_fifty_digits():
 
 @pytest.mark.slow
 def test_two_hundred_certificates_against_fifty_digits(monkeypatch):
-    """The whole certificate is never below its formula in 50 digits, ||D_X f|| included; and above it by no more than
-    the solver's own upper bound of that norm, drawn afresh each time, and the margin predicted."""
+    """The certificate is never below its formula in 50 digits, ||D_X f|| included.
+
+    It exceeds it by no more than the solver's upper bound of that norm, with a new random start
+    each time, and the predicted margin.
+    """
     uppers, excess = [], []
 
     def recorded(f, X, **options):
@@ -230,13 +234,13 @@ def test_two_hundred_certificates_against_fifty_digits(monkeypatch):
         norm, rise, interval = certificate(one.f, one.X, one.rho, STEPS)
         computed = certified_upper(one.f, Around(one.X, one.rho))
         at_X = uppers[-1].upper * (1 + gamma(200))
-        slack = 1 + STEPS * predicted_margin(
-            base(view, one.X), one
-        )  # the first radius is r / STEPS
+        # The first radius is r / STEPS.
+        slack = 1 + STEPS * predicted_margin(base(view, one.X), one)
         assert (
             min(norm + rise, interval) <= computed <= min(at_X + rise * slack, interval * slack)
         ), seed
         excess.append(float(computed / min(norm + rise, interval) - 1))
     print(
-        f"certificates above their formula by: median {sorted(excess)[100]:.1e}, largest {max(excess):.1e}"
+        f"certificates above their formula by: median {sorted(excess)[100]:.1e}, "
+        f"largest {max(excess):.1e}"
     )

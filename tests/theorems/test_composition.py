@@ -1,4 +1,4 @@
-"""Norm layers, residual branches and networks: bounds against dense Jacobians, attained where the theory says so."""
+"""Norm layers, residual branches, networks: bounds against dense Jacobians, and attained."""
 
 import math
 

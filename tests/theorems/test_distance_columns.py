@@ -1,4 +1,4 @@
-"""Columns of L2 attention: nothing that is climbed to exceeds the bounds, and their order cannot be improved."""
+"""Columns of L2 attention: ascent never exceeds the bounds, whose order is optimal."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_climbing_finds_nothing_above(n: int, causal: bool):
         for part in range(3):
             found[part] = max(found[part], climbed(lambda Y, part=part: columns(Y, seen)[part], Y))
     assert all(x <= limit for x, limit in zip(found, limits, strict=True))
-    # and the bounds are not idle: climbing comes within a factor.
+    # The bounds are not vacuous: ascent comes within a factor.
     assert all(x > 0.45 * limit for x, limit in zip(found, limits, strict=True))
 
 
@@ -131,7 +131,7 @@ def test_who_sees_whom_is_read_from_any_mask():
 
 
 def test_a_star_of_strangers_reaches_what_the_general_bound_allows():
-    """Queries that see one key and themselves only: column sums of order n/2, so `regard` is needed."""
+    """Queries that see only one key and themselves: column sums of order n/2 need `regard`."""
     n = 64
     seen = torch.eye(n).bool()
     seen[:, 0] = True
@@ -150,7 +150,7 @@ def star(centres: int) -> Tensor:
 def test_the_fourth_root_is_needed():
     """m tokens at one point and m^2 around it: ||P|| >= sqrt(m) / 3 - O(1/m), n = m + m^2."""
     for m in (4, 16, 64):
-        # The classes are alike: on vectors constant on each, P is the 2 x 2 matrix below in an orthonormal basis.
+        # On vectors constant on each class, P is the 2 x 2 matrix below in an orthonormal basis.
         x = 1 / m
         here, there = m + m * m * x, 1 + m * x + (m * m - 1) * x * x
         sizes = torch.tensor([m, m * m], dtype=torch.float64).sqrt()

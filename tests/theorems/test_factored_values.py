@@ -1,4 +1,4 @@
-"""L2 attention whose values pass through the queries exactly, nearly, or not at all."""
+"""L2 attention whose values factor through the queries exactly, nearly, or not at all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def uppers(f, domain, norm="2") -> dict[str, float]:
 
 
 def test_a_residual_of_one_rounding_error_counts_at_tokens_of_any_size():
-    """Q = (1, 0), V = (1, 1e-15): the norm is 1.93, 2.97 and 1044 as the second coordinates grow."""
+    """Q = (1, 0), V = (1, 1e-15): norms 1.93, 2.97, 1044 as the second coordinates grow."""
     f = tied(matrix([[1.0, 0]]), matrix([[1.0, 1e-15]]), kernel=ls.L2(scale=1.0))
     for z in (1.0, 1e15, 1e18):
         X = matrix([[0.0, 0], [1.3, z], [-1.3, -z]])
@@ -82,7 +82,7 @@ def test_a_residual_of_one_rounding_error_counts_at_tokens_of_any_size():
 
 @pytest.mark.parametrize("seed", range(24))
 def test_no_input_of_a_ball_exceeds_the_rows_whatever_the_values_are(seed: int):
-    """Heads, output projection, biases, masks and scales; the residual from 1e-3 to all of V; climbed."""
+    """Heads, output, biases, masks, scales; residuals from 1e-3 to all of V; with ascent."""
     g = Generator().manual_seed(seed)
     heads, k, n = 1 + seed % 2, 1 + seed // 2 % 2, 5
     d, m = k + 2, 2
@@ -105,7 +105,7 @@ def test_no_input_of_a_ball_exceeds_the_rows_whatever_the_values_are(seed: int):
     assert set(rows) == NAMES["2"] and set(largest) == NAMES["inf"]
     far = randn(g, n, d)
     far = R * far / far.norm(dim=1, keepdim=True)
-    # Nearly equal queries at far tokens: the scores stay alive while the residual is at its largest.
+    # Nearly equal queries at far tokens: scores stay moderate while the residual is largest.
     level = 0.9 * (far - far @ (torch.linalg.pinv(Q) @ Q).T) + 0.1 * far / R
     for X in (far, level, ascended(f, far, ball, 8), ascended(f, level, ball, 8)):
         J = dense_jacobian(f, X)
@@ -114,7 +114,7 @@ def test_no_input_of_a_ball_exceeds_the_rows_whatever_the_values_are(seed: int):
 
 
 def test_the_residual_enters_with_these_constants():
-    """One head of size one, E known to the last bit: the three formulas, written out with mpmath."""
+    """One head of size one, E known to the last bit: the three formulas in mpmath."""
     n, s, R, e = 6, 0.7, 50.0, 2.0**-10
     f = tied(matrix([[2.0, 0]]), matrix([[1.0, e]]), kernel=ls.L2(scale=s))
     phi = float(mpmath.lambertw((n - 1) / mpmath.e).real)
@@ -144,7 +144,7 @@ def test_small_tokens_need_no_factor():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_split_bounds_what_is_left_over(seed: int):
-    """V - M Q in 60 digits, for values that factor, nearly factor and do not, at wild scales."""
+    """V - M Q in 60 digits, for values that factor, nearly factor and do not, at extreme scales."""
     g = Generator().manual_seed(seed)
     k, d, m = 2 + seed % 3, 4, 3
     scale = (
@@ -198,7 +198,7 @@ def test_values_factor_on_all_inputs_only_to_the_last_bit(Q, V, factors):
 
 
 def factored(g: Generator, heads: int = 2, d: int = 6, dtype=torch.float32) -> FactoredAttention:
-    """As a layer makes it whose values are M_h Q_h by definition: V is the product, rounded to dtype."""
+    """A layer with values M_h Q_h by definition: V is the product, rounded to dtype."""
     k = d // heads
     Q, M, O = (W.to(dtype) for W in (randn(g, d, d), randn(g, heads, k, k), randn(g, d, d)))
     V = (M.double() @ Q.double().unflatten(0, (heads, k))).flatten(0, 1).to(dtype)
@@ -227,7 +227,7 @@ def test_float32_layers_with_heads_have_their_rows_where_tokens_are_bounded():
 
 
 def test_values_defined_by_m_have_the_theorems_constant_on_all_inputs():
-    """O = I, one head, Q = (I 0), M = 2 I: twice the reaction, to rounding, though V is stored in float32."""
+    """O = I, one head, Q = (I 0), M = 2 I: twice the reaction, even with V in float32."""
     I = torch.eye(2, dtype=torch.float32)
     Q = torch.cat([I, 0 * I], dim=1)
     f = FactoredAttention(Q, Q, (2 + 2**-20) * Q, kernel=ls.L2(), M=2 * I[None])
@@ -237,7 +237,7 @@ def test_values_defined_by_m_have_the_theorems_constant_on_all_inputs():
     phi = mean_distance(9)
     coordinate = uppers(f, Everywhere(9), "inf")["Kim et al., L2 attention, largest coordinate"]
     assert coordinate == pytest.approx(2 * (4 * math.sqrt(2) * phi + 1), rel=1e-9)
-    # Where tokens are bounded, the number covers V as it is stored: 2^-20 off, at tokens of size 2^40.
+    # On bounded tokens the bound covers V as stored: 2^-20 off, at tokens of size 2^40.
     assert uppers(f, Ball(2.0**40, 9))["L2 attention"] > 2**19
 
 

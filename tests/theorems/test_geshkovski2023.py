@@ -1,4 +1,4 @@
-"""Mean-field constants are the formulas, and two atoms come within a factor of two of the sharper one."""
+"""Mean-field constants match formulas; two atoms come within a factor two of the sharper."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_two_atoms_come_close_to_the_sharper_constant(R: float):
 @pytest.mark.parametrize("bias", [0.0, 0.5])
 @pytest.mark.parametrize("R", [0.05, 1.0, 2.0])
 def test_the_registered_masked_bound_is_the_sharper_one(R: float, bias: float):
-    """The least over q on a grid of its own; at q = 2 it is the plain form, exact for scores of zero."""
+    """The minimum over q on another grid; at q = 2 the plain form, exact for scores of zero."""
     f, ball = repelling(bias, causal=True), Ball(R, 3)
     a, b = R**2, R * (R + bias)
     q = 1 + torch.logspace(-5, 0, 200_001, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_the_registered_masked_bound_is_the_sharper_one(R: float, bias: float):
 
 
 def test_the_masked_bound_holds_where_few_come_first():
-    """Two atoms, the few first: the masked derivative in d_2 stays below the row and nears its exponent."""
+    """Two atoms, the few first: the masked derivative in d_2 is below the bound, near its rate."""
     R = 2.0
     p = math.exp(-2 * R * R)
     w = torch.tensor([p, 1 - p], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""L2 attention's constants are the formulas, and the lower bound grows like the square of the radius."""
+"""L2 attention's constants match the formulas, and the lower bound grows like R^2."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_weights_of_any_size_neither_vanish_nor_overflow(q, v, o):
     one = torch.eye(2, dtype=torch.float64)
     f = ls.SelfAttention(q * one, q * one, v * one, o * one, kernel=ls.L2())
     plain = tighter_distance_upper(ls.SelfAttention(one, one, one, kernel=ls.L2()), Everywhere(3))
-    # Of 1e-320 only three digits are there.
+    # 1e-320 is subnormal and has only three digits.
     assert tighter_distance_upper(f, Everywhere(3)) == pytest.approx(
         plain * v * o, rel=1e-2 if v < 1e-310 else 1e-9
     )

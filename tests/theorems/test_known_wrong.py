@@ -1,4 +1,4 @@
-"""Negative controls: formulas in circulation that are not bounds. Each fails here, where the registered one holds."""
+"""Negative controls: published formulas that are not bounds fail where the registered one holds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_second_power_in_the_l2_bound_fails():
 
 
 def test_l2_attention_nearly_attains_its_bound_for_the_largest_coordinate():
-    """Closed form at x_1 = 0 among +-t, t^2 = 1 + phi: row sum 4 phi + (1 - phi) / (1 + phi), against 4 phi + 1."""
+    """x_1 = 0 among +-t, t^2 = 1 + phi: row sum 4 phi + (1 - phi) / (1 + phi), not 4 phi + 1."""
     for N in (5, 51):
         phi = mean_distance(N)
         t = math.sqrt(1 + phi)
@@ -121,7 +121,7 @@ def test_the_unmasked_mean_field_constant_fails_under_a_causal_mask():
 
 
 def test_the_tuned_gap_formula_without_the_mask_overstates_under_a_causal_mask():
-    """(1/2) sqrt(n - 1) (1 + ln(n - 1) / 2) at n = 400: the causal rows see the special token with other weights."""
+    """(1/2) sqrt(n - 1) (1 + ln(n - 1) / 2) at n = 400: causal rows weigh the token differently."""
     n = 400
     gap = math.log(n - 1)
     R = math.sqrt(gap / 2)
@@ -135,7 +135,7 @@ def test_the_tuned_gap_formula_without_the_mask_overstates_under_a_causal_mask()
 
 
 def test_g1_written_literally_rounds_below_the_norm():
-    """p_1 (1 - p_1 + p_2) loses 1 - p_1 to cancellation; the registered form does not. Reference: 60 digits."""
+    """p_1 (1 - p_1 + p_2) cancels, the registered form does not. Reference: 60 digits."""
     literal_fails = 0
     g = torch.Generator().manual_seed(1)
     with mpmath.workdps(60):

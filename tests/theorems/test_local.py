@@ -1,4 +1,4 @@
-"""The input-dependent bound: tight where the theory says so, and the same in every form a head can take."""
+"""The input-dependent bound: tight where the theory says so, the same for every form of head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Yudin et al.'s bound and its tightening are the formulas; the tightening is never larger."""
+"""Yudin et al.'s bound and its tighter version match the formulas; the latter is never larger."""
 
 from __future__ import annotations
 
