@@ -1,1 +1,1 @@
-"""Bounds and attacks over the heads of a model."""
+"""Compare theorems and attacks with the measured constants of a model's heads and layers."""

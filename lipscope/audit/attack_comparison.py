@@ -1,8 +1,8 @@
-"""Attacks against each other at equal perturbation norm: how much each changes a model's output, and its neighbours.
+"""Compare attacks at equal perturbation norm: how much each changes a model's output.
 
-A perturbation is a change of the token embeddings of one text, its size the Frobenius norm. Replacing tokens fixes the
-size, for each text and each number of swaps; the other attacks then get exactly that norm, and shares of it where no
-token can follow.
+A perturbation is a change of the token embeddings of one text, measured in the Frobenius norm.
+Token swaps are discrete and determine the norm, per text and number of swaps; the other attacks are
+given exactly that norm, and fractions of it that no swap can reach.
 """
 
 from __future__ import annotations
@@ -42,17 +42,22 @@ TOKENS, DIRECTION, GRADIENT, RANDOM = (
     "random",
 )
 SHARES = (0.01, 0.03, 0.1, 0.3)
-"""Norms below that of one swap, as shares of it."""
+"""Norms below that of one swap, as fractions of it."""
 
 WIDTH = 16
-"""Candidates measured at a turn of the token search."""
+"""Number of candidates measured per round of the token search."""
 
 DEFAULT_TEXTS = 16
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Up to how many tokens are replaced, in how many tokens of each text, the special tokens not counted."""
+    """The settings of a comparison.
+
+    swaps:  the maximum number of tokens replaced in each text
+    length: the number of tokens kept of each text, special tokens not counted
+    seed:   the seed of the searches and of the random perturbations
+    """
 
     swaps: int = 3
     length: int = 32
@@ -61,15 +66,18 @@ class Contest:
     def __post_init__(self) -> None:
         if not 1 <= self.swaps <= self.length:
             raise UserError(
-                f"cannot replace {self.swaps} tokens in a text of {self.length}: swaps must be 1 to {self.length}."
+                f"cannot replace {self.swaps} tokens in a text of {self.length}; "
+                f"swaps must be 1 to {self.length}"
             )
 
 
 class Trial(NamedTuple):
-    """One attack on one text: the norm of the perturbation, ||F(X + E) - F(X)|| / ||F(X)||, and its success.
+    """One attack on one text.
 
-    budget is the number of swaps whose norm it has, or the share of the norm of one; the attack succeeds where the text
-    nearest to it, by the cosine of sentence embeddings, is another one than before.
+    budget:  the number of swaps whose norm the perturbation has, or the fraction of one swap's norm
+    norm:    the norm of the perturbation E
+    change:  ||F(X + E) - F(X)|| / ||F(X)||
+    success: whether the nearest other text, by the cosine of sentence embeddings, has changed
     """
 
     text: int
@@ -81,8 +89,8 @@ class Trial(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Victim:
-    """A text in the model's hands: token ids, their embeddings, what comes out, and how it is read."""
+class Sample:
+    """A text to attack: its token ids, the reader that runs them, their embeddings and output."""
 
     ids: list[int]
     reader: TextReader
@@ -97,25 +105,58 @@ def compare_attacks(
     *,
     progress: Progress | None = None,
 ) -> list[Trial]:
-    """Every attack on every text, at every norm. Texts: 16 paragraphs of the embedded prose, unless given.
+    """Run every attack on every text, at every perturbation norm.
 
-    model: a loaded Model, or a name, loaded in float32: the smallest change here is far above its resolution.
+    The attacks are token swaps, the top singular direction, projected gradient ascent and random
+    perturbations.
+
+    Args:
+        model: A :class:`Model`, or anything :func:`load` takes, loaded in float32: the smallest
+            change here is far above its resolution. Default: the embedded model.
+        texts: At least three different texts. Default: 16 paragraphs of the embedded text.
+        contest: Number of swaps, text length and seed, as a
+            ``lipscope.audit.attack_comparison.Contest``.
+        progress: Called with the number of texts done and their total.
+
+    Returns:
+        One :class:`Trial` per attack, text and norm.
+
+    Raises:
+        UserError: If there are too few texts, or a text is too short.
+
+    Example:
+        >>> import lipscope as ls
+        >>> from lipscope.audit.attack_comparison import Contest
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
+        >>> vocabulary = "a the cat dog sat ran".split()
+        >>> words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}))
+        >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        >>> module = LlamaModel(LlamaConfig(
+        ...     vocab_size=6, hidden_size=16, intermediate_size=24,
+        ...     num_hidden_layers=1, num_attention_heads=2))
+        >>> model = ls.load(module, tokenizer, dtype="float32", random_init=0)
+        >>> texts = ["the cat sat", "a dog ran", "the dog sat"]
+        >>> trials = ls.compare_attacks(model, texts, Contest(swaps=1, length=3))
+        >>> sorted({trial.attack for trial in trials})
+        ['projected gradient', 'random', 'singular direction', 'token swap']
     """
     contest = contest or Contest()
     model = model if isinstance(model, Model) else load(model, dtype="float32")
-    victims = _victims(model, _default_texts() if texts is None else texts, contest)
-    sentences = torch.cat([sentence_embedding(one.hidden) for one in victims])
+    samples = _samples(model, _default_texts() if texts is None else texts, contest)
+    sentences = torch.cat([sentence_embedding(one.hidden) for one in samples])
     trials: list[Trial] = []
-    for i, victim in enumerate(victims):
+    for i, sample in enumerate(samples):
         if progress is not None:
-            progress(i, len(victims))
-        with threads_for(len(victim.ids)):
-            trials += _duel(model, victim, i, nearest_other(sentences, i), contest)
+            progress(i, len(samples))
+        with threads_for(len(sample.ids)):
+            trials += _attack_all_ways(model, sample, i, nearest_other(sentences, i), contest)
     return trials
 
 
 def texts_in(source: Path | str) -> list[str]:
-    """The lines that hold anything of a file, or of a string: one text each."""
+    """The non-empty lines of a file or a string, one text per line."""
     whole = read_file(source) if isinstance(source, Path) else source
     return [line.strip() for line in whole.splitlines() if line.strip()]
 
@@ -125,37 +166,43 @@ def _default_texts() -> list[str]:
     return paragraphs[:: len(paragraphs) // DEFAULT_TEXTS][:DEFAULT_TEXTS]
 
 
-def _victims(model: Model, texts: Sequence[str], contest: Contest) -> list[Victim]:
+def _samples(model: Model, texts: Sequence[str], contest: Contest) -> list[Sample]:
     before, after = special_frame(model)
+    # Texts that agree after truncation count once: each would be the other's neighbour for ever.
     every = {tuple(model.encode(text)[: contest.length]): text for text in texts}
     short = next((text for ids, text in every.items() if len(ids) < contest.swaps), None)
     if short is not None:
         raise UserError(
-            f"the text {short[:40]!r} has too few tokens to replace {contest.swaps} of them."
+            f"the text {short[:40]!r} has too few tokens to replace {contest.swaps} of them; "
+            "give a longer text, or fewer swaps"
         )
     if len(every) < 3:
         raise UserError(
-            f"a nearest neighbour can change among at least 3 different texts, got {len(every)}."
+            f"comparing attacks needs at least 3 different texts, got {len(every)}: "
+            "with fewer, the nearest neighbour of a text cannot change"
         )
     found = []
     for ids in every:
         check_vocabulary(model, ids)
         reader = TextReader(model, len(ids), before, after)
         text = torch.tensor([ids])
-        found.append(Victim(list(ids), reader, reader.rows[text[0]], reader.hidden_of(text)))
+        sample = Sample(
+            ids=list(ids), reader=reader, X=reader.rows[text[0]], hidden=reader.hidden_of(text)
+        )
+        found.append(sample)
     return found
 
 
 def nearest_other(sentences: Tensor, own: int) -> Callable[[Tensor], Tensor]:
-    """Sentence embeddings [B, d] -> which text is nearest to each by cosine, text `own` left out."""
+    """Sentence embeddings [B, d] -> the text nearest to each by cosine, excluding text `own`."""
     left_out = torch.arange(len(sentences)) == own
     return lambda s: (s @ sentences.T).masked_fill(left_out, -torch.inf).argmax(dim=1)
 
 
-def _duel(
-    model: Model, v: Victim, text: int, nearest: Callable[[Tensor], Tensor], contest: Contest
+def _attack_all_ways(
+    model: Model, v: Sample, text: int, nearest: Callable[[Tensor], Tensor], contest: Contest
 ) -> list[Trial]:
-    """All attacks on one text: the swaps first, for they set the norms."""
+    """All attacks on one text; the swaps come first because they determine the norms."""
     target = output_change(model, v.ids, reader=v.reader, seed=contest.seed)
     swapped = [
         guided_swaps(target, v.ids, k, width=WIDTH, seed=contest.seed).ids
@@ -166,6 +213,7 @@ def _duel(
     budgets = [*SHARES, *range(1, contest.swaps + 1)]
     radii = [share * norms[0] for share in SHARES] + norms
     f, seed = v.reader.hidden, contest.seed
+    # All attacks get the same norms; the random one is drawn differently for every text.
     found = {
         TOKENS: (budgets[len(SHARES) :], by_tokens),
         DIRECTION: (budgets, singular_perturbations(f, v.X, radii, seed=seed)),
@@ -181,14 +229,18 @@ def _duel(
         moved = (nearest(sentence_embedding(after)) != before).tolist()
         sizes = E.norm(dim=(1, 2)).tolist()
         trials += [
-            Trial(text, attack, *row) for row in zip(given, sizes, changes, moved, strict=True)
+            Trial(text=text, attack=attack, budget=b, norm=size, change=change, success=success)
+            for b, size, change, success in zip(given, sizes, changes, moved, strict=True)
         ]
     return trials
 
 
 def comparison_table(trials: Sequence[Trial]) -> Table:
-    """Median and range of the change over texts, and how many texts have another neighbour, norm by norm."""
-    about = "norm: median over texts; success: texts whose nearest neighbour, by sentence embedding, changed"
+    """Per norm and attack: median and range of the change over texts, and the success count."""
+    about = (
+        "norm: median over texts; success: texts whose nearest neighbour, by sentence embedding, "
+        "changed"
+    )
     table = Table(
         box=None, pad_edge=False, padding=(0, 2, 0, 0), caption=about, caption_justify="left"
     )
@@ -215,7 +267,7 @@ def comparison_table(trials: Sequence[Trial]) -> Table:
 
 
 def write_trials(trials: Sequence[Trial], path: Path) -> None:
-    """One line for each attack on each text at each norm."""
+    """Write a CSV file with one line per attack, text and norm."""
     with whole_file(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(Trial._fields)

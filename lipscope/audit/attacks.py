@@ -1,4 +1,4 @@
-"""The attacks on a model, layer by layer: what was found, beside sigma at the text, as a table and as rows."""
+"""Attack the layers of a model: the inputs found, next to sigma at the text."""
 
 from __future__ import annotations
 
@@ -44,12 +44,19 @@ from lipscope.study.writer import Progress
 
 PROBE = "attack: "
 NEAR = 0.1
-"""Radius of the neighbourhood of the text that ascent looks at, as a share of its largest token."""
+"""Radius of the neighbourhood of the text that ascent searches, relative to its largest token."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which attack on which layers, on how many tokens of the text, and how many of them it may replace."""
+    """The settings of an attack.
+
+    kind:   "construction", "ascent", "direction" or "tokens"
+    length: the number of tokens of the text
+    swaps:  the maximum number of tokens that the kind "tokens" may replace
+    layers: layer numbers; None for all layers
+    seed:   the seed of the searches
+    """
 
     kind: str
     length: int = 32
@@ -60,16 +67,17 @@ class Plan:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UserError(
-                f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)} and compare."
+                f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)} and compare"
             )
         if self.kind == "tokens" and not 1 <= self.swaps <= self.length:
             raise UserError(
-                f"cannot replace {self.swaps} tokens in a text of {self.length}: swaps must be 1 to {self.length}."
+                f"cannot replace {self.swaps} tokens in a text of {self.length}; "
+                f"swaps must be 1 to {self.length}"
             )
 
 
 class Line(NamedTuple):
-    """One result: its sigma, or a change per unit of step; and in words where it is."""
+    """One result: a sigma, or a change per unit of step, and where it was found, in words."""
 
     layer: int
     n: int
@@ -93,16 +101,27 @@ class Scene:
 
     @property
     def ball(self) -> Ball:
+        """The smallest ball around the origin that contains the tokens of the text."""
+        # A little larger, so that rounding does not push the text itself outside.
         return Ball(self.X.norm(dim=1).max().item() * (1 + 1e-12), len(self.X))
 
     def line(self, name: str, e: Estimate, detail: str = "") -> Line:
-        return Line(self.layer, len(self.X), name, e.value, e.lower, e.upper, detail)
+        return Line(
+            layer=self.layer,
+            n=len(self.X),
+            name=name,
+            value=e.value,
+            lower=e.lower,
+            upper=e.upper,
+            detail=detail,
+        )
 
     def plain(self) -> SelfAttention:
+        """The map as plain self-attention; raises UserError if it is not."""
         if not isinstance(self.f, SelfAttention):
             raise UserError(
                 f"layer {self.layer} of {self.model.card.name} is not plain self-attention; "
-                "attack it by --kind direction or tokens."
+                "attack it with --kind direction or tokens"
             )
         return self.f
 
@@ -115,17 +134,49 @@ def attack_model(
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Study, list[Line]]:
-    """Attacks the attention of each layer asked for; with `out` the results join the study there."""
+    """Attack the attention of a model, layer by layer.
+
+    Args:
+        model: A :class:`Model`, or anything :func:`load` takes.
+        text: A string, a file (``Path``), a list of strings or token ids.
+        plan: The kind of attack and its settings, as a ``lipscope.audit.attacks.Plan``.
+        out: Directory of a study to add the results to. Default: keep them in memory.
+        progress: Called with the number of layers done and their total.
+
+    Returns:
+        The study, with a row per result, and the list of results.
+
+    Raises:
+        UserError: If the model or the text lacks what the plan requests.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> from lipscope.audit.attacks import Plan
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> _ = torch.manual_seed(0)
+        >>> model = LlamaModel(LlamaConfig(
+        ...     vocab_size=99, hidden_size=16, intermediate_size=24,
+        ...     num_hidden_layers=1, num_attention_heads=2))
+        >>> study, lines = ls.attack_model(model, torch.arange(32), Plan("direction", length=8))
+        >>> (sigma,) = study.largest("attention", 0)
+        >>> all(line.value <= 1.01 * sigma.value for line in lines[:1])
+        True
+    """
     model = model if isinstance(model, Model) else load(model)
     study = measure(
         model, text, (plan.length,), 1, plan.layers, None, ("attention",), seed=plan.seed, out=out
     )
     inputs = read(
-        model, text, None, Choice((plan.length,), 1, plan.seed, special_tokens=False)
+        model,
+        text,
+        None,
+        Choice(lengths=(plan.length,), samples=1, seed=plan.seed, special_tokens=False),
     ).inputs
     seen = survey(model, inputs, plan.length, (0,))
     ids = inputs.batch(plan.length, (0,))[0].tolist()
-    store = study._store if out is None else Store.create(Path(out), study.info)
+    # measure has released the lock of the directory; it is taken again to add rows.
+    store = study.store if out is None else Store.create(Path(out), study.info)
     lines: list[Line] = []
     layers = range(model.layers) if plan.layers is None else plan.layers
     try:
@@ -134,10 +185,12 @@ def attack_model(
                 progress(done, len(layers))
             site = seen.site("attention", layer)
             f, X = site.f, site.X[0]
+            # Searches need accurate singular vectors: float64, whatever the model is measured in.
             if isinstance(f, SelfAttention):
                 f, X = for_one_sequence(f).double(), X.double()
             with threads_for(tokens=1):
-                found = KINDS[plan.kind](Scene(model, plan, layer, ids, f, X))
+                scene = Scene(model=model, plan=plan, layer=layer, ids=ids, f=f, X=X)
+                found = KINDS[plan.kind](scene)
             (sigma,) = (
                 r for r in study.largest("attention", layer) if (r.n, r.sample) == (plan.length, 0)
             )
@@ -150,7 +203,7 @@ def attack_model(
 
 
 def attack_table(study: Study, lines: Sequence[Line]) -> Table:
-    """Each result beside sigma of its layer at the text."""
+    """A table of the results next to sigma of their layer at the text."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("layer", "σ at the text", "attack", "found", "factor", "where"):
         table.add_column(name)
@@ -173,6 +226,8 @@ def attack_table(study: Study, lines: Sequence[Line]) -> Table:
 
 
 def _row(sigma: Row, kind: str, line: Line) -> Row:
+    # A finite difference is not a solve: it has no certificate, and as "ratio" it is left out of
+    # the study's joint confidence.
     return sigma._replace(
         probe=PROBE + f"{kind}, {line.name}",
         kind="local" if kind != "direction" else "ratio",
@@ -187,6 +242,7 @@ def _row(sigma: Row, kind: str, line: Line) -> Row:
 
 def _construction(scene: Scene) -> list[Line]:
     found = explicit_inputs(scene.plain(), scene.ball, seed=scene.plan.seed)
+    # Sorted by value, best first: reversed, the best head of each construction is written last.
     best = {one.name.split(", head ")[0]: one for one in reversed(found)}
     where = f"ball of radius {scene.ball.R:.4g}"
     return [
@@ -214,13 +270,13 @@ def _direction(scene: Scene) -> list[Line]:
     found = singular_response(scene.f, scene.X, seed=scene.plan.seed)
     return [
         Line(
-            scene.layer,
-            len(scene.X),
-            f"step {eta:g}",
-            ratio,
-            ratio,
-            ratio,
-            "‖f(X + ηU) − f(X)‖ / η",
+            layer=scene.layer,
+            n=len(scene.X),
+            name=f"step {eta:g}",
+            value=ratio,
+            lower=ratio,
+            upper=ratio,
+            detail="‖f(X + ηU) − f(X)‖ / η",
         )
         for eta, ratio in zip(found.etas, found.ratios, strict=True)
     ]
@@ -234,6 +290,7 @@ def _tokens(scene: Scene) -> list[Line]:
     )
     guided = guided_swaps(target, ids, swaps)
     found = [guided, duplicated_tokens(target, ids, swaps), projected_swaps(target, ids, swaps)]
+    # Random swaps get as many measurements as the guided search used, for a fair comparison.
     found.append(
         random_swaps(target, ids, swaps, tries=guided.measured - 1, seed=scene.plan.seed + 1)
     )
@@ -244,7 +301,11 @@ def _tokens(scene: Scene) -> list[Line]:
 
 
 def _measured(scene: Scene, one: Swapped) -> Estimate:
-    """The number once more, to full accuracy and from a start that the search did not know."""
+    """Measure again, to full accuracy and from a random start independent of the search.
+
+    The search selected its text with the starts it used, so a bound from the same start would not
+    hold with the stated probability.
+    """
     site = scene.model.survey(torch.tensor([one.ids])).site("attention", scene.layer)
     solver = Solver(seed=fresh_seed(scene.plan.seed, "measure"))
     return many(local_lipschitz(site.f, site.X, solver=solver))[0]

@@ -1,4 +1,4 @@
-"""The bounds probe: for every head what the theorems say, the worst input found in its ball, and its regime."""
+"""The bounds probe: for every head, all theorems, the worst input found in its ball, its regime."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lipscope._checks import check_positive
 from lipscope._types import Ball, Point, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import regime
@@ -31,21 +32,21 @@ from lipscope.theorems.statement import NO_QUERY_BIAS
 
 BOUND, WORST, REGIME = "bound: ", "worst found", "regime"
 REFERENCE, LEFT_OUT = "reference", ", query bias left out"
-"""The kind, and the mark in its name, of a number that would be a bound if the head had no query bias."""
+"""Kind and name suffix of a number that would be a bound if the head had no query bias."""
 
 LENGTHS = (64,)
 QUICK = Climb(steps=20, restarts=1)
 
 
 class Audit(NamedTuple):
-    """A study with bounds in it, and the theorems that were not offered, each with the hypothesis that failed."""
+    """A study with bounds, and the theorems that do not apply, each with the failed hypothesis."""
 
     study: Study
     not_offered: dict[str, str]
 
 
-class Target(NamedTuple):
-    """One head at one sample; sigma is what was measured there."""
+class HeadAtSample(NamedTuple):
+    """One head at one sample; `sigma` is the row that was measured there."""
 
     sigma: Row
     f: SelfAttention
@@ -67,20 +68,56 @@ def audit_model(
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Audit:
-    """Measures the heads of a model on a text, bounds each from above and below, and looks for its worst input.
+    """Compare every theorem with the measured constant of each head of a model.
 
-    lengths: numbers of tokens, 64 unless told; `samples` of each.
-    radius:  bounds on a ball are for tokens of norm up to this; by default the largest norm in the sample.
-    climb:   how the worst input is looked for; by default a short climb with `seed`.
+    Each head is measured on the text and bounded from above and below, and the worst input in its
+    ball is searched for.
+
+    Args:
+        model: A :class:`Model`, or anything :func:`load` takes. Default: the embedded model.
+        text: A string, a file (``Path``), a list of strings or token ids. Default: the embedded
+            text.
+        lengths: Numbers of tokens. Default: 64.
+        layers: Layer numbers, from 0. Default: all layers.
+        heads: Head numbers. Default: all heads.
+        radius: Radius of the ball for bounds on a ball. Default: the largest norm of a token in the
+            sample.
+        samples: Number of samples per length.
+        seed: Seed for samples, solver and search.
+        climb: Settings of the search for the worst input. Default: a short climb with `seed`.
+        out: Directory to save the study in; repeat the same call to resume an interrupted run.
+        progress: Called with the number of heads done and their total.
+
+    Returns:
+        The study, with a row per bound, and the theorems that do not apply.
+
+    Raises:
+        UserError: If a layer is not plain self-attention, or a token lies outside the ball.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> from transformers import BertConfig, BertModel
+        >>> _ = torch.manual_seed(0)
+        >>> model = BertModel(BertConfig(
+        ...     vocab_size=99, hidden_size=16, intermediate_size=24,
+        ...     num_hidden_layers=1, num_attention_heads=2))
+        >>> climb = ls.attack.Climb(steps=2, restarts=1)
+        >>> study, _ = ls.audit_model(model, torch.arange(32), [8], heads=[0], climb=climb)
+        >>> sigma = study.sigma[0].value
+        >>> all(row.value >= sigma for row in study.rows if row.kind == "upper")
+        True
     """
     climb = climb or replace(QUICK, seed=seed)
     model = model if isinstance(model, Model) else load(model)
     lengths = LENGTHS if lengths is None else lengths
     if radius is not None:
-        Ball(radius, 1)  # says what a radius is
+        check_positive("radius", radius)
     study = measure(model, text, lengths, samples, layers, heads, ("heads",), seed=seed, out=out)
-    reading = read(model, text, None, Choice(lengths, samples, seed, special_tokens=False))
-    store = study._store if out is None else Store.create(Path(out), study.info)
+    choice = Choice(lengths=lengths, samples=samples, seed=seed, special_tokens=False)
+    reading = read(model, text, None, choice)
+    store = study.store if out is None else Store.create(Path(out), study.info)
+    # The search is the expensive part: it is skipped where the study has it for the same radius.
     known = {_place(row): row.radius for row in store.rows(WORST)}
     wanted = [row for row in study.sigma if _asked(row, reading, layers, heads)]
     refused: dict[str, str] = {}
@@ -105,7 +142,7 @@ def audit_model(
 def _asked(
     row: Row, reading: Reading, layers: Sequence[int] | None, heads: Sequence[int] | None
 ) -> bool:
-    """Whether a row of the study, which may hold more, is part of this request."""
+    """Whether a row of the study, which may contain others, is part of this request."""
     here = (row.n, row.sample) in reading.inputs.pairs and row.scope == "heads"
     return here and (layers is None or row.layer in layers) and (heads is None or row.head in heads)
 
@@ -116,8 +153,8 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 def _targets(
     model: Model, reading: Reading, rows: list[Row], radius: float | None
-) -> Iterator[Target]:
-    """The heads behind rows of sigma, sample by sample and layer by layer, one forward pass a sample."""
+) -> Iterator[HeadAtSample]:
+    """The heads behind rows of sigma, sample by sample, with one forward pass per sample."""
     for n, sample in sorted({(row.n, row.sample) for row in rows}):
         seen = survey(model, reading.inputs, n, (sample,))
         here = [row for row in rows if (row.n, row.sample) == (n, sample)]
@@ -125,21 +162,21 @@ def _targets(
             site = seen.site("heads", layer)
             if not isinstance(site.f, HeadsApart):
                 raise UserError(
-                    f"layer {layer} of {model.card.name} is not plain self-attention, and no theorem speaks of it; "
-                    "choose other --layers, or measure it."
+                    f"layer {layer} of {model.card.name} is not plain self-attention, so no "
+                    "theorem applies to it; choose other --layers, or use lipscope measure"
                 )
             for row in (r for r in here if r.layer == layer and r.head is not None):
                 assert row.head is not None
-                yield Target(
-                    row,
-                    for_one_sequence(site.f.layer.head(row.head)),
-                    site.X[0],
-                    _radius(row, radius),
+                yield HeadAtSample(
+                    sigma=row,
+                    f=for_one_sequence(site.f.layer.head(row.head)),
+                    X=site.X[0],
+                    R=_radius(row, radius),
                 )
 
 
 def for_one_sequence(f: SelfAttention) -> SelfAttention:
-    """A layer that was recorded in a batch of one, for a sequence alone."""
+    """A layer that was recorded in a batch of one, without its batch dimension."""
     mask, padding = (
         x if x is None or x.ndim == size else x[0] for x, size in ((f.mask, 2), (f.padding, 1))
     )
@@ -148,18 +185,21 @@ def for_one_sequence(f: SelfAttention) -> SelfAttention:
 
 def _radius(row: Row, radius: float | None) -> float:
     if radius is None:
+        # A little larger, so that rounding does not push the sample itself outside.
         return row.radius * (1 + 1e-12)
     if radius < row.radius:
         raise UserError(
-            f"layer {row.layer} reads a token of norm {row.radius:.4g}, outside the ball of radius {radius:g} "
-            f"that the bounds cover. Give at least {math.ceil(row.radius)}, or leave the radius out."
+            f"layer {row.layer} reads a token of norm {row.radius:.4g}, outside the ball of radius "
+            f"{radius:g} that the bounds cover; give at least {math.ceil(row.radius)}, or omit "
+            "the radius"
         )
     return radius
 
 
-def _bound_rows(target: Target) -> tuple[list[Row], dict[str, str]]:
-    """Every bound at the sample and on the ball around the origin that holds it; and why others are not there."""
+def _bound_rows(target: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
+    """The bounds at the sample and on its ball around the origin, and why others do not apply."""
     sigma, f, X, R = target
+    # Bounds are evaluated in float64 whatever the model is measured in: a rounded bound is none.
     f, rows, refused = f.double(), [], {}
     for bound in REGISTRY:
         domain = enclosing(
@@ -171,6 +211,8 @@ def _bound_rows(target: Target) -> tuple[list[Row], dict[str, str]]:
         why = failed_hypothesis(bound, f, domain)
         if why is not None:
             refused[name] = why
+            # Papers assume no query bias, and most models have one: what the theorem would give
+            # without it is kept as a reference, never as a bound.
             name, kind, layer = name + LEFT_OUT, REFERENCE, replace(f, biases=None)
             if (
                 why != NO_QUERY_BIAS.says
@@ -184,16 +226,17 @@ def _bound_rows(target: Target) -> tuple[list[Row], dict[str, str]]:
     return rows, refused
 
 
-def _bound_row(target: Target, name: str, kind: str, value: float, seconds: float) -> Row:
-    """An upper bound is above a value that is not known, and a lower bound below one."""
+def _bound_row(target: HeadAtSample, name: str, kind: str, value: float, seconds: float) -> Row:
+    """The row of a bound: it encloses the unknown constant from one side only."""
     lower, upper = (value, math.inf) if kind == "lower" else (0.0, value)
     return _row(target, BOUND + name, kind, (value, lower, upper, 0.0, "evaluated", seconds))
 
 
-def _search_rows(target: Target, climb: Climb) -> list[Row]:
-    """The worst input found, starting from the text, the constructions and random inputs; and the regime."""
+def _search_rows(target: HeadAtSample, climb: Climb) -> list[Row]:
+    """The worst input found from the text, the constructions and random starts; and the regime."""
     sigma, f, X, R = target
     began = time.perf_counter()
+    # From the text too: the worst input found is then never smoother than the text.
     e = ascend(f, Ball(R, sigma.n), climb, starts=[X]).sigma
     seconds = time.perf_counter() - began
     rows = [
@@ -213,9 +256,12 @@ def _search_rows(target: Target, climb: Climb) -> list[Row]:
 
 
 def _row(
-    target: Target, probe: str, kind: str, numbers: tuple[float, float, float, float, str, float]
+    target: HeadAtSample,
+    probe: str,
+    kind: str,
+    numbers: tuple[float, float, float, float, str, float],
 ) -> Row:
-    """value, lower, upper, residual, status and seconds, in the place and on the device of the target's sigma."""
+    """A row with these numbers: value, lower, upper, residual, status, seconds."""
     value, lower, upper, residual, status, seconds = numbers
     return target.sigma._replace(
         probe=probe,

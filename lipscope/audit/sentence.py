@@ -1,4 +1,4 @@
-"""A text as a model reads it: token embeddings in, hidden states and the mean-pooled sentence embedding out."""
+"""Run a model on token embeddings: hidden states and mean-pooled sentence embeddings."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from lipscope.models.model import Model
 from lipscope.models.running import Call, run_to
 
 AT_ONCE = 16
-"""Texts that pass through the model in one batch."""
+"""Number of texts per forward pass."""
 
 
 class TextReader:
-    """Everything a model does to n tokens after their embedding, the same special tokens before and after them.
+    """The model as a map of the embeddings of n tokens, framed by fixed special tokens.
 
-    Positions are added inside the model, so they are in the loop of whoever moves the embeddings.
+    Positions are added inside the model, so a gradient with respect to the embeddings sees them.
     """
 
     def __init__(self, model: Model, n: int, before: Sequence[int] = (), after: Sequence[int] = ()):
         self.rows = token_rows(model)
         first = torch.zeros(n, dtype=torch.long).tolist()
+        # The survey runs the preflight for this length and gives the host that runs the model.
         self._host = model.survey([[*before, *first, *after]]).host
         self._before, self._after = (
             self.rows[torch.tensor(list(ids), dtype=torch.long)] for ids in (before, after)
@@ -36,22 +37,23 @@ class TextReader:
         return run_to(self._host, self._host.trunk, Call((), {"inputs_embeds": e}, e))
 
     def hidden_of(self, ids: Tensor) -> Tensor:
-        """Token ids [B, n] -> last hidden states, a few texts at a time."""
+        """Token ids [B, n] -> last hidden states, in batches of AT_ONCE."""
         with torch.no_grad():
             return torch.cat([self.hidden(self.rows[part]) for part in ids.split(AT_ONCE)])
 
 
 def sentence_embedding(hidden: Tensor) -> Tensor:
-    """The mean over tokens, of length 1: [B, n, d] -> [B, d]."""
+    """The mean over tokens, normalised: [B, n, d] -> [B, d]."""
+    # A mean of zero has no direction: clamped, it stays zero instead of becoming NaN.
     mean = hidden.mean(dim=1).double()
     return mean / mean.norm(dim=1, keepdim=True).clamp_min(1e-300)
 
 
 def token_rows(model: Model) -> Tensor:
-    """The rows that stand for token ids, before positions are added."""
+    """The embedding of each token id, before positions are added."""
     embedding = model.trunk.get_input_embeddings()
     if not isinstance(embedding, torch.nn.Embedding):
         raise UserError(
-            f"{model.card.name} has no table of token embeddings, so its text cannot be attacked."
+            f"{model.card.name} has no table of token embeddings, so its text cannot be attacked"
         )
     return embedding.weight.detach().to(model.dtype)

@@ -1,4 +1,4 @@
-"""What a text can be attacked for: sigma of a layer, or the change of the output, of a model; in ids and embeddings."""
+"""Objectives for attacks on a text: sigma of a layer, or the change of the model's output."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from lipscope.models.sites import Survey
 
 
 def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -> TextTarget:
-    """sigma of attention at a layer, with positions and the layers below it in the loop.
+    """sigma of attention at a layer, as a function of the text through all layers below.
 
-    The error of a well separated sigma is about the square of tol: enough to rank texts, to be measured again after.
+    The error of a well-separated sigma is about the square of `tol`: enough to rank texts, whose
+    sigma is then measured again.
     """
     if not 0 <= layer < model.layers:
         raise UserError(
-            f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}."
+            f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}"
         )
     rows, solver = token_rows(model), Solver(seed=seed)
 
@@ -50,10 +51,11 @@ def output_change(
     tol: float = 1e-2,
     seed: int = 0,
 ) -> TextTarget:
-    """||F(text) - F(ids)||_F, F the last hidden state: 0 at `ids` itself, where its slope is the steepest direction.
+    """||F(text) - F(ids)||_F, where F is the last hidden state.
 
-    There the change is first-order in every direction alike, so the top singular direction of D F stands in for a
-    gradient: the way in which a small step changes the output most. `reader` may put special tokens around the text.
+    At `ids` itself this is 0 and has no gradient, so the top singular direction of D F is used
+    instead: the direction in which a small step changes the output most. `reader` may add special
+    tokens around the text.
     """
     reader, solver = reader or TextReader(model, len(ids)), Solver(seed=seed)
     rows, text = reader.rows, torch.tensor(list(ids))
@@ -63,7 +65,7 @@ def output_change(
         return (reader.hidden_of(texts) - origin).norm(dim=(1, 2)).double()
 
     def slope(E: Tensor) -> tuple[float, Tensor]:
-        if torch.equal(E, start):
+        if torch.equal(E, start):  # the norm is not differentiable at 0
             top = many(spectral_norm(jacobian(reader.hidden, E[None]), tol, solver=solver))
             return 0.0, top.value[0].item() * top.right[0]
         e = E.detach().clone()[None].requires_grad_(True)
@@ -81,13 +83,15 @@ def _sigma(survey: Survey, layer: int, tol: float, solver: Solver) -> Tensor:
 
 
 def _slope(model: Model, layer: int, tol: float, solver: Solver, E: Tensor) -> tuple[float, Tensor]:
-    """The gradient at the layer's input, pulled back through everything below it."""
+    """sigma and its gradient at the layer's input, pulled back through the layers below."""
     survey = model.survey(inputs_embeds=E[None])
     site = survey.site("attention", layer)
     top = many(local_lipschitz(site.f, site.X, tol, solver=solver))
     there = sigma_gradient(site.f, site.X, top.left, top.right)
     core = survey.layers[layer].core
     assert core is not None
+    # Two chain-rule steps instead of one graph through the solver: sigma's gradient at X has a
+    # closed form in its singular vectors, and autograd carries it from X to the embeddings.
     e = E.detach().clone()[None].requires_grad_(True)
     with torch.enable_grad():
         X = run_to(
@@ -98,7 +102,7 @@ def _slope(model: Model, layer: int, tol: float, solver: Solver, E: Tensor) -> t
 
 
 def _words(model: Model, size: int) -> Tensor | None:
-    """The ids that stand for text: neither special tokens nor places kept free."""
+    """The ids that represent text: neither special tokens nor reserved entries."""
     if model.tokenizer is None:
         return None
     names = model.tokenizer.convert_ids_to_tokens(range(min(size, len(model.tokenizer))))

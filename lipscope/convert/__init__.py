@@ -1,1 +1,1 @@
-"""Other attention in the place of a model's own, measured before and after."""
+"""Replace the attention of a model, and measure its layers before and after."""

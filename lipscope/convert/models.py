@@ -1,4 +1,4 @@
-"""Other attention in a live module or transformers model, measured before and after."""
+"""Replace the attention of a live module or transformers model, measured before and after."""
 
 from __future__ import annotations
 
@@ -45,32 +45,60 @@ def convert_model(
     constant: float | None = None,
     fresh: bool = False,
 ) -> Conversion:
-    """Replace the attention of a live model, in place: all the layers asked for, or, if one cannot be, none.
+    """Replace the attention of a live model, in place.
 
-    to:       "dot", "l2", "contractive" or "cosine", the layers of lipscope.nn
-    inputs:   a sample to run the model on, tokens of which every layer is measured at before and after; a tensor (of
-              token ids, for a transformers model), a tuple of arguments, or a dictionary of them (a tokenizer's output)
-    layers:   numbers for a transformers model; names, patterns or modules for any other; all attention by default
-    constant: the Lipschitz constant of contractive layers
-    fresh:    random weights, drawn by torch's generator, in place of those carried over
+    All requested layers are replaced, or none if one of them cannot be. What is carried over to the
+    new layers and what is not is described in docs/monitor.md.
 
-    print(convert_model(...)) shows the table. What is carried over and what is not: docs/monitor.md.
+    Args:
+        model: A torch module or a transformers model.
+        to: The new attention: ``"dot"``, ``"l2"``, ``"contractive"`` or ``"cosine"``, the layers of
+            ``lipscope.nn``.
+        inputs: A sample to run the model on; every layer is measured at the tokens it reads, before
+            and after. A tensor (of token ids, for a transformers model), a tuple of arguments, or a
+            dictionary of them (such as a tokenizer's output).
+        layers: Layer numbers for a transformers model; names, name patterns or modules for any
+            other. Default: all attention.
+        constant: The Lipschitz constant of contractive layers.
+        fresh: Whether to draw random weights from torch's generator instead of carrying over the
+            old ones.
+
+    Returns:
+        A :class:`Conversion` with both constants of every layer; print it to see the table.
+
+    Raises:
+        UserError: If a layer cannot be converted; the model is then unchanged.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+        >>> conversion = ls.convert_model(model, "l2", torch.randn(1, 6, 16))
+        >>> [(layer.name, layer.old, layer.new) for layer in conversion.layers]
+        [('self_attn', 'MultiheadAttention', 'L2SelfAttention')]
+        >>> conversion.layers[0].after.value <= conversion.layers[0].bound
+        True
     """
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"convert takes a torch module, got {type(model).__name__}; lipscope.load(...).trunk is one"
+            f"convert_model takes a torch module, got {type(model).__name__}; "
+            "for a loaded model, pass lipscope.load(...).trunk"
         )
     check_bare(model)
     target = Target(to, constant, fresh)
     layers = None if layers is None else listed(layers)
+    # A transformers model that was converted before no longer calls the attention function: its
+    # lipscope layers are found by name, like those of any torch module.
     own = [name for name, m in model.named_modules() if isinstance(m, AttentionLayer)]
     if not isinstance(model, PreTrainedModel) or own:
         if isinstance(model, PreTrainedModel) and any(
             isinstance(layer, int) for layer in layers or ()
         ):
             raise UserError(
-                f"{type(model).__name__} has lipscope's attention in it: that goes by name, as in layers=[{own[0]!r}]; "
-                "to convert more of its old attention, begin with the model as it was"
+                f"{type(model).__name__} already contains lipscope's attention, which is selected "
+                f"by name, as in layers=[{own[0]!r}]; to convert more of its old attention, "
+                "start from the original model"
             )
         return convert_module(model, target, inputs, layers)
     sample = _first_sample(inputs, model.device)
@@ -88,7 +116,7 @@ def convert_model(
 
 
 def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
-    """What the model reads of the inputs, one sample without padding, where the model is."""
+    """The first sample of the inputs without padding, on the model's device."""
     if isinstance(inputs, tuple) and len(inputs) == 1:
         inputs = inputs[0]
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
@@ -98,15 +126,15 @@ def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             "inputs must be token ids [samples, tokens] or a dictionary of the model's arguments "
-            f"({on_one_line(error)}); a text is encoded first: tokenizer(text, return_tensors='pt')"
+            f"({on_one_line(error)}); encode a text with tokenizer(text, return_tensors='pt')"
         ) from error
     return one_sample({name: x[:1] if x.ndim > 1 else x[None] for name, x in tensors.items()})
 
 
 class TransformersReplacement(Replacement):
-    """In the place of a transformers attention module, called as that was; no cache, no attention weights.
+    """Replaces a transformers attention module and accepts its calls; no cache, no weights output.
 
-    names: what the old module called its arguments, in their order, tokens first
+    names: the argument names of the old module, in order, tokens first
     """
 
     def __init__(self, layer: AttentionLayer, bias: Tensor | None, names: tuple[str, ...]) -> None:
@@ -116,17 +144,16 @@ class TransformersReplacement(Replacement):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if given.get("past_key_values") is not None:
-            raise UserError(
-                "converted attention keeps no cache; call the model with use_cache=False"
-            )
+            raise UserError("converted attention has no cache; call the model with use_cache=False")
         if given.get("encoder_hidden_states") is not None:
             raise UserError(
-                "this attention was converted: it is self-attention, and reads no other hidden states"
+                "converted attention is self-attention and cannot read encoder_hidden_states; "
+                "leave them out"
             )
         for name, value in given.items():
             if "mask" in name and name != "attention_mask" and value is not None:
                 raise UserError(
-                    f"converted attention is given {name}, and knows attention_mask alone"
+                    f"converted attention was called with {name}, and supports only attention_mask"
                 )
         mask = given.get("attention_mask")
         real = None if mask is None else _real_tokens(mask, self.layer.causal)
@@ -134,7 +161,7 @@ class TransformersReplacement(Replacement):
 
 
 def _real_tokens(mask: Tensor, causal: bool) -> Tensor:
-    """Which tokens [B, n] a mask of transformers calls real: [B, n], or [B, 1, n, n] boolean or additive."""
+    """Which tokens [B, n] are real, from a mask [B, n], or [B, 1, n, n] boolean or additive."""
     if mask.ndim == 2:
         return mask.to(torch.bool)
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -142,19 +169,16 @@ def _real_tokens(mask: Tensor, causal: bool) -> Tensor:
     # A real token sees itself, whatever else is hidden.
     real = visible[:, 0].diagonal(dim1=-2, dim2=-1)
     if real.shape[-1] != n:
-        raise UserError(
-            f"attention_mask of shape {tuple(mask.shape)} is no mask of tokens among themselves"
-        )
+        raise UserError(f"attention_mask of shape {tuple(mask.shape)} is not a mask [B, 1, n, n]")
     expected = real[:, None, :].expand(-1, n, -1)
     if causal:
         expected = expected & torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
+    # Padded queries may see anything: their rows are discarded.
     wrong = (visible != expected[:, None]) & real[:, None, :, None]
     if bool(wrong.any()):
         raise UserError(
-            "attention_mask hides more than padding"
-            + (" and what comes later" if causal else "")
-            + "; "
-            "converted attention takes no other mask (no packed sequences, no windows)"
+            f"attention_mask hides more than padding{' and later tokens' if causal else ''}; "
+            "converted attention supports no other mask (no packed sequences, no windows)"
         )
     return real
 
@@ -175,6 +199,8 @@ def _slot(survey: Survey, i: int, target: Target) -> Slot:
         inside = projection in set(core.modules())
         seen = survey.trace.cores[i]
         assert seen is not None
+        # The module's own output must be attention and nothing else, or the replacement would lose
+        # what it does on top.
         own = Rerun(survey.host, core, seen.call, seen.single)(site.X)
         expected = site.value() if inside else replace(f, O=None)(site.X)
         if own.shape != expected.shape or not same(own, expected):
@@ -189,13 +215,20 @@ def _slot(survey: Survey, i: int, target: Target) -> Slot:
     bias = None if bias is None or not bias.any() else bias.detach().to(dtype)
     new = TransformersReplacement(layer, bias, tuple(signature(core.forward).parameters))
     changes: tuple[tuple[nn.Module, nn.Module], ...] = ((core, new),)
-    if not inside:
+    if not inside:  # the new layer has its own output projection
         changes += ((projection, nn.Identity()),)
-    return Slot(str(i), core, f, measure_map(f, site.X[0]), layer, changes)
+    return Slot(
+        name=str(i),
+        old=core,
+        f=f,
+        before=measure_map(f, site.X[0]),
+        layer=layer,
+        changes=changes,
+    )
 
 
 def _unmasked(f: SelfAttention) -> SelfAttention:
-    """f, if causal order is all its rules."""
+    """f without its mask; raises UserError if f has rules other than causal order."""
     kernel = f.kernel
     rules = {
         "a mask": f.mask is not None
@@ -206,14 +239,14 @@ def _unmasked(f: SelfAttention) -> SelfAttention:
     }
     for rule, there in rules.items():
         if there:
-            raise UserError(f"it has {rule}, for which the new layer has no place")
+            raise UserError(f"it has {rule}, which the new layer does not support")
     return replace(f, mask=None)
 
 
 def _without_cache(
     model: PreTrainedModel, slots: Sequence[Slot], sample: dict[str, Tensor]
 ) -> Conversion:
-    """The exchange, with the model told that there is no cache; both undone together."""
+    """Exchange the layers with the cache turned off; if anything fails, undo both."""
     holders = [*configs(model), *filter(None, [getattr(model, "generation_config", None)])]
     before = [(holder, holder.use_cache) for holder in holders if "use_cache" in vars(holder)]
     try:
@@ -227,5 +260,6 @@ def _without_cache(
             raise
         name = type(model).__name__
         raise UserError(
-            f"{name} does not run with other attention ({on_one_line(error)})"
+            f"{name} does not run with its attention replaced ({on_one_line(error)}); "
+            "the model is unchanged"
         ) from error

@@ -38,7 +38,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Target:
-    """The new attention: its name in ATTENTIONS, its constant if contractive, fresh weights or not."""
+    """The new attention: a name in ATTENTIONS, a constant if contractive, fresh weights or old."""
 
     to: str
     constant: float | None = None

@@ -1,4 +1,4 @@
-"""An attention layer that takes another's place: its weights as far as they fit, its calls answered as before."""
+"""Replacement layers: they take over the old weights as far as possible, and accept its calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention, va
 from lipscope.nn.variants import ATTENTIONS, CONSTANT
 
 SMALLEST = 1e-2
-"""Directions of the queries weaker than this, relative to the strongest, carry no values."""
+"""Query directions weaker than this, relative to the strongest, carry no values."""
 
 
 class Replacement(nn.Module):
-    """`layer`, plus the constant vector that biases of values and output came to."""
+    """`layer` plus the constant vector contributed by the biases of values and output."""
 
     bias: Tensor | None
 
@@ -31,15 +31,16 @@ class Replacement(nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
     def attended(self, X: Tensor, real: Tensor | None) -> Tensor:
-        """The layer on each sample's real [B, n] tokens, or on all of them; a padded token gives the bias."""
+        """The layer on the real [B, n] tokens, by default all; padding gives the bias."""
         Y = self.layer(X, real)
         return Y if self.bias is None else Y + self.bias.to(Y.dtype)
 
 
 class TorchReplacement(Replacement):
-    """In the place of an nn.MultiheadAttention, with its signature; a padded token attends to nothing."""
+    """Replaces an nn.MultiheadAttention, with its signature; padded tokens attend to nothing."""
 
-    # Of these, torch's encoder asks whether a fused kernel of its own may take over: it may not.
+    # nn.TransformerEncoderLayer reads these to decide whether its fused kernel, which would bypass
+    # this module, may be used: these values rule it out.
     in_proj_bias = None
     _qkv_same_embed_dim = False
 
@@ -60,7 +61,8 @@ class TorchReplacement(Replacement):
     ) -> tuple[Tensor, Tensor | None]:
         if key is not query or value is not query:
             raise UserError(
-                "this attention was converted: it is self-attention, and key or value is not the query"
+                "converted attention is self-attention, and key or value is not the query; "
+                "pass the same tensor three times"
             )
         swap = query.ndim == 3 and not self.batch_first
         X = query.transpose(0, 1) if swap else query
@@ -74,17 +76,18 @@ class TorchReplacement(Replacement):
 
 
 def check_mask(layer: AttentionLayer, mask: Tensor | None, is_causal: bool, n: int) -> None:
-    """Refuse a mask, in torch's sense, that is not the layer's own; is_causal speaks where there is none."""
+    """Raise UserError for a mask other than the layer's own; without one, is_causal decides."""
     wanted = "a causal attn_mask" if layer.causal else "no attn_mask"
     causal = is_causal if mask is None else is_causal_mask(mask, n)
-    if n > 1 and causal != layer.causal:  # a token by itself has no later ones
+    if n > 1 and causal != layer.causal:  # for a single token both masks are the same
         raise UserError(
-            f"this attention was converted with {wanted} and takes no other; convert with the mask you use"
+            f"this attention was converted with {wanted} and supports no other; "
+            "convert the model with the mask you use"
         )
 
 
 def is_causal_mask(mask: Tensor, n: int) -> bool:
-    """Whether torch's mask, True or -inf for hidden, is the causal one; an error if it hides anything else."""
+    """Whether torch's mask (True or -inf: hidden) is causal rather than empty; else UserError."""
     hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
     plain = mask.dtype == torch.bool or bool(((mask == 0) | hidden).all())
     later = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
@@ -93,27 +96,29 @@ def is_causal_mask(mask: Tensor, n: int) -> bool:
     if plain and mask.shape[-2:] == (n, n) and bool((hidden == later).all()):
         return True
     raise UserError(
-        "attn_mask is neither causal nor empty; converted attention takes causal masks and padding alone"
+        "attn_mask is neither causal nor empty; "
+        "converted attention supports only causal masks and padding"
     )
 
 
 def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -> AttentionLayer:
-    """A layer of the kind `to` with the sizes of f, in its dtype, where it lives; its weights too, unless `fresh`.
+    """A layer of kind `to` with the sizes, dtype and device of f and, unless `fresh`, its weights.
 
-    dot, cosine: query, key, value and output weights are those of f.
-    l2, contractive: the query weights Q and the output weights are those of f; keys are queries. Values can only be
-    made of queries: they are the nearest to the old ones, V Q^+ Q for the old V.
+    dot, cosine:     query, key, value and output weights are those of f.
+    l2, contractive: the query weights Q and the output weights are those of f, and keys equal
+                     queries. Values can only be functions of queries: V Q^+ Q, closest to V.
     """
     d = f.Q.shape[1]
     if f.O is None or not (
         f.Q.shape[0] == f.heads * (f.V.shape[0] // f.groups) == d == f.O.shape[0]
     ):
         raise UserError(
-            f"heads of size {f.Q.shape[0] // f.heads} times {f.heads} do not make up tokens of size {d}"
+            f"{f.heads} heads of size {f.Q.shape[0] // f.heads} do not add up to the token size {d}"
         )
     if fresh:
         layer = _empty(to, d, f, constant)
     else:
+        # The initial weights are overwritten: drawing them must not advance the caller's generator.
         with torch.random.fork_rng(devices=[]):
             layer = _empty(to, d, f, constant)
         _carry_over(f, layer)
@@ -143,7 +148,7 @@ def _carry_over(f: SelfAttention, layer: AttentionLayer) -> None:
     if isinstance(layer, L2SelfAttention):
         parts = {"query": Q, "value": _values_of_queries(Q, V, f.heads)}
     else:
-        # What the score is multiplied by goes into the queries; the layer has its own 1 / sqrt(size).
+        # The layer multiplies its scores by 1 / sqrt(size): the old scale goes into the queries.
         parts = {"query": Q * default_scale(f.kernel, size) * math.sqrt(size), "key": K, "value": V}
     for name, W in {**parts, "out": f.O}.items():
         layer.get_parameter(f"{name}.weight").copy_(W)
@@ -153,14 +158,14 @@ def _values_of_queries(Q: Tensor, V: Tensor, heads: int) -> Tensor:
     """The weight W with value_factors(Q, W) Q = V Q^+ Q, head by head."""
     Q, V = (W.unflatten(0, (heads, -1)) for W in (Q, V))
     inverse = torch.linalg.pinv(Q, rtol=SMALLEST)
-    unit = value_factors(
-        Q, inverse.mT
-    )  # linear in its second argument, and this is what Q^+' comes to
+    # value_factors is linear in its second argument: `unit` is what it makes of Q^+', and inverting
+    # it gives the W for any other right-hand side.
+    unit = value_factors(Q, inverse.mT)
     return (V @ inverse @ torch.linalg.pinv(unit) @ inverse.mT).flatten(0, 1)
 
 
 def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None:
-    """What biases add to every token: rows of P sum to one, so that of the values passes through to the output."""
+    """The constant that biases add to every token: rows of P sum to one, so b_v passes through."""
     bv = None if f.biases is None else f.biases[2]
     if bv is None or f.O is None:
         return output_bias
@@ -170,15 +175,14 @@ def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None
 
 
 def left_behind(f: SelfAttention, layer: AttentionLayer) -> tuple[str, ...]:
-    """What f has and the layer has no place for, in words."""
+    """What f has and the layer does not support, in words."""
     bq, bk, _ = f.biases or (None, None, None)
-    tied = isinstance(
-        layer, L2SelfAttention
-    )  # distances do not see a bias that queries and keys share
+    # With keys equal to queries, a shared bias cancels in every distance.
+    tied = isinstance(layer, L2SelfAttention)
     words = {
         "key weights": tied and not torch.equal(f.K, f.Q),
         "query bias": not tied and bq is not None and bool(bq.any()),
-        # In a dot product it adds the same to all scores of a query.
+        # In a dot product a key bias shifts all scores of a query equally, and softmax ignores it.
         "key bias": isinstance(layer, CosineSelfAttention) and bk is not None and bool(bk.any()),
         "rotary positions": isinstance(f.kernel, Dot) and f.kernel.rope is not None,
     }

@@ -1,1 +1,1 @@
-"""Hugging Face models, unmodified: loaded safely, measured through lipscope's own attention."""
+"""Unmodified Hugging Face models, loaded safely and measured through lipscope's own attention."""

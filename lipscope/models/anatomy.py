@@ -1,4 +1,8 @@
-"""Where a model keeps its blocks, its attention and its output projections, found by watching it run once."""
+"""Locate the blocks, attention modules and output projections of a model by watching it run once.
+
+Modules are recognised by the values that flow through them, not by their names: names differ from
+architecture to architecture, while "this tensor equals s X + c a" means the same in all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,20 @@ from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Call, Host, Tap, first_tensor, has_tokens, leaves, tensors_of
 
 ENTRIES = 4096
-"""Entries of an activation that are looked at when two of them are compared."""
+"""Maximum number of entries of an activation that are compared with another one."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """One attention layer. A module may serve several layers (ALBERT): layer i is the i-th call.
 
-    core:       the module that calls the attention function; None where the model has its own attention code
+    core:       the module that calls the attention function; None if the model uses its own
+                attention code
     projection: the output projection, which may lie outside the core (BERT)
-    residual:   where the sub-layer comes out, residual and normalisation included; None where it does not
+    residual:   where the output of the sub-layer can be read, residual and normalisation included;
+                None if there is no such place
     prenorm:    whether the block normalises its input before attention
-    alone:      whether the core reads these tokens alone, and calls the attention function once
+    alone:      whether the core reads only these tokens and calls the attention function once
     """
 
     block: nn.Module | None
@@ -39,9 +45,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Event:
-    """Tokens seen inside a block: at the "input" or "output" of a module, or its "heads" unprojected.
+    """Tokens seen inside a block: at a module's "input" or "output", or its unprojected "heads".
 
-    company: whether other arguments depend on the block's tokens as well
+    company: whether other arguments of the module depend on the block's tokens as well
     """
 
     module: nn.Module
@@ -51,17 +57,20 @@ class Event:
 
 
 def routed_layers(host: Host, inputs: Call) -> list[Layer]:
-    """The layers of a model that calls the attention function; `inputs` has a batch of one."""
+    """The layers of a model that calls the attention function; `inputs` is a batch of one."""
     cores = _attention_modules(host, inputs)
     blocks = {core: _block_of(core, set(cores), host.trunk) for core in cores}
+    # Without blocks nothing shows whether an attention module reads these tokens alone.
     if None in blocks.values():
-        return [Layer(None, core, heads, alone=False) for core, heads in cores.items()]
+        return [
+            Layer(block=None, core=core, heads=heads, alone=False) for core, heads in cores.items()
+        ]
     inside = _watch(host, inputs, {block for block in blocks.values() if block is not None})
     return [_read_block(blocks, cores, events) for events in inside]
 
 
 def bypassing_layers(host: Host, inputs: Call) -> list[Layer]:
-    """The blocks of a model with its own attention code: the first list of modules that pass tokens on."""
+    """The blocks of a model with its own attention code: the first list of chained modules."""
     for module in host.trunk.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 0:
             chain = _chain(host, inputs, set(module))
@@ -94,7 +103,7 @@ def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Mo
 
 
 def _watch(host: Host, inputs: Call, blocks: set[nn.Module]) -> list[list[Event]]:
-    """Run the model once; for each call of a block that attends, what happened inside, first its input."""
+    """Run the model once and list, per block call that attends, the events inside, input first."""
     finished: list[list[Event]] = []
     current: list[Event] | None = None
 
@@ -104,14 +113,18 @@ def _watch(host: Host, inputs: Call, blocks: set[nn.Module]) -> list[list[Event]
             current = []
         if current is not None and has_tokens((args, kwargs)):
             tokens = Call.seen(args, kwargs).hidden
+            # The block's tokens were made a leaf that requires a gradient (see `leaves` below), so
+            # whatever else requires one here was computed from them: the module has company.
             company = any(t.requires_grad for t in tensors_of((args, kwargs)) if t is not tokens)
-            current.append(Event(module, "input", _sample(tokens), company))
+            event = Event(module=module, side="input", value=_sample(tokens), company=company)
+            current.append(event)
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         nonlocal current
         if current is not None and has_tokens(output):
             current.append(Event(module, "output", _sample(first_tensor(output))))
         if module in blocks and current is not None:
+            # Blocks without attention (pure feed-forward or convolution) are not layers here.
             if any(event.side == "heads" for event in current):
                 finished.append(current)
             current = None
@@ -134,6 +147,7 @@ def _read_block(
     """Recognise projection, normalisation and residual by their values."""
     (first, *more) = (i for i, event in enumerate(events) if event.side == "heads")
     core, entry = events[first].module, events[0].value
+    # The last input of the core before its heads: a core may be entered more than once.
     own = next(e for e in reversed(events[:first]) if e.module is core and e.side == "input")
     prenorm = not _same(own.value, entry)
     return Layer(
@@ -148,7 +162,8 @@ def _read_block(
 
 
 def _projection(core: nn.Module, events: list[Event], at: int) -> nn.Module | None:
-    """The first linear map after the heads, if it reads them; inside the core they may be gated first."""
+    """The first linear map after the heads, if it reads them."""
+    # Inside the core the heads may be gated first, so values need not match; outside they must.
     inside = set(core.modules())
     for event in events[at + 1 :]:
         if event.side == "input" and getattr(getattr(event.module, "weight", None), "ndim", 0) == 2:
@@ -159,9 +174,10 @@ def _projection(core: nn.Module, events: list[Event], at: int) -> nn.Module | No
 
 
 def _residual(entry: Tensor, events: list[Event], prenorm: bool) -> Tap | None:
-    """The first place after the heads that holds s X + c a: X entered the block, a left one of its modules.
+    """The first place after the heads that holds s X + c a.
 
-    In a post-norm block that sum goes into a normalisation, whose output is the sub-layer's.
+    X entered the block and a left one of its modules. In a post-norm block that sum is the input of
+    a normalisation, whose output is the output of the sub-layer.
     """
     outputs: list[Tensor] = []
     for event in events:
@@ -181,6 +197,7 @@ def _combines(u: Tensor, x: Tensor, a: Tensor) -> bool:
     """Whether u = s x + c a with s and c not zero, and u not merely one of them."""
     if not u.shape == x.shape == a.shape:
         return False
+    # s and c are fitted because models scale the residual or the branch (Granite does).
     basis = torch.stack([x, a], dim=1)
     weights = torch.linalg.lstsq(basis, u[:, None]).solution
     both = bool((weights.abs() > 1e-3).all())
@@ -192,11 +209,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _tolerance(x: Tensor) -> float:
+    # Between eps, which a sum in another order exceeds, and 1, which unrelated tensors differ by.
     return torch.finfo(x.dtype).eps ** 0.6
 
 
 def _sample(x: Tensor) -> Tensor:
-    """At most ENTRIES entries, evenly spread, with the shape told by their number."""
+    """At most ENTRIES evenly spaced entries; tensors of different sizes give different counts."""
     flat = x.detach().reshape(-1)
     step = 1 + (flat.numel() - 1) // ENTRIES
     flat = flat[::step]
@@ -204,7 +222,7 @@ def _sample(x: Tensor) -> Tensor:
 
 
 def _chain(host: Host, inputs: Call, members: set[nn.Module]) -> list[nn.Module]:
-    """Those of `members` that the model calls one after the other, each reading what the last one gave."""
+    """Those of `members` that the model calls in sequence, each reading the previous output."""
     chain: list[nn.Module] = []
     last: list[Tensor] = []
 

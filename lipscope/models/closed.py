@@ -1,4 +1,9 @@
-"""Attention modules that are plain self-attention, recognised by probing and handed over in closed form."""
+"""Attention modules that are plain self-attention, recognised by probing, in closed form.
+
+The module is fed zero and the unit vectors, which reveals weights and biases wherever and however
+it stores them (fused, transposed, split by head). The closed form is used only if it reproduces
+the module's own q, k and v at the actual input.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +23,16 @@ from lipscope.models.trace import Seen
 from lipscope.theorems.factored_values import FactoredAttention
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""Largest relative error of q, k, v and of the output; dtypes that are not here are too coarse to tell."""
+"""Largest relative error of q, k, v and the output; dtypes not listed are too coarse to decide."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projections:
     """Token by token q = Q x + bq, k = K x + bk, v = V x + bv, before any rotation.
 
-    layout: which entries of a head rotate together, by the reading of the tables that fits; None if none do
-    order:  sorts a head into two halves that rotate together, which leaves every score as it is
+    layout: which entries of a head rotate together, as a reading of the rotary tables; None
+            without rotation
+    order:  permutes a head into two halves that rotate together, which leaves all scores unchanged
     """
 
     weights: tuple[Tensor, Tensor, Tensor]
@@ -38,10 +44,11 @@ class Projections:
 def closed_form(
     host: Host, core: nn.Module, seen: Seen, known: Projections | None = None
 ) -> tuple[SelfAttention, Projections | None] | None:
-    """The attention module as a SelfAttention without O; None if its own q, k, v say otherwise.
+    """The attention module as a SelfAttention without O; None if its own q, k, v disagree.
 
-    `known` are its projections, where they have been found before. A module that has `closed_heads(n)` says itself what
-    map its heads are, which distances need: their scores are no product of linear maps. Its values must agree.
+    `known` are its projections, if they have been found before. A module with a method
+    `closed_heads(n)` states its map itself, as L2 attention must: scores that are distances are not
+    products of linear maps. The stated map must reproduce the module's values.
     """
     if host.dtype not in TOLERANCE:
         return None
@@ -53,6 +60,8 @@ def closed_form(
         if own.q.shape[-2] != own.k.shape[-2] or not _shared_by_heads(own.mask):
             return None
         probed = attention_call(host, core, seen.single.at(_probe(X))) if known is None else None
+        # Rotary conventions (halves or pairs, full or half tables) do not differ in shape:
+        # try each reading and keep the first whose projections reproduce q, k and v.
         for layout, order, rope in _rotations(seen.call, own):
             if probed is not None:
                 found = _solve(probed, X.shape[-1], layout, order, rope)
@@ -74,7 +83,7 @@ def closed_form(
 def _stated(core: Any, own: AttentionCall, X: Tensor) -> tuple[SelfAttention, None] | None:
     try:
         f = core.closed_heads(X.shape[-2]).to(X.device, X.dtype)
-    except UserError:  # it has none after all
+    except UserError:  # it has none after all, for this length or these settings
         return None
     return (f, None) if same(f.heads_apart()(X), own.output()) else None
 
@@ -82,6 +91,7 @@ def _stated(core: Any, own: AttentionCall, X: Tensor) -> tuple[SelfAttention, No
 def projection_matrix(host: Host, projection: nn.Module, width: int) -> tuple[Tensor, Tensor]:
     """O [d', width] and b of an output projection z -> O z + b."""
     device = next(projection.parameters()).device
+    # z = 0 gives b, and the unit vectors give the columns of O, whatever class the module is.
     tokens = torch.cat([torch.zeros(1, width), torch.eye(width)])[None].to(device, host.dtype)
     with torch.no_grad():
         y = run_to(host, projection, Call((tokens,), {}, tokens))[0]
@@ -112,7 +122,8 @@ def select_heads(f: SelfAttention, heads: tuple[int, ...]) -> SelfAttention:
 
 
 def _probe(X: Tensor) -> Tensor:
-    """Zero and the d unit vectors as tokens, [rows, n, d], filled up with zeros."""
+    """Zero and the d unit vectors as tokens, [rows, n, d], padded with zeros."""
+    # Rows of n tokens, as in the recorded call: its rotary tables and mask fit no other length.
     n, d = X.shape[-2:]
     rows = -(-(d + 1) // n)
     tokens = X.new_zeros(rows * n, d)
@@ -121,7 +132,7 @@ def _probe(X: Tensor) -> Tensor:
 
 
 def _rotations(call: Call, own: AttentionCall) -> Iterator[tuple[str | None, Tensor, Rope | None]]:
-    """Layout, order and tables: no rotation, then what every pair of tables among the arguments could mean."""
+    """Layout, order and tables: no rotation first, then every reading of a pair of tables."""
     n, size = own.q.shape[-2:]
     plain = torch.arange(size, device=own.q.device)
     yield None, plain, None
@@ -150,14 +161,14 @@ def _is_table(t: Any, n: int) -> bool:
 
 
 def _halves(plain: Tensor, turned: int, pairs: bool) -> Tensor:
-    """The order that lays out a head, whose first `turned` entries rotate, as two halves that rotate together."""
+    """The order that puts a head, whose first `turned` entries rotate, into two rotating halves."""
     moving, still = plain[:turned], plain[turned:]
     first, second = (moving[::2], moving[1::2]) if pairs else moving.chunk(2)
     return torch.cat([first, still[::2], second, still[1::2]])
 
 
 def _spread(angles: Tensor, size: int) -> Rope:
-    """cos and sin [2, n, r / 2] as tables for whole heads; entries that do not rotate have angle 0."""
+    """cos and sin [2, n, r / 2] as tables for whole heads; the other entries get angle 0."""
     cos, sin = angles
     still = cos.new_zeros(cos.shape[0], size // 2 - cos.shape[1])
     return Rope(torch.cat([cos, still + 1] * 2, dim=-1), torch.cat([sin, still] * 2, dim=-1))
@@ -166,7 +177,7 @@ def _spread(angles: Tensor, size: int) -> Rope:
 def _solve(
     probed: AttentionCall, d: int, layout: str | None, order: Tensor, rope: Rope | None
 ) -> Projections:
-    """Weights and biases from what the module makes of the probe, the rotation undone."""
+    """Weights and biases from the module's response to the probe, with the rotation undone."""
 
     def unturned(x: Tensor) -> Tensor:
         if rope is None:
@@ -180,7 +191,10 @@ def _solve(
         weights.append((rows[1 : d + 1] - rows[0]).T.contiguous())
         biases.append(rows[0].contiguous())
     return Projections(
-        (weights[0], weights[1], weights[2]), (biases[0], biases[1], biases[2]), layout, order
+        weights=(weights[0], weights[1], weights[2]),
+        biases=(biases[0], biases[1], biases[2]),
+        layout=layout,
+        order=order,
     )
 
 
@@ -203,10 +217,10 @@ def _assemble(found: Projections, own: AttentionCall, rope: Rope | None) -> Self
 
 
 def _shared_by_heads(mask: Tensor | None) -> bool:
-    """Whether a mask [B, H | 1, n, n] is the same for all heads, as SelfAttention has it."""
+    """Whether a mask [B, H | 1, n, n] is the same for all heads, as SelfAttention requires."""
     return mask is None or mask.ndim == 2 or mask.shape[1] == 1
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal up to the rounding of the dtype."""
+    """Whether a and b are equal up to the rounding of their dtype."""
     return bool((a - b).norm() <= TOLERANCE[b.dtype] * b.norm())

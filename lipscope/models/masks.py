@@ -1,4 +1,4 @@
-"""Masks that are plain causal order or a window, recognised without being written down: they would hold n^2 numbers."""
+"""Causal and sliding-window masks, represented by their rule instead of by n^2 numbers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from transformers.masking_utils import sdpa_mask
 
+from lipscope._torch_internals import tree_map
 from lipscope.attention.pattern import Pattern
 
 ROWS = 1 << 26
-"""Entries of a mask looked at together."""
+"""Maximum number of mask entries that are materialised at a time."""
 
 
 class PlainMask(Tensor):
-    """A boolean mask [B, 1, n, n'] known by its rule; only who computes with it makes it an ordinary tensor."""
+    """A boolean mask [B, 1, n, n'] known by its rule.
+
+    It becomes an ordinary tensor only when a model computes with it.
+    """
 
     pattern: Pattern
 
@@ -35,6 +38,7 @@ class PlainMask(Tensor):
         return PlainMask(torch.Size((members, *self.shape[1:])), self.device, self.pattern)
 
     def written(self) -> Tensor:
+        """The mask as an ordinary tensor."""
         n, keys = self.shape[-2:]
         seen = self.pattern.visible(n, keys, self.device)
         return (
@@ -42,7 +46,7 @@ class PlainMask(Tensor):
         ).expand(self.shape)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch calls it so, and declares it otherwise
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares another signature
         cls,
         operation: Callable[..., Any],
         types: Any,
@@ -52,7 +56,7 @@ class PlainMask(Tensor):
         args, kwargs = tree_map(_written, (args, kwargs or {}))
         return operation(*args, **kwargs)
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes the contents too
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's also takes the contents
         return f"PlainMask({tuple(self.shape)}, {self.pattern})"
 
 
@@ -61,15 +65,17 @@ def _written(leaf: Any) -> Any:
 
 
 def make_mask(arguments: dict[str, Any]) -> Tensor | None:
-    """transformers' own mask for these arguments, True where a key may be seen: a PlainMask if it is one.
+    """transformers' own mask for these arguments, True where a query may attend.
 
-    Rows are compared with every rule it may be, a block at a time; None stands for everything visible.
+    The result is a PlainMask if the mask follows one of the rules it knows. Rows are compared with
+    every candidate rule, a block of rows at a time. None means that everything is visible.
     """
     n, keys, start = arguments["q_length"], arguments["kv_length"], arguments.get("q_offset", 0)
     window, candidates = arguments.get("local_size"), [Pattern(), Pattern(causal=True)]
     if window:
         candidates.append(Pattern(causal=True, window=window))
     height = max(1, ROWS // (keys * arguments["batch_size"]))
+    # With a cache (n != keys, or an offset on the device) the rules below would be shifted.
     if n != keys or isinstance(start, Tensor):
         return _rows(arguments, start, n)
     device = torch.device(arguments.get("device", "cpu"))
@@ -81,13 +87,14 @@ def make_mask(arguments: dict[str, Any]) -> Tensor | None:
         candidates = [
             c for c in candidates if _agree(part, c.tile(slice(first, last), slice(0, keys)))
         ]
-        if not candidates:
+        if not candidates:  # packed sequences, padding or an unknown rule: write the mask down
             return part if last - first == n else _rows(arguments, start, n)
     return PlainMask(torch.Size((arguments["batch_size"], 1, n, keys)), device, candidates[0])
 
 
 def _rows(arguments: dict[str, Any], start: Any, count: int) -> Tensor | None:
-    """Some rows of the mask that transformers would make."""
+    """Some rows of the mask that transformers would create."""
+    # transformers may skip a plain causal mask and rely on is_causal; lipscope needs the mask.
     return sdpa_mask(
         **{**arguments, "q_length": count, "q_offset": start, "allow_is_causal_skip": False}
     )

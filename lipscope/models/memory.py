@@ -1,4 +1,4 @@
-"""What was found out about a module, remembered for as long as its weights stay the same."""
+"""Findings about a module, remembered as long as its weights do not change."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import nn
 
 
 class Memory:
-    """Findings by module; those about weights that have changed since are forgotten."""
+    """Findings by module; a finding expires when the weights of its module change."""
 
     def __init__(self) -> None:
         self._findings: dict[nn.Module, tuple[tuple[tuple[int, int], ...], Any]] = {}
 
     def get(self, module: nn.Module) -> Any:
-        """The finding, or None."""
+        """The finding about a module, or None."""
         weights, finding = self._findings.get(module, ((), None))
         return finding if weights == _mark(module) else None
 
@@ -23,5 +23,5 @@ class Memory:
 
 
 def _mark(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Where every weight lies, and how often it was written to."""
+    """Address and version of every weight; an in-place update changes only the version."""
     return tuple((p.data_ptr(), p._version) for p in module.parameters())

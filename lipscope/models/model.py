@@ -1,4 +1,4 @@
-"""A model ready to be measured."""
+"""A loaded model: its layers, its tokenizer, and the maps inside it that can be measured."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from lipscope.models.sites import Site, Survey
 from lipscope.models.trace import record
 
 WITHOUT_ROUTE = ("block", "model")
-"""Scopes of a model that does not run on lipscope's attention."""
+"""The scopes available for a model that does not run on lipscope's attention."""
 
 COMPARED = 2048
-"""Tokens on which lipscope's attention and eager attention are compared, at most."""
+"""Maximum number of tokens on which lipscope's attention and eager attention are compared."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """What was loaded; `weights` and `tokenizer` are sha256 sums, the weights in the dtype they came in."""
+    """What was loaded.
+
+    weights:   sha256 of the weights, in the dtype they were stored in
+    tokenizer: sha256 of the tokenizer
+    """
 
     name: str
     revision: str | None
@@ -43,10 +47,30 @@ class Card:
 
 
 class Model:
-    """An unmodified transformers model and the maps inside it.
+    """An unmodified transformers model and the maps inside it, as returned by :func:`load`.
 
-    Between calls the module is exactly as its owner left it; during a measurement it runs on lipscope's
-    attention, in evaluation mode, in `dtype`. `lipscope.load` makes one.
+    During a measurement the module runs on lipscope's attention, in evaluation mode and in `dtype`;
+    between calls it is exactly as its owner left it.
+
+    Attributes:
+        trunk: The transformers module up to the last hidden state, without task heads.
+        tokenizer: The tokenizer, or None.
+        card: What was loaded: name, revision, hashes, dtype, device, versions.
+        dtype: The dtype measurements are made in.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=4)
+        >>> model = ls.load(LlamaModel(config), random_init=0)
+        >>> sites = model.sites(torch.arange(8), scopes=["attention"])
+        >>> [(site.layer, tuple(site.X.shape)) for site in sites]
+        [(0, (1, 8, 32)), (1, (1, 8, 32))]
+        >>> estimate = ls.local_lipschitz(sites[0].f, sites[0].X[0])
+        >>> estimate.lower <= estimate.value <= estimate.upper
+        True
     """
 
     def __init__(
@@ -54,39 +78,41 @@ class Model:
     ):
         self.trunk, self.tokenizer, self.card, self.dtype = trunk, tokenizer, card, dtype
         self._owned = owned
+        # Preflights by input shape: a model may route attention differently at another length.
         self._checks: dict[tuple[int, ...], Preflight] = {}
         self._layers: list[Layer] | None = None
         self._memory = Memory()
 
     @property
     def owned(self) -> bool:
-        """Whether the module is lipscope's own; a live one is borrowed, and no name loads it again."""
+        """Whether lipscope loaded the module itself; a live one is borrowed and has no name."""
         return self._owned
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return next(self.trunk.parameters()).device
 
     @property
     def preflight(self) -> Preflight:
-        """The comparison with eager attention that came out worst so far."""
+        """The comparison with eager attention that has differed most so far."""
         if not self._checks:
             self._prepare(self._sample_input())
         return max(self._checks.values(), key=lambda check: (not check.routed, check.difference))
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self._known_layers())
 
     @property
     def heads(self) -> int:
-        """How many heads the widest layer has; 0 where attention cannot be measured head by head."""
+        """The number of heads of the widest layer; 0 if heads cannot be measured one by one."""
         return max(layer.heads for layer in self._known_layers())
 
     @property
     def max_positions(self) -> int | None:
-        """The longest input the model has positions for; None where nothing limits it."""
+        """The longest input the model has positions for; None if there is no limit."""
         limit = getattr(self.trunk.config, "max_position_embeddings", None)
         for module in self.trunk.modules():
             # RoBERTa counts its positions from padding_idx + 1.
@@ -99,7 +125,7 @@ class Model:
         return limit
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Token ids of a text."""
+        """The token ids of a text."""
         return self._need_tokenizer()(text, add_special_tokens=special_tokens, verbose=False)[
             "input_ids"
         ]
@@ -119,9 +145,19 @@ class Model:
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
     ) -> list[Site]:
-        """Every map asked for, at token ids [B, n] or [n], embeddings [B, n, d] or pixel values [B, c, h, w].
+        """The maps to measure, with their inputs, from one forward pass.
 
-        One forward pass serves them all. Scope heads gives one site a layer, a batch over samples and heads.
+        Args:
+            input_ids: Token ids [B, n] or [n].
+            inputs_embeds: Embeddings [B, n, d], in place of token ids.
+            pixel_values: Images [B, c, h, w], for vision models.
+            scopes: The maps to take at each layer; see docs/scopes.md.
+            layers: Layer numbers, from 0. Default: all layers.
+            heads: Head numbers, for the scope heads. Default: all heads.
+
+        Returns:
+            One :class:`Site` per layer and scope. A site of the scope heads is a batch over samples
+            and heads.
         """
         survey = self.survey(input_ids, inputs_embeds=inputs_embeds, pixel_values=pixel_values)
         self.check_scopes(scopes)
@@ -139,7 +175,7 @@ class Model:
         inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
     ) -> Survey:
-        """One forward pass, from which sites can be taken one by one."""
+        """Run one forward pass, from which sites can be taken one by one."""
         inputs = self._inputs(input_ids, inputs_embeds, pixel_values)
         single = inputs.of_first()
         self._prepare(single)
@@ -148,17 +184,18 @@ class Model:
         return Survey(host, layers, record(host, layers, inputs, single), self._memory)
 
     def check_scopes(self, scopes: Sequence[str]) -> None:
-        """Refuse by name what does not exist, or not for this model."""
+        """Raise UserError for a scope that does not exist, or not for this model."""
         for scope in scopes:
             if scope not in SCOPES:
                 raise UserError(f"there is no scope {scope!r}; the scopes are {', '.join(SCOPES)}")
             if not self.preflight.routed and scope not in WITHOUT_ROUTE:
                 raise UserError(
-                    f"{self.preflight.reason}, so it has no scope {scope}; use scope block or model"
+                    f"{self.preflight.reason}, so scope {scope} is not available; "
+                    "use scope block or model"
                 )
 
     def check_heads(self, heads: Sequence[int] | None, layers: Sequence[int]) -> None:
-        """Refuse head numbers that some layer does not have."""
+        """Raise UserError for a head number that one of the layers does not have."""
         for i in layers:
             count = self._known_layers()[i].heads
             for head in heads or ():
@@ -171,7 +208,8 @@ class Model:
         for i in layers or ():
             if not 0 <= i < self.layers:
                 raise UserError(
-                    f"layer {i} does not exist: {self.card.architecture} has layers 0 to {self.layers - 1}"
+                    f"layer {i} does not exist: {self.card.architecture} has layers "
+                    f"0 to {self.layers - 1}"
                 )
         return range(self.layers) if layers is None else layers
 
@@ -186,7 +224,8 @@ class Model:
         given = {name: value for name, value in given.items() if value is not None}
         if len(given) != 1:
             raise UserError(
-                f"give one of input_ids, inputs_embeds and pixel_values, got {', '.join(given) or 'none'}"
+                f"give one of input_ids, inputs_embeds and pixel_values, "
+                f"got {', '.join(given) or 'none'}"
             )
         ((name, value),) = given.items()
         if name == "input_ids":
@@ -202,12 +241,14 @@ class Model:
             tensor = tensor[None] if tensor.ndim == ranks[name] - 1 else tensor
             if tensor.ndim != ranks[name]:
                 raise UserError(
-                    f"{name} must have {ranks[name]} dimensions, samples first, got {tuple(value.shape)}"
+                    f"{name} must have {ranks[name]} dimensions, samples first, "
+                    f"got {tuple(value.shape)}"
                 )
         limit = self.max_positions if name != "pixel_values" else None
         if limit is not None and tensor.shape[1] > limit:
             raise UserError(
-                f"{tensor.shape[1]} tokens are more than the {limit} positions of {self.card.name}"
+                f"{tensor.shape[1]} tokens are more than the {limit} positions of "
+                f"{self.card.name}; give a shorter input"
             )
         return Call((), {name: tensor}, tensor)
 
@@ -215,10 +256,8 @@ class Model:
         return Host(self.trunk, self.dtype, self._owned, NAME if self.preflight.routed else "eager")
 
     def _prepare(self, single: Call) -> None:
-        """The preflight for inputs of this shape, and at the first of them a look at the anatomy.
-
-        Eager attention needs n^2 memory: of a long text its first tokens are compared.
-        """
+        """Run the preflight for inputs of this shape; the first time, also find the layers."""
+        # Eager attention needs n^2 memory, so only the first tokens of a long text are compared.
         if "pixel_values" not in single.kwargs and single.hidden.shape[1] > COMPARED:
             single = single.at(single.hidden[:, :COMPARED])
         shape = tuple(single.hidden.shape)
@@ -233,7 +272,8 @@ class Model:
                 )
                 if not self._layers:
                     raise UserError(
-                        f"{check.reason}, and lipscope cannot tell its blocks apart: it cannot be measured"
+                        f"{check.reason}, and lipscope cannot find its blocks: "
+                        "the model cannot be measured"
                     )
             elif check.routed != self.preflight.routed:
                 raise UserError(f"at {check.n} tokens: {check.reason}")
@@ -249,7 +289,7 @@ class Model:
         return self._layers
 
     def _sample_input(self) -> Call:
-        """A short random input, to look at the anatomy with."""
+        """A short random input, for finding the layers before there is a real one."""
         config, generator = self.trunk.config, torch.Generator().manual_seed(0)
         kind = self.trunk.main_input_name
         if kind == "pixel_values":
@@ -261,7 +301,8 @@ class Model:
             return self._inputs(None, None, pixels)
         if kind != "input_ids":
             raise UserError(
-                f"{self.card.architecture} reads {kind}; lipscope measures models of tokens or pixels"
+                f"{self.card.architecture} reads {kind}; "
+                "lipscope measures models that read tokens or pixels"
             )
         n = min(8, self.max_positions or 8)
         vocabulary = getattr(config, "vocab_size", 256)
@@ -270,6 +311,7 @@ class Model:
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise UserError(
-                f"{self.card.name} came without a tokenizer; pass one to load, or token ids instead of text"
+                f"{self.card.name} has no tokenizer; "
+                "pass one to load, or give token ids instead of text"
             )
         return self.tokenizer

@@ -1,4 +1,4 @@
-"""lipscope's attention in place of a model's own, through transformers' interface, and out again."""
+"""Run a model on lipscope's attention through transformers' interface, then restore it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lipscope.models.masks import PlainMask, make_mask
 NAME = "lipscope"
 
 FORGOTTEN = 32
-"""Added to -32 / eps, a score up to 16 leaves no trace: eager attention has forgotten it."""
+"""A score up to 16 added to -32 / eps is lost in rounding: eager attention has forgotten it."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What a module hands to attention: q [B, H, n, k], k [B, G, n', k], v [B, G, n', m], and rules."""
+    """Arguments of an attention call: q [B, H, n, k], k [B, G, n', k], v [B, G, n', m], rules."""
 
     module: nn.Module
     q: Tensor
@@ -54,11 +54,12 @@ class AttentionCall:
         )
 
     def alone(self, heads: Tensor) -> AttentionCall:
-        """Head heads[r] of member r alone; members stand where heads stood, each with its mask and sink."""
+        """Head heads[r] of member r only, with its mask and sink; members replace the head axis."""
         member = torch.arange(len(heads), device=self.q.device)
         group = heads // (self.q.shape[1] // self.k.shape[1])
         mask = self.mask
         if mask is not None and mask.ndim == 4:
+            # Indexing copies: drop broadcast dimensions first, or an n x n mask is written out.
             mask = distinct(mask, dims=(-2, -1))
             mask = mask.expand(len(heads), self.q.shape[1], -1, -1)[member, heads]
         return replace(
@@ -73,8 +74,8 @@ class AttentionCall:
     def largest_score(self) -> Tensor:
         """A bound on the largest |logit| of each head as rounding sees it; float64 [B, H].
 
-        Scores by Cauchy and Schwarz, before any softcap, and what matters of an additive mask and
-        of the sinks.
+        The scores by Cauchy-Schwarz, before any softcap, plus the part of an additive mask and of
+        the sinks that matters.
         """
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         q, k = (x.norm(dim=-1).amax(dim=-1).double() for x in (self.q, self.k))
@@ -91,7 +92,7 @@ _listener: ContextVar[Listener | None] = ContextVar("lipscope_listener", default
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Every attention call goes to `listener`, which gives the heads' output [B, H, n, m] in return."""
+    """Pass every attention call to `listener`, which returns the heads' output [B, H, n, m]."""
     token = _listener.set(listener)
     try:
         yield
@@ -112,14 +113,15 @@ def lipscope_attention(
     position_bias: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function, by transformers' own signature.
+    """The registered attention function, with transformers' own signature.
 
-    Without a mask everything is visible, as in eager attention; `lipscope_mask` spells causal order out.
-    What lands in `unused` must not matter to eager attention either; the preflight would show it.
+    Without a mask everything is visible, as in eager attention; `lipscope_mask` always spells out
+    causal order. If an argument in `unused` matters to eager attention, the preflight finds out.
     """
     if dropout:
         raise UserError(
-            f"{type(module).__name__} attends with dropout {dropout}; a measured map must not be random"
+            f"{type(module).__name__} attends with dropout {dropout}, and a random map cannot be "
+            "measured; set its dropout to 0"
         )
     rule = attention_mask.pattern if isinstance(attention_mask, PlainMask) else Pattern()
     mask = None if isinstance(attention_mask, PlainMask) else attention_mask
@@ -143,7 +145,7 @@ def lipscope_attention(
 
 
 def lipscope_mask(**arguments: Any) -> Tensor | None:
-    """The registered mask function: a boolean mask [B, 1, n, n'], True where a key may be seen."""
+    """The registered mask function: a boolean mask [B, 1, n, n'], True where a query may attend."""
     return make_mask(arguments)
 
 
@@ -153,7 +155,9 @@ AttentionMaskInterface.register(NAME, lipscope_mask)
 
 @contextmanager
 def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
-    """The model on `implementation`, in evaluation mode, without a cache; afterwards exactly as before."""
+    """Run the model on `implementation`, in evaluation mode without a cache; then restore it."""
+    # Written into the config's __dict__: its setters validate, warn and propagate to sub-configs,
+    # and module.eval() would run code of the model's own.
     wanted = {
         "_attn_implementation_internal": implementation,
         "_experts_implementation_internal": "eager",
@@ -180,7 +184,7 @@ def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
 
 
 def configs(model: nn.Module) -> list[PretrainedConfig]:
-    """Every configuration that some part of the model reads, each once."""
+    """Every configuration that some part of the model reads, without duplicates."""
     queue = [
         c
         for c in (getattr(module, "config", None) for module in model.modules())
@@ -200,12 +204,12 @@ def _with_bias(
     bias: Tensor | None,
     sinks: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Mask and position bias as one: boolean if there is only visibility, else additive with -inf.
+    """Combine mask and position bias: boolean if there is only visibility, else additive with -inf.
 
-    Additive masks spell "invisible" as the most negative number of their dtype, or one like it. In
-    a row where every key has such a number, a padded query's, eager attention adds it to the scores,
-    forgets them in rounding, and weighs by the mask alone. These rows are given beside the mask,
-    [..., n | 1, 1], if there are any: their scores are 0. Where there are sinks, these take all the
+    Additive masks spell "invisible" as the most negative number of their dtype, or close to it. In
+    a row where every key has such a number (a padded query), eager attention adds it to the scores,
+    loses them in rounding, and weighs keys by the mask alone. These rows, if any, are returned next
+    to the mask as [..., n | 1, 1]: their scores are 0. If there are sinks, the sinks take all the
     weight, as in a row that sees nothing.
     """
     added = mask if mask is not None and mask.dtype != torch.bool else None
@@ -215,7 +219,8 @@ def _with_bias(
     if bias is None or added is None:
         whole = parts = bias if added is None else added
     else:
-        # The bias must not be rounded to the digits of a number that stands at all keys of a row.
+        # Adding a huge constant at all keys of a row would round the bias away, although softmax
+        # ignores the constant: take it off first.
         whole = bias + added
         parts = whole if sinks else bias + without_level(added, None)[0]
     assert whole is not None and parts is not None
@@ -231,7 +236,10 @@ def _with_bias(
 
 
 def _check_constant(call: AttentionCall) -> None:
-    """Weights are frozen while measuring, so a mask or sink that asks for a gradient depends on the input."""
+    """Raise UserError if mask or sinks depend on the input.
+
+    Weights are frozen during a measurement, so whatever requires a gradient depends on the input.
+    """
     for part in (call.mask, call.sinks):
         if torch.is_grad_enabled() and part is not None and part.requires_grad:
             raise UserError(

@@ -1,4 +1,4 @@
-"""True float64: models written with hard float32 casts, run in float64 from end to end."""
+"""True float64: run models with hard-coded float32 casts in float64 from end to end."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PRODUCTS = (
 
 
 class Float64(TorchFunctionMode):
-    """While it is active, a float64 tensor stays float64.
+    """While this mode is active, float64 tensors stay float64.
 
-    RMSNorm, softmax and rotary tables cast to float32 by name, so `model.double()` alone leaves seven digits.
-    Integers still become float32 where the model says so (T5 sorts its distances into buckets in that dtype);
-    products of mixed dtypes are promoted.
+    RMSNorm, softmax and rotary tables explicitly cast to float32, so `model.double()` alone leaves
+    seven digits. Integers still become float32 where the model says so (T5 sorts its distances into
+    buckets in that dtype); products of mixed dtypes are promoted.
     """
 
     def __torch_function__(
@@ -55,12 +55,12 @@ class Float64(TorchFunctionMode):
 
 
 def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The mode for float64 measurements; nothing for any other dtype."""
+    """The Float64 mode if `dtype` is float64, else a context that does nothing."""
     return Float64() if dtype == torch.float64 else nullcontext()
 
 
 def _promoted(args: Sequence[Any]) -> Sequence[Any]:
-    """float64 throughout, if there is any."""
+    """The arguments, all in float64 if any of them is."""
     if not any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args):
         return args
     return [a.double() if isinstance(a, Tensor) and a.dtype in REDUCED else a for a in args]

@@ -1,4 +1,4 @@
-"""Before anything is measured: does the model run on lipscope's attention, and say the same as with eager?"""
+"""Preflight check: does the model run on lipscope's attention and agree with eager attention?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, tor
 
 @dataclass(frozen=True)
 class Preflight:
-    """One forward pass with lipscope's attention against one with eager attention, on an input of n tokens.
+    """A forward pass with lipscope's attention compared with an eager one, on n tokens.
 
     calls:      how often the model called lipscope's attention
-    routed:     whether it can be measured so; if not, `reason` says why, and its blocks are measured on eager
-    difference: ||y - y_eager|| / ||y_eager|| of the last hidden state, with the attention that is measured
+    routed:     whether the model can be measured on lipscope's attention; if not, `reason` says
+                why, and its blocks are measured on eager attention
+    difference: ||y - y_eager|| / ||y_eager|| of the last hidden state, where y is computed with the
+                attention that is measured
     """
 
     n: int
@@ -36,14 +38,15 @@ def preflight(host: Host, inputs: Call) -> Preflight:
     try:
         with torch.no_grad():
             eager = _last_hidden_state(replace(host, implementation="eager"), inputs)
-    except Exception as error:  # each model objects to an input in its own way
+    except Exception as error:  # each model raises its own kind of error
         raise UserError(
             f"{name} does not run on {', '.join(inputs.kwargs)} ({on_one_line(error)})"
         ) from error
     n = eager.shape[1]
     if not eager.isfinite().all():
         raise UserError(
-            f"{name} gives values that are not finite: some of its weights are missing or too large"
+            f"{name} gives non-finite values: some of its weights are missing or too large; "
+            "check its weight files"
         )
     calls = 0
 
@@ -53,20 +56,20 @@ def preflight(host: Host, inputs: Call) -> Preflight:
         return call.output()
 
     try:
+        # With gradients on, as in a measurement: a mask that depends on the input then shows here.
         with listening(count), leaves(_members_of_lists(host.trunk)):
             ours = _last_hidden_state(host, inputs)
     except Exception as error:
         reason = f"{name} does not run on lipscope's attention ({on_one_line(error)})"
-        return Preflight(n, calls, 0.0, False, reason)
+        return Preflight(n=n, calls=calls, difference=0.0, routed=False, reason=reason)
     if calls == 0:
-        return Preflight(
-            n, 0, 0.0, False, f"{name} has attention code of its own, out of lipscope's reach"
-        )
+        reason = f"{name} uses its own attention code, which lipscope cannot replace"
+        return Preflight(n=n, calls=0, difference=0.0, routed=False, reason=reason)
     difference = float((ours - eager).double().norm() / eager.double().norm())
     if not difference <= TOLERANCE[host.dtype]:
         reason = f"{name} on lipscope's attention differs from eager attention by {difference:.1e}"
-        return Preflight(n, calls, 0.0, False, reason)
-    return Preflight(n, calls, difference, True)
+        return Preflight(n=n, calls=calls, difference=0.0, routed=False, reason=reason)
+    return Preflight(n=n, calls=calls, difference=difference, routed=True)
 
 
 def _last_hidden_state(host: Host, inputs: Call) -> Tensor:

@@ -1,4 +1,4 @@
-"""Running one module of a model on a tensor of our choice, and reading a value from inside it."""
+"""Run one module of a model on given tokens, and read a value from inside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lipscope.models.precision import computing_in
 
 @dataclass(frozen=True)
 class Host:
-    """The model whose modules are run; one that is not ours lends its weights, cast and detached."""
+    """The model whose modules are run; a borrowed one lends its weights, cast and detached."""
 
     trunk: PreTrainedModel
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Host:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Attention, mode and arithmetic as a measurement wants them."""
+        """Set attention, mode and arithmetic for a measurement."""
         with plugged(self.trunk, self.implementation), computing_in(self.dtype):
             yield
 
@@ -37,6 +37,7 @@ class Host:
         """The module's own output for this call."""
         if self.owned:
             return module(*call.args, **call.kwargs)
+        # A borrowed model keeps its own tensors: cast copies are substituted for this call only.
         tensors = [*module.named_parameters(), *module.named_buffers()]
         lent = {name: self._lend(t) for name, t in tensors}
         return functional_call(module, lent, call.args, call.kwargs)
@@ -48,7 +49,7 @@ class Host:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments a module was called with; `hidden` is the tensor among them that carries the tokens."""
+    """The arguments of a module call; `hidden` is the tensor among them that carries the tokens."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -56,12 +57,12 @@ class Call:
 
     @staticmethod
     def seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """From what a hook sees; caches are dropped, so that the call can be repeated."""
+        """The call as a hook sees it; caches are dropped so that the call can be repeated."""
         args, kwargs = _map(args, _no_cache), _map(kwargs, _no_cache)
         return Call(args, kwargs, first_tensor((args, kwargs.get("hidden_states"), kwargs)))
 
     def at(self, x: Tensor) -> Call:
-        """The same call with other tokens, wherever the old ones stood."""
+        """The same call with other tokens wherever the old ones occurred."""
         swap = partial(_swap, self.hidden, x)
         return Call(_map(self.args, swap), _map(self.kwargs, swap), x)
 
@@ -70,7 +71,12 @@ class Call:
         return self.at(self.hidden[:1])
 
     def of_members(self, members: Tensor, single: Call) -> Call:
-        """The call for some members of its batch; `single`, for a batch of one, shows what carries it."""
+        """The call for some members of its batch.
+
+        `single` is the same call for a batch of one: the arguments whose shape differs from it are
+        the ones that carry the batch. Their first dimension alone would not tell, since some models
+        flatten the batch into it.
+        """
         batch = self.hidden.shape[0] // single.hidden.shape[0]
 
         def pick(leaf: Any, alone: Any) -> Any:
@@ -98,8 +104,8 @@ class Tap:
     side: str
 
 
-class _Found(Exception):  # noqa: N818 (it ends a forward pass, it is no error)
-    """The value asked for has been seen; the rest of the forward pass is not needed."""
+class _Found(Exception):  # noqa: N818 (it ends a forward pass early and is not an error)
+    """Carries the requested value out of a forward pass whose rest is not needed."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -112,9 +118,9 @@ def run_to(
     tap: Tap | None = None,
     entry: tuple[nn.Module, Tensor] | None = None,
 ) -> Tensor:
-    """What `module`, called like this, shows at `tap` (its own output where there is none).
+    """The value at `tap` (by default the output) of `module`, called like this.
 
-    With `entry` = (module, x), x takes the place of the tokens at the first call of that module.
+    With `entry` = (module, x), x replaces the tokens at the first call of that module.
     """
     with host.ready(), _reading(tap), _entering(entry):
         try:
@@ -156,7 +162,7 @@ def _entering(entry: tuple[nn.Module, Tensor] | None) -> Iterator[None]:
     if entry is None:
         yield
         return
-    pending = [entry[1]]
+    pending = [entry[1]]  # only the first call: a shared block (ALBERT) runs once per layer
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -174,7 +180,7 @@ def _entering(entry: tuple[nn.Module, Tensor] | None) -> Iterator[None]:
 
 @contextmanager
 def leaves(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Tokens that enter any of these modules ask for a gradient, so that whatever depends on them does too."""
+    """Make the tokens entering these modules require a gradient, and so all computed from them."""
     handles = [module.register_forward_pre_hook(_make_leaf, with_kwargs=True) for module in modules]
     try:
         with torch.enable_grad():
@@ -195,12 +201,12 @@ def _make_leaf(
 
 
 def has_tokens(tree: Any) -> bool:
-    """Whether there is a floating-point tensor among these."""
+    """Whether nested arguments contain a floating-point tensor."""
     return any(tensor.is_floating_point() for tensor in tensors_of(tree))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Every tensor in nested arguments."""
+    """All tensors in nested arguments."""
     if isinstance(tree, Tensor):
         return [tree]
     parts = (
@@ -210,12 +216,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def first_tensor(tree: Any) -> Tensor:
-    """The tokens among a module's arguments or outputs: the first floating-point tensor there is."""
+    """The tokens among a module's arguments or outputs: the first floating-point tensor."""
     return next(tensor for tensor in tensors_of(tree) if tensor.is_floating_point())
 
 
 def attention_call(host: Host, module: nn.Module, call: Call) -> AttentionCall:
-    """What `module`, called like this, hands to the attention function."""
+    """The arguments that `module`, called like this, passes to the attention function."""
     with host.ready(), listening(_stop_at_attention):
         try:
             host.run(module, call)
@@ -229,7 +235,7 @@ def _swap(old: Tensor, new: Tensor, leaf: Any) -> Any:
 
 
 def on_one_line(error: Exception) -> str:
-    """What somebody else's error says, short enough to quote."""
+    """The message of a third-party error, short enough to quote."""
     return " ".join(str(error).split())[:200]
 
 

@@ -1,7 +1,8 @@
-"""The maps that can be measured in a model, each with its formula; needs no torch.
+"""The maps that can be measured in a model, each with its formula; does not import torch.
 
-X holds one token per row; P_h(X) is the attention matrix of head h, with its mask, rotary positions, soft cap
-and sinks. Whatever else the model does on the way (gates, more norms) is part of the map.
+X has one token per row; P_h(X) is the attention matrix of head h, including its mask, rotary
+positions, soft cap and sinks. Whatever else the model computes on the way (gates, further norms) is
+part of the map.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scope:
-    """A map of tokens inside a model: its formula, and in words."""
+    """A map of tokens inside a model: its formula and a description."""
 
     formula: str
     description: str
@@ -32,7 +33,8 @@ SCOPES = {
     ),
     "residual": Scope(
         "f(X) = X + Attention(Norm(X)) or Norm(X + Attention(X))",
-        "the attention sub-layer as the model runs it, residual and normalisation in, at the block's input",
+        "the attention sub-layer as the model runs it, residual and normalisation in, "
+        "at the block's input",
     ),
     "block": Scope(
         "f(X) = Block(X)",

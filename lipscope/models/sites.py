@@ -24,13 +24,15 @@ NOT_PLAIN = "not plain self-attention"
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One map and where it is measured. `lipscope.jacobian(f, X)` is a batch of len(members) Jacobians.
+    """One map and its inputs. `lipscope.jacobian(f, X)` is a batch of len(members) Jacobians.
 
     layer:   counted from 0; None for the whole model
     members: (sample, head) for each Jacobian of the batch; head is None for all heads together
-    f, X:    the map and the samples [B, n, d]; f is a SelfAttention, in closed form, where the module is one
-             (its heads apart for scope heads), otherwise the module itself, under autograd
-    offset:  a constant that the model adds to f(X) where f leaves it out: the bias of an output projection
+    f, X:    the map and the samples [B, n, d]; f is a SelfAttention in closed form if the module is
+             plain self-attention (with its heads apart for scope heads), otherwise the module
+             itself, differentiated by autograd
+    offset:  a constant that the model adds to f(X) and f leaves out: the bias of an output
+             projection
     """
 
     scope: str
@@ -66,7 +68,7 @@ class Survey:
     def site(
         self, scope: str, layer: int | None = None, heads: Sequence[int] | None = None
     ) -> Site:
-        """The map `scope` at a layer; `heads` narrows the scope heads down to some of them."""
+        """The map `scope` at a layer; `heads` restricts the scope heads to some of them."""
         if scope == "model":
             return self._model()
         assert layer is not None, f"scope {scope} needs a layer"
@@ -88,35 +90,31 @@ class Survey:
         chosen = tuple(range(self.layers[i].heads) if heads is None else heads)
         closed = self._closed(i)
         f = (
-            Heads(self.host, core, seen.call, seen.single, chosen)
+            Heads(host=self.host, module=core, call=seen.call, single=seen.single, heads=chosen)
             if closed is None
             else select_heads(closed, chosen).heads_apart()
         )
         members = tuple((sample, head) for sample in range(seen.batch) for head in chosen)
-        return Site("heads", i, members, f, seen.call.hidden)
+        return Site(scope="heads", layer=i, members=members, f=f, X=seen.call.hidden)
 
     def _attention(self, i: int) -> Site:
         (core, seen), projection = self._core(i), self.layers[i].projection
         if projection is None:
             raise UserError(
-                f"no output projection is recognised in layer {i}, so it has no scope attention; use heads"
+                f"layer {i} has no output projection that lipscope recognises, "
+                "so scope attention is not available; use heads"
             )
         inside = projection in set(core.modules())
         tap, then = (Tap(projection, "output"), None) if inside else (None, projection)
-        site = Site(
-            "attention",
-            i,
-            _whole(seen),
-            Rerun(self.host, core, seen.call, seen.single, tap, then=then),
-            seen.call.hidden,
-        )
+        f = Rerun(self.host, core, call=seen.call, single=seen.single, tap=tap, then=then)
+        site = Site(scope="attention", layer=i, members=_whole(seen), f=f, X=seen.call.hidden)
         closed, known = self._closed(i), self.memory.get(projection)
         if closed is None or known == NOT_PLAIN:
             return site
         width = closed.V.shape[0] // closed.groups * closed.heads
         O, b = known or projection_matrix(self.host, projection, width)
         fast = replace(site, f=replace(closed, O=O), offset=b)
-        # A gate between heads and projection would show in the value.
+        # q, k and v agree, but a gate between heads and projection would still change the value.
         plain = known is not None or same(fast.value(), site.value())
         self.memory.keep(projection, (O, b) if plain else NOT_PLAIN)
         return fast if plain else site
@@ -128,6 +126,7 @@ class Survey:
             known = self.memory.get(core)
             found = None
             if known != NOT_PLAIN:
+                # Remembered projections save the probe; if they no longer fit, probe again.
                 found = closed_form(self.host, core, seen, known) if known else None
                 found = found or closed_form(self.host, core, seen)
                 self.memory.keep(core, found[1] if found else NOT_PLAIN)
@@ -138,8 +137,8 @@ class Survey:
         layer, (_, seen) = self.layers[i], self._block(i)
         if not layer.prenorm or layer.projection is None:
             raise UserError(
-                f"{type(layer.block).__name__} (layer {i}) does not normalise its input before attention, "
-                "so it has no scope normed; residual is its attention sub-layer as it runs"
+                f"{type(layer.block).__name__} (layer {i}) does not normalise its input before "
+                "attention, so scope normed is not available; use residual"
             )
         return self._rerun("normed", i, seen, Tap(layer.projection, "output"))
 
@@ -147,35 +146,32 @@ class Survey:
         layer, (_, seen) = self.layers[i], self._block(i)
         if layer.residual is None:
             raise UserError(
-                f"{type(layer.block).__name__} (layer {i}) does not run attention as a sub-layer of its own, "
-                "so it has no scope residual; use block"
+                f"{type(layer.block).__name__} (layer {i}) does not run attention as a separate "
+                "sub-layer, so scope residual is not available; use block"
             )
         return self._rerun("residual", i, seen, layer.residual)
 
     def _rerun(self, scope: str, i: int, seen: Seen, tap: Tap | None = None) -> Site:
         block = self.layers[i].block
         assert block is not None
-        return Site(
-            scope,
-            i,
-            _whole(seen),
-            Rerun(self.host, block, seen.call, seen.single, tap),
-            seen.call.hidden,
-        )
+        f = Rerun(self.host, block, call=seen.call, single=seen.single, tap=tap)
+        return Site(scope=scope, layer=i, members=_whole(seen), f=f, X=seen.call.hidden)
 
     def _model(self) -> Site:
         block, first = self._block(0)
         inputs = self.trace.inputs
-        f = Rerun(self.host, self.host.trunk, inputs.call, inputs.single, entry=block)
-        return Site("model", None, _whole(first), f, first.call.hidden)
+        # From the first block's tokens on: what precedes it looks up embeddings, which have no
+        # derivative with respect to token ids.
+        f = Rerun(self.host, self.host.trunk, call=inputs.call, single=inputs.single, entry=block)
+        return Site(scope="model", layer=None, members=_whole(first), f=f, X=first.call.hidden)
 
     def _core(self, i: int) -> tuple[nn.Module, Seen]:
         core, seen = self.layers[i].core, self.trace.cores[i]
         assert core is not None and seen is not None
         if not self.layers[i].alone:
             raise UserError(
-                f"{type(core).__name__} (layer {i}) is not one map of one sequence of tokens, so it has no scope "
-                "heads and no scope attention; use residual or block"
+                f"{type(core).__name__} (layer {i}) is not a map of a single sequence of tokens, "
+                "so scopes heads and attention are not available; use residual or block"
             )
         _check_tokens(core, i, seen)
         return core, seen
@@ -184,7 +180,8 @@ class Survey:
         block, seen = self.layers[i].block, self.trace.blocks[i]
         if block is None or seen is None:
             raise UserError(
-                f"layer {i} is in no list of blocks, so it has no scope normed, residual, block or model"
+                f"layer {i} is not part of a list of blocks, so scopes normed, residual, block "
+                "and model are not available"
             )
         _check_tokens(block, i, seen)
         return block, seen
@@ -194,11 +191,13 @@ def _check_tokens(module: nn.Module, i: int, seen: Seen) -> None:
     shape = tuple(seen.call.hidden.shape)
     if len(shape) != 3:
         raise UserError(
-            f"{type(module).__name__} (layer {i}) reads tokens of shape {shape}, not sequences [samples, tokens, size]"
+            f"{type(module).__name__} (layer {i}) reads tokens of shape {shape}, "
+            "not sequences [samples, tokens, size]"
         )
     if shape[1:] != tuple(seen.single.hidden.shape[1:]):
         raise UserError(
-            f"{type(module).__name__} (layer {i}) lays samples one after the other, as {shape}; give them one by one"
+            f"{type(module).__name__} (layer {i}) concatenates its samples into shape {shape}; "
+            "give one sample at a time"
         )
 
 

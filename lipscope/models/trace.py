@@ -1,4 +1,4 @@
-"""One forward pass of a model, with the calls of its blocks and attention modules kept."""
+"""Record one forward pass of a model: the calls of its blocks and attention modules."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from lipscope.models.running import Call, Host
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """A call for the whole batch, and for its first member alone: what differs in shape carries the batch."""
+    """A call for the whole batch and for its first member alone.
+
+    Arguments whose shapes differ between the two carry the batch.
+    """
 
     call: Call
     single: Call
 
     @property
     def batch(self) -> int:
+        """The number of samples."""
         return self.call.hidden.shape[0] // self.single.hidden.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The calls behind one input: of the model itself, and of each layer's attention module and block."""
+    """The calls behind one input: the model itself, and each layer's attention module and block."""
 
     inputs: Seen
     cores: list[Seen | None]
@@ -37,7 +41,7 @@ class Trace:
 
 
 def record(host: Host, layers: list[Layer], inputs: Call, single: Call) -> Trace:
-    """Run the model on `inputs`, and on `single`, its first member, if there are others."""
+    """Run the model on `inputs`, and on `single`, its first member, unless that is all there is."""
     whole = _record(host, layers, inputs)
     alone = (
         whole if inputs.hidden.shape[0] == single.hidden.shape[0] else _record(host, layers, single)
@@ -57,6 +61,7 @@ def _record(
     }
     with torch.no_grad(), host.ready(), _noting(calls):
         host.run(host.trunk, inputs)
+    # A module that serves several layers (ALBERT) has one call per layer, in the order of layers.
     taken: Counter[nn.Module] = Counter()
 
     def next_call(module: nn.Module | None) -> Call | None:

@@ -1,1 +1,1 @@
-"""The constants of layers while a model trains."""
+"""The local Lipschitz constants of layers, monitored while a model trains."""

@@ -1,4 +1,4 @@
-"""A SmoothnessMonitor for transformers' Trainer and for Lightning: it measures after their steps, into their logs."""
+"""Callbacks that run a SmoothnessMonitor in transformers' Trainer and in Lightning."""
 
 from __future__ import annotations
 
@@ -14,22 +14,39 @@ if TYPE_CHECKING:
 
 
 def trainer_callback(monitor: SmoothnessMonitor, trainer: Trainer) -> TrainerCallback:
-    """For transformers: trainer.add_callback(trainer_callback(monitor, trainer)).
+    """Return a callback that measures after the steps of a transformers Trainer.
 
-    Readings go to the trainer's log (its history, and whatever it reports to) as "sigma/<layer>", at its own step
-    numbers; `stop=True` ends the training at an alarm. In distributed training the first process measures.
+    Readings are added to the trainer's log (its history and every integration it reports to) as
+    ``"sigma/<layer>"``, with the trainer's own step numbers. If the monitor was created with
+    ``stop=True``, an alarm ends the training. In distributed training only the first process
+    measures.
+
+    Args:
+        monitor: The monitor to run.
+        trainer: The trainer the callback will be added to.
+
+    Returns:
+        A ``transformers.TrainerCallback``.
+
+    Example::
+
+        trainer = Trainer(model, args, train_dataset=dataset)
+        monitor = ls.SmoothnessMonitor(ls.watch(model), every=50, max_sigma=100.0)
+        trainer.add_callback(ls.trainer_callback(monitor, trainer))
+        trainer.train()
     """
     from transformers import TrainerCallback
 
     from lipscope.monitor.models import ModelWatch
 
-    monitor.close()  # until a step begins
+    monitor.close()  # no hooks until a step begins
 
     class Measuring(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
             if state.is_world_process_zero:
                 if isinstance(monitor.watch, ModuleWatch | ModelWatch):
-                    monitor.watch.called = trainer.model_wrapped  # which may be compiled by now
+                    # The trainer compiles and wraps the model after the monitor was created.
+                    monitor.watch.called = trainer.model_wrapped
                 monitor.before(state.global_step + 1)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
@@ -37,7 +54,7 @@ def trainer_callback(monitor: SmoothnessMonitor, trainer: Trainer) -> TrainerCal
                 return
             readings = monitor.step(state.global_step)
             if readings:
-                # To log is to have logged: the trainer would leave out the line it had in mind for this step.
+                # trainer.log clears should_log: without this the step's own losses are not logged.
                 due = control.should_log
                 trainer.log(_finite(logged(readings)))
                 control.should_log = due
@@ -50,15 +67,29 @@ def trainer_callback(monitor: SmoothnessMonitor, trainer: Trainer) -> TrainerCal
 
 
 def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
-    """For Lightning: Trainer(callbacks=[lightning_callback(monitor)]).
+    """Return a callback that measures after the steps of a Lightning Trainer.
 
-    Readings go to every logger of the trainer as "sigma/<layer>", in the line of the same step's losses: loggers count
-    steps from 0 there, so what the monitor calls step 50 (trainer.global_step after it) is their 49. `stop=True` ends
-    the training at an alarm. In distributed training the first process measures.
+    Readings are sent to every logger of the trainer as ``"sigma/<layer>"``, under the same step as
+    that step's losses. Loggers count steps from 0, so what the monitor calls step 50
+    (``trainer.global_step`` after it) is their step 49. If the monitor was created with
+    ``stop=True``, an alarm ends the training. In distributed training only the first process
+    measures.
+
+    Args:
+        monitor: The monitor to run.
+
+    Returns:
+        A ``pytorch_lightning.Callback``.
+
+    Example::
+
+        monitor = ls.SmoothnessMonitor(module, layers=["blocks.*"], every=50)
+        trainer = Trainer(max_steps=1000, callbacks=[ls.lightning_callback(monitor)])
+        trainer.fit(module, loader)
     """
     from pytorch_lightning import Callback
 
-    monitor.close()  # until a step begins
+    monitor.close()  # no hooks until a step begins
 
     class Measuring(Callback):
         def __init__(self) -> None:
@@ -71,7 +102,7 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
             self._steps, self._resumed = state_dict["steps"], True
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            # A checkpoint of a training without this callback tells no more than the steps of all optimizers.
+            # A checkpoint written without this callback only has the steps of all optimizers.
             self._steps = self._steps if self._resumed else trainer.global_step
             self._seen, self._resumed = trainer.global_step, False
 
@@ -84,13 +115,15 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
-            # Several batches may make one step, and several optimizers count one batch more than once.
+            # Gradient accumulation makes one step of several batches, and several optimizers count
+            # one batch more than once: a step is over when global_step has changed.
             if not trainer.is_global_zero or trainer.global_step == self._seen:
                 return
             self._steps, self._seen = self._steps + 1, trainer.global_step
             readings = monitor.step(self._steps)
             for logger in trainer.loggers if readings else ():
-                # global_step counts this step already, and every optimizer of it; the losses go by this number.
+                # global_step already counts this step, once per optimizer; Lightning logs the
+                # losses under this number instead.
                 logger.log_metrics(
                     _finite(logged(readings)),
                     step=trainer.fit_loop.epoch_loop._batches_that_stepped,
@@ -104,5 +137,5 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:
-    """What trackers can draw; the CSV has the rest."""
+    """The values that trackers can plot; the CSV has all of them."""
     return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -1,6 +1,7 @@
-"""Layers inside torch.compile: what enters the compiled part is seen from outside, then run again without the compiler.
+"""Layers inside torch.compile: record the input of the compiled part, then rerun it uncompiled.
 
-Hooks inside would be traced into the graph and change it, or be overlooked where the graph is older than they are.
+Hooks inside would be traced into the graph and change it, or be ignored by a graph that was
+compiled before they were registered.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
+from lipscope._torch_internals import tree_map
 from lipscope._types import UserError
 from lipscope.monitor.seen_call import to_be_kept
 from lipscope.nn.evaluating import evaluating
@@ -21,7 +22,10 @@ from lipscope.nn.wrapped import is_compiled_copy, unwrapped
 
 
 class Entry:
-    """The outermost compiled part around some layers: a module that torch.compile made, or one compiled in place."""
+    """The outermost compiled part around some layers.
+
+    It is either a module returned by torch.compile or one that was compiled in place.
+    """
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
@@ -29,9 +33,11 @@ class Entry:
         self._remove: Callable[[], None] | None = None
 
     def arm(self) -> None:
+        """Start recording calls."""
         self._remove = hook(self.part, self._keep)
 
     def release(self) -> None:
+        """Stop recording and forget the recorded call."""
         if self._remove is not None:
             self._remove()
         self._remove = self._call = None
@@ -39,16 +45,17 @@ class Entry:
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not to_be_kept():
             return
-        # The whole batch: which argument has a row a sample is not known here. A copy, as it may be added to in place.
+        # The whole batch, since it is not known here which arguments have a row per sample; cloned,
+        # since the model may modify its inputs in place.
         try:
             self._call = tree_map(
                 lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
             )
-        except Exception as error:  # told when the layers inside are measured
+        except Exception as error:  # reported when the layers inside are measured
             self._call = UserError(str(error))
 
     def rerun(self) -> None:
-        """The last call again, in evaluation mode on copies of the buffers; nothing where there was none."""
+        """Repeat the last call, if any, in evaluation mode on copies of the buffers."""
         if self._call is None:
             return
         if isinstance(self._call, UserError):
@@ -64,7 +71,7 @@ class Entry:
 
 
 def entries(model: nn.Module) -> Iterator[Entry]:
-    """The compiled parts of a model that are in no other."""
+    """The compiled parts of a model that are not inside another one."""
     if is_compiled_copy(model) or model._compiled_call_impl is not None:
         yield Entry(model)
         return
@@ -75,7 +82,8 @@ def entries(model: nn.Module) -> Iterator[Entry]:
 def hook(
     part: nn.Module, tap: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 ) -> Callable[[], None]:
-    """Have `tap` see the calls of a compiled part, on this side of the compiler; returns what takes it off."""
+    """Show `tap` the calls of a compiled part, outside the compiler; returns an undo function."""
+    # A module compiled in place runs its hooks inside the graph, so the call itself is wrapped.
     inner = part._compiled_call_impl
     if inner is None:
         return part.register_forward_pre_hook(tap, with_kwargs=True).remove
@@ -89,5 +97,5 @@ def hook(
 
 
 def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
-    """Compiled parts of the module run as they are written."""
+    """Run the compiled parts of the module eagerly."""
     return torch.compiler.set_stance("force_eager") if any(entries(module)) else nullcontext()

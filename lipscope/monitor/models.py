@@ -27,15 +27,38 @@ INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 def watch(
     model: nn.Module, layers: Sequence[int] | None = None, scope: str = "attention"
 ) -> ModelWatch:
-    """Layers of a live transformers model for a SmoothnessMonitor: SmoothnessMonitor(watch(model), every=50).
+    """Select the layers of a live transformers model that a SmoothnessMonitor measures.
 
-    layers: by number, from 0; all by default
-    scope:  attention (all heads and the output projection), normed, residual or block, as in docs/scopes.md
+    Args:
+        model: A transformers model; it may be wrapped or compiled.
+        layers: Layer numbers, from 0. Default: all layers.
+        scope: The map to measure at each layer: ``"attention"`` (all heads and the output
+            projection), ``"normed"``, ``"residual"`` or ``"block"``; see docs/scopes.md.
+
+    Returns:
+        A watch to pass to :class:`SmoothnessMonitor` in place of the model.
+
+    Raises:
+        UserError: If the model is not a transformers model, or lacks the layers or the scope.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> _ = torch.manual_seed(0)
+        >>> model = LlamaModel(LlamaConfig(
+        ...     vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...     num_hidden_layers=2, num_attention_heads=4))
+        >>> monitor = ls.SmoothnessMonitor(ls.watch(model), every=1)
+        >>> _ = model(torch.arange(8)[None])
+        >>> [(reading.layer, reading.tokens) for reading in monitor.step()]
+        [('attention.0', 8), ('attention.1', 8)]
     """
     called, model = model, unwrapped(model) if isinstance(model, nn.Module) else model
     if not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"watch takes a transformers model, got {type(model).__name__}; give any other module to SmoothnessMonitor"
+            f"watch takes a transformers model, got {type(model).__name__}; "
+            "pass any other module to SmoothnessMonitor directly"
         )
     check_whole(model)
     if scope not in WATCHED:
@@ -50,23 +73,23 @@ def watch(
 
 
 def numbered(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """The layers asked for, of a model of `count` layers."""
+    """The requested layer numbers, checked against a model of `count` layers."""
     chosen = tuple(range(count) if layers is None else listed(layers))
     for i in chosen:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count:
             raise UserError(f"layer {i!r} does not exist: the model has layers 0 to {count - 1}")
         if chosen.count(i) > 1:
-            raise UserError(f"layer {i} is asked for {chosen.count(i)} times; once is enough")
+            raise UserError(f"layer {i} is listed {chosen.count(i)} times; list it once")
     return chosen
 
 
 class ModelWatch:
-    """A Watch of a transformers model: what it reads is kept, and run once more, one sample, when it is measured.
+    """A Watch of a transformers model: records its input and reruns one sample when measuring.
 
-    The second pass is in evaluation mode on lipscope's attention; padding is cut off, token types and positions of the
-    caller's own are left out.
+    The second pass is in evaluation mode on lipscope's attention. Padding is removed; token types
+    and positions passed by the caller are ignored.
 
-    called: the model as the training calls it, in its wrappers
+    called: the model as the training calls it, including its wrappers
     """
 
     def __init__(self, model: Model, called: nn.Module, layers: tuple[int, ...], scope: str):
@@ -88,7 +111,7 @@ class ModelWatch:
         self._remove = hook(around[0] if around else trunk, self._tap)
 
     def sight(self, name: str) -> Sight | None:
-        self._shut()  # the pass below is ours
+        self._shut()  # the pass below is the measurement's own and must not be recorded
         trunk = self.model.trunk
         if self._survey is None:
             inputs = self._tap.inputs
@@ -100,7 +123,7 @@ class ModelWatch:
             self._kept.enter_context(attributes_kept(trunk))
             with uncompiled(trunk):
                 self._survey = self.model.survey(**one_sample(inputs))
-        with evaluating(trunk):  # weights that torch's spectral_norm makes stay as they are
+        with evaluating(trunk):  # in training mode, torch's spectral_norm updates its vectors
             site = self._survey.site(self.scope, self._layers[name])
         return site.f, site.X[0]
 
@@ -116,7 +139,10 @@ class ModelWatch:
 
 
 class _InputTap:
-    """A hook that keeps the first sample of what its model last read. A copy of the model gets an empty one."""
+    """A hook that keeps the first sample of the model's last input.
+
+    A copied or pickled model gets an empty hook, so recorded tensors stay out of checkpoints.
+    """
 
     def __init__(self) -> None:
         self.inputs: dict[str, Tensor] | UserError | None = None
@@ -132,9 +158,8 @@ class _InputTap:
         }
         try:
             self.inputs = {name: value[:1].detach().clone() for name, value in kept.items()}
-        except (
-            Exception
-        ) as error:  # told when a layer is measured: a forward pass must not fail for being watched
+        # A forward pass must not fail because it is watched: report the error when measuring.
+        except Exception as error:
             self.inputs = UserError(str(error))
 
     def __reduce__(self) -> tuple[type[_InputTap], tuple[()]]:
@@ -142,20 +167,24 @@ class _InputTap:
 
 
 def one_sample(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sample without its padding, by the name the model takes it under."""
+    """The sample without its padding, under the name of the model's argument."""
     given = {name: inputs[name] for name in INPUTS if name in inputs}
     if len(given) != 1:
         raise UserError(
-            f"the model was given {', '.join(given) or 'no tokens'}; one of {', '.join(INPUTS)} is due"
+            f"the model was called with {', '.join(given) or 'no tokens'}; "
+            f"expected exactly one of {', '.join(INPUTS)}"
         )
     mask = inputs.get("attention_mask")
     if mask is None or "pixel_values" in given:
         return given
     if mask.ndim != 2:
         raise UserError(
-            f"attention_mask has shape {tuple(mask.shape)}; a watched model is given [samples, tokens]"
+            f"attention_mask has shape {tuple(mask.shape)}; "
+            "a watched model needs a mask [samples, tokens]"
         )
     real = mask[0].to(torch.bool)
     if not real.any():
-        raise UserError("the first sample of the batch is padding only")
+        raise UserError(
+            "the first sample of the batch is padding only; put a sample with tokens first"
+        )
     return {name: value[:, real] for name, value in given.items()}

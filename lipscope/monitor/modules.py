@@ -1,4 +1,4 @@
-"""Layers watched while their model trains: the tokens that last went into each, and the map it makes of them."""
+"""Watch layers while their model trains: the last tokens each one read, and its map."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sight = tuple[Map, Tensor]
 
 @runtime_checkable
 class Watch(Protocol):
-    """Layers by name; between `arm` and `release` what a forward pass shows of them is kept, the last call counts."""
+    """Layers by name; between `arm` and `release`, the last call of each layer is recorded."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -36,9 +36,10 @@ class Watch(Protocol):
     def arm(self) -> None: ...
 
     def sight(self, name: str) -> Sight | None:
-        """The layer as a map at the present weights, and the tokens it read; None if it has not run since `arm`.
+        """The layer as a map at the current weights, and the tokens it read.
 
-        From the first sight on nothing more is kept: what runs then is the measurement.
+        None if the layer has not run since `arm`. After the first call nothing more is recorded,
+        because what runs then is the measurement itself.
         """
         ...
 
@@ -46,10 +47,12 @@ class Watch(Protocol):
 
 
 class ModuleWatch:
-    """The layers of any module, by forward pre-hooks that exist while armed only; one sample of a batch is kept.
+    """The layers of any module, by forward pre-hooks that exist only while armed.
 
-    called: the model as the training calls it; layers in a compiled part of it are seen when that part runs again,
-            without the compiler
+    One sample of each batch is kept.
+
+    called: the model as the training calls it; layers in a compiled part of it are recorded when
+            that part is rerun without the compiler
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str | nn.Module] | None = None):
@@ -80,7 +83,7 @@ class ModuleWatch:
                 )
 
     def sight(self, name: str) -> Sight | None:
-        self._shut()  # a layer that is run for its measurement may hold others
+        self._shut()  # a layer that is run for its measurement may contain other watched layers
         check_whole(self._modules[name])
         for entry in self._entries:
             if self._modules[name] in set(entry.part.modules()):
@@ -93,12 +96,12 @@ class ModuleWatch:
         if call is None:
             return None
         module = self._modules[name]
-        with evaluating(
-            module
-        ):  # in training, torch's spectral_norm changes with every look at the weight
+        # In training mode, torch's spectral_norm changes every time the weight is read.
+        with evaluating(module):
             return _read(module, call)
 
     def module(self, name: str) -> nn.Module:
+        """The layer of this name."""
         return self._modules[name]
 
     def release(self) -> None:
@@ -119,8 +122,8 @@ class ModuleWatch:
 class _Tap:
     """A hook that, while open, keeps the last call of its module.
 
-    A copy of the module, or a file of it, gets a closed one. One tap serves all steps: for another a compiled module
-    would be compiled again.
+    A copied or pickled module gets a closed one. One tap serves all steps: with a new one per step,
+    a compiled module would be compiled again.
     """
 
     def __init__(self) -> None:
@@ -133,7 +136,8 @@ class _Tap:
         try:
             with torch.no_grad():
                 self.call = first_sample(module, args, kwargs)
-        except Exception as error:  # told when the layer is measured: a forward pass must not fail for being watched
+        # A forward pass must not fail because it is watched: report the error when measuring.
+        except Exception as error:
             self.call = UserError(str(error))
 
     def __reduce__(self) -> tuple[type[_Tap], tuple[()]]:
@@ -142,7 +146,7 @@ class _Tap:
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """x [n, d] -> the layer's output, weights detached, in evaluation mode, buffers out of reach."""
+    """x [n, d] -> the layer's output, in evaluation mode on detached weights and copied buffers."""
 
     module: nn.Module
     call: Call
@@ -172,13 +176,15 @@ class Frozen:
 def attention_map(
     module: nn.MultiheadAttention, mask: Tensor | None, padding: Tensor | None
 ) -> SelfAttention:
-    """torch's attention as the papers' map, at the present weights, in float32 or finer.
+    """torch's attention in the papers' convention, at the current weights, in float32 or finer.
 
-    mask is additive or boolean in torch's sense (True = hidden), padding [n] in the papers' (True = a real token).
+    `mask` is additive or boolean in torch's sense (True = hidden); `padding` [n] is boolean in
+    lipscope's sense (True = a real token).
     """
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         raise UserError(
-            "this nn.MultiheadAttention has kdim, vdim, bias_k or add_zero_attn: it is no map of one input"
+            "this nn.MultiheadAttention uses kdim, vdim, bias_k or add_zero_attn: "
+            "it is not a map of a single input and cannot be measured"
         )
     dtype = wide(module.out_proj.weight.dtype)
     Q, K, V = module.in_proj_weight.detach().to(dtype).chunk(3)
@@ -195,29 +201,31 @@ def attention_map(
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is measured in: singular values of a map in bfloat16 are those of its rounding."""
+    """The dtype to measure in: in bfloat16, singular values would be those of the rounding."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[str, nn.Module]:
-    """Layers by name, asked for by name, by pattern or by themselves; attention modules where nothing is said."""
+    """The requested layers (names, patterns or modules) by name; by default all attention."""
     known = named_layers(model)
     model = unwrapped(model)
     if layers is None:
         found = {name: m for name, m in known.items() if _is_attention(m)}
         if not found:
             raise UserError(
-                f"{type(model).__name__} has no attention that is known by itself (lipscope's modules and "
-                "nn.MultiheadAttention are); name layers, e.g. layers=['blocks.*'], and for a transformers model "
-                "use SmoothnessMonitor(lipscope.watch(model))"
+                f"{type(model).__name__} has no attention that is recognised automatically "
+                "(lipscope's modules and nn.MultiheadAttention are); name its layers, e.g. "
+                "layers=['blocks.*'], or, for a transformers model, use "
+                "SmoothnessMonitor(lipscope.watch(model))"
             )
         return {name or type(model).__name__: m for name, m in found.items()}
     chosen: dict[str, nn.Module] = {}
     for layer in listed(layers):
         if not isinstance(layer, str | nn.Module):
             raise UserError(
-                f"layers of {type(model).__name__} go by name or are given themselves, got {layer!r}; numbers are for "
-                "transformers models, by lipscope.watch and lipscope.convert"
+                f"layers of {type(model).__name__} must be names or modules, got {layer!r}; "
+                "numbers are for transformers models, with lipscope.watch and "
+                "lipscope.convert_model"
             )
         if isinstance(layer, str):
             found = {
@@ -235,7 +243,7 @@ def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[
 
 
 def listed(layers: Iterable[Any]) -> list[Any]:
-    """The layers that somebody asks for, one at least."""
+    """The requested layers as a list of at least one."""
     if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
         given = f"[{layers!r}]" if isinstance(layers, str | int) else "[...]"
         raise UserError(
@@ -243,7 +251,7 @@ def listed(layers: Iterable[Any]) -> list[Any]:
         )
     chosen = list(layers)
     if not chosen:
-        raise UserError("layers is empty: name one at least, or leave it out for all attention")
+        raise UserError("layers is empty; name at least one, or omit it for all attention")
     return chosen
 
 
@@ -252,7 +260,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _read(module: nn.Module, call: Call) -> Sight:
-    """The closed form where the layer has one, else the layer itself, for autograd."""
+    """The closed form if the layer has one, else the layer itself, for autograd."""
     X = call.args[0][0]
     dtype = wide(next((p.dtype for p in module.parameters()), X.dtype))
     X = X.to(dtype)
@@ -264,7 +272,7 @@ def _read(module: nn.Module, call: Call) -> Sight:
 
 
 def _closed_form(module: nn.Module, n: int) -> SelfAttention | None:
-    """What the module says it is on n tokens; None where it has no such map."""
+    """The map that the module states for n tokens; None if it has no closed form."""
     try:
         return module.as_map(n) if isinstance(module, AttentionLayer) else None
     except UserError:

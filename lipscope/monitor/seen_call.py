@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope._torch_internals import in_backward
 from lipscope._types import UserError
 from lipscope.nn.attention_layer import AttentionLayer
 
@@ -21,12 +22,12 @@ class Call:
 
 
 def to_be_kept() -> bool:
-    """Whether a call that a hook sees is one of the training's own forward pass.
+    """Whether a call seen by a hook belongs to the training's own forward pass.
 
-    Not so while a compiler traces it, as a graph is not to change for being watched, and not in a backward pass, where
-    gradient checkpointing runs layers again, in another order.
+    It does not while a compiler traces the layer, since watching must not change the graph, nor in
+    a backward pass, where gradient checkpointing reruns layers in another order.
     """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+    return not torch.compiler.is_compiling() and not in_backward()
 
 
 def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -37,7 +38,8 @@ def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return _first_of_ours(**dict(zip(("X", "padding"), args, strict=False)), **kwargs)
     if not args or not isinstance(args[0], Tensor) or args[0].ndim not in (2, 3):
         raise UserError(
-            f"{type(module).__name__} is not called with tokens [B, n, d] or [n, d] as its first argument"
+            f"{type(module).__name__} is not called with tokens [B, n, d] or [n, d] as its first "
+            "argument, so it cannot be measured"
         )
     X, *others = args
     X = X if X.ndim == 3 else X[None]
@@ -46,10 +48,12 @@ def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     def sample(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        # Guessing wrong would measure the layer at arguments it never saw.
         if n == B > 1 and value.shape[:1] == (B,):
             raise UserError(
-                f"{type(module).__name__} reads a tensor of shape {tuple(value.shape)} beside its {B} samples of {n} "
-                "tokens: it could be one row a sample or one a token; use a batch of another size"
+                f"{type(module).__name__} reads a tensor of shape {tuple(value.shape)} in addition "
+                f"to its {B} samples of {n} tokens: it could have one row per sample or one per "
+                "token; use another batch size"
             )
         return _kept(value[:1] if B > 1 and value.shape[:1] == (B,) else value)
 
@@ -58,10 +62,12 @@ def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _first_of_ours(X: Tensor, padding: Tensor | None = None) -> Call:
-    """The same for an attention layer of this room: its real tokens, as padded ones are no part of the map."""
+    """The same for lipscope's attention: its real tokens, since padding is not part of the map."""
     X, padding = (X[0], None if padding is None else padding[0]) if X.ndim == 3 else (X, padding)
     if padding is not None and not padding.any():
-        raise UserError("the first sample of the batch is padding only")
+        raise UserError(
+            "the first sample of the batch is padding only; put a sample with tokens first"
+        )
     return Call((_kept(X if padding is None else X[padding])[None],), {})
 
 
@@ -73,10 +79,14 @@ def _first_of_torch(
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query = given["query"]
     if query.is_nested:
-        raise UserError("nn.MultiheadAttention is given nested tensors, which are not measured")
+        raise UserError(
+            "nn.MultiheadAttention is called with nested tensors, which cannot be measured; "
+            "set use_nested_tensor to False in the encoder"
+        )
     if given["key"] is not query or given["value"] is not query:
         raise UserError(
-            "nn.MultiheadAttention is called with another key or value than its query: no self-attention"
+            "nn.MultiheadAttention is called with a key or value other than its query: "
+            "it is not self-attention and cannot be measured"
         )
     batched = query.ndim == 3
     if batched and not module.batch_first:
@@ -84,9 +94,7 @@ def _first_of_torch(
     padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
     if mask is not None and mask.ndim == 3:
         if not (mask[: module.num_heads] == mask[0]).all():
-            raise UserError(
-                "attn_mask differs from head to head; a layer with one mask for all heads can be measured"
-            )
+            raise UserError("attn_mask differs from head to head; use one mask for all heads")
         mask = mask[0]
     padding = None if padding is None else _kept(padding[:1] if batched else padding[None])
     mask = None if mask is None else _kept(mask)
@@ -97,12 +105,12 @@ def _first_of_torch(
 
 
 def real_tokens(padding: Tensor) -> Tensor:
-    """torch's key_padding_mask, True or -inf for padding, turned around."""
+    """Which tokens are real, from torch's key_padding_mask (True or -inf for padding)."""
     if padding.dtype == torch.bool:
         return ~padding
     if not ((padding == 0) | (padding == -torch.inf)).all():
         raise UserError(
-            "key_padding_mask holds numbers other than 0 and -inf; it must say which tokens are padding"
+            "key_padding_mask must be boolean or contain only 0 and -inf, got other numbers"
         )
     return padding == 0
 

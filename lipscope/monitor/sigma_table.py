@@ -1,4 +1,4 @@
-"""The CSV file in which a monitor writes what it measured: appended to, and picked up again after a kill."""
+"""The CSV file of a monitor's readings: appended to step by step, and resumed after a crash."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from lipscope._types import UserError
 class Reading:
     """The local constant of one layer at one step.
 
-    sigma:    ||J v|| / ||v|| of the vector found: a lower bound of ||D_X f||_2 (up to rounding); NaN if there is none
-    residual: ||J' u - sigma v|| / sigma: how far that vector is from a singular one
-    tokens:   how many tokens the layer was measured at, those that nn.MultiheadAttention was told are padding apart
-    products: how often J and J' were applied, in pairs
+    sigma:    ||J v|| / ||v|| at the vector found: a lower bound of ||D_X f||_2 (up to rounding);
+              NaN if there is none
+    residual: ||J' u - sigma v|| / sigma: how far that vector is from a singular vector
+    tokens:   number of tokens the layer was measured at, without padding that attention ignores
+    products: number of pairs of products with J and J'
     status:   how the solve ended, or why there is no number
     """
 
@@ -37,7 +38,9 @@ HEADER = [field.name for field in fields(Reading)]
 
 
 class SigmaTable:
-    """One line a reading, closed after every step. A step that is measured again replaces itself and all after it.
+    """One line per reading; the file is closed after every step.
+
+    A step that is measured again replaces its own rows and those of all later steps.
 
     last: the last step in the file, -1 if there is none
     """
@@ -45,14 +48,14 @@ class SigmaTable:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         if not self.path.parent.is_dir():
-            raise UserError(f"the folder of {self.path} does not exist; make it first")
+            raise UserError(f"the folder of {self.path} does not exist; create it first")
         if self.path.is_dir():
-            raise UserError(f"{self.path} is a folder; name a file for the CSV")
+            raise UserError(f"{self.path} is a folder; give the path of a CSV file")
         rows = self._rows() if self.path.exists() else []
         self.last = max((int(row[0]) for row in rows), default=-1)
 
     def write(self, readings: Sequence[Reading]) -> int:
-        """Append the readings of one step; how many lines gave way to it."""
+        """Append the readings of one step; return the number of rows they replaced."""
         if not readings:
             return 0
         step, replaced = readings[0].step, 0
@@ -71,9 +74,10 @@ class SigmaTable:
         return replaced
 
     def _rows(self) -> list[list[str]]:
-        """The whole lines of the file; one torn by a kill does not count."""
+        """The complete lines of the file; a last line cut short by a crash is ignored."""
         foreign = (
-            f"{self.path} is no table of a SmoothnessMonitor; choose another file, or move it away"
+            f"{self.path} was not written by a SmoothnessMonitor; "
+            "choose another file, or move it away"
         )
         try:
             text = self.path.read_text(encoding="utf-8")
@@ -97,6 +101,6 @@ class SigmaTable:
             return file.read() == b"\n"
 
     def _replace(self, rows: Iterable[Sequence[str]]) -> None:
-        """The header and these rows in place of what was there: all of it or nothing."""
+        """Replace the file by the header and these rows, atomically."""
         with whole_file(self.path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([HEADER, *rows])

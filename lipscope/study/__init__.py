@@ -1,1 +1,1 @@
-"""Studies: jobs planned, run, kept durably, fitted and shown."""
+"""Studies: plan jobs, run them, store their rows durably, fit and show them."""

@@ -1,4 +1,4 @@
-"""Who is measured: the facts that decide every number, those a reader wants, and the tokens as text."""
+"""Describe a study: the facts that determine its numbers, those for readers, and its tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lipscope.study.records import About, Identity, Job, Sample, Settings
 
 
 def identity(model: Model, reading: Reading, settings: Settings, special_tokens: bool) -> Identity:
-    """Everything, beside a row's own columns, that decides its number."""
+    """Everything, besides a row's own columns, that determines its number."""
     card = model.card
     return Identity(
         weights=card.weights,
@@ -40,16 +40,17 @@ def identity(model: Model, reading: Reading, settings: Settings, special_tokens:
 
 
 def _config_digest(model: Model) -> str:
-    """The configuration decides as much as the weights do; its place, its writer and its dtype do not."""
+    """Digest of the configuration, which matters as much as the weights do."""
     trunk: Any = model.trunk
     config = trunk.config.to_dict()
+    # Where a configuration comes from and what wrote it does not change any number.
     for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
         config.pop(name, None)
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def about(model: Model, reading: Reading, request: Request, who: Identity) -> About:
-    """What a reader wants to know."""
+    """The description of the study for its readers."""
     card = model.card
     return About(
         model=card.name,
@@ -61,6 +62,7 @@ def about(model: Model, reading: Reading, request: Request, who: Identity) -> Ab
         text_tokens=reading.tokens,
         scopes={name: f"{scope.formula}: {scope.description}" for name, scope in SCOPES.items()},
         difference_to_eager=model.preflight.difference,
+        # Only float64 solves have an upper bound, and with it a probability to fail.
         confidence=1 - Solver().failure if card.dtype == "float64" else 0.0,
         versions={"lipscope": __version__, "python": platform.python_version(), **card.versions},
         command=_command(model, reading, request, who),
@@ -68,7 +70,7 @@ def about(model: Model, reading: Reading, request: Request, who: Identity) -> Ab
 
 
 def _command(model: Model, reading: Reading, request: Request, who: Identity) -> str:
-    """The command that measures the same again; empty where the input was not a text."""
+    """The command that repeats the measurement; empty if the input was not a text."""
     if reading.option is None:
         return ""
     card, lengths = model.card, sorted({n for n, _ in request.pairs})
@@ -96,13 +98,14 @@ def _command(model: Model, reading: Reading, request: Request, who: Identity) ->
 
 
 def sample_texts(model: Model, reading: Reading, jobs: list[Job]) -> Iterator[Sample]:
-    """The tokens of every sample that is about to be measured; none where the input is not made of tokens."""
+    """The tokens of every sample to be measured; none if the input does not consist of tokens."""
     words: dict[int, str] = {}
     for n, sample in sorted({(job.n, sample) for job in jobs for sample in job.samples}):
         (row,) = reading.inputs.batch(n, (sample,))
         if row.is_floating_point():
             return
         ids = row.tolist()
+        # Decoding is slow, and long texts repeat their tokens: decode each id once.
         new = sorted(set(ids) - words.keys())
         words.update(zip(new, model.tokens(new) if model.tokenizer else map(str, new), strict=True))
         yield Sample(n, sample, tuple(words[i] for i in ids))

@@ -1,4 +1,4 @@
-"""What runs the jobs: this process, or long-lived worker processes that may die."""
+"""Engines that run jobs: this process, or long-lived worker processes that may die."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Work = Callable[[Job], Outcome]
 
 TRIES = 3
 HEARTBEAT = 1.0
-"""Seconds between looks at the workers: a death closes the pipe, unless an orphan of the worker still holds it."""
+"""Seconds between checks of the workers: a death closes the pipe, unless a child process of the
+worker still holds it open."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs jobs in any order and hands back one outcome for each; it never touches the store.
+    """Runs jobs in any order and yields one outcome for each; it never touches the store.
 
-    Whoever iterates is the one writer. Closing the iterator early ends the work.
+    The caller that iterates is the only writer. Closing the iterator early ends the work.
     """
 
     def run(self, jobs: Sequence[Job]) -> Generator[Outcome]: ...
@@ -33,7 +34,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class InProcess:
-    """One job after the other, here."""
+    """Runs one job after the other in this process."""
 
     work: Work
 
@@ -44,45 +45,47 @@ class InProcess:
 
 @dataclass(frozen=True)
 class Workers:
-    """`count` processes, one job in hand each; `start`, called once in each of them, gives its work.
+    """Runs jobs in `count` processes; `start`, called once in each of them, returns its work.
 
-    A worker that dies takes one try of the job in its hands with it and is replaced; a job has three tries.
+    A worker that dies is replaced, and its current job is tried again, up to three times in all: a
+    job that exhausts memory kills every worker it is given to, and must not take the study with it.
     """
 
     start: Callable[[], Work]
     count: int
 
     def run(self, jobs: Sequence[Job]) -> Generator[Outcome]:
-        queue, deaths, stillborn = _Queue(jobs), Counter[Job](), 0
-        crew = [_Worker(self.start) for _ in range(min(self.count, len(jobs)))]
+        queue, deaths, failed_starts = _Queue(jobs), Counter[Job](), 0
+        workers = [_Worker(self.start) for _ in range(min(self.count, len(jobs)))]
         try:
-            while queue or any(worker.job for worker in crew):
-                for worker in crew:
+            while queue or any(worker.job for worker in workers):
+                for worker in workers:
                     if worker.idle and queue:
-                        worker.give(queue.next_for(worker, crew))
-                wait([worker.pipe for worker in crew], timeout=HEARTBEAT)
-                for i, worker in enumerate(crew):
-                    message = worker.hear()
+                        worker.give(queue.next_for(worker, workers))
+                wait([worker.pipe for worker in workers], timeout=HEARTBEAT)
+                for i, worker in enumerate(workers):
+                    message = worker.receive()
                     if isinstance(message, Outcome):
                         yield message
                     elif isinstance(message, _Ready):
-                        stillborn = 0
+                        failed_starts = 0
                     elif isinstance(message, _Death):
-                        crew[i] = _Worker(self.start)
+                        workers[i] = _Worker(self.start)
                         if worker.job is None:
-                            stillborn += 1
-                            _give_up_if(stillborn, message)
+                            failed_starts += 1
+                            _check_starts(failed_starts, message)
                             continue
+                        # The job may have killed its worker, or merely been there: try it again.
                         deaths[worker.job] += 1
                         if deaths[worker.job] < TRIES:
                             queue.put_back(worker.job)
                         else:
                             yield Outcome(
                                 worker.job,
-                                failure=f"{message.how} with this job in hand, {TRIES} times",
+                                failure=f"{message.how} while running this job, {TRIES} times",
                             )
         finally:
-            for worker in crew:
+            for worker in workers:
                 worker.end()
 
 
@@ -91,40 +94,40 @@ class _Ready(NamedTuple):
 
 
 class _Refusal(NamedTuple):
-    """A worker cannot be set up, for a reason the user can put right."""
+    """A worker cannot be set up, for a reason the user can fix."""
 
     why: str
 
 
 class _Death(NamedTuple):
-    """A worker is gone."""
+    """A worker has died."""
 
     how: str
 
 
 class _Worker:
-    """The near end of a worker process."""
+    """A worker process, seen from this side of its pipe."""
 
     def __init__(self, start: Callable[[], Work]) -> None:
+        # Not fork: it would copy torch's thread pools and CUDA contexts in an unusable state.
         context = multiprocessing.get_context("spawn")
         self.pipe, far_end = context.Pipe()
         self.process = context.Process(target=_serve, args=(far_end, start), daemon=True)
         self.process.start()
-        far_end.close()  # so that the pipe ends when the worker does
+        far_end.close()  # so that the pipe closes when the worker dies
         self.idle = False
         self.job: Job | None = None
         self.last: Input | None = None
 
     def give(self, job: Job) -> None:
         self.idle, self.job, self.last = False, job, job.input
-        with suppress(OSError):  # it died idle; hear() will say so
+        with suppress(OSError):  # it died while idle; receive() will report it
             self.pipe.send(job)
 
-    def hear(self) -> Outcome | _Ready | _Death | None:
-        """What the worker has to say, if anything."""
-        alive = (
-            self.process.is_alive()
-        )  # asked first: what a dead worker said last is still in the pipe
+    def receive(self) -> Outcome | _Ready | _Death | None:
+        """The next message from the worker, if any."""
+        # Checked before the pipe: the last message of a worker that has died is still in there.
+        alive = self.process.is_alive()
         try:
             if not self.pipe.poll():
                 return None if alive else self._death()
@@ -153,7 +156,7 @@ class _Worker:
 
 
 class _Queue:
-    """Jobs waiting, kept together by input: a worker that has prepared an input goes on with it."""
+    """Waiting jobs, grouped by input, so that a worker keeps the input it has prepared."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._groups: dict[Input, deque[Job]] = {}
@@ -166,9 +169,9 @@ class _Queue:
     def put_back(self, job: Job) -> None:
         self._groups.setdefault(job.input, deque()).appendleft(job)
 
-    def next_for(self, worker: _Worker, crew: Iterable[_Worker]) -> Job:
-        """A job on the worker's own input, else on one that nobody else has prepared, else any."""
-        elsewhere = {other.last for other in crew if other is not worker}
+    def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Job:
+        """A job on the worker's own input, else on one no other worker has prepared, else any."""
+        elsewhere = {other.last for other in workers if other is not worker}
         own = worker.last if worker.last in self._groups else None
         fresh = next((group for group in self._groups if group not in elsewhere), None)
         group = own or fresh or next(iter(self._groups))
@@ -179,7 +182,7 @@ class _Queue:
 
 
 def _serve(pipe: Connection, start: Callable[[], Work]) -> None:
-    """The life of a worker: set up once, then one job after the other until the near end is gone."""
+    """The main loop of a worker: set up once, then run jobs until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns the store
     try:
         work = start()
@@ -197,7 +200,7 @@ def _serve(pipe: Connection, start: Callable[[], Work]) -> None:
 def _attempt(work: Work, job: Job) -> Outcome:
     try:
         return work(job)
-    except Exception as error:  # whatever goes wrong in one job is that job's own result
+    except Exception as error:  # an error in one job is the result of that job
         return Outcome(job, failure=_reason(error))
 
 
@@ -205,9 +208,9 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def _give_up_if(stillborn: int, death: _Death) -> None:
-    if stillborn >= TRIES:
+def _check_starts(failed_starts: int, death: _Death) -> None:
+    if failed_starts >= TRIES:
         raise UserError(
-            f"worker processes do not start: {death.how}, {stillborn} times. In a script, call measure under "
-            "`if __name__ == '__main__':`; or use workers=1."
+            f"worker processes do not start: {death.how}, {failed_starts} times; in a script, "
+            "call measure under `if __name__ == '__main__':`, or use workers=1"
         )

@@ -1,4 +1,4 @@
-"""Studies as files: CSV that reads back to the same numbers, and Parquet."""
+"""Export studies to CSV, with floats that read back exactly, and to Parquet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def records(
 
 
 def write_csv(study: Study, file: Writable, tokens: bool = False) -> None:
-    """CSV in a fixed order; every float is written so that it reads back as itself."""
+    """Write CSV in a fixed order; every float reads back as the same number."""
     columns, found = records(study, tokens)
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)
@@ -42,7 +42,7 @@ def write_csv(study: Study, file: Writable, tokens: bool = False) -> None:
 
 
 def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
-    """Parquet with typed columns; tokens stand there as they are."""
+    """Write Parquet with typed columns; tokens are not escaped."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -68,7 +68,7 @@ def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
 
 
 def write_file(study: Study, path: Path, kind: str, tokens: bool = False) -> None:
-    """A file that is there in full, or not at all."""
+    """Write a file atomically, as CSV or Parquet."""
     with whole_file(path) as draft:
         if kind == "parquet":
             write_parquet(study, draft, tokens)
@@ -78,7 +78,7 @@ def write_file(study: Study, path: Path, kind: str, tokens: bool = False) -> Non
 
 
 def as_dict(study: Study) -> dict[str, Any]:
-    """The study for machines; what is not a number, or not finite, is null."""
+    """The study as JSON-compatible data; NaN and infinities become null."""
     return _finite(
         {
             "identity": asdict(study.info.identity),
@@ -111,6 +111,7 @@ def _finite(value: Any) -> Any:
 
 
 def _quoted(found: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    # Tokens are untrusted text: a spreadsheet would run one that starts with "=".
     token = TOKEN_COLUMNS.index("token")
     return (
         (*record[:token], for_spreadsheet(record[token]), *record[token + 1 :]) for record in found

@@ -27,9 +27,8 @@ def sigma(
     """One row and its token norms for every member of the site, whose samples are `samples`."""
     began = time.perf_counter()
     solver = Solver(seed=_solver_seed(settings.seed, site, n, samples))
-    estimates = many(
-        local_lipschitz(site.f, site.X, settings.tol, gap=settings.gap, solver=solver)
-    )
+    estimates = many(local_lipschitz(site.f, site.X, settings.tol, gap=settings.gap, solver=solver))
+    # Members of a batch are solved together: each gets an equal share of the time.
     seconds = (time.perf_counter() - began) / len(site.members)
     radii, right, left = site.radius, _token_norms(estimates.right), _token_norms(estimates.left)
     rows, sensitivities = [], []

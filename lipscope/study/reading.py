@@ -1,4 +1,4 @@
-"""What the user gave to be measured, read and checked: text, token ids, embeddings or pixels."""
+"""Read and check the inputs of a study: text, token ids, embeddings or pixels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Text = Any
 
 @dataclass(frozen=True)
 class Choice:
-    """How samples are taken from a text."""
+    """How samples are drawn from a text."""
 
     lengths: Sequence[int] | None
     samples: int
@@ -32,7 +32,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Reading:
-    """The inputs of a study, a name for people, the number of tokens taken from, and how the command line says it."""
+    """The inputs of a study.
+
+    name:   a description for readers
+    tokens: the number of tokens that samples are drawn from
+    option: the command-line arguments that give the same input; None if there are none
+    """
 
     inputs: Windows | Rows
     name: str
@@ -41,14 +46,15 @@ class Reading:
 
 
 def read(model: Model, text: Text, inputs: Any, choice: Choice) -> Reading:
-    """The inputs that `text` or `inputs` stand for."""
+    """The inputs described by `text` or `inputs`."""
     if inputs is not None:
         if text is not None:
-            raise UserError("give a text or inputs, not both.")
+            raise UserError("give a text or inputs, not both")
         return _read_tensor(model, inputs, choice)
     if model.trunk.main_input_name == "pixel_values":
         raise UserError(
-            f"{model.card.name} reads pixels, not text; measure it from Python, with inputs=pixel values."
+            f"{model.card.name} reads pixels, not text; "
+            "measure it from Python, with inputs=pixel values"
         )
     if text is None:
         return replace(
@@ -71,16 +77,17 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not UTF-8 text (byte {error.start}); convert it first."
+            f"{path} is not UTF-8 text (byte {error.start}); convert it first"
         ) from error
     except OSError as error:
-        raise UserError(f"cannot read the text {path}: {error.strerror}.") from error
+        raise UserError(f"cannot read the text {path}: {error.strerror}") from error
 
 
 def _read_text(model: Model, parts: list[str], name: str, choice: Choice) -> Reading:
     if not any(part.strip() for part in parts):
         raise UserError(
-            f"the text is empty ({name}); give one with at least as many tokens as the shortest length."
+            f"the text is empty ({name}); "
+            "give one with at least as many tokens as the shortest length"
         )
     ids = tuple(i for part in parts for i in model.encode(part))
     check_vocabulary(model, ids)
@@ -88,19 +95,20 @@ def _read_text(model: Model, parts: list[str], name: str, choice: Choice) -> Rea
 
 
 def check_vocabulary(model: Model, ids: Sequence[int]) -> None:
-    """Refuse tokens that the model has no embedding for: another tokenizer made them."""
+    """Raise UserError for tokens without an embedding: they come from another tokenizer."""
     size = getattr(model.trunk.config, "vocab_size", None)
     foreign = next((i for i in ids if i < 0 or (size is not None and i >= size)), None)
     if foreign is not None:
         raise UserError(
-            f"token id {foreign} is not in the vocabulary of {model.card.name}, which has {size} tokens; "
-            "use the model's own tokenizer."
+            f"token id {foreign} is not in the vocabulary of {model.card.name}, "
+            f"which has {size} tokens; use the model's own tokenizer"
         )
 
 
 def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
     rows = _id_rows(text)
     check_vocabulary(model, [i for row in rows for i in row])
+    # The same ids measured whole and in windows are different studies: keep their digests apart.
     whole = b"rows" if choice.lengths is None else b"windows"
     digest = _digest(whole, *(repr(row).encode() for row in rows))
     name = f"token ids ({len(rows)} rows)"
@@ -114,15 +122,16 @@ def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
 
 
 def _id_rows(text: Text) -> list[list[int]]:
-    """Token ids as rows, whether they came as one row or many, nested or in a tensor."""
+    """Token ids as rows, given as one row or many, nested or as a tensor."""
     nested = text.tolist() if hasattr(text, "tolist") else text
     rows = list(nested) if isinstance(nested, Sequence) else []
     if not any(_is_row(row) for row in rows):
         rows = [rows]
+    # type(i), not isinstance: True is an int, and a mask is not a row of token ids.
     if not all(_is_row(row) and row and all(type(i) is int for i in row) for row in rows):
         raise UserError(
-            "text must be a string, a file (Path), a list of strings, or token ids in rows of at least one, "
-            f"got {type(text).__name__}: {str(text)[:60]}"
+            "text must be a string, a file (Path), a list of strings, or non-empty rows of token "
+            f"ids, got {type(text).__name__}: {str(text)[:60]}"
         )
     return [list(row) for row in rows]
 
@@ -133,30 +142,39 @@ def _is_row(row: object) -> bool:
 
 def _windows(model: Model, ids: tuple[int, ...], name: str, digest: str, choice: Choice) -> Reading:
     before, after = special_frame(model) if choice.special_tokens else ((), ())
-    room = len(ids) + len(before) + len(after)
-    lengths = _lengths(model, room, len(before) + len(after), choice.lengths)
-    return Reading(
-        Windows(ids, lengths, choice.samples, choice.seed, digest, before, after), name, len(ids)
+    available = len(ids) + len(before) + len(after)
+    lengths = _lengths(model, available, len(before) + len(after), choice.lengths)
+    windows = Windows(
+        ids=ids,
+        lengths=lengths,
+        samples=choice.samples,
+        seed=choice.seed,
+        digest=digest,
+        before=before,
+        after=after,
     )
+    return Reading(windows, name, len(ids))
 
 
-def _lengths(model: Model, room: int, frame: int, asked: Sequence[int] | None) -> tuple[int, ...]:
-    """The lengths asked for, or those of the default that the text and the model allow."""
+def _lengths(
+    model: Model, available: int, frame: int, asked: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The requested lengths, or those default lengths that the text and the model allow."""
     limit = model.max_positions
     if asked is None:
-        fitting = tuple(n for n in DEFAULT_LENGTHS if frame < n <= room and n <= (limit or n))
+        fitting = tuple(n for n in DEFAULT_LENGTHS if frame < n <= available and n <= (limit or n))
         asked = fitting or DEFAULT_LENGTHS[:1]
     lengths = tuple(sorted(set(asked)))
     if not lengths or lengths[0] <= frame:
         raise UserError(
-            f"a length must be at least {frame + 1}, got {lengths[0] if lengths else 'none'}."
+            f"a length must be at least {frame + 1}, got {lengths[0] if lengths else 'none'}"
         )
     _check_positions(model, lengths)
-    too_long = [n for n in lengths if n > room]
+    too_long = [n for n in lengths if n > available]
     if too_long:
         raise UserError(
-            f"the text has {room} tokens, too few for length {too_long[0]}; "
-            f"give a longer text, or lengths up to {room}."
+            f"the text has {available} tokens, too few for length {too_long[0]}; "
+            f"give a longer text, or lengths up to {available}"
         )
     return lengths
 
@@ -165,24 +183,26 @@ def _check_positions(model: Model, lengths: Sequence[int]) -> None:
     limit = model.max_positions
     if limit is not None and max(lengths) > limit:
         raise UserError(
-            f"length {max(lengths)} is above the {limit} positions of {model.card.name}; use lengths up to {limit}."
+            f"length {max(lengths)} is above the {limit} positions of {model.card.name}; "
+            f"use lengths up to {limit}"
         )
 
 
 def special_frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that the tokenizer puts before and after a text."""
+    """The special tokens that the tokenizer adds before and after a text."""
+    # Found by encoding one letter both ways: tokenizers expose the frame under many names.
     bare, framed = tuple(model.encode("a")), tuple(model.encode("a", special_tokens=True))
     starts = [i for i in range(len(framed) - len(bare) + 1) if framed[i : i + len(bare)] == bare]
     if not starts:
         raise UserError(
-            "the tokenizer does not put its special tokens around a text; leave special tokens out."
+            "the tokenizer does not add its special tokens around a text; omit special tokens"
         )
     return framed[: starts[0]], framed[starts[0] + len(bare) :]
 
 
 def _read_tensor(model: Model, inputs: Any, choice: Choice) -> Reading:
     if choice.lengths is not None:
-        raise UserError("inputs are measured whole; leave lengths out, or give a text.")
+        raise UserError("inputs are measured whole; omit lengths, or give a text")
     pixels = model.trunk.main_input_name == "pixel_values"
     rank = 4 if pixels else 3
     what = "pixel values [B, channels, height, width]" if pixels else "embeddings [B, n, d]"
@@ -192,11 +212,11 @@ def _read_tensor(model: Model, inputs: Any, choice: Choice) -> Reading:
         or inputs.ndim not in (rank - 1, rank)
     ):
         shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
-        raise UserError(f"inputs of this model are {what}, floating point, got {shape}.")
+        raise UserError(f"inputs of this model must be floating-point {what}, got {shape}")
     inputs = inputs.detach().cpu()
     rows = tuple(inputs if inputs.ndim == rank else inputs[None])
     if not rows or not inputs.isfinite().all():
-        raise UserError("inputs must be finite, and at least one of them.")
+        raise UserError("inputs must be finite, and contain at least one sample")
     n = _tokens_of_pixels(model, rows[0]) if pixels else inputs.shape[-2]
     _check_positions(model, (n,))
     digest = _digest(
@@ -210,6 +230,7 @@ def _tokens_of_pixels(model: Model, row: Tensor) -> int:
 
 
 def _digest(*parts: bytes) -> str:
+    # Lengths first: ("ab", "c") and ("a", "bc") must not have the same digest.
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)

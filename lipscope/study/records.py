@@ -1,4 +1,4 @@
-"""What a study is made of: rows, the tokens behind them, jobs, and the facts that decide every number."""
+"""The records of a study: rows, token norms, jobs, and the facts that determine every number."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ FAILING = (FAILED, "overflow", "non_finite")
 class Row(NamedTuple):
     """One number of a study, with its certificate.
 
-    probe: what was asked ("sigma": the local Lipschitz constant); scope: of which map.
-    n, sample: at which input.
-    layer, head: where; no layer for the whole model, no head for all heads together.
-    kind and norm: "local" and "2" for sigma; bounds have "upper" and "lower".
-    status: converged, breakdown, resolution, imprecise, max_steps, overflow, non_finite, or
-            "failed: why"; a gap asked for and not reached is added to it:
-            "converged: gap not reached: why".
-    radius: the largest norm of a token at the map's input.
-    seconds: time of the solve, shared out over its batch.
+    probe:       what was measured ("sigma": the local Lipschitz constant)
+    scope:       of which map
+    layer, head: where; no layer for the whole model, no head for all heads together
+    n, sample:   at which input
+    kind, norm:  "local" and "2" for sigma; bounds have the kinds "upper" and "lower"
+    status:      converged, breakdown, resolution, imprecise, max_steps, overflow, non_finite, or
+                 "failed: why"; a requested gap that was not reached is appended, as in
+                 "converged: gap not reached: why"
+    radius:      the largest norm of a token at the map's input
+    seconds:     time of the solve, divided by the size of its batch
     """
 
     probe: str
@@ -44,21 +45,19 @@ class Row(NamedTuple):
 
     @property
     def failing(self) -> bool:
-        """Whether there is no number here, by its own status."""
+        """Whether the row has no number, according to its status."""
         return self.status.split(":")[0] in FAILING
 
     @property
     def missed(self) -> str:
-        """Why a gap asked for was not reached; empty where it was, or where none was asked for."""
+        """Why a requested gap was not reached; empty if it was, or if none was requested."""
         return "" if self.failing else self.status.partition(": ")[2]
 
     def check(self) -> Row:
-        """This row, once it says nothing that cannot be true."""
+        """Return this row; raises ValueError if it contradicts itself."""
         if math.isnan(self.value):
             if not self.failing:
-                raise ValueError(
-                    f"status {self.status!r} promises a value, and there is none: {self}"
-                )
+                raise ValueError(f"status {self.status!r} promises a value, and it is NaN: {self}")
         elif not self.lower <= self.value <= self.upper:
             raise ValueError(f"lower <= value <= upper does not hold: {self}")
         return self
@@ -68,9 +67,9 @@ COLUMNS = Row._fields
 
 
 class Sensitivity(NamedTuple):
-    """How much each token of a sample drives (`right`) and receives (`left`) the largest change of one map.
+    """How much each token causes (`right`) and receives (`left`) the largest change of one map.
 
-    The norms, token by token, of the right and left singular vectors; each list has norm one.
+    The norms, token by token, of the right and left singular vectors; each list has norm 1.
     """
 
     scope: str
@@ -83,7 +82,7 @@ class Sensitivity(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The tokens of one sample as text; empty where the model reads no text."""
+    """The tokens of one sample as text; empty if the model does not read text."""
 
     n: int
     sample: int
@@ -94,7 +93,10 @@ Input = tuple[int, tuple[int, ...]]
 
 
 class Job(NamedTuple):
-    """A unit of work, kept whole or not at all: samples of one length at one layer, or of the whole model."""
+    """A unit of work, stored completely or not at all.
+
+    It covers samples of one length, at one layer or of the whole model.
+    """
 
     n: int
     samples: tuple[int, ...]
@@ -104,16 +106,16 @@ class Job(NamedTuple):
 
     @property
     def input(self) -> Input:
-        """What the model is run on: jobs with the same input share one forward pass."""
+        """The model's input; jobs with the same input share one forward pass."""
         return self.n, self.samples
 
     @property
     def weight(self) -> float:
-        """Roughly what it costs: products with n x d matrices, and n x n of them."""
+        """The approximate cost: products with n x d matrices and with n x n matrices."""
         return len(self.samples) * self.n * (1 + self.n / 1024)
 
     def targets(self) -> list[tuple[str, int | None, int | None, int, int]]:
-        """(scope, layer, head, n, sample) of every row this job owes."""
+        """(scope, layer, head, n, sample) of every row this job produces."""
         return [
             (scope, self.layer, head, self.n, sample)
             for scope in self.scopes
@@ -122,30 +124,30 @@ class Job(NamedTuple):
         ]
 
     def failed_rows(self, reason: str, dtype: str, device: str) -> tuple[Row, ...]:
-        """The rows of a job that could not be done, and why."""
+        """The rows of a job that failed, with the reason in their status."""
         nan, status = math.nan, f"{FAILED}: {' '.join(reason.split())}"
         return tuple(
             Row(
                 "sigma",
                 *target,
-                "local",
-                "2",
-                nan,
-                0.0,
-                math.inf,
-                nan,
-                status,
-                nan,
-                dtype,
-                device,
-                nan,
+                kind="local",
+                norm="2",
+                value=nan,
+                lower=0.0,
+                upper=math.inf,
+                residual=nan,
+                status=status,
+                radius=nan,
+                dtype=dtype,
+                device=device,
+                seconds=nan,
             )
             for target in self.targets()
         )
 
 
 class Outcome(NamedTuple):
-    """What came of a job: its rows, or the reason why there are none."""
+    """The result of a job: its rows, or the reason why there are none."""
 
     job: Job
     rows: tuple[Row, ...] = ()
@@ -154,7 +156,11 @@ class Outcome(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How well numbers are to be known: relative residual, upper / lower - 1 (None: as it comes); and the seed."""
+    """The accuracy of a measurement and its seed.
+
+    tol: the relative residual at which a solve stops
+    gap: the largest upper / lower - 1; None for no requirement
+    """
 
     tol: float
     gap: float | None
@@ -163,7 +169,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything, beside a row's own columns, that decides its number. One study has one."""
+    """Everything, besides a row's own columns, that determines its number; one per study."""
 
     weights: str
     config: str
@@ -176,7 +182,7 @@ class Identity:
     tol: float
     seed: int
     numeric_version: int
-    gap: float | None = None  # studies from before it could be asked for have none
+    gap: float | None = None  # optional: studies written before the option existed lack it
 
     def differences(self, other: Identity) -> list[str]:
         """Names of the fields in which two identities differ."""
@@ -185,7 +191,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class About:
-    """What a reader wants to know of a study; nothing here decides a number."""
+    """The description of a study for its readers; nothing here affects a number."""
 
     model: str
     architecture: str

@@ -1,4 +1,4 @@
-"""The main job: measure a model on a text."""
+"""Measure the attention of a model on a text: the main entry point."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
 from lipscope.models.loading import load
 from lipscope.models.model import Model
+from lipscope.models.sites import Survey
 from lipscope.study.describe import about, identity, sample_texts
 from lipscope.study.engine import Engine, InProcess, Workers
 from lipscope.study.plan import WHOLE_MODEL, Request
@@ -42,24 +43,53 @@ def measure(
     special_tokens: bool = False,
     progress: Progress | None = None,
 ) -> Study:
-    """The local Lipschitz constants of a model's attention on a text, at several lengths.
+    """Measure the local Lipschitz constants of a model's attention on a text, at several lengths.
 
-    model:   what `lipscope.load` gives, or anything it takes; by default the embedded model.
-    text:    a string, a file (Path) or a list of strings to sample from; or token ids, sampled from where
-             `lengths` are given, else measured whole, one sample per row.
-    inputs:  embeddings [B, n, d] or pixel values [B, c, h, w], measured whole, in place of a text.
-    lengths: numbers of tokens, by default 8 to 256 as far as text and model go; `samples` are drawn for each.
-    tol:     a solve ends at this relative residual,
-    gap:     and goes on until upper / lower <= 1 + gap (float64 alone has an upper bound); a row that cannot says why.
-    out:     a directory that keeps every number once it is known; the same call goes on where it stopped.
-    workers: processes that measure; 1 is this one.
+    Args:
+        model: A :class:`Model`, or anything :func:`load` takes. Default: the embedded model.
+        text: A string, a file (``Path``) or a list of strings to sample from; or token ids, which
+            are sampled from if `lengths` is given, else measured whole, one sample per row.
+            Default: the embedded text.
+        lengths: Numbers of tokens. Default: 8 to 256, as far as the text and the model allow.
+        samples: Number of samples per length.
+        layers: Layer numbers, from 0. Default: all layers.
+        heads: Head numbers, for the scope heads. Default: all heads.
+        scopes: The maps to measure at each layer; see docs/scopes.md.
+        tol: Relative residual at which a solve stops.
+        gap: Keep iterating until upper / lower - 1 is at most this (float64 only). A row that
+            cannot reach it says why in its status.
+        seed: Seed for drawing samples and for the solver's random starts.
+        workers: Number of worker processes; 1 measures in this process.
+        out: Directory to save the study in; repeat the same call to resume an interrupted run.
+        inputs: Embeddings [B, n, d] or pixel values [B, c, h, w], measured whole, instead of a
+            text.
+        special_tokens: Whether to frame every sample with the tokenizer's special tokens.
+        progress: Called with the work done and the total work, at the start and after every job.
+
+    Returns:
+        The :class:`Study` with one row per layer, head, length and sample.
+
+    Raises:
+        UserError: If an argument is invalid, or the model or the text lacks what is requested.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> _ = torch.manual_seed(0)
+        >>> model = LlamaModel(LlamaConfig(
+        ...     vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...     num_hidden_layers=2, num_attention_heads=4))
+        >>> ls.measure(model, torch.arange(64), lengths=[4, 8, 16], samples=1)
+        Study(LlamaModel: 30 values, 0 failed, n = 4 to 16)
     """
     settings = Settings(float(tol), None if gap is None else float(gap), seed)
     _check_numbers(samples, settings, workers)
     model = _loaded(model)
     _check_certifiable(model, settings)
+    choice = Choice(lengths=lengths, samples=samples, seed=seed, special_tokens=special_tokens)
     with threads_for(tokens=1):
-        reading = read(model, text, inputs, Choice(lengths, samples, seed, special_tokens))
+        reading = read(model, text, inputs, choice)
         request = _request(model, reading, layers, heads, scopes)
     engine = _engine(model, reading, settings, workers)
     who = identity(model, reading, settings, special_tokens)
@@ -75,6 +105,7 @@ def measure(
         raise
     if store.directory is None:
         return Study(store)
+    # Reopened for reading: the returned study does not hold the lock of the directory.
     store.close()
     return Study.open(store.directory)
 
@@ -82,21 +113,21 @@ def measure(
 def _check_numbers(samples: int, settings: Settings, workers: int) -> None:
     tol, gap, seed = settings
     if samples < 1:
-        raise UserError(f"samples must be at least 1, got {samples}.")
+        raise UserError(f"samples must be at least 1, got {samples}")
     if not 0 < tol < 1:
-        raise UserError(f"tol, a relative residual, must lie between 0 and 1, got {tol}.")
+        raise UserError(f"tol, a relative residual, must lie between 0 and 1, got {tol}")
     check_gap(gap)
     if seed < 0:
-        raise UserError(f"seed must not be negative, got {seed}.")
+        raise UserError(f"seed must not be negative, got {seed}")
     if workers < 1:
-        raise UserError(f"workers must be at least 1, got {workers}.")
+        raise UserError(f"workers must be at least 1, got {workers}")
 
 
 def _check_certifiable(model: Model, settings: Settings) -> None:
     if settings.gap is not None and model.card.dtype != "float64":
         raise UserError(
-            f"gap asks how far the upper bound may lie above the lower one, and {model.card.dtype} gives no upper "
-            "bound: measure in float64 (--dtype float64), or leave gap out."
+            f"gap limits upper / lower - 1, and {model.card.dtype} gives no upper bound; "
+            "measure in float64 (--dtype float64), or omit gap"
         )
 
 
@@ -111,20 +142,22 @@ def _request(
     heads: Sequence[int] | None,
     scopes: Sequence[str],
 ) -> Request:
-    """What is asked for, once a trial on the shortest sample has shown that the model has all of it."""
+    """The request, after a trial on the shortest sample has shown that the model supports it."""
     wanted = tuple(dict.fromkeys([scopes] if isinstance(scopes, str) else scopes))
     for name, given in (("scope", wanted), ("layer", layers), ("head", heads)):
         if given is not None and not list(given):
-            raise UserError(f"give at least one {name}.")
+            raise UserError(f"give at least one {name}")
     model.check_scopes(wanted)
     chosen = range(model.layers) if layers is None else tuple(dict.fromkeys(layers))
     for layer in chosen:
         if not 0 <= layer < model.layers:
             raise UserError(
-                f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}."
+                f"layer {layer} does not exist: {model.card.name} has layers "
+                f"0 to {model.layers - 1}"
             )
     model.check_heads(heads, chosen)
     pairs = tuple(reading.inputs.pairs)
+    # Better an error now than a failed row for every sample after an hour.
     trial = survey(model, reading.inputs, pairs[0][0], pairs[0][1:])
     numbers: dict[int, tuple[int, ...]] = {}
     for layer in chosen:
@@ -133,8 +166,13 @@ def _request(
             head for site in sites for _, head in site.members if head is not None
         )
     if WHOLE_MODEL in wanted:
-        trial.site(WHOLE_MODEL)
-    return Request(pairs, tuple(chosen), numbers, wanted)
+        _check_available(trial, WHOLE_MODEL)
+    return Request(pairs=pairs, layers=tuple(chosen), heads=numbers, scopes=wanted)
+
+
+def _check_available(trial: Survey, scope: str) -> None:
+    """Raise UserError if the model does not have this map."""
+    trial.site(scope)
 
 
 def _engine(model: Model, reading: Reading, settings: Settings, workers: int) -> Engine:
@@ -142,7 +180,11 @@ def _engine(model: Model, reading: Reading, settings: Settings, workers: int) ->
         return InProcess(SigmaWork(model, reading.inputs, settings))
     if not model.owned:
         raise UserError(
-            "a module given as an object is measured in this process; use workers=1, or give its path."
+            "a live module can only be measured in this process; use workers=1, or give its path"
         )
+    # Workers share the cores; with torch's default each would use all of them.
     threads = max(1, (os.cpu_count() or 1) // workers)
-    return Workers(StartSigmaWork(model.card, reading.inputs, settings, threads), workers)
+    start = StartSigmaWork(
+        card=model.card, inputs=reading.inputs, settings=settings, threads=threads
+    )
+    return Workers(start, workers)

@@ -1,4 +1,4 @@
-"""Which inputs are measured: windows of a text drawn by a stable hash, or rows measured whole."""
+"""The inputs to measure: windows of a text drawn by a stable hash, or rows measured whole."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DEFAULT_LENGTHS = (8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Windows:
-    """Samples of a text: n consecutive tokens at an offset drawn from (seed, n, sample), at positions 0..n-1.
+    """Samples of a text: n consecutive tokens at an offset drawn from (seed, n, sample).
 
-    With special tokens, `before` and `after` frame the window and count towards n.
+    Special tokens `before` and `after` frame the window and count towards n. Positions are 0..n-1.
     """
 
     ids: tuple[int, ...]
@@ -57,9 +57,8 @@ class Rows:
 
 
 def offset(places: int, n: int, sample: int, seed: int) -> int:
-    """One of `places` starting points; a function of its arguments alone, on every machine and in any order.
-
-    The hash has 256 bits, so its remainder is uniform for all purposes.
-    """
+    """One of `places` starting points, as a function of the arguments only."""
+    # A hash rather than a generator: the same on every machine and in any order of calls. It has
+    # 256 bits, so its remainder is uniform for all practical purposes.
     digest = hashlib.sha256(f"lipscope sample {seed} {n} {sample}".encode()).digest()
     return int.from_bytes(digest, "big") % places

@@ -1,4 +1,4 @@
-"""The durable store: one SQLite file per study; what it has acknowledged survives a kill or a power cut."""
+"""The durable store: one SQLite file per study; stored rows survive crashes and power cuts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from lipscope.study.directory import (
     SCHEMA_VERSION,
     become_writer,
     connect_to_read,
+    database_errors,
     require_same,
     require_study,
-    told,
 )
 from lipscope.study.records import COLUMNS, About, Identity, Row, Sample, Sensitivity, StudyInfo
 
+# In a unique index SQLite treats every NULL as different: ifnull makes "no layer" and "no head"
+# ordinary keys, so that INSERT OR REPLACE replaces their rows too.
 _SCHEMA = """
 CREATE TABLE info (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE rows (
@@ -48,9 +50,10 @@ _ORDER = "probe, kind, norm, scope, n, sample, layer, head"
 
 
 class Store:
-    """Reads a study and, for the one process that holds the lock, writes it; without a directory, in memory.
+    """Reads a study and, in the process that holds the lock, writes it.
 
     A write is one transaction: all of a job or nothing. When `write` returns, the rows are on disk.
+    Without a directory the study is kept in memory.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Store:
 
     @classmethod
     def create(cls, directory: Path | None, info: StudyInfo) -> Store:
-        """A store to write to: a new one, or the one in `directory` when it is of the same study."""
+        """Open a store for writing: a new one, or that in `directory` if it is the same study."""
         if directory is None:
             store = cls(sqlite3.connect(":memory:", isolation_level=None), None)
             store._initialise(info)
@@ -72,7 +75,7 @@ class Store:
             sqlite3.connect(directory / FILE, isolation_level=None, timeout=30), directory, lock
         )
         try:
-            with told(directory):
+            with database_errors(directory):
                 store._prepare(directory, info)
         except BaseException:
             store._abandon()
@@ -81,12 +84,14 @@ class Store:
 
     @classmethod
     def open(cls, directory: Path) -> Store:
-        """The store in `directory`, to read."""
+        """Open the store in `directory` for reading."""
         return cls(connect_to_read(directory), directory)
 
     def close(self) -> None:
+        """Close the store and, if it was open for writing, release the lock."""
         if self._lock is not None:
-            # At rest a study is one plain file, readable where nothing can be written; a reader may delay it.
+            # Without a write-ahead log a study is one plain file, readable on read-only media; a
+            # concurrent reader may prevent the switch, which is harmless.
             with suppress(sqlite3.OperationalError):
                 self._db.execute("PRAGMA journal_mode = DELETE")
         self._abandon()
@@ -97,6 +102,7 @@ class Store:
             self._lock.close()
 
     def info(self) -> StudyInfo:
+        """Identity and description of the study."""
         identity, about = (
             json.loads(
                 self._db.execute("SELECT value FROM info WHERE key = ?", (key,)).fetchone()[0]
@@ -106,10 +112,11 @@ class Store:
         return StudyInfo(Identity(**identity), About(**about))
 
     def write(self, rows: Iterable[Row], sensitivities: Iterable[Sensitivity] = ()) -> None:
-        """Keeps the rows of one job, in place of what stood under their keys; on disk when it returns."""
+        """Store the rows of one job, replacing rows with the same keys; on disk when it returns."""
         checked = [row.check() for row in rows]
+        # SQLite would store NaN as NULL, and the schema has NOT NULL for bounds.
         if any(math.isnan(x) for row in checked for x in (row.lower, row.upper)):
-            raise ValueError("lower and upper are numbers, 0 and infinity where nothing is known")
+            raise ValueError("lower and upper must be numbers; use 0 and infinity if unknown")
         marks = ", ".join("?" * len(COLUMNS))
         with self._transaction():
             self._db.executemany(f"INSERT OR REPLACE INTO rows VALUES ({marks})", checked)
@@ -119,7 +126,7 @@ class Store:
             )
 
     def write_samples(self, samples: Iterable[Sample]) -> None:
-        """Keeps the tokens of the samples about to be measured."""
+        """Store the tokens of the samples to be measured."""
         with self._transaction():
             self._db.executemany(
                 "INSERT OR REPLACE INTO samples VALUES (?, ?, ?)",
@@ -127,7 +134,7 @@ class Store:
             )
 
     def rows(self, probe: str | None = None) -> list[Row]:
-        """All rows, or those of one probe, in an order that does not depend on when they came."""
+        """All rows, or those of one probe, in an order independent of when they were written."""
         where, values = ("", ()) if probe is None else (" WHERE probe = ?", (probe,))
         found = self._db.execute(
             f"SELECT {', '.join(COLUMNS)} FROM rows{where} ORDER BY {_ORDER}", values
@@ -135,11 +142,16 @@ class Store:
         return [_row(record) for record in found]
 
     def done(self, probe: str) -> set[tuple[str, int | None, int | None, int, int]]:
-        """(scope, layer, head, n, sample) of every row of a probe that is there and has not failed."""
-        query = "SELECT scope, layer, head, n, sample FROM rows WHERE probe = ? AND status NOT LIKE 'failed%'"
-        return set(self._db.execute(query, (probe,)))
+        """(scope, layer, head, n, sample) of every stored row of a probe that has not failed."""
+        found = self._db.execute(
+            "SELECT scope, layer, head, n, sample FROM rows "
+            "WHERE probe = ? AND status NOT LIKE 'failed%'",
+            (probe,),
+        )
+        return set(found)
 
     def sample(self, n: int, sample: int) -> Sample:
+        """The tokens of one sample."""
         found = self._db.execute(
             "SELECT tokens FROM samples WHERE n = ? AND sample = ?", (n, sample)
         ).fetchone()
@@ -148,7 +160,7 @@ class Store:
     def sensitivity(
         self, scope: str, layer: int | None, head: int | None, n: int, sample: int
     ) -> Sensitivity | None:
-        """The token norms behind one row."""
+        """The token norms of one row."""
         key = (scope, -1 if layer is None else layer, -1 if head is None else head, n, sample)
         where = (
             "scope = ? AND ifnull(layer, -1) = ? AND ifnull(head, -1) = ? AND n = ? AND sample = ?"
@@ -157,14 +169,15 @@ class Store:
         return _sensitivity(found) if found else None
 
     def sensitivities(self) -> Iterator[Sensitivity]:
-        """All token norms, in an order that does not depend on when they came."""
+        """All token norms, in an order independent of when they were written."""
         for record in self._db.execute(
             "SELECT * FROM sensitivities ORDER BY scope, n, sample, layer, head"
         ):
             yield _sensitivity(record)
 
     def _prepare(self, directory: Path, info: StudyInfo) -> None:
-        """Make the tables of a new study, or see that the study here is the same."""
+        """Create the tables of a new study, or check that the existing one is the same."""
+        # FULL: a commit reaches the disk before it returns, at a cost far below that of a solve.
         self._db.execute("PRAGMA synchronous = FULL")
         if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             self._initialise(info)
@@ -189,7 +202,7 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with told(self.directory):
+        with database_errors(self.directory):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -201,8 +214,8 @@ class Store:
 
 
 def _row(record: tuple[Any, ...]) -> Row:
-    """SQLite keeps NaN as NULL."""
     row = Row._make(record)
+    # SQLite stores NaN as NULL, which comes back as None.
     if row.value is None or row.residual is None or row.radius is None or row.seconds is None:
         nans = {
             k: math.nan
@@ -215,10 +228,19 @@ def _row(record: tuple[Any, ...]) -> Row:
 
 def _sensitivity(record: tuple[Any, ...]) -> Sensitivity:
     scope, layer, head, n, sample, right, left = record
-    return Sensitivity(scope, layer, head, n, sample, _unpack(right), _unpack(left))
+    return Sensitivity(
+        scope=scope,
+        layer=layer,
+        head=head,
+        n=n,
+        sample=sample,
+        right=_unpack(right),
+        left=_unpack(left),
+    )
 
 
 def _pack(values: Iterable[float]) -> bytes:
+    # float32: these norms are shown to two digits, and there are n of them per row.
     return array("f", values).tobytes()
 
 

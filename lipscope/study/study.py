@@ -1,4 +1,4 @@
-"""A study: the rows of a measurement, read back, fitted and looked at."""
+"""A study: the rows of a measurement, with growth fits, token norms and plots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope._types import UserError
-from lipscope.study.growth import Growth, fit
+from lipscope.study.growth import Growth, check_lengths, fit
 from lipscope.study.records import COLUMNS, Row, StudyInfo
 from lipscope.study.store import Store
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 SIGMA = "sigma"
 
 CERTIFIED = "local"
-"""The kind of a row whose bounds are those of a solve, at whatever input it was made."""
+"""The kind of a row whose bounds come from a solve, whatever the input."""
 
 
 class Token(NamedTuple):
-    """A token and its part in the largest change of a map: as its cause (`right`), its receiver (`left`)."""
+    """A token and its share in the largest change of a map, as cause (right) or receiver (left)."""
 
     position: int
     token: str
@@ -36,27 +36,62 @@ class Token(NamedTuple):
 
 
 class Study:
-    """Numbers from a model and a text, as `measure` gives them and `Study.open(DIR)` reads them again."""
+    """The numbers of a measurement, each with its certificate.
+
+    :func:`measure` returns a study; ``Study.open(directory)`` reads one that was saved.
+
+    Attributes:
+        rows: All rows, of all probes, in a fixed order.
+        sigma: The rows of local Lipschitz constants that have a value.
+        failed: The rows without a value; their status says why.
+        maps: (scope, layer) of everything measured.
+        info: What was measured: model, text, settings, versions.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> _ = torch.manual_seed(0)
+        >>> model = LlamaModel(LlamaConfig(
+        ...     vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...     num_hidden_layers=2, num_attention_heads=4))
+        >>> study = ls.measure(model, torch.arange(64), lengths=[4, 8, 16], samples=1)
+        >>> study.maps
+        [('heads', 0), ('attention', 0), ('heads', 1), ('attention', 1)]
+        >>> all(row.lower <= row.value <= row.upper for row in study.sigma)
+        True
+        >>> [(law.scope, law.layer, law.lengths) for law in study.growth()][0]
+        ('heads', 0, (4, 8, 16))
+        >>> len(study.tokens(layer=0, n=8))
+        8
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Study:
-        """The study that `measure(..., out=directory)` wrote."""
+        """Open the study that `measure(..., out=directory)` saved."""
         return cls(Store.open(Path(directory)))
 
     @property
+    def store(self) -> Store:
+        """The store behind the study, for probes that add rows to it."""
+        return self._store
+
+    @property
     def directory(self) -> Path | None:
+        """The directory the study is saved in; None if it is in memory."""
         return self._store.directory
 
     @cached_property
     def info(self) -> StudyInfo:
+        """Identity and description of the study."""
         return self._store.info()
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Every row, of every probe, in a fixed order."""
+        """All rows, of all probes, in a fixed order."""
         return self._store.rows()
 
     @cached_property
@@ -71,9 +106,9 @@ class Study:
 
     @cached_property
     def certified(self) -> list[Row]:
-        """The rows of any probe whose upper bound is the solver's, and so holds with a probability.
+        """The rows of any probe whose upper bound is the solver's, which holds with a probability.
 
-        Bounds from theorems and numbers that were only evaluated hold without one.
+        Bounds from theorems, and numbers that were only evaluated, hold with certainty.
         """
         return [
             row
@@ -86,18 +121,18 @@ class Study:
         """1 - joint_confidence, without the rounding of the difference."""
         if not self.certified:
             return 1.0
-        # What is kept is 1 - failure; six digits undo its rounding.
+        # The study stores 1 - failure in binary; six decimal digits recover the failure itself.
         each = Decimal(f"{1 - (self.info.about.confidence or _default_confidence()):.6g}")
         return min(1.0, float(len(self.certified) * each))
 
     @property
     def joint_confidence(self) -> float:
-        """The probability, at least, with which all upper bounds of the study hold together.
+        """A lower bound on the probability that all upper bounds of the study hold together.
 
-        A union bound over the rows of `certified`: each solve fails with the probability that the
-        study keeps in `info.about.confidence`, whatever the number of maps in its batch, and every
-        solve has at least one row. The probability is over the random starts of the solver; see
-        docs/choosing.md for the other hypotheses. 0.0 where no row has an upper bound.
+        A union bound over the rows of `certified`: `info.about.confidence` is the probability with
+        which a solve succeeds, whatever the number of maps in its batch, and every solve has at
+        least one row. The probability is over the random starts of the solver; see docs/choosing.md
+        for the other hypotheses. It is 0.0 if no row has an upper bound.
         """
         return 1 - self.joint_failure
 
@@ -111,7 +146,7 @@ class Study:
 
     @cached_property
     def _largest(self) -> dict[tuple[str, int | None], dict[tuple[int, int], Row]]:
-        """Per map and (n, sample), the row of the largest sigma: heads count by their largest."""
+        """Per map and (n, sample), the row with the largest sigma (for heads, of all heads)."""
         table: dict[tuple[str, int | None], dict[tuple[int, int], Row]] = defaultdict(dict)
         for row in self.sigma:
             cell, key = table[row.scope, row.layer], (row.n, row.sample)
@@ -120,18 +155,18 @@ class Study:
         return table
 
     def largest(self, scope: str, layer: int | None) -> list[Row]:
-        """One row per length and sample: the map itself, or its head with the largest sigma."""
+        """One row per length and sample: the map itself, or the head with the largest sigma."""
         return [row for _, row in sorted(self._largest.get((scope, layer), {}).items())]
 
     def law(self, scope: str, layer: int | None) -> Growth | None:
-        """sigma ~ C n^alpha at one layer and scope; None where there are too few lengths for a fit."""
+        """sigma ~ C n^alpha at one layer and scope; None if there are too few lengths to fit."""
         try:
             return fit(scope, layer, [(row.n, row.value) for row in self.largest(scope, layer)])
         except UserError:
             return None
 
     def radius(self, scope: str, layer: int | None) -> dict[int, float]:
-        """R(n): per length, the median over samples of the largest norm of a token at the map's input."""
+        """R(n): per length, the median over samples of the largest token norm at the input."""
         rows = self.largest(scope, layer)
         return {
             n: median(row.radius for row in rows if row.n == n)
@@ -139,17 +174,18 @@ class Study:
         }
 
     def growth(self) -> list[Growth]:
-        """sigma ~ C n^alpha for every layer and scope with enough lengths, by `lipscope.study.growth.METHOD`."""
+        """sigma ~ C n^alpha for every layer and scope with enough lengths.
+
+        The method is described in `lipscope.study.growth.METHOD`.
+        """
         laws = [law for scope, layer in self.maps if (law := self.law(scope, layer)) is not None]
         if not laws and self.maps:
             scope, layer = self.maps[0]
-            fit(
-                scope, layer, [(row.n, row.value) for row in self.largest(scope, layer)]
-            )  # says what is missing
+            check_lengths(scope, layer, [(row.n, row.value) for row in self.largest(scope, layer)])
         return laws
 
     def peak(self) -> Row:
-        """The largest sigma at the greatest length, over the layers of one scope: attention, if measured."""
+        """The largest sigma at the greatest length, of scope attention if it was measured."""
         scopes = [scope for scope, _ in self.maps]
         scope = "attention" if "attention" in scopes else scopes[0]
         longest = max(row.n for row in self.sigma if row.scope == scope)
@@ -166,14 +202,20 @@ class Study:
         sample: int | None = None,
         head: int | None = None,
     ) -> list[Token]:
-        """The tokens of one sample and how much each takes part in the largest change of a layer.
+        """The tokens of one sample and their shares in the largest change of a layer.
 
-        Unless told otherwise: all heads together if measured, the greatest n, the sample of largest sigma.
+        Args:
+            layer: The layer number; None for the whole model.
+            scope: The map. Default: all heads together, if measured.
+            n: The length. Default: the greatest.
+            sample: The sample. Default: the one with the largest sigma.
+            head: The head, for the scope heads. Default: the one with the largest sigma.
         """
         scopes = [s for s, at in self.maps if at == layer]
         if not scopes:
             raise UserError(
-                f"layer {layer} was not measured; this study has {sorted({str(at) for _, at in self.maps})}."
+                f"layer {layer} was not measured; "
+                f"this study has {sorted({str(at) for _, at in self.maps})}"
             )
         scope = scope or next((s for s in scopes if s != "heads"), scopes[0])
         rows = [
@@ -188,7 +230,8 @@ class Study:
         ]
         if not rows:
             raise UserError(
-                f"nothing was measured at layer {layer}, {scope}, n = {n}, sample {sample}, head {head}."
+                f"nothing was measured at layer {layer}, scope {scope}, n = {n}, "
+                f"sample {sample}, head {head}"
             )
         row = max(rows, key=lambda r: r.value)
         return self.tokens_of(row)
@@ -198,8 +241,10 @@ class Study:
         found = self._store.sensitivity(row.scope, row.layer, row.head, row.n, row.sample)
         if found is None:
             raise UserError(
-                f"the study kept no token norms for layer {row.layer}, scope {row.scope}, n = {row.n}."
+                f"the study has no token norms for layer {row.layer}, scope {row.scope}, "
+                f"n = {row.n}"
             )
+        # Embeddings and pixels have no text: their tokens are named by position.
         words = self._store.sample(row.n, row.sample).tokens or tuple(f"#{i}" for i in range(row.n))
         return [
             Token(i, *item)
@@ -207,7 +252,7 @@ class Study:
         ]
 
     def token_records(self) -> Iterator[tuple[Any, ...]]:
-        """(scope, layer, head, n, sample, position, token, right, left) for every token of every map."""
+        """(scope, layer, head, n, sample, position, token, right, left) of every token and map."""
         words_of = cache(lambda n, sample: self._store.sample(n, sample).tokens)
         for found in self._store.sensitivities():
             words = words_of(found.n, found.sample) or ("",) * found.n
@@ -215,7 +260,7 @@ class Study:
                 yield (*found[:5], position, *norms)
 
     def to_dataframe(self) -> pd.DataFrame:
-        """The rows as a pandas table, with `layer` and `head` as nullable integers."""
+        """The rows as a pandas DataFrame, with `layer` and `head` as nullable integers."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -226,13 +271,21 @@ class Study:
         return frame.astype({"layer": "Int64", "head": "Int64"})
 
     def plot_heatmap(self, ax: Any = None, *, n: int | None = None) -> Any:
-        """Layers x heads, coloured by sigma at one length (the greatest, unless told); matplotlib Axes in and out."""
+        """Plot a heat map of sigma, layers x heads, at length n (by default the greatest).
+
+        Args:
+            ax: matplotlib Axes to draw on. Default: new ones.
+            n: The length.
+
+        Returns:
+            The Axes.
+        """
         from lipscope.report.figures import heatmap
 
         return heatmap(self, ax, n)
 
     def plot_growth(self, ax: Any = None, *, scope: str | None = None) -> Any:
-        """sigma against length on log axes, with the fitted laws and guides; matplotlib Axes in and out."""
+        """Plot sigma against length on log axes, with the fitted laws; returns matplotlib Axes."""
         from lipscope.report.figures import growth
 
         return growth(self, ax, scope)
@@ -240,7 +293,16 @@ class Study:
     def plot_tokens(
         self, ax: Any = None, *, layer: int | None = None, scope: str | None = None
     ) -> Any:
-        """The tokens of a layer (the roughest, unless told) by their part in its largest change; Axes in and out."""
+        """Plot the tokens of a layer by their shares in its largest change.
+
+        Args:
+            ax: matplotlib Axes to draw on. Default: new ones.
+            layer: The layer. Default: the one with the largest sigma.
+            scope: The map. Default: all heads together, if measured.
+
+        Returns:
+            The Axes.
+        """
         from lipscope.report.figures import tokens
 
         return tokens(self, ax, layer, scope)
@@ -258,13 +320,13 @@ class Study:
         lengths = sorted({row.n for row in self.sigma})
         at = f" in {self.directory}" if self.directory else ""
         span = f", n = {lengths[0]} to {lengths[-1]}" if lengths else ""
-        return f"Study({self.info.about.model}: {len(self.sigma)} values, {len(self.failed)} failed{span}{at})"
+        counts = f"{len(self.sigma)} values, {len(self.failed)} failed"
+        return f"Study({self.info.about.model}: {counts}{span}{at})"
 
 
 def _default_confidence() -> float:
-    """That of float64 searches in a study whose own dtype gives no upper bound, and keeps 0."""
-    from lipscope.linalg.spectral import (
-        Solver,
-    )  # brings torch, which reading a study can do without
+    """The confidence of float64 searches, for a study whose own dtype has none and stores 0."""
+    # Imported late: it imports torch, which reading a study does not need.
+    from lipscope.linalg.spectral import Solver
 
     return 1 - Solver().failure

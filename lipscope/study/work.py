@@ -1,4 +1,4 @@
-"""The work behind a job: one forward pass per input, kept for all its layers, and one solve per site."""
+"""The work of a job: one forward pass per input, shared by its layers, and one solve per site."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SigmaWork:
 
     def _measure(self, job: Job) -> Outcome:
         if self._prepared is None or self._prepared[0] != job.input:
-            self._prepared = None  # let go of the old one first
+            self._prepared = None  # free the old activations before new ones are computed
             self._prepared = job.input, survey(self.model, self.inputs, job.n, job.samples)
         rows, sensitivities = [], []
         for scope in job.scopes:
@@ -57,7 +57,8 @@ def survey(model: Model, inputs: Windows | Rows, n: int, samples: Sequence[int])
 
 @contextmanager
 def threads_for(tokens: int) -> Iterator[None]:
-    """One thread for a small batch: more would mostly wait for each other, on a busy machine ten times as long."""
+    """Use a single thread for a small batch."""
+    # More threads would mostly wait for each other; on a busy machine, ten times as long.
     before = torch.get_num_threads()
     torch.set_num_threads(1 if tokens <= GROUPED_TOKENS else before)
     try:
@@ -68,7 +69,7 @@ def threads_for(tokens: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StartSigmaWork:
-    """Makes the same work again in a worker process."""
+    """Creates the same work in a worker process."""
 
     card: Card
     inputs: Windows | Rows
@@ -78,6 +79,7 @@ class StartSigmaWork:
     def __call__(self) -> SigmaWork:
         torch.set_num_threads(self.threads)
         card = self.card
+        # The recorded commit, not the branch: the branch may have moved since.
         revision = None if card.name == embedded.NAME else card.revision
         model = load(
             card.name,
@@ -88,6 +90,6 @@ class StartSigmaWork:
         )
         if model.card.weights != card.weights:
             raise UserError(
-                f"the weights of {card.name} changed while they were being measured; start a new study."
+                f"the weights of {card.name} changed during the measurement; start a new study"
             )
         return SigmaWork(model, self.inputs, self.settings)

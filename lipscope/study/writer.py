@@ -1,4 +1,4 @@
-"""The one writer: every outcome of an engine is on disk before the next is asked for."""
+"""The single writer: every outcome of an engine is on disk before the next one is requested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lipscope.study.records import Job, Outcome
 from lipscope.study.store import Store
 
 Progress = Callable[[float, float], None]
-"""Called with the work done and the whole of it, in the same unit, at the start and after every job."""
+"""Called with the work done and the total work, at the start and after every job."""
 
 
 def keep(
@@ -18,13 +18,13 @@ def keep(
     jobs: Sequence[Job],
     progress: Progress | None = None,
 ) -> None:
-    """Takes every outcome to the store; Ctrl-C leaves a note that says how to go on."""
+    """Store every outcome; after Ctrl-C, the exception carries a note on how to resume."""
     total, done, kept = sum(job.weight for job in jobs), 0.0, 0
     report = progress or (lambda done, total: None)
     report(done, total)
     identity, device = store.info().identity, store.info().about.device
     try:
-        with closing(outcomes):
+        with closing(outcomes):  # on any error the engine ends its workers now, not at exit
             for job, rows, sensitivities, failure in outcomes:
                 if failure is not None:
                     rows = job.failed_rows(failure, identity.dtype, device)
@@ -32,11 +32,14 @@ def keep(
                 done, kept = done + job.weight, kept + 1
                 report(done, total)
     except KeyboardInterrupt as stop:
-        stop.add_note(_farewell(store, kept, len(jobs)))
+        stop.add_note(_note_on_resuming(store, kept, len(jobs)))
         raise
 
 
-def _farewell(store: Store, kept: int, jobs: int) -> str:
+def _note_on_resuming(store: Store, kept: int, jobs: int) -> str:
     if store.directory is None:
-        return "Stopped; nothing was kept, because no --out directory was given."
-    return f"Stopped; {kept} of {jobs} jobs are kept in {store.directory}. The same command goes on from there."
+        return "Stopped; nothing was saved, because no --out directory was given."
+    return (
+        f"Stopped; {kept} of {jobs} jobs are saved in {store.directory}. "
+        "Run the same command again to resume."
+    )

@@ -1,4 +1,4 @@
-"""Attacks at equal norm on a tiny model: norms agree, small steps are ordered, a lost text has another neighbour."""
+"""Attacks at equal norm on a tiny model: norms agree, small steps are ordered."""
 
 import csv
 
@@ -23,7 +23,7 @@ from lipscope.cli import main
 
 CONTEST = Contest(swaps=2, length=6)
 SMALL, LARGE = (1e-5, 3e-5), 300.0
-"""Shares of the norm of a swap at which the model is linear, and at which nothing is left of the text."""
+"""Fractions of a swap's norm at which the model is linear, and at which the text is lost."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`lipscope bounds`: sound rows for every head, kept in the study, and a table that says how tight they are."""
+"""`lipscope bounds`: sound rows for every head, stored in the study, and a table of tightness."""
 
 import pytest
 
@@ -94,8 +94,8 @@ def test_the_command_prints_ratios_and_its_rows_join_the_study(tiny, prose, tmp_
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--radius", "0"], "radius R > 0"),
-        (["--radius", "-2"], "radius R > 0"),
+        (["--radius", "0"], "radius must be a positive number"),
+        (["--radius", "-2"], "radius must be a positive number"),
         (["--radius", "0.001"], "outside the ball"),
         (["--layers", "9"], "layer 9 does not exist"),
         (["--lengths", "9999"], "9999"),

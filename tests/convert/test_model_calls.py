@@ -14,15 +14,15 @@ IDS = zoo.sample("gpt2")["input_ids"]
 @pytest.mark.parametrize(
     ("inputs", "layers", "message"),
     [
-        (None, None, "the model was given no tokens"),
-        ("hello", None, "inputs must be token ids .*a text is encoded first"),
-        (["a", "text"], None, "inputs must be token ids .*a text is encoded first"),
+        (None, None, "the model was called with no tokens"),
+        ("hello", None, "inputs must be token ids .*encode a text with"),
+        (["a", "text"], None, "inputs must be token ids .*encode a text with"),
         ([[1, 2, 3], [4, 5]], None, "inputs must be token ids"),
         ((IDS, IDS), None, "inputs must be token ids .* or a dictionary"),
         (IDS, [], "layers is empty"),
         (IDS, "0", "layers must be a list of layers"),
         (IDS, 1, r"as in layers=\[1\], got int"),
-        (IDS, [0, 0], "layer 0 is asked for 2 times"),
+        (IDS, [0, 0], "layer 0 is listed 2 times"),
         (IDS, ["0"], "layer '0' does not exist: the model has layers 0 to 1"),
     ],
 )
@@ -48,7 +48,8 @@ def test_the_layers_of_a_converted_model_go_by_name():
     convert_model(model, "l2", IDS, layers=[1])
     for layers in ([0], [1]):
         with pytest.raises(
-            ls.UserError, match=r"goes by name, as in layers=\['h.1.attn.layer'\]; to convert more"
+            ls.UserError,
+            match=r"is selected by name, as in layers=\['h.1.attn.layer'\]; to convert more",
         ):
             convert_model(model, "dot", IDS, layers=layers)
     report = convert_model(model, "dot", IDS, layers=["h.1.attn.layer"])
@@ -76,7 +77,7 @@ def test_arguments_by_position_mean_what_they_meant_to_the_old_attention():
     convert_model(gpt2, "l2", IDS)
     convert_model(bert, "l2", IDS)
     causal, full = gpt2.h[0].attn, bert.encoder.layer[0].attention.self
-    with pytest.raises(ls.UserError, match="keeps no cache"):
+    with pytest.raises(ls.UserError, match="has no cache"):
         causal(X, object())
     for module, args in ((causal, (None, padding)), (full, (padding,))):
         expected = module(X[:, :3])[0]

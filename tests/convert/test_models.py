@@ -1,4 +1,4 @@
-"""Conversion of transformers models: they run, train, mask and measure as before, or are left alone."""
+"""Conversion of transformers models: they run, train, mask and measure as before, or not at all."""
 
 import copy
 
@@ -28,19 +28,19 @@ CONVERTED = [
     ("cohere", "cosine"),
 ]
 REFUSED = {
-    "albert": r"layer 0 \(AlbertAttention\) cannot be converted: it serves several layers; supported are nn",
-    "qwen3": r"layer 0 \(Qwen3Attention\) cannot be converted: it is not plain self-attention; supported are nn",
+    "albert": r"layer 0 \(AlbertAttention\) cannot be converted: it serves several layers; ",
+    "qwen3": r"layer 0 \(Qwen3Attention\) cannot .*: it is not plain self-attention; supported",
     "olmo2": r"layer 0 \(Olmo2Attention\) cannot be converted: it is not plain self-attention",
     "t5": r"layer 0 \(T5Attention\) cannot be converted: it is not plain self-attention",
-    "mistral": "it has a sliding window, for which the new layer has no place",
-    "gemma2": "it has a sliding window, for which the new layer has no place",
-    "gpt_oss": "it has a sliding window, for which the new layer has no place",
-    "glm": "heads of size 8 times 2 do not make up tokens of size 8",
-    "diffllama": r"layer 0 \(DiffLlamaAttention\) cannot be converted: .* is not one map of one sequence",
-    "mobilebert": r"layer 0 \(MobileBertSelfAttention\) cannot be converted: .* is not one map of one sequence",
-    "gpt_neo": "GPTNeoModel has attention code of its own, out of lipscope's reach, so it cannot be converted",
-    "falcon": "FalconModel has attention code of its own, out of lipscope's reach, so it cannot be converted",
-    "doge": "DogeModel .*adds a bias to its scores that depends on the input.*, so it cannot be converted",
+    "mistral": "it has a sliding window, which the new layer does not support",
+    "gemma2": "it has a sliding window, which the new layer does not support",
+    "gpt_oss": "it has a sliding window, which the new layer does not support",
+    "glm": "2 heads of size 8 do not add up to the token size 8",
+    "diffllama": r"layer 0 \(DiffLlamaAttention\) cannot be .*a map of a single sequence",
+    "mobilebert": r"layer 0 \(MobileBertSelfAttention\) cannot be .*a map of a single sequence",
+    "gpt_neo": "GPTNeoModel uses its own attention code, .*, so it cannot be converted",
+    "falcon": "FalconModel uses its own attention code, .*, so it cannot be converted",
+    "doge": "DogeModel .*adds a bias to its scores that depends on the input.*cannot be converted",
 }
 
 
@@ -140,9 +140,9 @@ def test_masks_that_hide_more_are_refused():
     with pytest.raises(ls.UserError, match="attention_mask hides more than padding"):
         model(input_ids=ids, attention_mask=packed)
     attention = model.encoder.layer[0].attention.self
-    with pytest.raises(ls.UserError, match="is given head_mask"):
+    with pytest.raises(ls.UserError, match="was called with head_mask"):
         attention(torch.zeros(1, 5, 8), head_mask=torch.ones(2))
-    with pytest.raises(ls.UserError, match="reads no other hidden states"):
+    with pytest.raises(ls.UserError, match="cannot read encoder_hidden_states"):
         attention(torch.zeros(1, 5, 8), encoder_hidden_states=torch.zeros(1, 5, 8))
 
 
@@ -177,7 +177,7 @@ def test_a_converted_model_trains_and_keeps_its_state(kind):
         words = model.generate(ids[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
         step = model(input_ids=words[:, :-1]).logits[0, -1].argmax()
         assert words.shape == (1, 8) and words[0, -1] == step
-        with pytest.raises(ls.UserError, match="keeps no cache"):
+        with pytest.raises(ls.UserError, match="has no cache"):
             model(input_ids=ids, use_cache=True)
 
 
@@ -223,7 +223,7 @@ def test_a_failure_in_the_converted_model_undoes_everything(monkeypatch):
     attention = [block.attn for block in model.h]
     cache = model.config.use_cache
     monkeypatch.setattr(DotSelfAttention, "project", lambda self, X: 1 / 0)
-    with pytest.raises(ls.UserError, match="does not run with other attention"):
+    with pytest.raises(ls.UserError, match="does not run with its attention replaced"):
         convert_model(model, "dot", inputs)
     assert [block.attn for block in model.h] == attention and model.config.use_cache == cache
 

@@ -1,4 +1,4 @@
-"""Calls of convert that cannot be meant, or have a turn of their own: frozen layers, shared ones."""
+"""Invalid calls of convert_model, and unusual ones: frozen layers, shared layers."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ def encoder():
         (
             [torch.ones(1, TOKENS, DIM)],
             None,
-            r"got list; a model that takes one is given \(inputs,\)",
+            r"got list; if the model takes such an object, pass \(inputs,\)",
         ),
         (torch.ones(2, 3, DIM + 1), None, r"TransformerEncoder does not run on the inputs \(.*9"),
         ({"foo": torch.ones(2, 3, DIM)}, None, "does not run on the inputs .*'foo'"),
         (torch.ones(2, 3, DIM), [], "layers is empty"),
         (torch.ones(2, 3, DIM), "layers.0.self_attn", "layers must be a list of layers"),
-        (torch.ones(2, 3, DIM), [0], "go by name or are given themselves, got 0"),
+        (torch.ones(2, 3, DIM), [0], "must be names or modules, got 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(inputs, layers, message):
@@ -41,7 +41,7 @@ def test_what_cannot_be_meant_is_refused(inputs, layers, message):
 
 def test_a_model_or_a_kind_that_is_none_is_refused():
     with unchecked():
-        with pytest.raises(ls.UserError, match="convert takes a torch module, got NoneType"):
+        with pytest.raises(ls.UserError, match="convert_model takes a torch module, got NoneType"):
             ls.convert_model(None, "l2", batches(1)[0])
         for kind in (None, ["l2"]):
             with pytest.raises(ls.UserError, match=r"there is no attention .* to convert to"):

@@ -1,4 +1,4 @@
-"""Conversion of torch's and lipscope's own attention: weights where they fit, masks, measurements, all or nothing."""
+"""Conversion of torch's and lipscope's attention: weights, masks, measurements, all or nothing."""
 
 import copy
 import math
@@ -270,7 +270,10 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_changed():
     before = {name: type(m) for name, m in model.named_modules()}
     weights = states(model)
     for arguments, message in [
-        (("l2", X), r"cross \(MultiheadAttention\) cannot be converted: .*another key or value"),
+        (
+            ("l2", X),
+            r"cross \(MultiheadAttention\) cannot be converted: .*a key or value other than",
+        ),
         (("l3", X), "no attention 'l3' to convert to; choose one of dot, l2"),
         (("l2", X, {"constant": 0.5}), "constant=0.5 is for to='contractive'"),
         (

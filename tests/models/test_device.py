@@ -40,7 +40,7 @@ def test_a_model_is_loaded_onto_the_gpu(tmp_path):
 
 @pytest.mark.gpu
 def test_a_long_text_needs_memory_like_its_length():
-    """A Llama with rotary positions and shared keys at 16k and 32k tokens; its mask alone would take a gigabyte."""
+    """A Llama with rotary positions at 16k and 32k tokens; its mask alone would take a gigabyte."""
     config = LlamaConfig(
         vocab_size=100,
         hidden_size=64,

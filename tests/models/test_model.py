@@ -75,7 +75,7 @@ def test_bad_arguments_are_named(case):
 
 
 def test_text_needs_a_tokenizer():
-    with pytest.raises(UserError, match="came without a tokenizer"):
+    with pytest.raises(UserError, match="has no tokenizer"):
         load(make("bert")).encode("w1")
 
 

@@ -1,4 +1,4 @@
-"""lipscope's attention inside models: the same values as eager attention, and no trace left behind."""
+"""lipscope's attention inside models: the same values as eager attention, and models restored."""
 
 import copy
 
@@ -35,7 +35,7 @@ def test_the_preflight_tells_models_with_attention_of_their_own(name):
     model = load(make(name))
     assert not model.preflight.routed and model.preflight.calls == 0 and model.heads == 0
     assert type(model.trunk).__name__ in model.preflight.reason
-    with pytest.raises(UserError, match=r"attention code of its own.*scope block or model"):
+    with pytest.raises(UserError, match=r"its own attention code.*scope block or model"):
         model.sites(**sample(name))
 
 
@@ -62,7 +62,7 @@ def test_padding_is_respected_as_in_eager_attention(name):
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
 def test_a_window_is_told_by_its_mask(name):
-    """Attention far beyond the window, where a dropped mask would show; found in closed form as a window."""
+    """Attention far beyond the window, where a dropped mask would show; recognised as a window."""
     module = make(name).double().requires_grad_(False)
     inputs = sample(name, batch=1, n=20)
     ours, eager = (last_hidden_state(module, kind, **inputs) for kind in (NAME, "eager"))

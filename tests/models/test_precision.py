@@ -14,7 +14,7 @@ RMSNORM = ["llama", "mistral", "qwen3", "gemma2", "gpt_oss", "t5"]
 
 
 def slope_errors(f, X, step=1e-6):
-    """Central differences of a random direction against the product with the derivative, at one step."""
+    """Central differences along a random direction against the derivative, at one step."""
     generator = torch.Generator().manual_seed(0)
     E = torch.randn(X.shape, generator=generator, dtype=X.dtype)
     product = torch.autograd.functional.jvp(f, X, E)[1]

@@ -1,4 +1,4 @@
-"""Nothing that comes with a model ever runs, and every way a repository can be wrong has its letter."""
+"""No code that comes with a model ever runs, and every broken repository gets an error message."""
 
 import json
 import pickle
@@ -90,7 +90,7 @@ def test_what_is_in_force_is_asserted_not_believed(hostile, monkeypatch):
     model = make("llama")
     model.config._attn_implementation_internal = "owner/repo"
     monkeypatch.setattr(loading, "_random", lambda *_: model)
-    with pytest.raises(UserError, match="refused: this model insists on attention"):
+    with pytest.raises(UserError, match="refused to load: the model selects attention"):
         load(str(hostile), random_init=0)
 
 
@@ -133,7 +133,7 @@ def eight_bit_weights(folder):
 
 
 WRONG = {
-    "only pickles": (only_pickles, "only pickled weights.*Convert them with safetensors"),
+    "only pickles": (only_pickles, "only pickled weights.*convert them with safetensors"),
     "no weights": (no_weights, "expected weights in model.safetensors.*got none"),
     "index that leads outside": (index_that_leads_outside, "expected weights in model.safetensors"),
     "torn weights": (torn_weights, "cannot be read"),
@@ -155,7 +155,7 @@ WRONG = {
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
     "a list": (
         lambda f: (f / "config.json").write_text("[]"),
-        "should hold a JSON object, not list",
+        "must contain a JSON object, got list",
     ),
     "broken tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),
@@ -197,7 +197,7 @@ HUB = {
     "no config": (lambda: EntryNotFoundError("no entry"), "has no config.json"),
     "no network": (
         lambda: LocalEntryNotFoundError("no network"),
-        "the hub cannot be reached.*Check the connection",
+        "the hub cannot be reached.*check the connection",
     ),
 }
 
@@ -218,5 +218,5 @@ def test_the_hubs_answers_become_letters(case, monkeypatch):
 def test_offline_is_honoured(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids"):
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE prevents"):
         load("owner/name")

@@ -33,7 +33,7 @@ def prepared(name):
 
 
 def places(name, scope):
-    """Where the map begins (path, call) and where it ends, by the zoo's own knowledge of the family."""
+    """Where the map begins (path, call) and where it ends, as the zoo knows the family."""
     family = {**FAMILIES, **BYPASSING}[name]
     layer = 0 if scope == "model" else LAYER
     entry = family.parts[ENTRY[scope]].format(layer), layer if family.shared else 0
@@ -90,7 +90,7 @@ def test_value_and_jacobian_are_the_modules_own(name, scope):
 
 @pytest.mark.parametrize(("name", "scope"), [case for case in ALL if not has(*case)])
 def test_a_scope_the_model_does_not_have_is_refused_by_name(name, scope):
-    with pytest.raises(UserError, match=f"no scope {scope}"):
+    with pytest.raises(UserError, match=rf"scopes? .*\b{scope}\b.* not available"):
         prepared(name)[0].sites(**sample(name), scopes=[scope])
 
 
@@ -99,7 +99,8 @@ def test_a_scope_the_model_does_not_have_is_refused_by_name(name, scope):
 def test_attention_of_several_sequences_at_once_is_refused_by_name(name, scope):
     model = load(make(name))
     with pytest.raises(
-        UserError, match=r"not one map of one sequence.*no scope heads and no scope attention"
+        UserError,
+        match=r"not a map of a single sequence.*scopes heads and attention are not available",
     ):
         model.sites(**sample(name), scopes=[scope])
     for site in model.sites(**sample(name), scopes=["residual", "block"]):

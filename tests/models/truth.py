@@ -37,7 +37,7 @@ class Truth:
         x: Tensor,
         tap: tuple[str, str] | None,
     ) -> Tensor:
-        """The tokens seen at `tap` (at the end where it is None) when x enters the module at `path`."""
+        """The tokens seen at `tap` (None: at the end) when x enters the module at `path`."""
         y = self._run(inputs, (path, call, x), tap)
         return y if y.ndim == 3 else y[None]
 

@@ -34,7 +34,7 @@ BERT = {
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture: how to make a tiny one, and, in its trunk, the paths of its parts at layer {}.
+    """An architecture: how to make a tiny one, and the paths in its trunk of the parts at layer {}.
 
     closed:  whether its attention modules are plain self-attention
     prenorm: whether it has the scope normed
@@ -266,7 +266,7 @@ MASKING = {"doge": Family("DogeModel", "DogeConfig", ROPE)}
 
 
 def make(name: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny model in float32 with weights large enough to matter, norms, biases and sinks included."""
+    """A tiny float32 model with weights large enough to matter, including biases and sinks."""
     family = {**FAMILIES, **BYPASSING, **ENTANGLED, **MASKING}[name]
     options = {key: value for key, value in family.options.items() if value is not None}
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""The monitor in transformers' Trainer and in Lightning: same losses, same log lines, and its own beside them."""
+"""The monitor in transformers' Trainer and in Lightning: same losses and logs, plus its own."""
 
 import csv
 import warnings

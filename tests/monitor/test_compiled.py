@@ -1,4 +1,4 @@
-"""Compiled models under the monitor: measured at what enters them, while their graphs and numbers stay the same."""
+"""Compiled models under the monitor: measured, while their graphs and numbers stay the same."""
 
 import subprocess
 import sys
@@ -53,7 +53,8 @@ for wrap in (late, in_place, parts):
     assert alone[0] == seen[0] and alone[3] == seen[3], (wrap, alone[0], seen[0], alone[3], seen[3])
     assert all(torch.equal(alone[1][name], seen[1][name]) for name in alone[1])
     assert torch.equal(alone[2], seen[2])
-    assert [(r.step, r.layer) for r in seen[4].readings] == [(s, name) for s in (0, 2) for name in layers]
+    expected = [(s, name) for s in (0, 2) for name in layers]
+    assert [(r.step, r.layer) for r in seen[4].readings] == expected
     assert all(r.sigma > 0 for r in seen[4].readings)
 
 # The truth: the tokens that reach a layer in evaluation mode, at the weights after the step.
@@ -61,7 +62,9 @@ for wrap in (late, in_place, parts):
 exact = copy.deepcopy(model).double().eval()
 entering = {}
 for name in ("dot", "l2", "cosine"):
-    getattr(exact, name).register_forward_pre_hook(lambda m, args, name=name: entering.update({name: args[0][0]}))
+    getattr(exact, name).register_forward_pre_hook(
+        lambda m, args, name=name: entering.update({name: args[0][0]})
+    )
 with torch.no_grad():
     exact(batches(3)[-1].double())
 for reading in monitor.readings[-4:-1]:

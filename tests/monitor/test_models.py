@@ -1,4 +1,4 @@
-"""A transformers model under watch: its constants are its own, and looking at it changes nothing in it."""
+"""A watched transformers model: its constants are right, and watching changes nothing in it."""
 
 import math
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_watched_is_said():
         watch(zoo.make("gpt2"), scope="heads")
     with pytest.raises(ls.UserError, match="layer 2 does not exist"):
         watch(zoo.make("gpt2"), [2])
-    with pytest.raises(ls.UserError, match="attention code of its own"):
+    with pytest.raises(ls.UserError, match="its own attention code"):
         watch(zoo.make("gpt_neo"))
 
 
@@ -196,7 +196,7 @@ def test_layers_that_cannot_be_meant_are_refused():
         ([], "layers is empty"),
         ("01", r"as in layers=\['01'\], got str"),
         (1, r"as in layers=\[1\], got int"),
-        ([1, 1], "layer 1 is asked for 2 times"),
+        ([1, 1], "layer 1 is listed 2 times"),
         ([2], "layer 2 does not exist: the model has layers 0 to 1"),
         ([True], "layer True does not exist"),
     ]:

@@ -1,4 +1,4 @@
-"""What is seen of a layer: its map at the tokens it read, whatever its masks, arguments and surroundings."""
+"""Watched layers: their map at the tokens they read, for all masks, arguments and wrappers."""
 
 import copy
 import io
@@ -176,7 +176,7 @@ def test_a_layer_it_cannot_measure_is_named_once_and_the_rest_goes_on():
     first, second = (str(warning.message) for warning in caught)
     assert (
         "no readings of cross" in first
-        and "another key" in first
+        and "a key or value other" in first
         and "no readings of failing" in second
     )
 
@@ -195,7 +195,7 @@ def test_a_batch_as_large_as_its_sequences_is_ambiguous_only_where_it_matters():
     model(X)
     assert monitor.step()[0].sigma > 0
     model(X, src_mask=torch.zeros(TOKENS, TOKENS))
-    with pytest.warns(SmoothnessWarning, match="one row a sample or one a token"):
+    with pytest.warns(SmoothnessWarning, match="one row per sample or one per token"):
         monitor.step()
 
 

@@ -1,4 +1,4 @@
-"""The monitor: the training beside it does not change by one bit; alarms, files, memory and mishaps."""
+"""The monitor: training does not change by one bit; alarms, files, memory and errors."""
 
 import csv
 import math
@@ -9,7 +9,7 @@ from torch import nn
 
 import lipscope as ls
 from lipscope.monitor.modules import ModuleWatch
-from lipscope.monitor.monitor import ANEW, SmoothnessMonitor, SmoothnessWarning
+from lipscope.monitor.monitor import RESTART_EVERY, SmoothnessMonitor, SmoothnessWarning
 from lipscope.monitor.sigma_table import HEADER
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
@@ -17,7 +17,7 @@ from tests.monitor.watched import DIM, HEADS, TOKENS, Small, batches, unchecked
 
 
 def train(steps=5, watch=None, autocast=False, accumulate=1, dtype=torch.float32):
-    """Losses, the model and its random state after some steps of training, with a monitor or without."""
+    """Losses, model and random state after some steps of training, with a monitor or without."""
     torch.manual_seed(0)
     model = Small().to(dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -107,7 +107,7 @@ def test_a_singular_value_that_overtakes_the_remembered_one_is_found_in_time():
         model.scale.copy_(torch.rand(TOKENS, DIM, generator=torch.Generator().manual_seed(0)))
         model.scale[0, 3] = 1.5
     found = []
-    for step in range(ANEW + 1):
+    for step in range(RESTART_EVERY + 1):
         model(batches(1)[0])
         found.append(monitor.step()[0].sigma)
         if step == 0:
@@ -284,19 +284,19 @@ def test_what_is_wrong_is_said(tmp_path):
         ({"layers": []}, "layers is empty"),
         ({"layers": "0"}, r"must be a list of layers, as in layers=\['0'\], got str"),
         ({"layers": model[0]}, r"must be a list of layers, as in layers=\[...\], got DotSelf"),
-        ({"layers": [0]}, "go by name or are given themselves, got 0"),
+        ({"layers": [0]}, "must be names or modules, got 0"),
         ({"layers": ["0.quary"]}, "did you mean '0.query'"),
         ({"layers": [nn.Linear(2, 2)]}, "has no layer this Linear"),
         ({"csv": tmp_path / "no" / "file.csv"}, "does not exist"),
         ({"csv": tmp_path}, "is a folder"),
-        ({"csv": strange}, "no table of a SmoothnessMonitor"),
+        ({"csv": strange}, "was not written by a SmoothnessMonitor"),
     ]:
         with unchecked(), pytest.raises(ls.UserError, match=message):
             SmoothnessMonitor(model, **arguments)
     assert strange.read_text() == "a,b\n1,2\n"
-    with pytest.raises(ls.UserError, match="no attention that is known"):
+    with pytest.raises(ls.UserError, match="no attention that is recognised"):
         SmoothnessMonitor(nn.Linear(2, 2))
-    with pytest.raises(ls.UserError, match="has its layers already"):
+    with pytest.raises(ls.UserError, match="already has its layers"):
         SmoothnessMonitor(ModuleWatch(model), ["0"])
     with (
         unchecked(),
@@ -306,7 +306,10 @@ def test_what_is_wrong_is_said(tmp_path):
     monitor = SmoothnessMonitor(model, every=1)
     for number in (1.5, -1, True, "1"):
         for told in (monitor.step, monitor.before):
-            with unchecked(), pytest.raises(ls.UserError, match="a step has a whole number"):
+            with (
+                unchecked(),
+                pytest.raises(ls.UserError, match="the number of a step must be an integer"),
+            ):
                 told(number)
     model(batches(1)[0])
     assert [reading.step for reading in monitor.step()] == [0]

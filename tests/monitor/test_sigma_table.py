@@ -1,4 +1,4 @@
-"""The file of a monitor: continued, nothing lost without a word; damage refused at the start, complained of later."""
+"""The file of a monitor: continued without silent losses; damage is an error, later a warning."""
 
 import csv
 
@@ -26,7 +26,7 @@ def test_a_file_that_is_no_table_is_refused_at_the_start_and_left_alone(content,
     path = tmp_path / "sigma.csv"
     path.write_bytes(content)
     with pytest.raises(
-        ls.UserError, match="is no table of a SmoothnessMonitor; choose another file"
+        ls.UserError, match="was not written by a SmoothnessMonitor; choose another file"
     ):
         SmoothnessMonitor(DotSelfAttention(DIM, HEADS), csv=path)
     assert path.read_bytes() == content
@@ -83,7 +83,7 @@ def test_a_resumed_training_continues_the_file_without_doubles(tmp_path):
     run(9, 13)
     assert steps() == [0, 2, 4, 6, 8, 10, 12]
     with pytest.warns(
-        SmoothnessWarning, match=r"step 6 comes again: 4 lines of .*sigma.csv gave way to it"
+        SmoothnessWarning, match=r"step 6 was measured again: replaced 4 rows of .*sigma.csv"
     ):
         run(5, 11)
     assert steps() == [0, 2, 4, 6, 8, 10]
@@ -110,7 +110,8 @@ def test_a_monitor_begun_again_without_numbers_goes_on_after_the_last_line(tmp_p
     lines = path.read_text().splitlines()
     second = monitor()
     with pytest.warns(
-        SmoothnessWarning, match=r"sigma.csv ends at step 4: steps without numbers go on from 5; "
+        SmoothnessWarning,
+        match=r"sigma.csv ends at step 4: steps without numbers continue from 5; ",
     ):
         assert step(second) == []
     assert [step(second) for _ in range(3)] == [[6], [], [8]]

@@ -1,4 +1,4 @@
-"""Layers that change when one looks at them: the monitor leaves their weights, random numbers and neighbours alone."""
+"""Layers that change when they are read: the monitor leaves weights and random numbers alone."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A small model with everything a monitor could disturb, its batches, and dense truth; calls of the wrong types."""
+"""A small model with everything a monitor could disturb, its batches, dense truth, wrong types."""
 
 from contextlib import contextmanager
 

@@ -48,7 +48,8 @@ def info(**changes) -> StudyInfo:
 def row(scope="attention", layer=0, head=None, n=8, sample=0, value=2.0, **changes) -> Row:
     fields = {
         "probe": "sigma", "scope": scope, "layer": layer, "head": head, "n": n, "sample": sample,
-        "kind": "local", "norm": "2", "value": value, "lower": value * (1 - 1e-12), "upper": value * 1.01,
+        "kind": "local", "norm": "2",
+        "value": value, "lower": value * (1 - 1e-12), "upper": value * 1.01,
         "residual": 1e-7, "status": "converged", "radius": 3.0, "dtype": "float64", "device": "cpu",
         "seconds": 0.01,
     }  # fmt: skip
@@ -79,7 +80,7 @@ def answer(job: Job) -> Outcome:
 
 @dataclass(frozen=True)
 class Start:
-    """Work for a worker: `deadly` layers kill it `deaths` times (counted in files under `notes`)."""
+    """Work for a worker: `deadly` layers kill it `deaths` times (counted in files in `notes`)."""
 
     notes: Path
     deadly: tuple[int, ...] = ()
@@ -103,7 +104,7 @@ class Start:
 
 
 def leave_an_orphan(job: Job) -> Outcome:
-    """Dies at layer 1, leaving behind a child that keeps the worker's end of the pipe open for a while."""
+    """Dies at layer 1, leaving behind a child that keeps the worker's pipe open for a while."""
     if job.layer == 1:
         if os.fork() == 0:
             os.closerange(1, 3)  # nobody shall wait for its output
@@ -128,7 +129,7 @@ def refuse_at_birth():
 
 
 def keep_slowly(directory: str, count: int) -> None:
-    """A study of `count` fake jobs in a process that may be killed; prints a line per acknowledged job."""
+    """A study of `count` fake jobs in a process that may be killed; prints every stored job."""
     from lipscope.study.engine import InProcess
     from lipscope.study.store import Store
     from lipscope.study.writer import keep

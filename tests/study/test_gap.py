@@ -1,4 +1,4 @@
-"""A study with a gap: every certificate closed to it or a row that says why, and kept apart from other studies."""
+"""A study with a gap: every certificate reaches it or says why; it never mixes with another."""
 
 import json
 import math
@@ -51,8 +51,9 @@ def test_a_gap_that_rounding_hides_is_told_in_its_row_and_table(model, prose, tm
     study = measure(model, prose, (16,), 1, scopes=("attention",), gap=1e-9, out=tmp_path / "s")
     assert {row.status for row in study.rows} <= {f"converged: {NOISE}", f"breakdown: {NOISE}"}
     assert len(study.sigma) == 2 and not study.failed and study.sigma[0].missed == NOISE
-    assert f"2 of 2 rows miss the gap of 1e-09; the first says: converged: {NOISE}." in on_one_line(
-        study
+    assert (
+        f"2 of 2 rows miss the gap of 1e-09; the first reason: converged: {NOISE}."
+        in on_one_line(study)
     )
     assert width(study) < 1e-3  # as near as rounding allows, not as far as it was when it gave up
     again = []
@@ -138,7 +139,7 @@ def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
         (
             {},
             (2.2, math.inf),
-            "at most a factor 1.1 apart, but 1 have no upper one; --gap goes on until there is one.",
+            "a factor 1.1 apart, but 1 have no upper one; --gap iterates until there is one.",
         ),
         (
             {"gap": 0.1},
@@ -148,7 +149,7 @@ def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
         (
             {},
             (2.2, 2.4),
-            "Every σ lies between its lower and upper bound, at most a factor 1.2 apart. All 2 upper",
+            "Every σ lies between its lower and upper bound, at most a factor 1.2 apart. All 2",
         ),
     ],
 )
@@ -174,7 +175,7 @@ def test_a_study_says_with_what_probability_all_its_upper_bounds_hold(certified,
     store = Store.create(None, info())
     rows = [row(sample=i) for i in range(certified)]
     rows += [row(sample=200, upper=math.inf)]
-    # A theorem and an evaluated number hold without a probability; a row that failed claims nothing.
+    # Theorems and evaluated numbers hold without a probability; a failed row claims nothing.
     rows += [row(probe="bound: compact", kind="upper", upper=2.0, lower=0.0)]
     rows += [
         row(probe="attack: direction, step 1", kind="ratio"),
@@ -200,8 +201,8 @@ def test_rows_that_rounding_drowns_are_counted():
     store.write(rows, map(sensitivity, rows))
     said = on_one_line(Study(store))
     assert (
-        "at most a factor 1.01 apart, but 1 have no upper one; --gap goes on until there is one"
+        "at most a factor 1.01 apart, but 1 have no upper one; --gap iterates until there is one"
         in said
     )
-    assert "; 1 have no lower bound above 0, for rounding may exceed them." in said
+    assert "; 1 have no lower bound above 0, because rounding may exceed them." in said
     assert "1 of 3 rows are imprecise: rounding may exceed 1 % of σ." in said

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: nothing acknowledged is lost, and the final table is that of an undisturbed run."""
+"""SIGKILL at any moment: no stored row is lost, and the final table is that of a full run."""
 
 import io
 import multiprocessing

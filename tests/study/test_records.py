@@ -42,7 +42,8 @@ def test_an_impossible_row_is_refused(changes):
 def test_a_job_owes_a_row_per_scope_head_and_sample():
     job = Job(16, (0, 2), 1, ("heads", "attention"), (0, 3))
     assert job.targets() == [
-        ("heads", 1, 0, 16, 0), ("heads", 1, 0, 16, 2), ("heads", 1, 3, 16, 0), ("heads", 1, 3, 16, 2),
+        ("heads", 1, 0, 16, 0), ("heads", 1, 0, 16, 2),
+        ("heads", 1, 3, 16, 0), ("heads", 1, 3, 16, 2),
         ("attention", 1, None, 16, 0), ("attention", 1, None, 16, 2),
     ]  # fmt: skip
     failed = job.failed_rows("out of\n memory", "float32", "cuda")

@@ -58,7 +58,7 @@ def test_in_pieces_or_at_once_the_table_is_the_same(model, prose, tmp_path):
     for jobs in (0, 1):
         with pytest.raises(KeyboardInterrupt) as stop:
             measure(model, prose, **asked, out=tmp_path / "s", progress=stop_after(jobs))
-        assert "The same command goes on from there" in stop.value.__notes__[0]
+        assert "Run the same command again to resume" in stop.value.__notes__[0]
         assert 0 < len(Study.open(tmp_path / "s").rows) < len(whole.rows)
     study = measure(model, prose, **asked, out=tmp_path / "s")
     assert exported(study) == exported(whole)
