@@ -111,7 +111,7 @@ class Around:
     """The domain of all sequences `Y` with `||Y - X||_F <= r`.
 
     Args:
-        X: Tokens of shape `[n, d]`, the center, finite and floating point.
+        X: Tokens of shape `[n, d]`, the centre, finite and floating point.
         r: Radius in the Frobenius norm over all tokens, positive and finite.
 
     Example:

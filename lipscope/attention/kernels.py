@@ -131,7 +131,7 @@ class L2:
 Kernel = Dot | L2
 
 SEEN = 15
-"""Number of tokens that the center of the keys is computed from."""
+"""Number of tokens that the centre of the keys is computed from."""
 
 
 def only_head(kernel: Kernel, head: int) -> Kernel:
@@ -148,7 +148,7 @@ def common_centre(k: Tensor) -> Tensor:
 
     It is the coordinatewise median of up to 15 tokens, averaged over heads.
     """
-    # Squares about a center that is far away cost the digits of short distances. A mean would
+    # Squares about a centre that is far away cost the digits of short distances. A mean would
     # follow a single outlier, and every other token would lose digits to it, even to one that a
     # causal layer hides from them.
     few = k.detach()[..., :: -(-k.shape[-2] // SEEN), :]

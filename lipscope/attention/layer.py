@@ -270,7 +270,7 @@ def _check_tokens(f: SelfAttention, X: Tensor) -> None:
             f"mask must have shape {' or '.join(map(str, allowed))} for X of shape "
             f"{tuple(X.shape)}, got {tuple(f.mask.shape)}"
         )
-    # amax is NaN if any entry is, and reads an expanded mask without materializing it, unlike
+    # amax is NaN if any entry is, and reads an expanded mask without materialising it, unlike
     # isnan() or a comparison.
     if f.mask is not None and f.mask.dtype.is_floating_point and not f.mask.amax() < torch.inf:
         raise UserError(

@@ -104,7 +104,7 @@ class Pattern:
 
         largest_score [M] bounds the |score| of every visible key. What counts is the mask without
         each row's largest entry, and the sinks, which shift against it. Entries so negative that
-        the weight is 0 whatever the scores do not count. Never more than 760 + 2 largest_score.
+        the weight is 0 for any scores do not count. Never more than 760 + 2 largest_score.
         """
         return self.bias_left_by_head(n, n_keys, largest_score[..., None]).amax(dim=-1)
 

@@ -108,7 +108,7 @@ def query_derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
 
 def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
     """f as a map of the atoms of mu, with log w_j and the order of positions as a mask."""
-    liftable(f)
+    check_liftable(f)
     check_measure(mu)
     n, d = mu.points.shape
     if d != f.Q.shape[1]:
@@ -134,7 +134,14 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
 
 
 def liftable(f: object) -> SelfAttention:
-    """Return f after checking that it can act on measures, which do not number their tokens."""
+    """f itself, after `check_liftable`."""
+    check_liftable(f)
+    assert isinstance(f, SelfAttention)
+    return f
+
+
+def check_liftable(f: object) -> None:
+    """Raise unless f can act on measures, which neither number nor count their tokens."""
     if not isinstance(f, SelfAttention):
         raise UserError(f"f must be a SelfAttention to act on measures, got {type(f).__name__}")
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
@@ -151,7 +158,6 @@ def liftable(f: object) -> SelfAttention:
                 f"f has {name}, which depends on the index or the number of tokens, "
                 "and a measure has neither; leave it out"
             )
-    return f
 
 
 def respond(f: SelfAttention, Z: Tensor, X: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
-from lipscope.mean_field.attention_on_measures import liftable, stacked
+from lipscope.mean_field.attention_on_measures import check_liftable, liftable, stacked
 from lipscope.mean_field.measures import DiscreteMeasure
 
 
@@ -96,7 +96,7 @@ def largest_gain(
     Returns:
         The largest gain, and the measure that attains it.
     """
-    liftable(f)
+    check_liftable(f)
     if n < 1 or not (math.isfinite(R) and R > 0) or tries < 1:
         raise UserError(
             f"the search needs n >= 1, R > 0 and tries >= 1, got n={n!r}, R={R!r}, tries={tries!r}"
@@ -141,9 +141,7 @@ def largest_gain(
     )
 
 
-def splitting_table(
-    n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0
-) -> list[Row]:
+def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[Row]:
     """For each map of `MAPS`, the largest gain found on n tokens of size 2 in the ball."""
     rows = []
     for name, make in MAPS.items():

@@ -52,8 +52,8 @@ def key_reaction(seen: Sight) -> float:
     plain = largest_share(1, 1) * others * mean
     if seen.regard == math.inf:
         return up(plain)
-    # alpha sqrt(N) if all queries see each other, else (2 phi beta N)^(1/2): Cauchy-Schwarz over the
-    # queries that see a key, in the notation of docs/theory/bounds.md.
+    # alpha sqrt(N) if all queries see each other, else (2 phi beta N)^(1/2): Cauchy-Schwarz over
+    # the queries that see a key, in the notation of docs/theory/bounds.md.
     size = math.sqrt(others) * (rooted if seen.regard == 1 else math.sqrt(2 * mean * divided))
     # Any cut >= 0 gives a bound; this one is the best.
     cut = max(0.0, math.log(others * divided / size) - 1)

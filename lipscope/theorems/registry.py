@@ -36,7 +36,7 @@ class BoundRow:
         value: The bound.
         cite: Key of the source in `docs/references.bib`, or "lipscope".
         where: Place in the source, or page with the proof.
-        confidence: 1, or less if the value relies on a randomized solver.
+        confidence: 1, or less if the value relies on a randomised solver.
 
     Example:
         >>> import lipscope as ls

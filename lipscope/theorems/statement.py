@@ -41,7 +41,7 @@ class Bound:
         where: Place in the source, or page with the proof.
         fn: The value, for a layer in float64 that satisfies the hypotheses.
         witness: For a lower bound, an input at which the constant is at least the value.
-        confidence: 1, or less if the value relies on a randomized solver.
+        confidence: 1, or less if the value relies on a randomised solver.
 
     Example:
         >>> import lipscope as ls
