@@ -17,7 +17,7 @@ PACKAGE = ROOT / "lipscope"
 FLOORS = [
     ("_contents",),
     ("_types",),
-    ("_checks", "_files"),
+    ("_checks", "_files", "_torch_internals"),
     ("linalg",),
     ("attention",),
     ("theorems",),

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lipscope._torch_internals import TorchDispatchMode, is_dropout, tree_leaves, tree_map
 from lipscope._types import UserError
 from lipscope.linalg.operator import LinearOperator, Pair, Product
 
@@ -93,11 +92,7 @@ def check_map(f: Map) -> None:
         raise UserError(f"f must be a map from tensors to tensors, got {type(f).__name__}")
     if isinstance(f, torch.nn.Module):
         for name, module in f.named_modules():
-            rate = (
-                getattr(module, "p", None)
-                if isinstance(module, torch.nn.modules.dropout._DropoutNd)
-                else None
-            )
+            rate = getattr(module, "p", None) if is_dropout(module) else None
             rate = getattr(module, "dropout", None) if rate is None else rate
             if module.training and isinstance(rate, float) and rate > 0:
                 raise UserError(

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lipscope._torch_internals import is_wrapped
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.matrix_norms import FLOOR, row_sum, spectral_upper, unit, widened
 from lipscope.theorems.heads import sight
@@ -109,9 +110,7 @@ def _every_reaction(n: int, size: int, causal: bool, norm: float) -> tuple[float
 def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: float) -> Tensor:
     """The `reaction` of each count from 0 to n, as a tensor of the shape of counts."""
     # Under the compiler and in functorch the counts cannot be read: look them up in a table of all.
-    if not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(
-        counts
-    ):
+    if not torch.compiler.is_compiling() and not is_wrapped(counts):
         known = [reaction(max(m, 1), size, causal, norm) for m in counts.flatten().tolist()]
         return torch.tensor(known, dtype=torch.float64).reshape(counts.shape).to(counts.device)
     table = torch.tensor(_every_reaction(n, size, causal, norm), dtype=torch.float64)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from lipscope._torch_internals import compiled_module_class
 from lipscope._types import UserError
 
 SHARDED = (
@@ -43,8 +43,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def is_compiled_copy(module: nn.Module) -> bool:
     """Whether torch.compile made it."""
     # If the compiler has not been imported, it has made nothing: do not import it for the question.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+    made = compiled_module_class()
+    return made is not None and isinstance(module, made)
 
 
 def named_layers(model: nn.Module) -> dict[str, nn.Module]:

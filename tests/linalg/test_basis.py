@@ -151,7 +151,7 @@ def test_blocks_do_what_one_tensor_does(rows, monkeypatch):
             {"solver": ls.Solver(basis="disk")},
             "basis must be one of 'native', 'bfloat16', 'host', got 'disk'",
         ),
-        ({"solver": ls.Solver(basis="bfloat16"), "gap": 0.1}, "basis='bfloat16' gives none"),
+        ({"solver": ls.Solver(basis="bfloat16"), "gap": 0.1}, "basis='bfloat16' does not give"),
     ],
 )
 def test_bad_options(options, message):

@@ -58,7 +58,7 @@ def test_constant_map_has_norm_zero():
 @pytest.mark.parametrize("rate", [0.1, 0.9])
 def test_dropout_in_training_mode_is_refused_by_name(rate):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(rate)).double()
-    with pytest.raises(ls.UserError, match=f"module '1' drops out at rate {rate}"):
+    with pytest.raises(ls.UserError, match=f"module '1' applies dropout at rate {rate}"):
         ls.jacobian(model, draw(3, 4))
     ls.jacobian(model.eval(), draw(3, 4))
 

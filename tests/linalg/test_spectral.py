@@ -42,8 +42,8 @@ def test_batch_and_single_agree_and_index():
         alone = ls.spectral_norm(dense_operator(M[i]), tol=1e-10)
         assert isinstance(alone.value, float) and isinstance(alone.status, ls.Status)
         assert batch[i].value == pytest.approx(alone.value, rel=1e-12)
-    with pytest.raises(TypeError, match="single operator"):
-        alone[0]
+        assert isinstance(alone, ls.Estimate) and isinstance(batch, ls.BatchEstimate)
+    assert [e.value for e in batch] == batch.value.tolist()
 
 
 def test_small_memory_restarts_and_converges():
