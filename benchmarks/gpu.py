@@ -61,14 +61,42 @@ def solve(name: str, n: int, seconds: float, gibibytes: float) -> list[Row]:
     )
     rows = [
         Row(
-            name, n, True, "float32", elapsed, "s", residual, seconds, solved and elapsed <= seconds
+            name=name,
+            n=n,
+            causal=True,
+            dtype="float32",
+            value=elapsed,
+            unit="s",
+            residual=residual,
+            target=seconds,
+            met=solved and elapsed <= seconds,
         ),
-        Row(name, n, True, "float32", held, "GiB", residual, gibibytes, held <= gibibytes),
+        Row(
+            name=name,
+            n=n,
+            causal=True,
+            dtype="float32",
+            value=held,
+            unit="GiB",
+            residual=residual,
+            target=gibibytes,
+            met=held <= gibibytes,
+        ),
     ]
     if n <= 131072:
         error = abs(estimate.value / ls.local_lipschitz(f, X, tol=1e-4).value - 1)
         rows.append(
-            Row(name, n, True, "float32", error, "relative error", residual, 1e-4, error <= 1e-4)
+            Row(
+                name=name,
+                n=n,
+                causal=True,
+                dtype="float32",
+                value=error,
+                unit="relative error",
+                residual=residual,
+                target=1e-4,
+                met=error <= 1e-4,
+            )
         )
     return rows
 
@@ -88,7 +116,17 @@ def storage(n: int) -> list[Row]:
             f"basis {basis}: sigma {e.value:.7f} in {e.steps} steps, {e.status.value}", flush=True
         )
         for value, unit in ((elapsed, "s"), (held, "GiB")):
-            rows.append(Row(f"basis_{basis}", n, True, "float32", value, unit, float(e.residual)))
+            rows.append(
+                Row(
+                    name=f"basis_{basis}",
+                    n=n,
+                    causal=True,
+                    dtype="float32",
+                    value=value,
+                    unit=unit,
+                    residual=float(e.residual),
+                )
+            )
     return rows
 
 
@@ -109,15 +147,15 @@ def accuracy(n: int, causal: bool) -> Row:
     truth = ls.local_lipschitz(lambda x: eager(exact, x), X.double(), tol=1e-9)
     error = abs(float(mine.value) / float(truth.value) - 1)
     return Row(
-        "sigma_error",
-        n,
-        causal,
-        "float32",
-        error,
-        "relative",
-        float(mine.residual),
-        1e-5,
-        error <= 1e-5,
+        name="sigma_error",
+        n=n,
+        causal=causal,
+        dtype="float32",
+        value=error,
+        unit="relative",
+        residual=float(mine.residual),
+        target=1e-5,
+        met=error <= 1e-5,
     )
 
 
@@ -138,7 +176,19 @@ def jvp_flash(n: int) -> list[Row]:
     slower = gpu_kernels.seconds(theirs) / gpu_kernels.seconds(
         lambda: triton_jvp.jvp(q, k, v, o, lse, (dq, dk, dv), pattern)
     )
-    return [Row("jvp_flash", n, False, "bfloat16", slower, "times as slow", None, 5.0, slower >= 5)]
+    return [
+        Row(
+            name="jvp_flash",
+            n=n,
+            causal=False,
+            dtype="bfloat16",
+            value=slower,
+            unit="times as slow",
+            residual=None,
+            target=5.0,
+            met=slower >= 5,
+        )
+    ]
 
 
 def save(rows: list[Row], whole: bool = False) -> None:

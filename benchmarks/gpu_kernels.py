@@ -78,7 +78,12 @@ def peak_bytes(f: Callable[[], object]) -> int:
 def gemm() -> Row:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return Row(
-        "gemm", 8192, False, "bfloat16", 2 * 8192**3 / seconds(lambda: a @ b) / 1e12, "TFLOP/s"
+        name="gemm",
+        n=8192,
+        causal=False,
+        dtype="bfloat16",
+        value=2 * 8192**3 / seconds(lambda: a @ b) / 1e12,
+        unit="TFLOP/s",
     )
 
 
@@ -113,7 +118,19 @@ def fused(n: int, head: int, causal: bool, dtype: torch.dtype, ceiling: float) -
         )
         target = None if goal is None else goal * ceiling
         met = None if target is None else value >= target
-        rows.append(Row(name, n, causal, str(dtype)[6:], value, "TFLOP/s", None, target, met))
+        rows.append(
+            Row(
+                name=name,
+                n=n,
+                causal=causal,
+                dtype=str(dtype)[6:],
+                value=value,
+                unit="TFLOP/s",
+                residual=None,
+                target=target,
+                met=met,
+            )
+        )
     return rows
 
 
@@ -130,9 +147,31 @@ def eager(n: int, head: int) -> list[Row]:
         slower, larger, kind = reference / mine, far / near, str(dtype)[6:]
         goal = 25.0 if dtype == torch.bfloat16 else None
         met = None if goal is None else slower >= goal
-        rows.append(Row("eager", n, False, kind, slower, "times as slow", None, goal, met))
         rows.append(
-            Row("eager", n, False, kind, larger, "times the memory", None, 10.0, larger >= 10)
+            Row(
+                name="eager",
+                n=n,
+                causal=False,
+                dtype=kind,
+                value=slower,
+                unit="times as slow",
+                residual=None,
+                target=goal,
+                met=met,
+            )
+        )
+        rows.append(
+            Row(
+                name="eager",
+                n=n,
+                causal=False,
+                dtype=kind,
+                value=larger,
+                unit="times the memory",
+                residual=None,
+                target=10.0,
+                met=larger >= 10,
+            )
         )
     return rows
 
@@ -170,7 +209,19 @@ def accuracy(n: int, head: int, causal: bool, dtype: torch.dtype) -> list[Row]:
         error = ((mine - truth).norm() / truth.norm()).item()
         target = None if name != "tangent_error" else 5e-3 if dtype == torch.bfloat16 else 1e-6
         met = None if target is None else error <= target
-        found.append(Row(name, n, causal, str(dtype)[6:], error, "relative", None, target, met))
+        found.append(
+            Row(
+                name=name,
+                n=n,
+                causal=causal,
+                dtype=str(dtype)[6:],
+                value=error,
+                unit="relative",
+                residual=None,
+                target=target,
+                met=met,
+            )
+        )
     return found
 
 

@@ -56,9 +56,31 @@ def rows(lengths: list[int]) -> list[Row]:
                 flush=True,
             )
             name = f"model_{scope}"
-            found.append(show(Row(name, n, True, "float32", elapsed, "s", residual)))
             found.append(
-                show(Row(name, n, True, "float32", held / n / 1024, "KiB per token", residual))
+                show(
+                    Row(
+                        name=name,
+                        n=n,
+                        causal=True,
+                        dtype="float32",
+                        value=elapsed,
+                        unit="s",
+                        residual=residual,
+                    )
+                )
+            )
+            found.append(
+                show(
+                    Row(
+                        name=name,
+                        n=n,
+                        causal=True,
+                        dtype="float32",
+                        value=held / n / 1024,
+                        unit="KiB per token",
+                        residual=residual,
+                    )
+                )
             )
             del site, e
     return found[4:]

@@ -113,7 +113,8 @@ CASES = [
     Case("measure @tiny --text @text --out @text", "is a file; --out takes a directory"),
     Case("measure @tiny --text @text --out @text/below", "cannot write to"),
     Case(
-        "measure @tiny --text @text --out @mine", "not a study and not empty (it holds thesis.tex)"
+        "measure @tiny --text @text --out @mine",
+        "neither a study nor empty (it contains thesis.tex)",
     ),
     Case("measure @tiny --text @text --out @study", "is a study of another model"),
     Case("measure @tiny --text @text --out @newer", "newer lipscope"),

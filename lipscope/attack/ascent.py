@@ -137,11 +137,13 @@ def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Ten
     X = region.tokens(Z)
     top = many(spectral_norm(jacobian(f, X), WARM_TOL, solver=Solver(seed=climb.seed)))
     value, left, right = top.value.nan_to_num(nan=0.0), top.left, top.right
+    # Every start has its own stride: one may creep along a ridge while another still leaps.
     stride = torch.full_like(value, FIRST * region.size)
     # Tokens are affine in the coordinates: dX = slope * dZ.
     slope = region.tokens(torch.ones_like(Z)) - region.tokens(torch.zeros_like(Z))
     course = torch.zeros_like(Z)
     for _ in range(climb.steps):
+        # Chain rule: the gradient in the coordinates is slope times that in the tokens.
         uphill = _unit(slope * sigma_gradient(f, X, left, right))
         course = _unit(uphill + MOMENTUM * course)
         trial = region.project(Z + stride.to(Z)[:, None, None] * course)
@@ -154,6 +156,7 @@ def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Ten
         higher = warm.value > value
         value = torch.where(higher, warm.value, value)
         where = higher[:, None, None].to(Z.device)
+        # Momentum follows the step after projection; the part that left the region is lost anyway.
         course = torch.where(where, _unit(trial - Z), 0.0)
         Z, X = torch.where(where, trial, Z), torch.where(where, moved, X)
         left, right = torch.where(where, warm.left, left), torch.where(where, warm.right, right)

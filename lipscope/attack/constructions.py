@@ -156,6 +156,7 @@ def _extreme_directions(
     else:
         values, vectors = torch.linalg.eig(s * one.K.T @ one.Q)
         lift = torch.eye(d, dtype=one.Q.dtype)
+    # Eigenvalues come in floating point: a real one may carry a tiny imaginary part.
     real = values.imag.abs() <= 1e-12 * values.abs().max()
     if not real.any():
         return (0.0, None), (0.0, None)

@@ -35,6 +35,7 @@ def singular_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, seed: i
     """The top right singular vector of D_X f with the better sign: optimal as r tends to 0."""
     r = _checked(X, radii)
     top = local_lipschitz(f, X[None], TOL, solver=Solver(seed=seed)).right.to(X)
+    # To first order both signs change f equally; at finite radius one may do better.
     ahead, back = (_of_norm((sign * top).expand(len(r), -1, -1), r) for sign in (1, -1))
     better = output_changes(f, X, ahead) >= output_changes(f, X, back)
     return torch.where(better[:, None, None], ahead, back)

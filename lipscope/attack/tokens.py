@@ -86,6 +86,7 @@ def guided_swaps(
     for turn in range(swaps * (1 + sweeps)):
         if turn == swaps:
             beam, values = _best(torch.cat([beam, explored]), torch.cat([values, found]))
+        # -(-a // b) rounds up: every text of the beam gets at least one candidate.
         share = -(-width // len(beam))
         candidates = [
             _candidates(target, one, _open_places(one, text, turn, swaps), share) for one in beam
@@ -145,6 +146,7 @@ def projected_swaps(
     E = target.embedding[text].clone()
     value, gradient = target.slope(E)
     places = gradient.norm(dim=1).topk(swaps).indices
+    # Without a limit on the length, the embeddings could move far away from every token.
     longest = target.embedding[target.choices].norm(dim=1).max()
     stride = longest.item()
     for _ in range(steps):

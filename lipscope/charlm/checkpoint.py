@@ -55,6 +55,7 @@ def claimed(directory: Path) -> Iterator[None]:
     """Create and lock a directory for this process; refuse one that holds something else."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; --out takes a directory")
+    # The lock file stays after a run: it marks the directory as a training of ours.
     if directory.is_dir() and not (directory / LOCK).exists():
         strangers = sorted(path.name for path in directory.iterdir())
         if strangers:
@@ -71,6 +72,7 @@ def claimed(directory: Path) -> Iterator[None]:
         ) from error
     with lock:
         try:
+            # The kernel releases this lock when the process ends, however it ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UserError(
@@ -92,6 +94,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dic
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, Tensor]
 ) -> None:
+    # Only the state is restored: the hyperparameters come from the recipe, which was compared.
     whole = optimizer.state_dict()
     held: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():

@@ -37,6 +37,7 @@ def save_character_model(directory: Path, model: CharacterTransformer, alphabet:
             "model_max_length": model.architecture.context,
         },
     )
+    # The weights come last: a folder that has them has everything else.
     state = {f"network.{name}": value for name, value in model.state_dict().items()}
     write_tensors(directory / "model.safetensors", state)
 

@@ -117,6 +117,7 @@ class CharacterTransformer(nn.Module):
         self.position = nn.Embedding(a.context, a.width)
         block = InvertibleBlock if a.invertible else PostNormBlock if a.norm == "post" else Block
         self.blocks = nn.ModuleList(block(a, attention(a)) for _ in range(a.depth))
+        # Pre-norm blocks leave their sum unnormalised, so it needs a norm before the readout.
         self.norm = nn.LayerNorm(a.width) if a.norm == "pre" else nn.Identity()
         self.readout = nn.Linear(a.width, a.vocabulary)
         for table in (self.embedding, self.position):

@@ -60,6 +60,7 @@ class Routed(AttentionLayer):
     # Windows of characters have no padding.
     def forward(self, X: Tensor) -> Tensor:  # type: ignore[override]
         q, k, v = self.project(X)
+        # transformers builds the mask, because its form depends on the attention function.
         mask = create_causal_mask(self.config, X, attention_mask=None, past_key_values=None)
         name = self.config._attn_implementation
         attend = eager if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]

@@ -64,6 +64,7 @@ class Recipe:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
+        # step + 1: the first step already moves the weights, and warmup = 0 means no warm-up.
         rising = min(1.0, (step + 1) / (self.warmup + 1))
         falling = 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
         return self.lr * rising * falling
@@ -127,6 +128,7 @@ class Training:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
+        # A tensor, not a float: reading it here would wait for the device in every step.
         self._losses.append(loss.detach())
         self.step += 1
 
@@ -320,6 +322,7 @@ def train(
     """Run the remaining steps; every `every` steps evaluate, save, and call `kept`."""
     total = training.recipe.steps
     try:
+        # A checkpoint always follows an evaluation, so that the curve in it is complete.
         if not training.restore(directory):
             training.read()
             training.save(directory)

@@ -82,7 +82,7 @@ def attack(
     with progress() as report:
         from lipscope.audit.attacks import Plan, attack_model, attack_table
 
-        plan = Plan(kind, length, swaps, numbers("layers", layers))
+        plan = Plan(kind=kind, length=length, swaps=swaps, layers=numbers("layers", layers))
         found = attack_model(model, text and read_text(text), plan, out=out, progress=report)
     show_table(attack_table(*found))
 

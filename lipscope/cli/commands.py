@@ -58,11 +58,13 @@ def root(
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run a command and return its exit code; an error of the user prints a message and gives 2."""
+    # standalone_mode=False: typer must neither print errors itself nor call sys.exit.
     try:
         code = app(args=arguments, prog_name="lipscope", standalone_mode=False)
     except StoppedError as stop:
         return tell(str(stop), INTERRUPTED)
     except Exception as error:
+        # A library may have turned Ctrl-C into an error of its own; the handler knows better.
         if interrupted():
             return tell(FAREWELL, INTERRUPTED)
         if isinstance(error, UserError):

@@ -57,6 +57,7 @@ def simulate(
         from lipscope.report.simulation_files import check_folder, write_simulation
 
         folder = out or Path(f"simulation-{preset}")
+        # Before the simulation: minutes of work should not end in a directory error.
         check_folder(folder)
         found = run(
             preset,

@@ -110,6 +110,7 @@ def measure(
             progress=report,
         )
     _print(study, as_json)
+    # After the table: a failure to draw must not hide the numbers.
     if out is not None:
         _write_report(study, out / REPORT)
     if any(row.status.startswith("failed") for row in study.failed):

@@ -53,6 +53,7 @@ def read_text(source: str) -> str | Path:
         return Path(source)
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
+        # Path.read_text translates line endings; bytes from a pipe need it done by hand.
         return io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)
     except UnicodeDecodeError as error:
         raise UserError(
@@ -67,6 +68,7 @@ class Report:
         self.doing, self._bar, self._task = doing, bar, bar.add_task("loading", total=None)
 
     def __call__(self, done: float, total: float) -> None:
+        # Some libraries catch KeyboardInterrupt while they load; the handler remembers it for us.
         if interrupted():
             raise KeyboardInterrupt
         self._bar.update(self._task, description=self.doing, completed=done, total=total)
@@ -84,6 +86,7 @@ def progress(doing: str = "measuring") -> Iterator[Report]:
         TimeRemainingColumn,
     )
 
+    # On stderr, so that stdout can be piped into a file or another program.
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -64,6 +64,7 @@ def train(
 
         def kept(now: Training) -> None:
             report.doing = f"training, test loss {now.curve[-1].test:.3f}"
+            # Drawing takes longer than a step, so the curves are drawn once, at the end.
             if now.step == now.recipe.steps:
                 write_curves(now.curve, directory, now.text.unigram_loss)
 

@@ -161,6 +161,7 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
     labels = components(z[-1], width)
     counts = torch.tensor([int(components(frame, width).max()) + 1 for frame in z])
     masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
+    # Relabel by mass, the heaviest first; argsort of a permutation is its inverse.
     order = masses.argsort(descending=True, stable=True)
     labels, masses = order.argsort()[labels], masses[order]
     radii, centres = _radii(z, labels, weights)
@@ -202,6 +203,7 @@ def hull_margins(points: Tensor) -> Tensor:
     found = []
     for k in range(len(C)):
         apart = (C[k] - np.delete(C, k, axis=0)) / (size or 1.0)
+        # A single centre has no others to be in the hull of.
         if not len(apart):
             found.append(math.inf)
             continue
@@ -237,6 +239,7 @@ def _formed(radii: Tensor, times: Tensor, width: float) -> Tensor:
     """The first time after the last one at which a cluster was wider than `width`."""
     wide = radii > width
     steps = torch.arange(1, len(times) + 1)[:, None]
+    # The index after the last time at which a cluster is wide; len(times) means it never narrows.
     after = (steps * wide).amax(dim=0)
     later = torch.cat([times, times.new_tensor([math.inf])])
     return later[after]

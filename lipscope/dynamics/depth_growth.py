@@ -119,6 +119,7 @@ def growth_along_depth(
     step, count = time / layers, path.steps
     local, alone, operators = _layer_by_layer(f, X, path, step, tol, progress)
     lost = None if len(local) > count else len(local)
+    # Rounded and deduplicated: there may be fewer layers than points.
     depths = sorted({round(i * max(0, len(local) - 1) / points) for i in range(points + 1)})
     whole = []
     for depth in depths[1:]:
@@ -135,6 +136,7 @@ def growth_along_depth(
     at = torch.tensor(depths[: len(whole) + 1])
     steps = torch.tensor([e.value for e in local] or [math.nan], dtype=torch.float64)
     product = torch.tensor([1.0, *(e.value for e in alone)], dtype=torch.float64).cumprod(0)
+    # A Riemann sum at the left ends: exp of it bounds the product, as 1 + x <= e^x.
     integral = torch.cat([torch.zeros(1, dtype=torch.float64), step * steps.cumsum(0)])
     return DepthGrowth(
         flow=path,

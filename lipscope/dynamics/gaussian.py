@@ -101,9 +101,9 @@ def gaussian_flow(
         >>> import lipscope as ls
         >>> eye = torch.eye(1, dtype=torch.float64)
         >>> f = ls.SelfAttention(eye, eye, eye)
-        >>> found = ls.dynamics.gaussian_flow(f, torch.zeros(1).double(), eye, time=2.0)
-        >>> round(found.blow_up, 6)
-        0.5
+        >>> found = ls.dynamics.gaussian_flow(f, torch.zeros(1).double(), eye, time=0.25)
+        >>> round(found.covariances[-1].item(), 6)  # 1 / (1 - 2 t), which blows up at t = 1/2
+        2.0
     """
     _check(f, mean, covariance)
     times = instants(time, frames)

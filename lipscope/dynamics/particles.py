@@ -252,6 +252,7 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = Fa
         return f(x)
     q, k, v, scale = _operands(f, x)
     n = x.shape[0]
+    # A GPU kernel tiles by itself; a CPU gets blocks of rows that fit its cache.
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
     plain = (mask is None or shared) and _plain(f) and not x.is_cuda
     out, scratch = (
@@ -260,6 +261,7 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = Fa
     )
     for start in range(0, n, height):
         rows = slice(start, min(n, start + height))
+        # Under a causal mask, later keys are not even multiplied.
         seen = rows.stop if f.causal else n
         part = None if mask is None else mask[:, :seen] if shared else mask[rows, :seen]
         block = q[:, rows] * scale, k[:, :seen], v[:, :seen], part

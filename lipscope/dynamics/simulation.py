@@ -153,6 +153,7 @@ def _look_at_moments(
     law = [x.to(X) for x in gaussian_law(X.shape[1], preset.size)]
     horizon = min(HORIZON * time, sys.float_info.max)
     closed, far = (gaussian_flow(f, law[0], law[1], end) for end in (time, horizon))
+    # Drawn up to BEFORE of the way: at the blow-up itself the covariance is infinite.
     beyond = (
         closed if far.blow_up is None else gaussian_flow(f, law[0], law[1], BEFORE * far.blow_up)
     )

@@ -66,6 +66,7 @@ def verdict(first: Study, second: Study) -> str:
     if not known:
         return f"At n = {table['n']} the two studies have no map with a positive σ in common."
     ratios = [line["ratio"] for line in known]
+    # Ratios are averaged geometrically: twice and half as large cancel.
     mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
     least, most = min(known, key=lambda x: x["ratio"]), max(known, key=lambda x: x["ratio"])
     return (

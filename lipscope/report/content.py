@@ -62,6 +62,7 @@ def heat(study: Study) -> dict[str, Any]:
     heads = sorted({row.head for row in study.sigma if row.head is not None})
     scopes = dict.fromkeys(scope for scope, _ in study.maps if scope != "heads")
     names, columns = [layer_name(layer) for layer in layers], [f"head {head}" for head in heads]
+    # An empty column separates single heads from the scopes of a whole layer.
     gap = [" "] if heads and scopes else []
     columns += gap + [shown(scope, 30) for scope in scopes]
     lengths = sorted({row.n for row in study.sigma})

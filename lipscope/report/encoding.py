@@ -37,6 +37,7 @@ def _encoder(values: Sequence[Any]) -> Callable[[Any], str]:
 def number(value: float) -> str:
     if math.isnan(value):
         return "null"
+    # JSON has no infinity, but JSON.parse reads 1e999 as one.
     if math.isinf(value):
         return "1e999" if value > 0 else "-1e999"
     return f"{value:.{DIGITS}g}"

@@ -107,6 +107,7 @@ def tokens(
         rotation=90,
         fontsize="x-small",
     )
+    # Tokens may contain dollar signs, which matplotlib would take for mathematics.
     for label in labels:
         label.label1.set_parse_math(False)
     ax.set_title(layer_name(layer))

@@ -38,19 +38,45 @@ class Section:
 
 
 SECTIONS = (
-    Section("smooth", "How smooth is this model?", words.smooth, (), needs_values=False),
-    Section("rough", "Where is it most sensitive?", words.rough, ("heat",)),
-    Section("growth", "How does that grow with length?", words.growth, ("growth",)),
-    Section("tokens", "Which tokens carry it?", words.tokens, ("tokens",)),
-    Section("worst", "How far is it from the worst case?", words.worst, ("bounds",)),
-    Section("sure", "How sure are we?", words.sure, ("facts",), needs_values=False),
     Section(
-        "table",
-        "Every number",
-        lambda study: (
+        name="smooth",
+        question="How smooth is this model?",
+        answer=words.smooth,
+        parts=(),
+        needs_values=False,
+    ),
+    Section(
+        name="rough", question="Where is it most sensitive?", answer=words.rough, parts=("heat",)
+    ),
+    Section(
+        name="growth",
+        question="How does that grow with length?",
+        answer=words.growth,
+        parts=("growth",),
+    ),
+    Section(
+        name="tokens", question="Which tokens carry it?", answer=words.tokens, parts=("tokens",)
+    ),
+    Section(
+        name="worst",
+        question="How far is it from the worst case?",
+        answer=words.worst,
+        parts=("bounds",),
+    ),
+    Section(
+        name="sure",
+        question="How sure are we?",
+        answer=words.sure,
+        parts=("facts",),
+        needs_values=False,
+    ),
+    Section(
+        name="table",
+        question="Every number",
+        answer=lambda study: (
             f"{words.rows_of(study)}, to six digits; `lipscope export` writes them in full."
         ),
-        ("table",),
+        parts=("table",),
         needs_values=False,
     ),
 )

@@ -92,6 +92,7 @@ def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:
     ):
         table.add_column(name, justify="right")
     every = math.ceil(len(curve) / 12)
+    # Backwards from the last evaluation, so that it is always among those shown.
     for r in curve[len(curve) - 1 :: -every][::-1]:
         learned = "" if math.isnan(r.learned) else f"{r.learned:.3f}"
         table.add_row(

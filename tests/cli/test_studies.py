@@ -53,7 +53,7 @@ def test_measure_show_and_export_hold_the_closed_certificates(measure, tmp_path,
         (["--gap", "small"], "--gap"),
         (
             ["--gap", "0.01", "--dtype", "float32"],
-            "float32 gives no upper bound: measure in float64",
+            "float32 gives no upper bound; measure in float64",
         ),
     ],
 )

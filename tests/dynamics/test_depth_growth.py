@@ -118,7 +118,7 @@ def test_numbers_end_before_the_first_that_overflows(n, time):
         assert numbers.isfinite().all() and len(numbers) == len(found.times)
     assert not found.product.isnan().any() and not found.gronwall.isnan().any()
     assert found.times[-1] < found.overflow <= found.flow.times[-1]
-    assert f"from depth {found.overflow:.4g} on derivatives overflow" in found.status
+    assert f"derivatives overflow this dtype from depth {found.overflow:.4g} on" in found.status
 
 
 def test_the_depth_of_an_overflow():
