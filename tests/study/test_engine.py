@@ -55,7 +55,7 @@ def test_the_third_death_fails_the_job_and_says_why(tmp_path):
     outcomes = {
         o.job.layer: o for o in Workers(Start(tmp_path, deadly=(2,), deaths=99), 2).run(todo)
     }
-    assert outcomes[2].failure == "the worker was killed by SIGKILL with this job in hand, 3 times"
+    assert outcomes[2].failure == "the worker was killed by SIGKILL while running this job, 3 times"
     assert [outcomes[layer] for layer in (0, 1, 3)] == [
         answer(job) for job in todo if job.layer != 2
     ]

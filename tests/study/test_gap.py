@@ -122,7 +122,7 @@ def test_what_a_gap_is(model, prose, tmp_path, gap):
 
 def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
     with pytest.raises(
-        UserError, match=r"float32 gives no upper bound: measure in float64 \(--dtype float64\)"
+        UserError, match=r"float32 gives no upper bound; measure in float64 \(--dtype float64\)"
     ):
         measure(load(tiny, dtype="float32"), prose, (4,), 1, gap=0.01, out=tmp_path / "s")
     assert not (tmp_path / "s").exists()

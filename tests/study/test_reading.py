@@ -76,7 +76,7 @@ def test_no_text_means_the_embedded_one(model):
         ("ba", torch.zeros(1, 4, 8), WHOLE, "not both"),
         (None, torch.zeros(1, 4, 8), WINDOWS, "measured whole"),
         (None, torch.zeros(8), WHOLE, "embeddings"),
-        (None, torch.zeros(2, 4, 8, dtype=torch.int64), WHOLE, "floating point"),
+        (None, torch.zeros(2, 4, 8, dtype=torch.int64), WHOLE, "floating-point"),
         (None, torch.zeros(0, 4, 8), WHOLE, "at least one"),
         (None, torch.full((1, 4, 8), torch.nan), WHOLE, "finite"),
         (None, [[0.5]], WHOLE, "got list"),

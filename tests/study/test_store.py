@@ -179,7 +179,7 @@ def test_what_is_not_a_study_is_not_written_to(tmp_path, case):
 
 def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"not a study and not empty \(it holds thesis.tex\)"):
+    with pytest.raises(UserError, match=r"neither a study nor empty \(it contains thesis.tex\)"):
         Store.create(tmp_path, info())
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
