@@ -199,10 +199,10 @@ def test_bounds_stand_around_their_own_sigma(tmp_path):
         ([failed()], "Every measurement failed"),
         (
             [row(layer=layer, value=2.0 + layer) for layer in range(3)],
-            "a growth law needs at least 3 lengths",
+            "A growth law needs at least 3 lengths",
         ),
         ([row(n=n, value=n**0.5) for n in (8, 16, 32)], "n^0.50"),
-        ([row(value=0.0, lower=0.0, upper=1e-9)], "up to 0 times"),
+        ([row(value=0.0, lower=0.0, upper=1e-9)], "by a factor of up to 0."),
         ([row(upper=math.inf)], "--gap iterates until there is one"),
     ],
     ids=["empty", "failed", "single n", "single layer", "zero", "no upper bound"],
@@ -231,7 +231,7 @@ def test_two_studies_are_compared(tmp_path, plain):
     assert [len([r for r in line if r]) for line in found["ratios"]] == [3, 3]
     assert [line["alpha"][1][0] for line in found["lines"]] == pytest.approx([0.5] * 4)
     page = read(html([plain, other]))
-    assert "σ of the second is 0.5 times" in page.text and "these differ: model name" in page.text
+    assert "σ of the second is 0.5 times" in page.text and "that differ: model name" in page.text
     assert page.text.count("fixed/model") >= 5 and len(data_of(page)["studies"]) == 2
 
 
