@@ -28,12 +28,18 @@ def trainer_callback(monitor: SmoothnessMonitor, trainer: Trainer) -> TrainerCal
     Returns:
         A ``transformers.TrainerCallback``.
 
-    Example::
-
-        trainer = Trainer(model, args, train_dataset=dataset)
-        monitor = ls.SmoothnessMonitor(ls.watch(model), every=50, max_sigma=100.0)
-        trainer.add_callback(ls.trainer_callback(monitor, trainer))
-        trainer.train()
+    Example:
+        >>> import tempfile
+        >>> import lipscope as ls
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...     num_hidden_layers=2, num_attention_heads=4))
+        >>> monitor = ls.SmoothnessMonitor(ls.watch(model), every=50, max_sigma=100.0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     args = TrainingArguments(folder, report_to=[], use_cpu=True)
+        ...     trainer = Trainer(model, args)  # with a dataset, trainer.train() would follow
+        ...     trainer.add_callback(ls.trainer_callback(monitor, trainer))
     """
     from transformers import TrainerCallback
 
