@@ -43,7 +43,8 @@ def test_a_mean_of_tokens_stays_among_them(size):
     I, x = torch.eye(2, dtype=torch.float64), size * torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     X = torch.cat([x.expand(7, 2), -x])
     out = ls.SelfAttention(I, I, I)(X)
-    assert torch.allclose(out[:7], X[:7], rtol=1e-12) or size == 1.0
+    if size > 1.0:  # scores of order one still mix the tokens
+        assert torch.allclose(out[:7], X[:7], rtol=1e-12)
     assert (out.norm(dim=1) <= X.norm(dim=1).max() * (1 + 1e-12)).all()
 
 

@@ -78,8 +78,9 @@ def test_the_same_measure_written_twice_is_at_distance_zero(d):
     mu = DiscreteMeasure(randn(g, 6, d), random_weights(g, 6))
     order = torch.randperm(6, generator=g)
     for other in (mu.split(3), DiscreteMeasure(mu.points[order], mu.weights[order])):
-        assert [wasserstein(mu, other, p) for p in EXPONENTS] == [0.0] * 5 or d == 2
-        assert max(wasserstein(mu, other, p) for p in EXPONENTS) <= 1e-7
+        found = [wasserstein(mu, other, p) for p in EXPONENTS]
+        # On a line the quantiles are compared and agree exactly; a plan in the plane may not.
+        assert found == [0.0] * 5 if d == 1 else max(found) <= 1e-7
 
 
 @pytest.mark.parametrize("d", [1, 2])
