@@ -1,8 +1,9 @@
 """Planted bugs, each of which the suite must kill: python -m tests.mutants [WORDS OF A BUG ...]
 
 A mutant is one edit of one file, made in a copy of the project; the tests named with it must then
-fail. They are listed in mutants.toml. A mutant whose text is gone from the source, or that survives,
-fails the command. With arguments, only the mutants whose description holds one of them are planted.
+fail. They are listed in mutants.toml. A mutant whose text is gone from the source, or that
+survives, fails the command. With arguments, only the mutants whose description holds one of them
+are planted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The house rules a machine can check: imports go down, heavy packages stay home, files stay small."""
+"""The rules a machine can check: imports go down, heavy packages stay home, files stay small."""
 
 import ast
 import importlib
@@ -55,7 +55,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt)/\w")
 
 
 def imports(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[str, str]]:
-    """Every (imported dotted name, innermost function around the import); relative imports are resolved."""
+    """Every (imported dotted name, function around the import), relative imports resolved."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, function) for alias in node.names)
@@ -92,7 +92,7 @@ def import_violations(source: str, module: str) -> list[str]:
 
 
 def file_violations(path: str, source: str) -> list[str]:
-    """Whether a Python file says in its first line what it is, and is short enough to hold in the head."""
+    """Whether a Python file says in its first line what it is, and is short enough."""
     found, lines = [], len(source.splitlines())
     if source.strip() and ast.get_docstring(ast.parse(source)) is None:
         found.append(f"{path}: no docstring says what this file is")

@@ -1,4 +1,4 @@
-"""Thousands of random attention problems of many kinds against float64 dense SVD of an independent Jacobian.
+"""Thousands of random attention problems against float64 dense SVD of an independent Jacobian.
 
 The quick run takes a few of each kind; `make slow` takes 300 of each, more than 10,000 in all.
 """
@@ -14,7 +14,7 @@ from tests.naive import dense_jacobian
 
 MISS = 1e-8
 TOL = 1e-10
-"""A residual of 1e-8 may stop inside a cluster of singular values 4e-8 wide (L2, causal, 302): ask for more."""
+"""A residual of 1e-8 may stop inside a cluster of singular values 4e-8 wide (L2, causal, 302)."""
 
 
 def check(kind: str, seed: int) -> None:
@@ -51,7 +51,7 @@ def test_campaign(kind: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_campaign_batched(kind: str):
-    """The same layers on batches, with heads together and apart: every member as if it were alone."""
+    """The same layers on batches, heads together and apart: every member as if it were alone."""
     for seed in range(300, 320):
         f, X = problem(kind, seed)
         batch = torch.stack([X, X.flip(0), 0.5 * X])

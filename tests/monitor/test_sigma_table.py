@@ -87,7 +87,7 @@ def test_a_resumed_training_continues_the_file_without_doubles(tmp_path):
     ):
         run(5, 11)
     assert steps() == [0, 2, 4, 6, 8, 10]
-    with pytest.warns(SmoothnessWarning, match=r"step 0 comes again: 6 lines"):
+    with pytest.warns(SmoothnessWarning, match=r"step 0 was measured again: replaced 6 rows"):
         run(0, 3)
     assert steps() == [0, 2]
     assert [p.name for p in tmp_path.iterdir()] == ["sigma.csv"]
