@@ -187,11 +187,14 @@ def block_norms(
     keys = gain * row_top * of_keys.amax(dim=-1).sqrt()
     if s.distance is not None:
         keys = keys + gain * v_top * (of_distances.sqrt() * k_column).amax(dim=-1)
-    moved = summed.v > 0  # values that are exactly 0 do not move anything
+    # Exactly zero: a row that sees no key (its log-sum-exp is infinite), and values of 0.
+    seen = s.lse.cpu() < torch.inf
+    moved = (summed.v > 0) & seen.any(dim=-1)
+    values = (norms.v * of_values.amax(dim=-1).sqrt()).clamp_min(TINY)
     return BlockNorms(
-        torch.where(norms.v > 0, (norms.v * of_values.amax(dim=-1).sqrt()).clamp_min(TINY), 0.0),
-        torch.where(moved[..., None], norms.q[:, None] * queries, 0.0),
-        torch.where(moved, norms.k * keys, 0.0),
+        values=torch.where((norms.v > 0) & seen.any(dim=-1), values, 0.0),
+        queries=torch.where(moved[..., None] & seen, norms.q[:, None] * queries, 0.0),
+        keys=torch.where(moved, norms.k * keys, 0.0),
     )
 
 
