@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,19 +156,15 @@ class LinearOperator:
                 f"the inner one gives {other.leading + other.out_shape}"
             )
         condition, worst = _both(self, other, torch.add)
-        mv, rmv = _one_after_the_other((self.mv, self.rmv), (other.mv, other.rmv))
-        return LinearOperator(
-            mv=mv,
-            rmv=rmv,
+        return _made_of(
+            self,
+            other,
+            _one_after_the_other,
             in_shape=other.in_shape,
             out_shape=self.out_shape,
-            batch=self.batch,
-            dtype=self.dtype,
-            device=self.device,
             condition=1 + condition,
             worst=1 + worst,
             size=_product_size(_size(self), _size(other)),
-            perturbed=_joined(self, other, _one_after_the_other),
         )
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
@@ -185,19 +182,15 @@ class LinearOperator:
                 f"{other.leading + other.out_shape}"
             )
         condition, worst = _both(self, other, torch.maximum)
-        mv, rmv = _side_by_side((self.mv, self.rmv), (other.mv, other.rmv))
-        return LinearOperator(
-            mv=mv,
-            rmv=rmv,
+        return _made_of(
+            self,
+            other,
+            _side_by_side,
             in_shape=self.in_shape,
             out_shape=self.out_shape,
-            batch=self.batch,
-            dtype=self.dtype,
-            device=self.device,
             condition=condition,
             worst=worst,
             size=_size(self) + _size(other),
-            perturbed=_joined(self, other, _side_by_side),
         )
 
     def __mul__(self, factor: float) -> LinearOperator:
@@ -238,6 +231,22 @@ def _one_after_the_other(outer: Pair, inner: Pair) -> Pair:
 
 def _side_by_side(one: Pair, other: Pair) -> Pair:
     return lambda E: one[0](E) + other[0](E), lambda U: one[1](U) + other[1](U)
+
+
+def _made_of(
+    A: LinearOperator, B: LinearOperator, join: Callable[[Pair, Pair], Pair], **stated: Any
+) -> LinearOperator:
+    """The operator whose products, and perturbed products, are those of A and B joined."""
+    mv, rmv = join((A.mv, A.rmv), (B.mv, B.rmv))
+    return LinearOperator(
+        mv=mv,
+        rmv=rmv,
+        batch=A.batch,
+        dtype=A.dtype,
+        device=A.device,
+        perturbed=_joined(A, B, join),
+        **stated,
+    )
 
 
 def _both(
