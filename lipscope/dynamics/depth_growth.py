@@ -215,6 +215,7 @@ def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> Lin
         rough=None,
         condition=torch.stack([torch.as_tensor(J.condition) for J in operators]).max(),
         worst=torch.stack([torch.as_tensor(w) for w in worst]).max(),
-        size=math.prod(norms)
-        * math.fsum(size / norm for size, norm in zip(sizes, norms, strict=True)),
+        size=math.fsum(
+            size * math.prod(norms[:k]) * math.prod(norms[k + 1 :]) for k, size in enumerate(sizes)
+        ),
     )
