@@ -122,7 +122,8 @@ def _mask_rows(f: SelfAttention, index: Tensor, n: int) -> Tensor:
         seen = seen & (pair if f.padding.ndim == 1 else pair[:, None])
     if f.mask is None:
         return seen
-    rows = f.mask_per_head[..., index, :]  # type: ignore[index]
+    assert f.mask_per_head is not None
+    rows = f.mask_per_head[..., index, :]
     if rows.dtype == torch.bool:
         return seen & rows
     return torch.where(seen, rows.double(), -torch.inf)

@@ -181,6 +181,7 @@ def _residual(J: LinearOperator, step: float) -> LinearOperator:
         mv=lambda E: E + step * J.mv(E),
         rmv=lambda U: U + step * J.rmv(U),
         size=None if J.size is None else 1 + step * torch.as_tensor(J.size),
+        compared=None,  # with J, not with this operator
         take=None,
         compressed=None,
         rough=None,
@@ -210,6 +211,7 @@ def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> Lin
         operators[0],
         mv=forward,
         rmv=backward,
+        compared=None,  # with J, not with this operator
         take=None,
         compressed=None,
         rough=None,

@@ -107,6 +107,12 @@ class LinearOperator:
         """Stated rounding of a norm computed with these products, relative to `size`."""
         return 32 * self._amplified(self.condition if self.worst is None else self.worst)
 
+    @property
+    def _states(self) -> bool:
+        """Whether rounding is stated by `worst` and `size`, not seen in a comparison."""
+        core = self if self.compressed is None else self.compressed.core
+        return core.compared is None
+
     def uncancelled(self, norm: Tensor) -> Tensor:
         """`size` per member; the norm of J, where nothing else is stated."""
         if self.size is None:
@@ -142,6 +148,8 @@ class LinearOperator:
             in_shape=self.out_shape,
             out_shape=self.in_shape,
             perturbed=_changed(self.perturbed, lambda pair: (pair[1], pair[0])),
+            # Only products with J were compared with float64; of J' nothing is known then.
+            size=self.size if self._states else math.inf,
             compared=None,
             take=None if take is None else lambda members: take(members).T,
             compressed=None,
@@ -194,7 +202,7 @@ class LinearOperator:
         )
 
     def __mul__(self, factor: float) -> LinearOperator:
-        take, small = self.take, self.compressed
+        take, small, compared = self.take, self.compressed, self.compared
 
         def scaled(product: Product) -> Product:
             return lambda x: factor * product(x)
@@ -205,7 +213,9 @@ class LinearOperator:
             rmv=scaled(self.rmv),
             size=None if self.size is None else abs(factor) * torch.as_tensor(self.size),
             perturbed=_changed(self.perturbed, lambda pair: (scaled(pair[0]), scaled(pair[1]))),
-            compared=None,
+            compared=None
+            if compared is None
+            else lambda v, w: abs(factor) * compared(v, w / factor if factor else w),
             take=None if take is None else lambda members: take(members) * factor,
             compressed=None if small is None else Compression(small.core * factor, small.lift),
             rough=None,
@@ -265,6 +275,8 @@ def _size(J: LinearOperator) -> Tensor:
     """What rounding in J is relative to; where nothing is stated that is its norm, and it has to be
     found.
     """
+    if not J._states:
+        return torch.tensor(math.inf, dtype=torch.float64)
     if J.size is not None:
         return torch.as_tensor(J.size, dtype=torch.float64)
     from lipscope.linalg.spectral import Solver, spectral_norm  # the solver is built on operators

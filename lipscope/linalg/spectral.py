@@ -247,7 +247,7 @@ class _Run:
         # Weights that are off are off in all products alike and do not keep the residual up; scores
         # that react to a tangent before they cancel do, and so do blocks.
         cancelled = 8 * torch.finfo(self.J.dtype).eps * self.J.uncancelled(norm) / norm
-        noise = torch.maximum(self.resolution, cancelled)[index]
+        noise = torch.maximum(self.resolution, cancelled.nan_to_num(posinf=0.0))[index]
         goal = torch.clamp(noise.nan_to_num(nan=1.0, posinf=1.0), max=COARSEST).clamp_min(self.tol)
         if not self.rounded or q.shape[1] == 1:
             return goal

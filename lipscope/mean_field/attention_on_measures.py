@@ -210,6 +210,7 @@ def in_l2(J: LinearOperator, weights: Tensor) -> LinearOperator:
         J,
         mv=lambda E: roots * J.mv(E / roots),
         rmv=lambda U: J.rmv(roots * U) / roots,
+        compared=None,  # with J, not with this operator
         condition=J.condition + extra,
         worst=_plus(J.worst, extra),
         take=None if take is None else lambda members: in_l2(take(members), weights[members]),

@@ -53,14 +53,19 @@ def test_rows_of_a_long_sequence_stand_for_the_others():
     assert seen.item() == pytest.approx(spike.norm().item())
 
 
-def test_two_heads_that_cancel_in_float32():
-    """What remains of two heads is their rounding: it must not become a lower bound."""
+def cancelling() -> tuple[ls.SelfAttention, torch.Tensor]:
+    """Two float32 heads of which one part in 1e6 is left."""
     g = torch.Generator().manual_seed(0)
     Q, K, V = (torch.randn(3, 3, generator=g) for _ in range(3))
     turn = torch.linalg.qr(torch.randn(3, 3, generator=g))[0]
     O = torch.cat([torch.eye(3), -(1 - 1e-6) * torch.eye(3)], dim=1)
     heads = torch.cat([Q, turn @ Q]), torch.cat([K, turn @ K]), torch.cat([V, V])
-    f, X = ls.SelfAttention(*heads, O, heads=2), torch.randn(5, 3, generator=g)
+    return ls.SelfAttention(*heads, O, heads=2), torch.randn(5, 3, generator=g)
+
+
+def test_two_heads_that_cancel_in_float32():
+    """What is left of two heads is rounding of both: no lower bound may be made of it."""
+    f, X = cancelling()
     e, exact = ls.local_lipschitz(f, X), ls.local_lipschitz(f, X, precision="exact")
     assert e.lower <= exact.upper and e.value - e.lower > 1e-3 * e.value
 
@@ -72,3 +77,35 @@ def test_half_precision_does_not_pass_for_converged(dtype, ok):
     f, X = f.to(dtype), X.to(dtype)
     e, exact = ls.local_lipschitz(f, X), ls.local_lipschitz(f, X, precision="exact")
     assert e.status.ok == ok and e.lower <= exact.value * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("factor", [1.0, -3.0])
+def test_a_scaled_operator_is_compared_as_well(factor):
+    f, X = cancelling()
+    e = ls.spectral_norm(factor * ls.jacobian(f, X), solver=ls.Solver(seed=0))
+    exact = ls.jacobian(f.double(), X.double()).to_dense()
+    assert e.lower <= abs(factor) * torch.linalg.matrix_norm(exact, 2) and not e.status.ok
+    assert e.value - e.lower > 1e-3 * e.value  # relative to the norm it would be 1e-4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda J: J.T, lambda J: J @ J, lambda J: J + J],
+    ids=["transposed", "squared", "doubled"],
+)
+def test_what_was_not_compared_is_not_claimed(change):
+    e = ls.spectral_norm(change(ls.jacobian(*cancelling())))
+    assert e.value > 0 and e.lower == 0 and not e.status.ok and "no bounds" in e.note
+
+
+def test_operators_around_attention_are_not_compared_with_attention():
+    """I + h J and W^(1/2) J W^(-1/2) in float32 keep lower bounds close to their values."""
+    f, X = problem("gaussian", 0)
+    f, X = f.to(torch.float32), X.float()
+    weights = torch.linspace(1, 2, len(X))
+    mu = ls.mean_field.DiscreteMeasure(X, weights / weights.sum())
+    e = ls.local_lipschitz(f, mu)
+    assert e.status.ok and e.lower > 0.99 * e.value
+    g = ls.SelfAttention(*(torch.eye(3) for _ in range(3)))
+    grown = ls.dynamics.growth_along_depth(g, 0.3 * X[:, :3], 0.5, layers=4)
+    assert all(status.ok for status in grown.statuses)

@@ -96,7 +96,7 @@ def test_every_length_is_checked_against_eager_attention_and_the_worst_is_kept()
 
 
 def test_what_is_known_of_a_module_is_forgotten_when_its_weights_change():
-    """A live module in training: its projections are probed anew after every step."""
+    """A live module in training: its projections are probed again after every step."""
     module, ids = make("bert"), sample("bert")["input_ids"]
     model = load(module)
     before = [site.value() for site in model.sites(ids, layers=[0])]

@@ -84,7 +84,7 @@ with warnings.catch_warnings(record=True) as letters:
         assert monitor.step() == []
 told = [str(w.message) for w in letters if w.category is SmoothnessWarning]
 assert told == [f"step 0: no readings of l2: {NOT_RUN}"], told
-# A call that cannot be kept: the training's own goes through, and a letter is written.
+# A call that cannot be kept: the training's own goes through, and a warning is issued.
 class Unkeepable(torch.Tensor):
     def clone(self):
         raise RuntimeError("no copy of this")
