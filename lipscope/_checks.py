@@ -14,6 +14,16 @@ def check_positive(name: str, value: object) -> None:
         raise UserError(f"{name} must be a positive number, got {value!r}")
 
 
+def norm_name(norm: object, names: tuple[str, ...] = ("2", "inf")) -> str:
+    """Return a norm as one of `names`; the numbers 2 and `math.inf` stand for "2" and "inf"."""
+    name = norm
+    if isinstance(norm, Real) and not isinstance(norm, bool):
+        name = "2" if norm == 2 else "inf" if norm == math.inf else norm
+    if not isinstance(name, str) or name not in names:
+        raise UserError(f"norm must be {' or '.join(map(repr, names))}, got {norm!r}")
+    return name
+
+
 def check_exponent(p: object) -> None:
     """Raise unless `p` can be the exponent of the distances W_p and d_p."""
     if isinstance(p, bool) or not isinstance(p, Real):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope._checks import norm_name
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import BatchEstimate, Estimate
@@ -32,9 +33,7 @@ def local_lipschitz(
 ) -> Estimate | BatchEstimate:
     """||D_X f|| at X [n, d], or at each member of X [B, n, d]; see lipscope.local_lipschitz."""
     check_input(X)
-    norm = "2" if norm == 2 else "inf" if norm == math.inf else norm
-    if norm not in ("2", "inf"):
-        raise UserError(f"norm must be '2' or 'inf', got {norm!r}")
+    norm = norm_name(norm)
     if precision not in ("native", "exact"):
         raise UserError(
             f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}"

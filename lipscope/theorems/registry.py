@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from lipscope._checks import norm_name
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems import castin2024, certified, geshkovski2023, kim2021, local, yudin2025
@@ -96,7 +97,7 @@ class BoundRows(list[BoundRow]):
         self.not_offered = not_offered
 
 
-def bounds(f: SelfAttention, domain: Domain, norm: str = "2") -> BoundRows:
+def bounds(f: SelfAttention, domain: Domain, norm: str | float = "2") -> BoundRows:
     """Evaluate every theorem whose hypotheses a layer and a domain satisfy.
 
     An upper bound on a set also holds on its subsets: at a point, theorems about balls are
@@ -105,8 +106,8 @@ def bounds(f: SelfAttention, domain: Domain, norm: str = "2") -> BoundRows:
     Args:
         f: The layer.
         domain: `Point(X)`, `Ball(R, n)`, `Around(X, r)` or `Everywhere(n)`.
-        norm: "2" (Frobenius), "inf" (largest coordinate), "inf2" (largest token) or "W2"
-            (Wasserstein distance of measures).
+        norm: "2" (Frobenius; or the number 2), "inf" (largest coordinate; or `math.inf`), "inf2"
+            (largest token) or "W2" (Wasserstein distance of measures).
 
     Returns:
         One row per theorem that applies; its attribute `not_offered` lists the others.
@@ -126,7 +127,8 @@ def bounds(f: SelfAttention, domain: Domain, norm: str = "2") -> BoundRows:
         lower 0.555 (tuned gap)
         lower 0.736 (Kim et al., rate R^2)
     """
-    _check(f, domain, norm)
+    norm = norm_name(norm, NORMS)
+    _check(f, domain)
     # float64 holds every smaller dtype exactly: bounds are for the weights as they are stored.
     f = f.double()
     rows, refused = [], []
@@ -193,7 +195,7 @@ def enclosing(domain: Domain, kind: Kinds, side: str) -> Domain | None:
     return Ball(max(R * (1 + gamma(4)), 5e-324), domain.n)
 
 
-def _check(f: SelfAttention, domain: Domain, norm: str) -> None:
+def _check(f: SelfAttention, domain: Domain) -> None:
     if not isinstance(f, SelfAttention):
         raise UserError(
             f"bounds needs a SelfAttention layer, got {type(f).__name__}; "
@@ -204,8 +206,6 @@ def _check(f: SelfAttention, domain: Domain, norm: str) -> None:
             "domain must be Point(X), Ball(R, n), Around(X, r) or Everywhere(n), "
             f"got {type(domain).__name__}"
         )
-    if norm not in NORMS:
-        raise UserError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
     if isinstance(domain, Point | Around) and domain.X.shape[1] != f.Q.shape[1]:
         raise UserError(
             f"the tokens of the domain have size {domain.X.shape[1]}; "

@@ -99,6 +99,16 @@ def test_what_does_not_apply_says_why():
     }
 
 
+def test_two_and_infinity_name_their_norms():
+    f, X = problem("L2", 0)
+    for number, name in ((2, "2"), (2.0, "2"), (math.inf, "inf")):
+        rows = bounds(f, Ball(1.0, len(X)), number)
+        assert rows == bounds(f, Ball(1.0, len(X)), name) and {row.norm for row in rows} == {name}
+    for wrong in (1, True, "1", None, -math.inf):
+        with pytest.raises(UserError, match="norm must be '2' or 'inf' or"):
+            bounds(f, Ball(1.0, len(X)), wrong)
+
+
 def test_every_theorem_is_offered_or_refused_in_its_norm():
     f, X = problem("L2", 0)
     for norm in NORMS:
