@@ -47,7 +47,7 @@ _CONTENTS = {
     "nn": "",
     "render": "report.page",
     "simulate": "dynamics.simulation",
-    "singular_triplets": "linalg.local",
+    "singular_triplets": "linalg.triplets",
     "spectral_norm": "linalg.spectral",
     "theorems": "",
     "trainer_callback": "monitor.callbacks",
@@ -125,10 +125,10 @@ if TYPE_CHECKING:
     from lipscope.linalg.differentiate import jacobian as jacobian
     from lipscope.linalg.estimate import BatchEstimate as BatchEstimate
     from lipscope.linalg.estimate import Estimate as Estimate
-    from lipscope.linalg.local import singular_triplets as singular_triplets
     from lipscope.linalg.operator import LinearOperator as LinearOperator
     from lipscope.linalg.spectral import Solver as Solver
     from lipscope.linalg.spectral import spectral_norm as spectral_norm
+    from lipscope.linalg.triplets import singular_triplets as singular_triplets
     from lipscope.mean_field.local import local_lipschitz as local_lipschitz
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model

@@ -11,8 +11,8 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, one
-from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, fresh_seed
+from lipscope.mean_field.local import local_lipschitz
 
 ETAS = tuple(10.0**e for e in range(-6, 1))
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, many
-from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, fresh_seed
+from lipscope.mean_field.local import local_lipschitz
 
 
 @dataclass(frozen=True, eq=False)

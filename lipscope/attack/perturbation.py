@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
-from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
+from lipscope.mean_field.local import local_lipschitz
 
 LONGER, SHORTER = 1.5, 0.4
 """Factors for a step of the projected gradient that helped, and for one that did not."""

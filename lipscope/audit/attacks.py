@@ -29,8 +29,8 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.audit.heads import QUICK, for_one_sequence
 from lipscope.audit.token_target import layer_sigma
 from lipscope.linalg.estimate import Estimate, many
-from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, fresh_seed
+from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Map

@@ -14,8 +14,8 @@ from lipscope.attack.tokens import TextTarget
 from lipscope.audit.sentence import AT_ONCE, TextReader, token_rows
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.estimate import many
-from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.model import Model
 from lipscope.models.running import Call, Tap, run_to
 from lipscope.models.sites import Survey

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
+from lipscope.mean_field.local import local_lipschitz
 from lipscope.monitor.modules import ModuleWatch
 
 TOL = 1e-3

@@ -20,7 +20,7 @@ from lipscope.convert.replacement import (
     make_layer,
 )
 from lipscope.linalg.estimate import Estimate, one
-from lipscope.linalg.local import local_lipschitz
+from lipscope.mean_field.local import local_lipschitz
 from lipscope.monitor.modules import ModuleWatch
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.evaluating import evaluating

@@ -23,7 +23,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.integration import Ending, Progress, check_tolerance, instants, integrate
 from lipscope.dynamics.particles import value_matrix
 from lipscope.linalg.differentiate import check_tensor
-from lipscope.mean_field.attention_on_measures import liftable
+from lipscope.mean_field.attention_on_measures import check_liftable
 
 Affine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -199,7 +199,7 @@ class _Approach:
 
 
 def _check(f: SelfAttention, mean: Tensor, covariance: Tensor) -> None:
-    liftable(f)
+    check_liftable(f)
     if f.kernel.softcap is not None:
         raise UserError(
             "f has a softcap, under which a Gaussian does not stay Gaussian; use f without it"

@@ -133,13 +133,6 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
     return replace(f, causal=False, mask=mask)
 
 
-def liftable(f: object) -> SelfAttention:
-    """f itself, after `check_liftable`."""
-    check_liftable(f)
-    assert isinstance(f, SelfAttention)
-    return f
-
-
 def check_liftable(f: object) -> None:
     """Raise unless f can act on measures, which neither number nor count their tokens."""
     if not isinstance(f, SelfAttention):
@@ -197,7 +190,8 @@ def stacked(f: SelfAttention, X: Tensor, weights: Tensor) -> tuple[LinearOperato
     The second is a batch of B n operators. For a causal f the atoms are at increasing positions.
     """
     B, n, _ = X.shape
-    lift = replace(liftable(f), mask=weights.log()[:, None, :].expand(B, n, n))
+    check_liftable(f)
+    lift = replace(f, mask=weights.log()[:, None, :].expand(B, n, n))
     return in_l2(linearize(lift, X, apart=False, weights=weights), weights), query_blocks(lift, X)
 
 

@@ -19,7 +19,12 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate, many, one
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative, liftable, push, query_derivative
+from lipscope.mean_field.attention_on_measures import (
+    check_liftable,
+    derivative,
+    push,
+    query_derivative,
+)
 from lipscope.mean_field.masked import conditional_distance
 from lipscope.mean_field.measures import DiscreteMeasure, as_measure, check_measure
 from lipscope.mean_field.transport import wasserstein
@@ -111,7 +116,8 @@ def splitting(
         >>> found.helps, found.token, round(found.apart.value, 6)
         (True, 0, 4.0)
     """
-    given = as_measure(mu, liftable(f).causal)
+    check_liftable(f)
+    given = as_measure(mu, f.causal)
     measure = given.merged()
     solver = solver or Solver()
     # The failure probability is shared out, so that both bounds hold jointly as requested.

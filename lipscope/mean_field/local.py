@@ -1,16 +1,22 @@
-"""The local Lipschitz constant at tokens or at a measure, with or without mass splitting."""
+"""The local Lipschitz constant of a map at tokens or at a measure, in one call."""
 
 from __future__ import annotations
 
+import copy
+import re
+
+import torch
 from torch import Tensor
 
+from lipscope._checks import norm_name
 from lipscope._types import UserError
-from lipscope.linalg import local
-from lipscope.linalg.differentiate import Map
+from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import BatchEstimate, Estimate
+from lipscope.linalg.infinity import infinity_norm
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field import duplication
-from lipscope.mean_field.attention_on_measures import derivative, liftable
+from lipscope.mean_field.attention_on_measures import check_liftable, derivative
 from lipscope.mean_field.measures import DiscreteMeasure, as_measure
 
 
@@ -62,22 +68,71 @@ def local_lipschitz(
         >>> round(e.value, 3), e.status.ok
         (4.056, True)
     """
-    if isinstance(X, Tensor) and not splitting:
-        return local.local_lipschitz(
-            f, X, tol, norm=norm, precision=precision, gap=gap, solver=solver
-        )
-    if norm not in ("2", 2):
-        raise UserError(
-            f"norm must be '2' (L2 of the measure) on measures and with splitting, got {norm!r}"
-        )
+    norm = norm_name(norm)
     if precision not in ("native", "exact"):
-        raise UserError(f"precision must be 'native' or 'exact' (float64), got {precision!r}")
-    layer = liftable(f)
-    mu = as_measure(X, layer.causal)
-    if precision == "exact":
-        layer, mu = layer.double(), mu.double()
-    if splitting:
-        return duplication.split_estimate(
-            duplication.splitting(layer, mu, tol, gap=gap, solver=solver)
+        raise UserError(
+            f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}"
         )
-    return spectral_norm(derivative(layer, mu), tol, gap=gap, solver=solver)
+    if not isinstance(X, Tensor) or splitting:
+        if norm != "2":
+            raise UserError(
+                f"norm must be '2' (L2 of the measure) on measures and with splitting, got {norm!r}"
+            )
+        return _on_measure(f, X, tol, precision, gap, solver, splitting)
+    check_input(X)
+    if precision == "exact":
+        f, X = in_float64(f), X.double()
+    try:
+        J = jacobian(f, X)
+        return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
+    except torch.OutOfMemoryError as error:
+        # The frames of the error still hold everything, so this is what was in use when it came.
+        held = torch.cuda.memory_allocated(X.device)
+        total = torch.cuda.get_device_properties(X.device).total_memory
+        raise UserError(too_large(X, str(error), held, total)) from error
+
+
+def _on_measure(
+    f: Map,
+    X: Tensor | DiscreteMeasure,
+    tol: float,
+    precision: str,
+    gap: float | None,
+    solver: Solver | None,
+    splitting: bool,
+) -> Estimate | BatchEstimate:
+    """The constant on L2(mu), for tokens that of their uniform measure."""
+    check_liftable(f)
+    assert isinstance(f, SelfAttention)
+    mu = as_measure(X, f.causal)
+    if precision == "exact":
+        f, mu = f.double(), mu.double()
+    if splitting:
+        found = duplication.splitting(f, mu, tol, gap=gap, solver=solver)
+        return duplication.split_estimate(found)
+    return spectral_norm(derivative(f, mu), tol, gap=gap, solver=solver)
+
+
+def too_large(X: Tensor, message: str, held: int, total: int) -> str:
+    """An error message: what was requested, what is available, and what to try."""
+    tokens, asked = X.numel() // X.shape[-1], re.search(r"allocate ([\d.]+) ([KMG])iB", message)
+    need = held + (float(asked[1]) * 1024 ** " KMG".index(asked[2]) if asked else 0)
+    fitting = f": fewer than {int(tokens * total / need) + 1} could fit" if need > total else ""
+    return (
+        f"{tokens} tokens of size {X.shape[-1]} need more than the {total / 2**30:.3g} GiB of "
+        f"{X.device}{fitting}; give fewer, or keep the Krylov vectors in the host's memory, "
+        "solver=Solver(basis='host')"
+    )
+
+
+def in_float64(f: Map) -> Map:
+    """The same map with its weights in float64; the caller's map is left alone."""
+    if isinstance(f, torch.nn.Module):
+        return copy.deepcopy(f).double()
+    convert = getattr(f, "double", None)
+    if convert is None:
+        raise UserError(
+            "precision='exact' needs a torch.nn.Module or a SelfAttention; "
+            "for any other f convert its tensors and X to float64"
+        )
+    return convert()

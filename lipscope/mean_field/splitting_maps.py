@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
-from lipscope.mean_field.attention_on_measures import check_liftable, liftable, stacked
+from lipscope.mean_field.attention_on_measures import check_liftable, stacked
 from lipscope.mean_field.measures import DiscreteMeasure
 
 
@@ -64,7 +64,8 @@ def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
         >>> (found.gain > 1).tolist()
         [[False, True], [True, False]]
     """
-    if liftable(f).Q.shape[1] != 1 or positions.ndim != 1:
+    check_liftable(f)
+    if f.Q.shape[1] != 1 or positions.ndim != 1:
         raise UserError(
             f"splitting_map needs an f that reads tokens of size 1, got {f.Q.shape[1]}, "
             f"and a vector of positions, got shape {tuple(positions.shape)}"

@@ -14,7 +14,7 @@ from lipscope._checks import check_exponent
 from lipscope._types import Ball, Domain, UserError
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
-from lipscope.mean_field.attention_on_measures import liftable
+from lipscope.mean_field.attention_on_measures import check_liftable
 from lipscope.theorems import geshkovski2023
 
 
@@ -65,7 +65,8 @@ def d_p_bound(f: SelfAttention, R: float, p: float = 2) -> float:
 
 def check_scores(f: SelfAttention) -> None:
     """Raise unless the scores are plain dot products, the only ones these theorems cover."""
-    if not isinstance(liftable(f).kernel, Dot) or f.kernel.softcap is not None:
+    check_liftable(f)
+    if not isinstance(f.kernel, Dot) or f.kernel.softcap is not None:
         raise UserError(
             "this theorem needs dot-product scores, but the layer has an L2 kernel or a softcap"
         )
@@ -79,7 +80,8 @@ def _evaluate(
 
 
 def _check_order(f: SelfAttention, causal: bool) -> None:
-    if liftable(f).causal != causal:
+    check_liftable(f)
+    if f.causal != causal:
         raise UserError(
             "this bound is for attention without a mask; "
             "for causal attention use d_p_bound or w_inf_bound"

@@ -12,8 +12,8 @@ from lipscope.attack.tokens import guided_swaps, random_swaps
 from lipscope.audit.attacks import KINDS, PROBE, Plan, attack_model
 from lipscope.audit.token_target import layer_sigma, output_change
 from lipscope.cli import main
-from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import spectral_norm
+from lipscope.mean_field.local import local_lipschitz
 from lipscope.study.study import Study
 
 

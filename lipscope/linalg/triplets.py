@@ -1,10 +1,8 @@
-"""The local Lipschitz constant of a map at an input: the norm of its Jacobian, in one call."""
+"""The leading singular triplets of an operator, one after the other, by deflation."""
 
 from __future__ import annotations
 
-import copy
 import math
-import re
 import secrets
 from dataclasses import replace
 from typing import Any
@@ -12,67 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._checks import norm_name
 from lipscope._types import UserError
-from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import BatchEstimate, Estimate
-from lipscope.linalg.infinity import infinity_norm
 from lipscope.linalg.operator import LinearOperator, Pair
 from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
-
-
-def local_lipschitz(
-    f: Map,
-    X: Tensor,
-    tol: float = 1e-6,
-    *,
-    norm: str | float = "2",
-    precision: str = "native",
-    gap: float | None = None,
-    solver: Solver | None = None,
-) -> Estimate | BatchEstimate:
-    """||D_X f|| at X [n, d], or at each member of X [B, n, d]; see lipscope.local_lipschitz."""
-    check_input(X)
-    norm = norm_name(norm)
-    if precision not in ("native", "exact"):
-        raise UserError(
-            f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}"
-        )
-    if precision == "exact":
-        f, X = in_float64(f), X.double()
-    try:
-        J = jacobian(f, X)
-        return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
-    except torch.OutOfMemoryError as error:
-        # The frames of the error still hold everything, so this is what was in use when it came.
-        held = torch.cuda.memory_allocated(X.device)
-        total = torch.cuda.get_device_properties(X.device).total_memory
-        raise UserError(too_large(X, str(error), held, total)) from error
-
-
-def too_large(X: Tensor, message: str, held: int, total: int) -> str:
-    """An error message: what was requested, what is available, and what to try."""
-    tokens, asked = X.numel() // X.shape[-1], re.search(r"allocate ([\d.]+) ([KMG])iB", message)
-    need = held + (float(asked[1]) * 1024 ** " KMG".index(asked[2]) if asked else 0)
-    fitting = f": fewer than {int(tokens * total / need) + 1} could fit" if need > total else ""
-    return (
-        f"{tokens} tokens of size {X.shape[-1]} need more than the {total / 2**30:.3g} GiB of "
-        f"{X.device}{fitting}; give fewer, or keep the Krylov vectors in the host's memory, "
-        "solver=Solver(basis='host')"
-    )
-
-
-def in_float64(f: Map) -> Map:
-    """The same map with its weights in float64; the caller's map is left alone."""
-    if isinstance(f, torch.nn.Module):
-        return copy.deepcopy(f).double()
-    convert = getattr(f, "double", None)
-    if convert is None:
-        raise UserError(
-            "precision='exact' needs a torch.nn.Module or a SelfAttention; "
-            "for any other f convert its tensors and X to float64"
-        )
-    return convert()
 
 
 def singular_triplets(
