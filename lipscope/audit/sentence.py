@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.models.model import Model
-from lipscope.models.running import Call, run_to
+from lipscope.models.running import ModuleCall, run_to
 
 AT_ONCE = 16
 """Number of texts per forward pass."""
@@ -34,7 +34,7 @@ class TextReader:
         """Embeddings [B, n, d] -> last hidden states [B, n and the special tokens, d]."""
         ends = (self._before.expand(len(E), -1, -1), self._after.expand(len(E), -1, -1))
         e = torch.cat([ends[0], E, ends[1]], dim=1)
-        return run_to(self._host, self._host.trunk, Call((), {"inputs_embeds": e}, e))
+        return run_to(self._host, self._host.trunk, ModuleCall((), {"inputs_embeds": e}, e))
 
     def hidden_of(self, ids: Tensor) -> Tensor:
         """Token ids [B, n] -> last hidden states, in batches of AT_ONCE."""

@@ -17,7 +17,7 @@ from lipscope.linalg.estimate import many
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.model import Model
-from lipscope.models.running import Call, Tap, run_to
+from lipscope.models.running import ModuleCall, Tap, run_to
 from lipscope.models.sites import Survey
 
 
@@ -95,7 +95,10 @@ def _slope(model: Model, layer: int, tol: float, solver: Solver, E: Tensor) -> t
     e = E.detach().clone()[None].requires_grad_(True)
     with torch.enable_grad():
         X = run_to(
-            survey.host, survey.host.trunk, Call((), {"inputs_embeds": e}, e), Tap(core, "input")
+            survey.host,
+            survey.host.trunk,
+            ModuleCall((), {"inputs_embeds": e}, e),
+            Tap(core, "input"),
         )
         (gradient,) = torch.autograd.grad(X, e, there)
     return top.value[0].item(), gradient[0]

@@ -6,8 +6,6 @@ architecture to architecture, while "this tensor equals s X + c a" means the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import Call, Host, Tap, first_tensor, has_tokens, leaves, tensors_of
+from lipscope.models.running import (
+    Host,
+    ModuleCall,
+    Tap,
+    first_tensor,
+    has_tokens,
+    hooked,
+    leaves,
+    tensors_of,
+)
 
 ENTRIES = 4096
 """Maximum number of entries of an activation that are compared with another one."""
@@ -56,9 +63,11 @@ class Event:
     company: bool = False
 
 
-def routed_layers(host: Host, inputs: Call) -> list[Layer]:
-    """The layers of a model that calls the attention function; `inputs` is a batch of one."""
-    cores = _attention_modules(host, inputs)
+def routed_layers(host: Host, inputs: ModuleCall, cores: dict[nn.Module, int]) -> list[Layer]:
+    """The layers of a model that calls the attention function; `inputs` is a batch of one.
+
+    `cores` are the modules that call it, with their numbers of heads.
+    """
     blocks = {core: _block_of(core, set(cores), host.trunk) for core in cores}
     # Without blocks nothing shows whether an attention module reads these tokens alone.
     if None in blocks.values():
@@ -69,7 +78,7 @@ def routed_layers(host: Host, inputs: Call) -> list[Layer]:
     return [_read_block(blocks, cores, events) for events in inside]
 
 
-def bypassing_layers(host: Host, inputs: Call) -> list[Layer]:
+def bypassing_layers(host: Host, inputs: ModuleCall) -> list[Layer]:
     """The blocks of a model with its own attention code: the first list of chained modules."""
     for module in host.trunk.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 0:
@@ -77,19 +86,6 @@ def bypassing_layers(host: Host, inputs: Call) -> list[Layer]:
             if len(chain) == len(module):
                 return [Layer(block, None, 0) for block in chain]
     return []
-
-
-def _attention_modules(host: Host, inputs: Call) -> dict[nn.Module, int]:
-    """Every module that calls the attention function, with its number of heads."""
-    found: dict[nn.Module, int] = {}
-
-    def note(call: AttentionCall) -> Tensor:
-        found.setdefault(call.module, call.q.shape[1])
-        return call.output()
-
-    with torch.no_grad(), host.ready(), listening(note):
-        host.run(host.trunk, inputs)
-    return found
 
 
 def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Module | None:
@@ -102,7 +98,7 @@ def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Mo
     return None
 
 
-def _watch(host: Host, inputs: Call, blocks: set[nn.Module]) -> list[list[Event]]:
+def _watch(host: Host, inputs: ModuleCall, blocks: set[nn.Module]) -> list[list[Event]]:
     """Run the model once and list, per block call that attends, the events inside, input first."""
     finished: list[list[Event]] = []
     current: list[Event] | None = None
@@ -112,7 +108,7 @@ def _watch(host: Host, inputs: Call, blocks: set[nn.Module]) -> list[list[Event]
         if module in blocks:
             current = []
         if current is not None and has_tokens((args, kwargs)):
-            tokens = Call.seen(args, kwargs).hidden
+            tokens = ModuleCall.seen(args, kwargs).hidden
             # The block's tokens were made a leaf that requires a gradient (see `leaves` below), so
             # whatever else requires one here was computed from them: the module has company.
             company = any(t.requires_grad for t in tensors_of((args, kwargs)) if t is not tokens)
@@ -136,7 +132,7 @@ def _watch(host: Host, inputs: Call, blocks: set[nn.Module]) -> list[list[Event]
         return heads
 
     inside = {module for block in blocks for module in block.modules()}
-    with host.ready(), leaves(blocks), _hooks(inside, enter, leave), listening(note):
+    with host.ready(), leaves(blocks), hooked(inside, enter, leave), listening(note):
         host.run(host.trunk, inputs)
     return finished
 
@@ -205,12 +201,9 @@ def _combines(u: Tensor, x: Tensor, a: Tensor) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).norm() <= _tolerance(b) * b.norm())
-
-
-def _tolerance(x: Tensor) -> float:
     # Between eps, which a sum in another order exceeds, and 1, which unrelated tensors differ by.
-    return torch.finfo(x.dtype).eps ** 0.6
+    tolerance = torch.finfo(b.dtype).eps ** 0.6
+    return a.shape == b.shape and bool((a - b).norm() <= tolerance * b.norm())
 
 
 def _sample(x: Tensor) -> Tensor:
@@ -221,14 +214,14 @@ def _sample(x: Tensor) -> Tensor:
     return flat.double() if flat.dtype == torch.float64 else flat.float()
 
 
-def _chain(host: Host, inputs: Call, members: set[nn.Module]) -> list[nn.Module]:
+def _chain(host: Host, inputs: ModuleCall, members: set[nn.Module]) -> list[nn.Module]:
     """Those of `members` that the model calls in sequence, each reading the previous output."""
     chain: list[nn.Module] = []
     last: list[Tensor] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if has_tokens((args, kwargs)):
-            tokens = _sample(Call.seen(args, kwargs).hidden)
+            tokens = _sample(ModuleCall.seen(args, kwargs).hidden)
             if not last or _same(tokens, last[-1]):
                 chain.append(module)
 
@@ -236,17 +229,6 @@ def _chain(host: Host, inputs: Call, members: set[nn.Module]) -> list[nn.Module]
         if has_tokens(output):
             last.append(_sample(first_tensor(output)))
 
-    with torch.no_grad(), host.ready(), _hooks(members, enter, leave):
+    with torch.no_grad(), host.ready(), hooked(members, enter, leave):
         host.run(host.trunk, inputs)
     return chain
-
-
-@contextmanager
-def _hooks(modules: set[nn.Module], enter: Any, leave: Any) -> Iterator[None]:
-    handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules]
-    handles += [m.register_forward_hook(leave) for m in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

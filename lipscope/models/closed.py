@@ -18,7 +18,7 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import Dot, Rope
 from lipscope.attention.layer import SelfAttention
 from lipscope.models.plug import AttentionCall
-from lipscope.models.running import Call, Host, attention_call, run_to
+from lipscope.models.running import Host, ModuleCall, attention_call, run_to
 from lipscope.models.trace import Seen
 from lipscope.theorems.factored_values import FactoredAttention
 
@@ -57,7 +57,9 @@ def closed_form(
         own = attention_call(host, core, seen.call)
         if hasattr(core, "closed_heads"):
             return _stated(core, own, X)
-        if own.q.shape[-2] != own.k.shape[-2] or not _shared_by_heads(own.mask):
+        # SelfAttention has one mask for all heads.
+        shared = own.mask is None or own.mask.ndim == 2 or own.mask.shape[1] == 1
+        if own.q.shape[-2] != own.k.shape[-2] or not shared:
             return None
         probed = attention_call(host, core, seen.single.at(_probe(X))) if known is None else None
         # Rotary conventions (halves or pairs, full or half tables) do not differ in shape:
@@ -94,7 +96,7 @@ def projection_matrix(host: Host, projection: nn.Module, width: int) -> tuple[Te
     # z = 0 gives b, and the unit vectors give the columns of O, whatever class the module is.
     tokens = torch.cat([torch.zeros(1, width), torch.eye(width)])[None].to(device, host.dtype)
     with torch.no_grad():
-        y = run_to(host, projection, Call((tokens,), {}, tokens))[0]
+        y = run_to(host, projection, ModuleCall((tokens,), {}, tokens))[0]
     return (y[1:] - y[0]).T.contiguous(), y[0]
 
 
@@ -131,7 +133,9 @@ def _probe(X: Tensor) -> Tensor:
     return tokens.view(rows, n, d)
 
 
-def _rotations(call: Call, own: AttentionCall) -> Iterator[tuple[str | None, Tensor, Rope | None]]:
+def _rotations(
+    call: ModuleCall, own: AttentionCall
+) -> Iterator[tuple[str | None, Tensor, Rope | None]]:
     """Layout, order and tables: no rotation first, then every reading of a pair of tables."""
     n, size = own.q.shape[-2:]
     plain = torch.arange(size, device=own.q.device)
@@ -178,15 +182,13 @@ def _solve(
     probed: AttentionCall, d: int, layout: str | None, order: Tensor, rope: Rope | None
 ) -> Projections:
     """Weights and biases from the module's response to the probe, with the rotation undone."""
-
-    def unturned(x: Tensor) -> Tensor:
-        if rope is None:
-            return x
+    q, k = probed.q, probed.k
+    if rope is not None:
         # A table stretched by s (YaRN) turns and stretches: its inverse is its adjoint over s^2.
-        return rope.turn_back(x[..., order]) / (rope.cos.square() + rope.sin.square())
-
+        stretch = rope.cos.square() + rope.sin.square()
+        q, k = (rope.turn_back(x[..., order]) / stretch for x in (q, k))
     weights, biases = [], []
-    for y in (unturned(probed.q), unturned(probed.k), probed.v):
+    for y in (q, k, probed.v):
         rows = y.transpose(1, 2).reshape(-1, y.shape[1] * y.shape[3])
         weights.append((rows[1 : d + 1] - rows[0]).T.contiguous())
         biases.append(rows[0].contiguous())
@@ -214,11 +216,6 @@ def _assemble(found: Projections, own: AttentionCall, rope: Rope | None) -> Self
         mask=mask,
         kernel=Dot(own.scale, own.softcap, own.sinks, rope),
     )
-
-
-def _shared_by_heads(mask: Tensor | None) -> bool:
-    """Whether a mask [B, H | 1, n, n] is the same for all heads, as SelfAttention requires."""
-    return mask is None or mask.ndim == 2 or mask.shape[1] == 1
 
 
 def same(a: Tensor, b: Tensor) -> bool:

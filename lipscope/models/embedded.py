@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+import platformdirs
 from huggingface_hub import is_offline_mode
 
 from lipscope._types import UserError
@@ -53,16 +53,7 @@ def default_text() -> str:
 
 def cache_folder() -> Path:
     """This platform's folder for files that can be downloaded again."""
-    home = Path.home()
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "lipscope"
-    if sys.platform == "win32":
-        return (
-            Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-            / "lipscope"
-            / "Cache"
-        )
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "lipscope"
+    return platformdirs.user_cache_path("lipscope", appauthor=False)
 
 
 def _installed() -> Path | None:

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from lipscope._types import UserError
 from lipscope.models import embedded
+from lipscope.models._transformers_internals import attention_in_force, random_model
 from lipscope.models.model import Card, Model
 from lipscope.models.plug import configs
 from lipscope.models.repository import OWN_TYPES, Repository, open_repository
@@ -216,12 +217,12 @@ def _random(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) ->
     """Random weights by the model's own rule, drawn on the CPU so that a seed is portable."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        return kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        return random_model(kind, config)
 
 
 def _in_force(model: PreTrainedModel) -> PreTrainedModel:
     """The model, once it is certain that its configuration did not override what was requested."""
-    attention = {config._attn_implementation for config in configs(model)}
+    attention = {attention_in_force(config) for config in configs(model)}
     home = type(model).__module__
     if attention != {"eager"} or not home.startswith(("transformers.models.", *OWN_TYPES.values())):
         raise UserError(

@@ -13,7 +13,7 @@ from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import LinearOperator
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import Call, Host, Tap, attention_call, run_to
+from lipscope.models.running import Host, ModuleCall, Tap, attention_call, run_to
 
 STEPS, GROSS = (1e-5, 1e-7, 1e-3), 0.05
 """Relative finite-difference steps, of which the best counts, and the error beyond rounding."""
@@ -87,8 +87,8 @@ class Rerun:
 
     host: Host
     module: nn.Module
-    call: Call
-    single: Call
+    call: ModuleCall
+    single: ModuleCall
     tap: Tap | None = None
     entry: nn.Module | None = None
     then: nn.Module | None = None
@@ -102,7 +102,7 @@ class Rerun:
         y = run_to(self.host, self.module, self.call.at(x), self.tap)
         # Inside a block, samples may be flattened into one long sequence (OPT).
         y = y.unflatten(0, (x.shape[0], -1)) if y.ndim == 2 else y
-        return y if self.then is None else run_to(self.host, self.then, Call((y,), {}, y))
+        return y if self.then is None else run_to(self.host, self.then, ModuleCall((y,), {}, y))
 
     def largest_score(self, x: Tensor) -> Tensor:
         largest = torch.zeros(x.shape[0], dtype=torch.float64)
@@ -131,8 +131,8 @@ class Heads:
 
     host: Host
     module: nn.Module
-    call: Call
-    single: Call
+    call: ModuleCall
+    single: ModuleCall
     heads: tuple[int, ...]
 
     def __call__(self, X: Tensor) -> Tensor:
@@ -158,8 +158,8 @@ class _EachHead:
 
     host: Host
     module: nn.Module
-    call: Call
-    single: Call
+    call: ModuleCall
+    single: ModuleCall
     heads: Tensor
 
     def value(self, x: Tensor) -> Tensor:

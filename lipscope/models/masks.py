@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import sdpa_mask
 
 from lipscope._torch_internals import tree_map
 from lipscope.attention.pattern import Pattern
+from lipscope.models._transformers_internals import sdpa_mask
 
 ROWS = 1 << 26
 """Maximum number of mask entries that are materialised at a time."""
@@ -64,8 +64,8 @@ def _written(leaf: Any) -> Any:
     return leaf.written() if isinstance(leaf, PlainMask) else leaf
 
 
-def make_mask(arguments: dict[str, Any]) -> Tensor | None:
-    """transformers' own mask for these arguments, True where a query may attend.
+def lipscope_mask(**arguments: Any) -> Tensor | None:
+    """The registered mask function: transformers' own mask, True where a query may attend.
 
     The result is a PlainMask if the mask follows one of the rules it knows. Rows are compared with
     every candidate rule, a block of rows at a time. None means that everything is visible.

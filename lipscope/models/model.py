@@ -12,12 +12,11 @@ from transformers import PreTrainedModel
 
 from lipscope._types import UserError
 from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
-from lipscope.models.memory import Memory
 from lipscope.models.plug import NAME
 from lipscope.models.preflight import Preflight, preflight
-from lipscope.models.running import Call, Host
+from lipscope.models.running import Host, ModuleCall
 from lipscope.models.scopes import SCOPES
-from lipscope.models.sites import Site, Survey
+from lipscope.models.sites import Memory, Site, Survey
 from lipscope.models.trace import record
 
 WITHOUT_ROUTE = ("block", "model")
@@ -177,9 +176,9 @@ class Model:
     ) -> Survey:
         """Run one forward pass, from which sites can be taken one by one."""
         inputs = self._inputs(input_ids, inputs_embeds, pixel_values)
-        single = inputs.of_first()
+        single = inputs.at(inputs.hidden[:1])
         self._prepare(single)
-        host = self._host()
+        host = self._host(NAME if self.preflight.routed else "eager")
         layers = self._known_layers()
         return Survey(host, layers, record(host, layers, inputs, single), self._memory)
 
@@ -215,7 +214,7 @@ class Model:
 
     def _inputs(
         self, input_ids: Any, inputs_embeds: Tensor | None, pixel_values: Tensor | None
-    ) -> Call:
+    ) -> ModuleCall:
         given = {
             "input_ids": input_ids,
             "inputs_embeds": inputs_embeds,
@@ -250,25 +249,24 @@ class Model:
                 f"{tensor.shape[1]} tokens are more than the {limit} positions of "
                 f"{self.card.name}; give a shorter input"
             )
-        return Call((), {name: tensor}, tensor)
+        return ModuleCall((), {name: tensor}, tensor)
 
-    def _host(self) -> Host:
-        return Host(self.trunk, self.dtype, self._owned, NAME if self.preflight.routed else "eager")
+    def _host(self, implementation: str = NAME) -> Host:
+        return Host(self.trunk, self.dtype, self._owned, implementation)
 
-    def _prepare(self, single: Call) -> None:
+    def _prepare(self, single: ModuleCall) -> None:
         """Run the preflight for inputs of this shape; the first time, also find the layers."""
         # Eager attention needs n^2 memory, so only the first tokens of a long text are compared.
         if "pixel_values" not in single.kwargs and single.hidden.shape[1] > COMPARED:
             single = single.at(single.hidden[:, :COMPARED])
         shape = tuple(single.hidden.shape)
         if shape not in self._checks:
-            host = Host(self.trunk, self.dtype, self._owned)
-            check = preflight(host, single)
+            check = preflight(self._host(), single)
             if self._layers is None:
                 self._layers = (
-                    routed_layers(host, single)
+                    routed_layers(self._host(), single, check.cores)
                     if check.routed
-                    else bypassing_layers(self._eager(), single)
+                    else bypassing_layers(self._host("eager"), single)
                 )
                 if not self._layers:
                     raise UserError(
@@ -279,16 +277,13 @@ class Model:
                 raise UserError(f"at {check.n} tokens: {check.reason}")
             self._checks[shape] = check
 
-    def _eager(self) -> Host:
-        return Host(self.trunk, self.dtype, self._owned, "eager")
-
     def _known_layers(self) -> list[Layer]:
         if self._layers is None:
             self._prepare(self._sample_input())
         assert self._layers is not None
         return self._layers
 
-    def _sample_input(self) -> Call:
+    def _sample_input(self) -> ModuleCall:
         """A short random input, for finding the layers before there is a real one."""
         config, generator = self.trunk.config, torch.Generator().manual_seed(0)
         kind = self.trunk.main_input_name

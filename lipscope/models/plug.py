@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
-from transformers.masking_utils import AttentionMaskInterface
 
 from lipscope._types import UserError
 from lipscope.attention.pattern import Pattern, distinct, without_level
 from lipscope.attention.primitive import attend
-from lipscope.models.masks import PlainMask, make_mask
+from lipscope.models._transformers_internals import ATTENTION, EXPERTS, AttentionMaskInterface
+from lipscope.models.masks import PlainMask, lipscope_mask
 
 NAME = "lipscope"
 
@@ -138,15 +138,15 @@ def lipscope_attention(
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.to(query.dtype),
     )
-    _check_constant(call)
+    # Weights are frozen during a measurement: what requires a gradient depends on the input.
+    for part in (call.mask, call.sinks):
+        if torch.is_grad_enabled() and part is not None and part.requires_grad:
+            raise UserError(
+                f"{type(module).__name__} adds a bias to its scores that depends on the input"
+            )
     listener = _listener.get()
     heads = call.output() if listener is None else listener(call)
     return heads.transpose(1, 2).contiguous(), None
-
-
-def lipscope_mask(**arguments: Any) -> Tensor | None:
-    """The registered mask function: a boolean mask [B, 1, n, n'], True where a query may attend."""
-    return make_mask(arguments)
 
 
 AttentionInterface.register(NAME, lipscope_attention)
@@ -156,13 +156,8 @@ AttentionMaskInterface.register(NAME, lipscope_mask)
 @contextmanager
 def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
     """Run the model on `implementation`, in evaluation mode without a cache; then restore it."""
-    # Written into the config's __dict__: its setters validate, warn and propagate to sub-configs,
-    # and module.eval() would run code of the model's own.
-    wanted = {
-        "_attn_implementation_internal": implementation,
-        "_experts_implementation_internal": "eager",
-        "use_cache": False,
-    }
+    wanted = {ATTENTION: implementation, EXPERTS: "eager", "use_cache": False}
+    # Modes one by one: module.eval() would run code of the model's own.
     modes = [(module, module.training) for module in model.modules()]
     before = [
         (config, name, vars(config)[name])
@@ -233,15 +228,3 @@ def _with_bias(
     if sinks or not bool(lost.any()):
         return settled, None
     return torch.where(lost, whole - level, settled), lost
-
-
-def _check_constant(call: AttentionCall) -> None:
-    """Raise UserError if mask or sinks depend on the input.
-
-    Weights are frozen during a measurement, so whatever requires a gradient depends on the input.
-    """
-    for part in (call.mask, call.sinks):
-        if torch.is_grad_enabled() and part is not None and part.requires_grad:
-            raise UserError(
-                f"{type(call.module).__name__} adds a bias to its scores that depends on the input"
-            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -52,11 +51,6 @@ class Float64(TorchFunctionMode):
             if kwargs.get("dtype") in REDUCED:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*(_promoted(args) if func in PRODUCTS else args), **kwargs)
-
-
-def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The Float64 mode if `dtype` is float64, else a context that does nothing."""
-    return Float64() if dtype == torch.float64 else nullcontext()
 
 
 def _promoted(args: Sequence[Any]) -> Sequence[Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import Call, Host, first_tensor, leaves, on_one_line
+from lipscope.models.running import Host, ModuleCall, first_tensor, leaves, on_one_line
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
@@ -19,6 +19,7 @@ class Preflight:
     """A forward pass with lipscope's attention compared with an eager one, on n tokens.
 
     calls:      how often the model called lipscope's attention
+    cores:      the modules that called it, with their numbers of heads
     routed:     whether the model can be measured on lipscope's attention; if not, `reason` says
                 why, and its blocks are measured on eager attention
     difference: ||y - y_eager|| / ||y_eager|| of the last hidden state, where y is computed with the
@@ -30,9 +31,10 @@ class Preflight:
     difference: float
     routed: bool
     reason: str = ""
+    cores: dict[nn.Module, int] = field(default_factory=dict, repr=False, compare=False)
 
 
-def preflight(host: Host, inputs: Call) -> Preflight:
+def preflight(host: Host, inputs: ModuleCall) -> Preflight:
     """Run the model twice on `inputs`, a batch of one."""
     name = type(host.trunk).__name__
     try:
@@ -49,15 +51,20 @@ def preflight(host: Host, inputs: Call) -> Preflight:
             "check its weight files"
         )
     calls = 0
+    cores: dict[nn.Module, int] = {}
+    members = [
+        m for parent in host.trunk.modules() if isinstance(parent, nn.ModuleList) for m in parent
+    ]
 
     def count(call: AttentionCall) -> Tensor:
         nonlocal calls
         calls += 1
+        cores.setdefault(call.module, call.q.shape[1])
         return call.output()
 
     try:
         # With gradients on, as in a measurement: a mask that depends on the input then shows here.
-        with listening(count), leaves(_members_of_lists(host.trunk)):
+        with listening(count), leaves(members):
             ours = _last_hidden_state(host, inputs)
     except Exception as error:
         reason = f"{name} does not run on lipscope's attention ({on_one_line(error)})"
@@ -69,18 +76,9 @@ def preflight(host: Host, inputs: Call) -> Preflight:
     if not difference <= TOLERANCE[host.dtype]:
         reason = f"{name} on lipscope's attention differs from eager attention by {difference:.1e}"
         return Preflight(n=n, calls=calls, difference=0.0, routed=False, reason=reason)
-    return Preflight(n=n, calls=calls, difference=difference, routed=True)
+    return Preflight(n=n, calls=calls, difference=difference, routed=True, cores=cores)
 
 
-def _last_hidden_state(host: Host, inputs: Call) -> Tensor:
+def _last_hidden_state(host: Host, inputs: ModuleCall) -> Tensor:
     with host.ready():
         return first_tensor(host.run(host.trunk, inputs)).detach()
-
-
-def _members_of_lists(trunk: nn.Module) -> list[nn.Module]:
-    return [
-        member
-        for module in trunk.modules()
-        if isinstance(module, nn.ModuleList)
-        for member in module
-    ]

@@ -27,9 +27,9 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lipscope._types import UserError
+from lipscope.models._transformers_internals import CONFIG_MAPPING
 from lipscope.models.running import on_one_line
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from lipscope.models.masks import PlainMask
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
-from lipscope.models.precision import computing_in
+from lipscope.models.precision import Float64
 
 
 @dataclass(frozen=True)
@@ -30,25 +29,25 @@ class Host:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Set attention, mode and arithmetic for a measurement."""
-        with plugged(self.trunk, self.implementation), computing_in(self.dtype):
+        arithmetic = Float64() if self.dtype == torch.float64 else nullcontext()
+        with plugged(self.trunk, self.implementation), arithmetic:
             yield
 
-    def run(self, module: nn.Module, call: Call) -> Any:
+    def run(self, module: nn.Module, call: ModuleCall) -> Any:
         """The module's own output for this call."""
         if self.owned:
             return module(*call.args, **call.kwargs)
         # A borrowed model keeps its own tensors: cast copies are substituted for this call only.
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        lent = {name: self._lend(t) for name, t in tensors}
+        lent = {
+            name: t.detach().to(self.dtype) if t.is_floating_point() else t.detach()
+            for name, t in tensors
+        }
         return functional_call(module, lent, call.args, call.kwargs)
-
-    def _lend(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """The arguments of a module call; `hidden` is the tensor among them that carries the tokens."""
 
     args: tuple[Any, ...]
@@ -56,21 +55,18 @@ class Call:
     hidden: Tensor
 
     @staticmethod
-    def seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
         """The call as a hook sees it; caches are dropped so that the call can be repeated."""
-        args, kwargs = _map(args, _no_cache), _map(kwargs, _no_cache)
-        return Call(args, kwargs, first_tensor((args, kwargs.get("hidden_states"), kwargs)))
+        args, kwargs = _map((args, kwargs), lambda x: None if isinstance(x, Cache) else x)
+        return ModuleCall(args, kwargs, first_tensor((args, kwargs.get("hidden_states"), kwargs)))
 
-    def at(self, x: Tensor) -> Call:
+    def at(self, x: Tensor) -> ModuleCall:
         """The same call with other tokens wherever the old ones occurred."""
-        swap = partial(_swap, self.hidden, x)
-        return Call(_map(self.args, swap), _map(self.kwargs, swap), x)
+        old = self.hidden
+        args, kwargs = _map((self.args, self.kwargs), lambda leaf: x if leaf is old else leaf)
+        return ModuleCall(args, kwargs, x)
 
-    def of_first(self) -> Call:
-        """A call whose only tensor is its tokens, for the first member of the batch."""
-        return self.at(self.hidden[:1])
-
-    def of_members(self, members: Tensor, single: Call) -> Call:
+    def of_members(self, members: Tensor, single: ModuleCall) -> ModuleCall:
         """The call for some members of its batch.
 
         `single` is the same call for a batch of one: the arguments whose shape differs from it are
@@ -91,9 +87,8 @@ class Call:
         def choose(leaf: Any, alone: Any) -> Any:
             return hidden if leaf is self.hidden else pick(leaf, alone)
 
-        return Call(
-            _map(self.args, choose, single.args), _map(self.kwargs, choose, single.kwargs), hidden
-        )
+        args, kwargs = _map((self.args, self.kwargs), choose, (single.args, single.kwargs))
+        return ModuleCall(args, kwargs, hidden)
 
 
 @dataclass(frozen=True)
@@ -107,14 +102,11 @@ class Tap:
 class _Found(Exception):  # noqa: N818 (it ends a forward pass early and is not an error)
     """Carries the requested value out of a forward pass whose rest is not needed."""
 
-    def __init__(self, value: Any):
-        self.value = value
-
 
 def run_to(
     host: Host,
     module: nn.Module,
-    call: Call,
+    call: ModuleCall,
     tap: Tap | None = None,
     entry: tuple[nn.Module, Tensor] | None = None,
 ) -> Tensor:
@@ -122,82 +114,70 @@ def run_to(
 
     With `entry` = (module, x), x replaces the tokens at the first call of that module.
     """
-    with host.ready(), _reading(tap), _entering(entry):
-        try:
-            return first_tensor(host.run(module, call))
-        except _Found as found:
-            return found.value
-
-
-@contextmanager
-def _reading(tap: Tap | None) -> Iterator[None]:
-    if tap is None:
-        yield
-        return
-
-    if tap.side == "input":
-        handle = tap.module.register_forward_pre_hook(_stop_at_input, with_kwargs=True)
-    else:
-        handle = tap.module.register_forward_hook(_stop_at_output)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _stop_at_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    raise _Found(Call.seen(args, kwargs).hidden)
-
-
-def _stop_at_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> NoReturn:
-    raise _Found(first_tensor(output))
-
-
-def _stop_at_attention(call: AttentionCall) -> NoReturn:
-    raise _Found(call)
-
-
-@contextmanager
-def _entering(entry: tuple[nn.Module, Tensor] | None) -> Iterator[None]:
-    if entry is None:
-        yield
-        return
-    pending = [entry[1]]  # only the first call: a shared block (ALBERT) runs once per layer
+    pending = [] if entry is None else [entry[1]]
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = Call.seen(args, kwargs)
+        call = ModuleCall.seen(args, kwargs)
+        # Only the first call: a shared block (ALBERT) runs once per layer.
         call = call.at(pending.pop()) if pending else call
         return call.args, call.kwargs
 
-    handle = entry[0].register_forward_pre_hook(enter, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    def stop_at_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:
+        raise _Found(ModuleCall.seen(args, kwargs).hidden)
+
+    def stop_at_output(module: nn.Module, args: Any, output: Any) -> NoReturn:
+        raise _Found(first_tensor(output))
+
+    with ExitStack() as hooks:
+        hooks.enter_context(host.ready())
+        if tap is not None and tap.side == "input":
+            hooks.enter_context(hooked([tap.module], enter=stop_at_input))
+        elif tap is not None:
+            hooks.enter_context(hooked([tap.module], leave=stop_at_output))
+        if entry is not None:
+            hooks.enter_context(hooked([entry[0]], enter=enter))
+        try:
+            return first_tensor(host.run(module, call))
+        except _Found as found:
+            return found.args[0]
 
 
 @contextmanager
-def leaves(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Make the tokens entering these modules require a gradient, and so all computed from them."""
-    handles = [module.register_forward_pre_hook(_make_leaf, with_kwargs=True) for module in modules]
+def hooked(
+    modules: Iterable[nn.Module],
+    enter: Callable[[nn.Module, Any, Any], Any] | None = None,
+    leave: Callable[[nn.Module, Any, Any], Any] | None = None,
+) -> Iterator[None]:
+    """Call enter(module, args, kwargs) before, leave(module, args, output) after each call."""
+    modules, handles = list(modules), []
+    if enter is not None:
+        handles += [m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules]
+    if leave is not None:
+        handles += [m.register_forward_hook(leave) for m in modules]
     try:
-        with torch.enable_grad():
-            yield
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _make_leaf(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if not has_tokens((args, kwargs)):
-        return None
-    call = Call.seen(args, kwargs)
-    call = call.at(call.hidden.detach().requires_grad_(True))
-    return call.args, call.kwargs
+@contextmanager
+def leaves(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Make the tokens entering these modules require a gradient, and so all computed from them."""
+
+    def make_leaf(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not has_tokens((args, kwargs)):
+            return None
+        call = ModuleCall.seen(args, kwargs)
+        call = call.at(call.hidden.detach().requires_grad_(True))
+        return call.args, call.kwargs
+
+    with torch.enable_grad(), hooked(modules, enter=make_leaf):
+        yield
 
 
 def has_tokens(tree: Any) -> bool:
@@ -220,27 +200,23 @@ def first_tensor(tree: Any) -> Tensor:
     return next(tensor for tensor in tensors_of(tree) if tensor.is_floating_point())
 
 
-def attention_call(host: Host, module: nn.Module, call: Call) -> AttentionCall:
+def attention_call(host: Host, module: nn.Module, call: ModuleCall) -> AttentionCall:
     """The arguments that `module`, called like this, passes to the attention function."""
-    with host.ready(), listening(_stop_at_attention):
+
+    def stop(attention: AttentionCall) -> NoReturn:
+        raise _Found(attention)
+
+    with host.ready(), listening(stop):
         try:
             host.run(module, call)
         except _Found as found:
-            return found.value
+            return found.args[0]
     raise AssertionError(f"{type(module).__name__} made no attention call")
-
-
-def _swap(old: Tensor, new: Tensor, leaf: Any) -> Any:
-    return new if leaf is old else leaf
 
 
 def on_one_line(error: Exception) -> str:
     """The message of a third-party error, short enough to quote."""
     return " ".join(str(error).split())[:200]
-
-
-def _no_cache(leaf: Any) -> Any:
-    return None if isinstance(leaf, Cache) else leaf
 
 
 def _map(tree: Any, change: Callable[..., Any], *others: Any) -> Any:

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import Map
 from lipscope.models.anatomy import Layer
 from lipscope.models.closed import closed_form, projection_matrix, same, select_heads
 from lipscope.models.maps import Heads, Rerun
-from lipscope.models.memory import Memory
 from lipscope.models.running import Host, Tap
 from lipscope.models.trace import Seen, Trace
 
-Map = Callable[[Tensor], Tensor]
-
 NOT_PLAIN = "not plain self-attention"
+
+
+class Memory:
+    """Findings by module; a finding expires when the weights of its module change."""
+
+    def __init__(self) -> None:
+        self._findings: dict[nn.Module, tuple[tuple[tuple[int, int], ...], Any]] = {}
+
+    def get(self, module: nn.Module) -> Any:
+        """The finding about a module, or None."""
+        weights, finding = self._findings.get(module, ((), None))
+        return finding if weights == _mark(module) else None
+
+    def keep(self, module: nn.Module, finding: Any) -> None:
+        self._findings[module] = _mark(module), finding
+
+
+def _mark(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Address and version of every weight; an in-place update changes only the version."""
+    return tuple((p.data_ptr(), p._version) for p in module.parameters())
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +113,7 @@ class Survey:
             if closed is None
             else select_heads(closed, chosen).heads_apart()
         )
-        members = tuple((sample, head) for sample in range(seen.batch) for head in chosen)
+        members = tuple((sample, head) for sample, _ in seen.samples for head in chosen)
         return Site(scope="heads", layer=i, members=members, f=f, X=seen.call.hidden)
 
     def _attention(self, i: int) -> Site:
@@ -107,7 +126,7 @@ class Survey:
         inside = projection in set(core.modules())
         tap, then = (Tap(projection, "output"), None) if inside else (None, projection)
         f = Rerun(self.host, core, call=seen.call, single=seen.single, tap=tap, then=then)
-        site = Site(scope="attention", layer=i, members=_whole(seen), f=f, X=seen.call.hidden)
+        site = Site(scope="attention", layer=i, members=seen.samples, f=f, X=seen.call.hidden)
         closed, known = self._closed(i), self.memory.get(projection)
         if closed is None or known == NOT_PLAIN:
             return site
@@ -155,7 +174,7 @@ class Survey:
         block = self.layers[i].block
         assert block is not None
         f = Rerun(self.host, block, call=seen.call, single=seen.single, tap=tap)
-        return Site(scope=scope, layer=i, members=_whole(seen), f=f, X=seen.call.hidden)
+        return Site(scope=scope, layer=i, members=seen.samples, f=f, X=seen.call.hidden)
 
     def _model(self) -> Site:
         block, first = self._block(0)
@@ -163,7 +182,7 @@ class Survey:
         # From the first block's tokens on: what precedes it looks up embeddings, which have no
         # derivative with respect to token ids.
         f = Rerun(self.host, self.host.trunk, call=inputs.call, single=inputs.single, entry=block)
-        return Site(scope="model", layer=None, members=_whole(first), f=f, X=first.call.hidden)
+        return Site(scope="model", layer=None, members=first.samples, f=f, X=first.call.hidden)
 
     def _core(self, i: int) -> tuple[nn.Module, Seen]:
         core, seen = self.layers[i].core, self.trace.cores[i]
@@ -199,7 +218,3 @@ def _check_tokens(module: nn.Module, i: int, seen: Seen) -> None:
             f"{type(module).__name__} (layer {i}) concatenates its samples into shape {shape}; "
             "give one sample at a time"
         )
-
-
-def _whole(seen: Seen) -> tuple[tuple[int, int | None], ...]:
-    return tuple((sample, None) for sample in range(seen.batch))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +9,7 @@ import torch
 from torch import nn
 
 from lipscope.models.anatomy import Layer
-from lipscope.models.running import Call, Host
+from lipscope.models.running import Host, ModuleCall, hooked
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +19,15 @@ class Seen:
     Arguments whose shapes differ between the two carry the batch.
     """
 
-    call: Call
-    single: Call
+    call: ModuleCall
+    single: ModuleCall
 
     @property
-    def batch(self) -> int:
-        """The number of samples."""
-        return self.call.hidden.shape[0] // self.single.hidden.shape[0]
+    def samples(self) -> tuple[tuple[int, None], ...]:
+        """(sample, None) for each sample: the members of a site with all heads together."""
+        return tuple(
+            (i, None) for i in range(self.call.hidden.shape[0] // self.single.hidden.shape[0])
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,7 @@ class Trace:
     blocks: list[Seen | None]
 
 
-def record(host: Host, layers: list[Layer], inputs: Call, single: Call) -> Trace:
+def record(host: Host, layers: list[Layer], inputs: ModuleCall, single: ModuleCall) -> Trace:
     """Run the model on `inputs`, and on `single`, its first member, unless that is all there is."""
     whole = _record(host, layers, inputs)
     alone = (
@@ -54,37 +53,22 @@ def record(host: Host, layers: list[Layer], inputs: Call, single: Call) -> Trace
 
 
 def _record(
-    host: Host, layers: list[Layer], inputs: Call
-) -> tuple[list[Call | None], list[Call | None]]:
-    calls: dict[nn.Module, list[Call]] = {
+    host: Host, layers: list[Layer], inputs: ModuleCall
+) -> tuple[list[ModuleCall | None], list[ModuleCall | None]]:
+    calls: dict[nn.Module, list[ModuleCall]] = {
         m: [] for layer in layers for m in (layer.core, layer.block) if m is not None
     }
-    with torch.no_grad(), host.ready(), _noting(calls):
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[module].append(ModuleCall.seen(args, kwargs))
+
+    with torch.no_grad(), host.ready(), hooked(calls, enter=note):
         host.run(host.trunk, inputs)
     # A module that serves several layers (ALBERT) has one call per layer, in the order of layers.
-    taken: Counter[nn.Module] = Counter()
-
-    def next_call(module: nn.Module | None) -> Call | None:
-        if module is None:
-            return None
-        taken[module] += 1
-        return calls[module][taken[module] - 1]
-
-    pairs = [
-        (next_call(layer.core), next_call(layer.block) if layer.block is not layer.core else None)
-        for layer in layers
-    ]
-    return [core for core, _ in pairs], [block for _, block in pairs]
-
-
-@contextmanager
-def _noting(calls: dict[nn.Module, list[Call]]) -> Iterator[None]:
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[module].append(Call.seen(args, kwargs))
-
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in calls]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    following = {module: iter(noted) for module, noted in calls.items()}
+    cores, blocks = [], []
+    for layer in layers:
+        core, block = layer.core, layer.block
+        cores.append(None if core is None else next(following[core]))
+        blocks.append(None if block is None or block is core else next(following[block]))
+    return cores, blocks

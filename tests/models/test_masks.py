@@ -9,7 +9,7 @@ from lipscope.attention.pattern import Pattern
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models import masks
 from lipscope.models.loading import load
-from lipscope.models.masks import PlainMask, make_mask
+from lipscope.models.masks import PlainMask, lipscope_mask
 from tests.models.zoo import make, sample
 
 WINDOW = masking_utils.sliding_window_causal_mask_function
@@ -36,7 +36,7 @@ def rows(request, monkeypatch):
     ],
 )
 def test_plain_masks_are_told(rule, size, expected):
-    mask = make_mask(arguments(rule, 11, local_size=size))
+    mask = lipscope_mask(**arguments(rule, 11, local_size=size))
     assert isinstance(mask, PlainMask) and mask.shape == (2, 1, 11, 11) and mask.dtype == torch.bool
     assert (mask.pattern.causal, mask.pattern.window) == (expected.causal, expected.window)
     dense = sdpa_mask(**arguments(rule, 11), allow_is_causal_skip=False)
@@ -51,7 +51,7 @@ def test_plain_masks_are_told(rule, size, expected):
 def test_other_masks_are_what_transformers_makes(rule):
     """Chunks come with a size but are not a window, and a window of unknown size is none either."""
     given = arguments(rule, 11, local_size=4)
-    mask = make_mask(given)
+    mask = lipscope_mask(**given)
     assert not isinstance(mask, PlainMask) and torch.equal(
         mask, sdpa_mask(**given, allow_is_causal_skip=False)
     )
@@ -63,7 +63,7 @@ def test_one_padded_token_makes_a_mask_of_its_own(position):
     real = torch.ones(2, 11, dtype=torch.bool)
     real[1, position] = False
     given = arguments(causal_mask_function, 11, attention_mask=real)
-    mask = make_mask(given)
+    mask = lipscope_mask(**given)
     assert not isinstance(mask, PlainMask) and torch.equal(
         mask, sdpa_mask(**given, allow_is_causal_skip=False)
     )
@@ -71,7 +71,7 @@ def test_one_padded_token_makes_a_mask_of_its_own(position):
 
 def test_as_many_keys_as_queries_or_no_plain_mask():
     given = arguments(causal_mask_function, 4) | {"kv_length": 7, "q_offset": 3}
-    assert torch.equal(make_mask(given), sdpa_mask(**given, allow_is_causal_skip=False))
+    assert torch.equal(lipscope_mask(**given), sdpa_mask(**given, allow_is_causal_skip=False))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])

@@ -7,7 +7,7 @@ import torch
 
 from lipscope.models.loading import load
 from lipscope.models.maps import Rerun
-from lipscope.models.precision import Float64, computing_in
+from lipscope.models.precision import Float64
 from tests.models.zoo import make, sample
 
 RMSNORM = ["llama", "mistral", "qwen3", "gemma2", "gpt_oss", "t5"]
@@ -75,7 +75,7 @@ def test_integers_and_float32_are_left_alone():
     with Float64():
         assert torch.arange(3).float().dtype == torch.float32
         assert torch.ones(2).half().dtype == torch.float16
-    with computing_in(torch.float32):
+    with load(make("llama"), dtype="float32").survey(**sample("llama")).host.ready():
         assert torch.ones(2, dtype=torch.float64).float().dtype == torch.float32
 
 
