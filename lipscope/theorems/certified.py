@@ -262,14 +262,21 @@ def certified_upper(f: SelfAttention, domain: Domain) -> float:
     X, r = domain.X, domain.r
     radii = [r * (i + 1) / STEPS * (1 + 4 * U) for i in range(STEPS)]
 
+    known: dict[Head, Base] = {}
+
+    def at_center(h: Head) -> Base:
+        if h not in known:
+            known[h] = base(h, X)
+        return known[h]
+
     def rise(h: Head) -> float:
-        x = base(h, X)
+        x = at_center(h)
         # B is nondecreasing, so the right end of each step bounds it over the step.
         return up(math.fsum(_finite(second_derivative, x, rho) for rho in radii) * r / STEPS)
 
     at_X = one(spectral_norm(jacobian(f, X), tol=1e-6, gap=1e-4)).upper
     taylor = up(at_X + over_heads(f, rise))
-    return min(taylor, over_heads(f, lambda h: _finite(interval, base(h, X), r)))
+    return min(taylor, over_heads(f, lambda h: _finite(interval, at_center(h), r)))
 
 
 def _finite(part: Callable[[Base, float], float], x: Base, rho: float) -> float:

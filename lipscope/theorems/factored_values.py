@@ -17,7 +17,7 @@ from torch import Tensor
 from lipscope._types import Domain, Everywhere, UserError
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, heads_of
+from lipscope.theorems.heads import Head, heads_of, once
 from lipscope.theorems.rounding import TINY, frobenius_up, gamma, length_up, norm_up, row_sum_up, up
 
 
@@ -99,9 +99,10 @@ class Split:
 Way = list[tuple[Head, Split]]
 
 
+@once
 def splits(f: SelfAttention, domain: Domain) -> list[Way]:
     """Ways to split the values of all heads: with E = 0 if possible, and with M = V Q^+."""
-    heads = list(heads_of(f, folded=False))
+    heads = heads_of(f, folded=False)
     ways = []
     # On bounded tokens the bound also covers V as it is stored, rounded, however it was defined.
     if isinstance(domain, Everywhere) or not isinstance(f, FactoredAttention):
@@ -118,12 +119,12 @@ def exact_split(h: Head) -> Split | None:
     Q = h.one.Q
     if isinstance(h.one, FactoredAttention):
         # Scaling by a power of two is exact, except for entries that underflow.
-        M = torch.ldexp(h.one.M[0], torch.tensor(1 - math.frexp(h.factor)[1]))
+        M = torch.ldexp(h.one.M[0], torch.tensor(-h.power))
         return Split(M, drift=TINY * M.numel())
     inverse = torch.linalg.pinv(Q)
     M = h.V @ inverse
     for candidate in _simpler(M):
-        if _is_product(h.one.V, candidate, Q, math.frexp(h.factor)[1] - 1):
+        if _is_product(h.one.V, candidate, Q, h.power):
             return Split(candidate)
     if Q.shape[0] < Q.shape[1]:
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,23 +17,50 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.attention.pattern import Pattern
 from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, up
 
+Owner = TypeVar("Owner")
+Rest = ParamSpec("Rest")
+Fact = TypeVar("Fact")
+
+
+def once(
+    work: Callable[Concatenate[Owner, Rest], Fact],
+) -> Callable[Concatenate[Owner, Rest], Fact]:
+    """Remember in its owner what work(owner, ...) gives: a `cached_property` with arguments.
+
+    The theorems of one `bounds` call ask the same things of one layer. A fact must not refer to its
+    owner: such a cycle would keep large tensors until the garbage collector comes by.
+    """
+
+    @wraps(work)
+    def known(owner: Owner, /, *rest: Rest.args, **named: Rest.kwargs) -> Fact:
+        facts = vars(owner).setdefault(f"_{work.__name__}", {})
+        key = (*rest, *named.values())
+        if key not in facts:
+            facts[key] = work(owner, *rest, **named)
+        return facts[key]
+
+    return known
+
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """Which tokens attend to which among n tokens, with all masks of f combined.
+    """Which tokens attend to which among n tokens, with all masks of a layer combined."""
 
-    order: "full" or "causal" if that describes the masks completely, else None. Long sequences
-           then need no n x n table.
-    """
-
-    f: SelfAttention
     n: int
+    causal: bool
+    window: int | None
+    mask: Tensor | None
+    padding: Tensor | None
+    device: torch.device
 
-    @property
+    @cached_property
     def order(self) -> str | None:
-        f = self.f
-        if f.mask is None and f.window is None and f.padding is None:
-            return "causal" if f.causal else "full"
+        """ "full" or "causal" if that describes the masks completely, else None.
+
+        Long sequences then need no n x n table.
+        """
+        if self.mask is None and self.window is None and self.padding is None:
+            return "causal" if self.causal else "full"
         whole = torch.ones_like(self.seen)
         if self.additive is not None or not torch.equal(self.seen, whole):
             return (
@@ -43,18 +71,21 @@ class Sight:
     @property
     def additive(self) -> Tensor | None:
         """The mask if it does more than hide keys; a constant shift of a row changes nothing."""
-        return self.f.mask if bool((self.spread > 0).any()) else None
+        return self.mask if bool((self.spread > 0).any()) else None
 
     @cached_property
     def seen(self) -> Tensor:
         """[n, n] boolean: i attends to j."""
-        f, n = self.f, self.n
-        boolean = f.mask if f.mask is None or f.mask.dtype == torch.bool else f.mask > -math.inf
-        mask = None if boolean is None else boolean[None]
+        n, mask = self.n, self.mask
+        boolean = mask if mask is None or mask.dtype == torch.bool else mask > -math.inf
         pattern = Pattern(
-            causal=f.causal, window=f.window, mask=mask, queries=f.padding, keys=f.padding
+            causal=self.causal,
+            window=self.window,
+            mask=None if boolean is None else boolean[None],
+            queries=self.padding,
+            keys=self.padding,
         )
-        seen = pattern.visible(n, n, f.Q.device)
+        seen = pattern.visible(n, n, self.device)
         return (
             torch.ones(n, n, dtype=torch.bool)
             if seen is None
@@ -98,7 +129,7 @@ class Sight:
     @cached_property
     def spread(self) -> Tensor:
         """The largest difference of additive mask entries within each row, [n]."""
-        mask = self.f.mask
+        mask = self.mask
         if mask is None or mask.dtype == torch.bool:
             return torch.zeros(self.n, dtype=torch.float64)
         high = torch.where(self.seen, mask, -math.inf).amax(1)
@@ -121,10 +152,18 @@ class Sight:
         return special, self.counts[rows] - 1
 
 
+@once
 def sight(f: SelfAttention, n: int) -> Sight:
     """Which of n tokens attend to which, after `check_masks`."""
     check_masks(f, n)
-    return Sight(f, n)
+    return Sight(
+        n=n,
+        causal=f.causal,
+        window=f.window,
+        mask=f.mask,
+        padding=f.padding,
+        device=f.Q.device,
+    )
 
 
 def check_masks(f: SelfAttention, n: int) -> None:
@@ -150,7 +189,7 @@ def rope_stretch(f: SelfAttention) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """One head; its value matrix is factor * V, factor a power of two, V with entries of order one.
+    """One head; its value matrix is 2^power V, V with entries of order one.
 
     A product of matrices with at most `steps` operations per entry is off by at most gamma(steps)
     times the product of the Frobenius norms, whatever cancels in it; A_size, beta_size and V_size
@@ -160,7 +199,12 @@ class Head:
     one: SelfAttention
     V: Tensor
     V_size: float
-    factor: float
+    power: int
+
+    @property
+    def factor(self) -> float:
+        """2^power; infinite where that overflows."""
+        return math.inf if self.power > 1023 else math.ldexp(1.0, self.power)
 
     @property
     def d(self) -> int:
@@ -217,21 +261,34 @@ class Head:
         return up(norm_up(self.V).item() + gamma(self.steps) * self.V_size)
 
 
-def heads_of(f: SelfAttention, folded: bool) -> Iterator[Head]:
+@once
+def heads_of(f: SelfAttention, folded: bool) -> tuple[Head, ...]:
     """The heads; with `folded` the output projection is multiplied into the values of each head."""
-    for h in range(f.heads):
-        one = f.head(h)
-        V, size = one.V, frobenius_up(one.V).item()
+    if folded:
+        return tuple(_folded(f, h, head) for h, head in enumerate(heads_of(f, folded=False)))
+    found = []
+    for one in map(f.head, range(f.heads)):
         # Powers of two are split off first: products of tiny or huge weights stay in range.
-        power = math.frexp(V.abs().max().item())[1]
-        V, size = torch.ldexp(V, torch.tensor(-power)), math.ldexp(size, -power)
-        if folded and f.O is not None:
-            m = V.shape[0]
-            W = f.O[:, h * m : (h + 1) * m]
-            outer = math.frexp(W.abs().max().item())[1]
-            W = torch.ldexp(W, torch.tensor(-outer))
-            V, size, power = W @ V, up(frobenius_up(W).item() * size), power + outer
-        yield Head(one=replace(one, O=None), V=V, V_size=size, factor=_power_of_two(power))
+        V, power = of_order_one(one.V)
+        size = math.ldexp(frobenius_up(one.V).item(), -power)
+        found.append(Head(one=one, V=V, V_size=size, power=power))
+    return tuple(found)
+
+
+def _folded(f: SelfAttention, h: int, head: Head) -> Head:
+    """Head h with its part of the output projection multiplied into V."""
+    if f.O is None:
+        return head
+    m = head.V.shape[0]
+    W, power = of_order_one(f.O[:, h * m : (h + 1) * m])
+    size = up(frobenius_up(W).item() * head.V_size)
+    return Head(one=head.one, V=W @ head.V, V_size=size, power=head.power + power)
+
+
+def of_order_one(W: Tensor) -> tuple[Tensor, int]:
+    """W 2^-p and p, with the largest entry between 1/2 and 1; zeros stay zeros."""
+    power = math.frexp(W.abs().max().item())[1]
+    return torch.ldexp(W, torch.tensor(-power)), power
 
 
 def over_heads(f: SelfAttention, bound: Callable[[Head], float]) -> float:
@@ -288,7 +345,3 @@ def reach(head: Head, R: float) -> Reach:
         min(score_range, 2 * kernel.softcap) if kernel.softcap is not None else score_range
     )
     return Reach(up(query), up(key), up(score_range))
-
-
-def _power_of_two(exponent: int) -> float:
-    return math.inf if exponent > 1023 else math.ldexp(1.0, exponent)

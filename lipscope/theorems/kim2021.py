@@ -19,7 +19,7 @@ from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.distance_columns import column_distance, column_sum, key_reaction
 from lipscope.theorems.factored_values import Split, Way, splits, whole_rest
-from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, sight
+from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, of_order_one, sight
 from lipscope.theorems.rounding import (
     TINY,
     down,
@@ -142,10 +142,10 @@ def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
         m = up(_spectral(M) + drift)
         if math.inf in (m, h.factor):
             return math.inf, 0
-        Q, power = _of_order_one(h.one.Q)
+        Q, power = of_order_one(h.one.Q)
         share, own = math.frexp(m)
         rights.append(share * Q)
-        powers.append(power + own + math.frexp(h.factor)[1] - 1)
+        powers.append(power + own + h.power)
         lefts.append(M / m if m > 0 else M)
         rest = max(rest, drift / m if m > 0 else 0.0)
     # All heads relative to the largest power.
@@ -157,16 +157,10 @@ def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
     across = up(_spectral(right) + rounding * _size(right))
     if f.O is None:
         return across, top
-    O, power = _of_order_one(f.O)
+    O, power = of_order_one(f.O)
     left = O @ torch.block_diag(*lefts)
     error = rounding * _size(O) * math.hypot(*(_size(M) for M in lefts)) + rest * _spectral(O)
     return up(across * (_spectral(left) + error)), top + power
-
-
-def _of_order_one(W: Tensor) -> tuple[Tensor, int]:
-    """W 2^-p and p, with the largest entry between 1/2 and 1; zeros stay zeros."""
-    power = math.frexp(W.abs().max().item())[1]
-    return torch.ldexp(W, torch.tensor(-power)), power
 
 
 def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:

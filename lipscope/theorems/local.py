@@ -17,7 +17,7 @@ from torch import Tensor
 from lipscope._types import Domain, Point
 from lipscope.attention.kernels import Dot, Rope
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, over_heads, rope_stretch, sight
+from lipscope.theorems.heads import Head, once, over_heads, rope_stretch, sight
 from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
 from lipscope.theorems.statement import DOT, PLAIN_SCORES, ROTATION, Bound
 
@@ -47,6 +47,7 @@ class Features:
         return (self.P + self.P_slack) * (1 + 4 * U)
 
 
+@once
 def features(h: Head, X: Tensor) -> Features:
     """Queries and keys (rotated), values and attention weights of one head, with error bounds."""
     n, stretch = len(X), rope_stretch(h.one) or 1.0
@@ -105,6 +106,7 @@ def centred(seen: Features, y: Tensor, y_slack: Tensor) -> Centred:
     )
 
 
+@once
 def terms(h: Head, X: Tensor) -> tuple[float, float, float]:
     """Upper bounds of the query, value and key terms of one head."""
     seen = features(h, X)

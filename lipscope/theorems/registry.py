@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from lipscope._checks import norm_name
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
@@ -129,8 +131,10 @@ def bounds(f: SelfAttention, domain: Domain, norm: str | float = "2") -> BoundRo
     """
     norm = norm_name(norm, NORMS)
     _check(f, domain)
-    # float64 holds every smaller dtype exactly: bounds are for the weights as they are stored.
+    # float64 holds every smaller dtype exactly: bounds are for the weights as they are stored. The
+    # copies also keep what the theorems find out about them, each fact once per call.
     f = f.double()
+    domain = _in_float64(domain)
     rows, refused = [], []
     for bound in REGISTRY:
         within = enclosing(domain, bound.domain, bound.kind)
@@ -182,7 +186,7 @@ def enclosing(domain: Domain, kind: Kinds, side: str) -> Domain | None:
     if isinstance(kind, tuple):
         found = (enclosing(domain, each, side) for each in kind)
         return next((within for within in found if within is not None), None)
-    domain = replace(domain, X=domain.X.double()) if isinstance(domain, Point | Around) else domain
+    domain = _in_float64(domain)
     if isinstance(domain, kind):
         return domain
     if side == "lower" or kind in (Point, Around) or isinstance(domain, Everywhere):
@@ -193,6 +197,12 @@ def enclosing(domain: Domain, kind: Kinds, side: str) -> Domain | None:
     # The radius must cover the tokens after rounding, and a Ball needs R > 0.
     R = length_up(domain.X).max().item() + (domain.r if isinstance(domain, Around) else 0.0)
     return Ball(max(R * (1 + gamma(4)), 5e-324), domain.n)
+
+
+def _in_float64(domain: Domain) -> Domain:
+    if isinstance(domain, Point | Around) and domain.X.dtype != torch.float64:
+        return replace(domain, X=domain.X.double())
+    return domain
 
 
 def _check(f: SelfAttention, domain: Domain) -> None:
