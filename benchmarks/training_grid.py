@@ -28,7 +28,7 @@ from benchmarks.training_plans import GRID, PLANS, SIZES, VARIANTS, Plan
 from lipscope._types import UserError
 from lipscope.charlm.characters import CharacterText, read_characters
 from lipscope.charlm.language_model import CharacterTransformer
-from lipscope.charlm.layer_constants import layer_constants
+from lipscope.charlm.training import layer_constants
 
 OPENING = 10
 """Number of first steps whose losses are all recorded."""

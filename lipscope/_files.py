@@ -1,29 +1,76 @@
-"""Files written in full or not at all, and untrusted text made safe to display."""
+"""Files written in full or not at all, folders claimed, and untrusted text made safe to display."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+import stat
+import tempfile
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lipscope._types import UserError
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+DRAFT = ".unfinished-"
+"""Prefix of the temporary files below; a killed process may leave one behind."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` when the block ends; a failure leaves no trace.
+    """Yield a temporary path whose content is at `path` when the block ends, or none of it.
 
-    The temporary name keeps the suffix of `path`, because some writers choose a format by it.
+    A regular file is replaced atomically and keeps its mode; links are followed. A device, a FIFO
+    or /dev/fd/N cannot be replaced: it is written into, after the block has succeeded. The
+    temporary name keeps the suffix of `path`, because some writers choose a format by it.
     """
-    draft = path.with_name(f".unfinished-{path.name}")
+    if not path.name or "\0" in str(path):
+        raise UserError(f"cannot write {str(path)!r}: it is not the name of a file")
+    if os.path.isdir(path):
+        raise UserError(f"cannot write {path}: it is a directory; give the name of a file in it")
+    try:
+        with _into(path) if _is_stream(path) else _replacing(path) as draft:
+            yield draft
+    except OSError as error:
+        before = "the previous file is unchanged" if os.path.isfile(path) else "no file was written"
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {before}") from error
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a rename to `path` would destroy something that is not a file of its own."""
+    # A link such as /dev/stdout may lead to a regular file, which another process holds open.
+    folder = os.path.realpath(path.parent)
+    if folder == "/dev" or folder.startswith("/proc/"):
+        return True
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:  # it does not exist yet, or the write will say what is wrong
+        return False
+
+
+@contextmanager
+def _into(path: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / path.name
+        yield draft
+        with open(draft, "rb") as source, open(path, "wb") as target:
+            shutil.copyfileobj(source, target)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
+    draft = path.with_name(f"{DRAFT}{path.name}")
     try:
         yield draft
+        with suppress(FileNotFoundError):
+            draft.chmod(stat.S_IMODE(path.stat().st_mode))
         _sync(draft, os.O_RDWR)
         os.replace(draft, path)
-    except OSError as error:
-        before = "the previous file is unchanged" if path.exists() else "no file was written"
-        raise UserError(f"cannot write {path}: {error.strerror or error}; {before}") from error
     finally:
         with suppress(OSError):
             draft.unlink()
@@ -38,6 +85,71 @@ def _sync(path: Path, mode: int) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def check_folder(folder: Path, noun: str, marks: Collection[str], lock: str | None = None) -> None:
+    """Refuse an output folder that cannot be written, or that holds something else of the user's.
+
+    Args:
+        folder: It may be new, empty, or hold one of the files `marks`.
+        noun: What a folder with one of these files is, as in "a study".
+        marks: Names of the files that make it one.
+        lock: Name of a file that does not count: the lock of a run that was killed early.
+    """
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise UserError(f"{folder} is a file; --out takes a directory")
+    try:
+        held = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        held = []
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    strangers = [name for name in held if name != lock and not name.startswith(DRAFT)]
+    if strangers and not set(held) & set(marks):
+        raise UserError(
+            f"{folder} is neither {noun} nor empty (it contains {strangers[0]}); "
+            "give --out a new or empty directory"
+        )
+    nearest = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))
+    if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(
+            f"cannot write to {folder} ({nearest} is not writable); give --out another directory"
+        )
+
+
+def claim_folder(folder: Path, noun: str, marks: Collection[str], lock: str) -> BaseFileLock:
+    """Create an output folder, if need be, and lock it against other processes.
+
+    Args:
+        folder: The folder; see `check_folder` for what it may hold.
+        noun: What a folder with one of the marks is, as in "a study".
+        marks: Names of the files that make it one.
+        lock: Name of the lock file, which stays in the folder.
+
+    Returns:
+        The acquired lock. The kernel releases it when the process ends, however it ends.
+    """
+    from filelock import FileLock, Timeout  # late: reading a study locks nothing
+
+    check_folder(folder, noun, marks, lock)
+    # thread_local: a store may be closed by another thread than the one that opened it.
+    held = FileLock(folder / lock, blocking=False, thread_local=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held.acquire()
+    except Timeout as error:
+        raise UserError(
+            f"another run is writing to {folder}; wait for it, or give another --out"
+        ) from error
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return held
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write to {folder} ({error.strerror or error}); give --out another directory"
+    )
 
 
 def for_terminal(text: str, width: int | None = None) -> str:

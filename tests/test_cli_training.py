@@ -205,11 +205,11 @@ def test_the_bar_says_how_well_it_goes(tmp_path, text, monkeypatch):
 
 PLACES = {
     "lipscope.charlm.training.read_characters": (
-        "before the first step; nothing has changed. Run the same",
+        "what was saved is kept. Run the same command again",
         [],
     ),
     "lipscope.charlm.training.Training.read": (
-        "nothing is saved in {} yet. Run the same command to start again",
+        "nothing is saved in {}. Run the same command to resume",
         [],
     ),
     "lipscope.charlm.folder.write_json": (
@@ -221,7 +221,7 @@ PLACES = {
         ["model.safetensors"],
     ),
     "lipscope.report.training.curve_table": (
-        "the training is done, and its model and curves are in {}",
+        "what was saved is kept",
         ["curves.png"],
     ),
 }
@@ -230,7 +230,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_ctrl_c_says_what_is_kept_wherever_it_comes(tmp_path, text, place, monkeypatch, capsys):
     def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     words, there = PLACES[place]
     out = tmp_path / "model"
@@ -239,9 +239,7 @@ def test_ctrl_c_says_what_is_kept_wherever_it_comes(tmp_path, text, place, monke
         patch.setattr(place, stop)
         assert main(command) == 130
     said = capsys.readouterr()
-    assert said.err.startswith(
-        f"lipscope: Stopped{'' if words.startswith('before') else ';'} {words.format(out)}"
-    )
+    assert said.err.startswith(f"lipscope: Stopped; {words.format(out)}")
     assert said.err.count("\n") == 1 and said.out == ""
     assert all((out / name).exists() for name in there) and not list(out.glob(".*"))
     assert main(command) == 0
@@ -297,7 +295,7 @@ def test_kills_of_the_whole_command_change_no_bit(tmp_path, text):
 
 def test_a_directory_with_something_else_in_it_is_left_alone(tmp_path, text, capsys):
     assert main(["train", "--text", text, *SMALL, "--out", str(tmp_path)]) == 2
-    assert "not a training and not empty (it holds text)" in capsys.readouterr().err
+    assert "neither a training nor empty (it contains text)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 

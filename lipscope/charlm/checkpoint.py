@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,37 +46,6 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]
         raise UserError(
             f"{path} is not a checkpoint of lipscope train ({error}); give another --out"
         ) from error
-
-
-@contextmanager
-def claimed(directory: Path) -> Iterator[None]:
-    """Create and lock a directory for this process; refuse one that holds something else."""
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file; --out takes a directory")
-    # The lock file stays after a run: it marks the directory as a training of ours.
-    if directory.is_dir() and not (directory / LOCK).exists():
-        strangers = sorted(path.name for path in directory.iterdir())
-        if strangers:
-            raise UserError(
-                f"{directory} is not a training and not empty (it holds {strangers[0]}); "
-                "give --out a new or empty directory"
-            )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / LOCK, "a")  # noqa: SIM115 (closed below, with the lock on it)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {directory}: {error.strerror}; give another --out"
-        ) from error
-    with lock:
-        try:
-            # The kernel releases this lock when the process ends, however it ends.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"another training is writing to {directory}; wait for it, or give another --out"
-            ) from error
-        yield
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:

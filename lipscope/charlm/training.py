@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lipscope._files import claim_folder
 from lipscope._types import UserError
 from lipscope.charlm.characters import CharacterText, read_characters
 from lipscope.charlm.checkpoint import (
     FILE,
-    claimed,
+    LOCK,
     optimizer_tensors,
     read_checkpoint,
     restore_optimizer,
@@ -31,11 +32,16 @@ from lipscope.charlm.language_model import (
     make_attention,
     norm_in_words,
 )
-from lipscope.charlm.layer_constants import layer_constants
 from lipscope.linalg.device import memory_of, usable_device
+from lipscope.linalg.spectral import Solver
+from lipscope.mean_field.local import local_lipschitz
+from lipscope.monitor.modules import ModuleWatch
 
 TEST_WINDOWS = 64
 """Number of held-out windows in the test loss."""
+
+TOL = 1e-3
+"""Relative residual of the constants on the curve: a handful of products per layer."""
 
 
 @dataclass(frozen=True)
@@ -308,9 +314,31 @@ def train_character_model(
         save_character_model(directory, now.model, now.text.alphabet)
         kept(now)
 
-    with claimed(directory):
+    lock = claim_folder(directory, "a training", (FILE,), LOCK)
+    try:
         train(training, directory, progress, save)
+    finally:
+        lock.release()
     return training
+
+
+def layer_constants(model: nn.Module, ids: Tensor) -> list[float]:
+    """sigma of each attention layer, first to last, at its input in `model(ids)`; ids is [n]."""
+    watch = ModuleWatch(model)
+    watch.arm()
+    try:
+        with torch.no_grad():
+            model(ids[None])
+        seen = [sight for name in watch.names if (sight := watch.sight(name)) is not None]
+    finally:
+        watch.release()
+    # A fixed seed: an interrupted training must end with the same curve.
+    return [
+        float(local_lipschitz(f, X, tol=TOL, solver=Solver(seed=0)).value)
+        if X.isfinite().all()
+        else math.nan
+        for f, X in seen
+    ]
 
 
 def train(
@@ -336,19 +364,13 @@ def train(
                 training.save(directory)
                 kept(training)
     except KeyboardInterrupt as stop:
-        stop.add_note(_farewell(directory, total))
+        # Whoever handles Ctrl-C can say what there is; all of it is in the last checkpoint.
+        found = read_checkpoint(directory)
+        kept_step = f"step {found[1]['step']} of {total}" if found else "nothing"
+        stop.add_note(
+            f"Stopped; {kept_step} is saved in {directory}. Run the same command to resume."
+        )
         raise
-
-
-def _farewell(directory: Path, total: int) -> str:
-    """What has been saved, and how to resume."""
-    found = read_checkpoint(directory)
-    if found is None:
-        return f"Stopped; nothing is saved in {directory} yet. Run the same command to start again."
-    return (
-        f"Stopped; step {found[1]['step']} of {total} is saved in {directory}. "
-        "Run the same command to resume."
-    )
 
 
 def _check_memory(a: Architecture, recipe: Recipe, device: torch.device) -> None:

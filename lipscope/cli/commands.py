@@ -1,37 +1,18 @@
-"""The commands in one application, and how each ends: done, with an error, or by Ctrl-C."""
+"""The commands in one application, and how each ends: done, or with an error of the user."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from lipscope import __version__
 from lipscope._types import UserError
-from lipscope.cli import audits, simulating, studies, training
-from lipscope.cli.interrupt import FAREWELL, interrupted
-from lipscope.cli.terminal import INTERRUPTED, WRONG_INPUT, tell
+from lipscope.cli import audits, interruption, simulating, studies, training
+from lipscope.cli.terminal import ExitCode, tell
 
-
-class StoppedError(Exception):
-    """Ctrl-C was pressed; the message says what has been saved."""
-
-
-class Commands(TyperGroup):
-    """Handles Ctrl-C before typer does, which would exit without a message."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as stop:
-            raise StoppedError(getattr(stop, "__notes__", [FAREWELL])[0]) from stop
-
-
-app = typer.Typer(
-    cls=Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command(cls=studies.MeasureCommand)(studies.measure)
 app.command(cls=simulating.SimulateCommand)(simulating.simulate)
 for command in (
@@ -61,18 +42,15 @@ def run(arguments: Sequence[str] | None) -> int:
     # standalone_mode=False: typer must neither print errors itself nor call sys.exit.
     try:
         code = app(args=arguments, prog_name="lipscope", standalone_mode=False)
-    except StoppedError as stop:
-        return tell(str(stop), INTERRUPTED)
     except Exception as error:
         # A library may have turned Ctrl-C into an error of its own; the handler knows better.
-        if interrupted():
-            return tell(FAREWELL, INTERRUPTED)
+        interruption.check()
         if isinstance(error, UserError):
-            return tell(str(error), WRONG_INPUT)
+            return tell(str(error), ExitCode.BAD_INPUT)
         # Typer does not export the class of its parser's errors; this method is what they have.
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
         remedy = f" Try `{context.command_path} --help`." if context else ""
-        return tell(f"{error.format_message().rstrip('.')}.{remedy}", WRONG_INPUT)
-    return tell(FAREWELL, INTERRUPTED) if code == INTERRUPTED else int(code or 0)
+        return tell(f"{error.format_message().rstrip('.')}.{remedy}", ExitCode.BAD_INPUT)
+    return int(code or 0)

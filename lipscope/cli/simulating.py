@@ -54,11 +54,11 @@ def simulate(
     """Simulate tokens flowing through infinitely many layers; write an animation and a figure."""
     with progress("simulating") as report:
         from lipscope.dynamics.simulation import simulate as run
-        from lipscope.report.simulation_files import check_folder, write_simulation
+        from lipscope.report.simulation_files import check_simulation_folder, write_simulation
 
         folder = out or Path(f"simulation-{preset}")
         # Before the simulation: minutes of work should not end in a directory error.
-        check_folder(folder)
+        check_simulation_folder(folder)
         found = run(
             preset,
             n=n,

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from lipscope._types import UserError
-from lipscope.cli.terminal import SOME_FAILED, numbers, progress, read_text, show_table
+from lipscope.cli.terminal import ExitCode, numbers, progress, read_text, show_table
 
 if TYPE_CHECKING:
     from lipscope.study.study import Study
@@ -114,7 +114,7 @@ def measure(
     if out is not None:
         _write_report(study, out / REPORT)
     if any(row.status.startswith("failed") for row in study.failed):
-        raise typer.Exit(SOME_FAILED)
+        raise typer.Exit(ExitCode.SOME_FAILED)
 
 
 def show(

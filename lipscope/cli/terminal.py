@@ -6,19 +6,28 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from lipscope._types import UserError
-from lipscope.cli.interrupt import interrupted
+from lipscope.cli import interruption
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress
 
-WRONG_INPUT, INTERRUPTED, SOME_FAILED = 2, 130, 1
+
+class ExitCode(IntEnum):
+    """How a command ends."""
+
+    DONE = 0
+    SOME_FAILED = 1
+    BAD_INPUT = 2
+    INTERRUPTED = 130
+    TERMINATED = 143
 
 
 def tell(message: str, code: int) -> int:
@@ -69,8 +78,7 @@ class Report:
 
     def __call__(self, done: float, total: float) -> None:
         # Some libraries catch KeyboardInterrupt while they load; the handler remembers it for us.
-        if interrupted():
-            raise KeyboardInterrupt
+        interruption.check()
         self._bar.update(self._task, description=self.doing, completed=done, total=total)
 
 
@@ -98,17 +106,6 @@ def progress(doing: str = "measuring") -> Iterator[Report]:
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         yield Report(bar, doing)
-
-
-@contextmanager
-def farewell(words: str) -> Iterator[None]:
-    """Attach a message to a Ctrl-C raised inside, unless it carries one already."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        if not hasattr(stop, "__notes__"):
-            stop.add_note(words)
-        raise
 
 
 def show_table(table: RenderableType) -> None:

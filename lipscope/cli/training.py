@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipscope.cli.terminal import farewell, progress, read_text, show_table
+from lipscope.cli.terminal import progress, read_text, show_table
 
 if TYPE_CHECKING:
     from lipscope.charlm.training import Training
@@ -55,8 +55,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a character language model that `lipscope measure` can load; reruns resume."""
-    unchanged = "Stopped before the first step; nothing has changed. Run the same command again."
-    with farewell(unchanged), progress("training") as report:
+    with progress("training") as report:
         from lipscope.charlm.training import train_character_model
         from lipscope.report.training import write_curves
 
@@ -91,14 +90,9 @@ def train(
             progress=report,
             kept=kept,
         )
-    _show(training, directory)
+    from lipscope.report.training import curve_table
 
-
-def _show(training: Training, directory: Path) -> None:
-    with farewell(f"Stopped; the training is done, and its model and curves are in {directory}."):
-        from lipscope.report.training import curve_table
-
-        show_table(curve_table(training.curve, training.text.unigram_loss))
+    show_table(curve_table(training.curve, training.text.unigram_loss))
     if sys.stderr.isatty():
         typer.echo(
             f"The model and its curves are in {directory}; try `lipscope measure {directory}`.",

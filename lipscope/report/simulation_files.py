@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from lipscope import __version__
-from lipscope._files import whole_file
+from lipscope._files import check_folder, whole_file
 from lipscope._types import UserError
 from lipscope.dynamics.clusters import Clusters
 from lipscope.dynamics.depth_growth import DepthGrowth
@@ -32,7 +31,7 @@ def write_simulation(
     simulation: Simulation, out: Path, progress: Progress | None = None
 ) -> list[Path]:
     """Write animation, figure, numbers as JSON, and series along depth as CSV to `out`."""
-    check_folder(out)
+    check_simulation_folder(out)
     numbers = numbers_of(simulation)
     paths = [out / name for name in (ANIMATION, FIGURE, NUMBERS, SERIES)]
     try:
@@ -57,18 +56,9 @@ def write_simulation(
     return paths
 
 
-def check_folder(out: Path) -> None:
+def check_simulation_folder(out: Path) -> None:
     """Refuse a folder that is not writable or holds something else, before any computation."""
-    if out.is_file():
-        raise UserError(f"{out} is a file; --out takes a directory")
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UserError(f"cannot write to {out}: {nearest} is not writable; give another --out")
-    held = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if held and NUMBERS not in held:
-        raise UserError(
-            f"{out} is not empty (it holds {held[0]}) and not a simulation; give another --out"
-        )
+    check_folder(out, "a simulation", (NUMBERS,))
 
 
 def summary(simulation: Simulation) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import torch
 
 from lipscope._types import UserError
 from lipscope.charlm.language_model import Architecture, CharacterTransformer
-from lipscope.charlm.layer_constants import layer_constants
+from lipscope.charlm.training import layer_constants
 from lipscope.nn import ATTENTIONS
 
 

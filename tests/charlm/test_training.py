@@ -12,7 +12,7 @@ import torch
 
 from lipscope._types import UserError
 from lipscope.charlm.characters import CharacterText
-from lipscope.charlm.checkpoint import FILE, claimed, read_checkpoint, write_tensors
+from lipscope.charlm.checkpoint import FILE, read_checkpoint, write_tensors
 from lipscope.charlm.language_model import Architecture
 from lipscope.charlm.training import Recipe, Training, train
 
@@ -200,19 +200,6 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
     (tmp_path / FILE).write_bytes(b"not safetensors")
     with pytest.raises(UserError, match="is not a checkpoint of lipscope train"):
         begin().restore(tmp_path)
-
-
-def test_a_directory_is_claimed_once_and_only_where_nothing_else_is(tmp_path):
-    once, twice = claimed(tmp_path / "run"), claimed(tmp_path / "run")
-    with once, pytest.raises(UserError, match="another training is writing"), twice:
-        pass
-    with claimed(tmp_path / "run"):
-        pass
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match=r"holds (run|thesis.tex)"), claimed(tmp_path):
-        pass
-    with pytest.raises(UserError, match="is a file"), claimed(tmp_path / "thesis.tex"):
-        pass
 
 
 def test_a_training_that_diverges_says_so():

@@ -1,4 +1,4 @@
-"""Ctrl-C ends in one line and exit code 130, whenever it comes and whoever swallows it."""
+"""Ctrl-C and SIGTERM end in one line, whenever they come and whoever swallows them."""
 
 import os
 import signal
@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lipscope.cli import commands, main
-from lipscope.cli.interrupt import FAREWELL
+from lipscope.cli import STOPPED, commands, main
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
 import os, signal, sys
 from lipscope.cli import main
-from lipscope.cli.terminal import farewell, progress
+from lipscope.cli.terminal import progress
 import lipscope.cli.doctor as doctor
 
 def swallow():
@@ -51,7 +50,7 @@ STOPS = {
 def test_it_is_heard(stop):
     assert ended(f"{stop}\ndoctor.report = report\nsys.exit(main())") == (
         130,
-        f"lipscope: {FAREWELL}\n",
+        f"lipscope: {STOPPED}\n",
     )
 
 
@@ -60,13 +59,13 @@ def test_it_is_heard_while_commands_are_loaded():
     code += "        if name == 'lipscope.cli.commands': os.kill(os.getpid(), signal.SIGINT)"
     assert ended(f"{code}\nsys.meta_path.insert(0, Slow())\nsys.exit(main())") == (
         130,
-        f"lipscope: {FAREWELL}\n",
+        f"lipscope: {STOPPED}\n",
     )
 
 
 def test_one_in_the_exec_of_a_string_does_not_decide_how_python_ends(tmp_path):
     caught = "import sys\ntry: exec('raise KeyboardInterrupt')\nexcept KeyboardInterrupt: pass\n"
-    late = "from lipscope.cli.interrupt import too_late\ntoo_late()\n"
+    late = "from lipscope.cli import interruption\ninterruption.remove(at_exit=True)\n"
     for name, code, expected in (("theirs", "", -signal.SIGINT), ("ours", late, 130)):
         (tmp_path / f"{name}.py").write_text(f"{caught}{code}sys.exit(130)")
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -83,25 +82,41 @@ def test_after_the_work_it_changes_nothing():
     assert ended(code) == (0, "")
 
 
-def test_whoever_knows_better_speaks_and_the_first_of_them():
-    code = "def report():\n    with farewell('Stopped; outer.'), farewell('Stopped; inner.'):\n"
-    code += "        raise KeyboardInterrupt\n"
+def test_whoever_knows_what_is_saved_says_it():
+    code = "def report():\n    try: os.kill(os.getpid(), signal.SIGTERM)\n"
+    code += "    except KeyboardInterrupt as stop:\n"
+    code += "        stop.add_note('Stopped; all\\x1b is saved.')\n        raise\n"
+    assert ended(f"{code}doctor.report = report\nsys.exit(main())") == (
+        143,
+        "lipscope: Stopped; all\\x1b is saved.\n",
+    )
+
+
+def test_one_that_python_would_print_is_heard_and_not_printed():
+    code = "class Mortal:\n    def __del__(self): os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "def report():\n    Mortal()\n    return {}\n"
     assert ended(f"{code}doctor.report = report\nsys.exit(main())") == (
         130,
-        "lipscope: Stopped; inner.\n",
+        f"lipscope: {STOPPED}\n",
     )
+
+
+def test_a_process_told_to_ignore_ctrl_c_does_so():
+    code = "signal.signal(signal.SIGINT, signal.SIG_IGN)\ndef report():\n    swallow()\n"
+    code += "    return {}\ndoctor.report = report\nsys.exit(main())"
+    assert ended(code) == (0, "")
 
 
 def test_it_is_heard_while_arguments_are_read(monkeypatch, capsys):
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands.Commands, "make_context", stop)
+    monkeypatch.setattr(commands, "app", stop)
     assert main(["doctor"]) == 130
-    assert capsys.readouterr().err == f"lipscope: {FAREWELL}\n"
+    assert capsys.readouterr().err == f"lipscope: {STOPPED}\n"
 
 
 def test_a_host_keeps_its_own_handler(capsys):
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert main(["--version"]) == 0
-    assert signal.getsignal(signal.SIGINT) is before
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

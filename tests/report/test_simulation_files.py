@@ -10,7 +10,12 @@ import lipscope as ls
 from lipscope.dynamics.presets import PRESETS
 from lipscope.report import simulation_files
 from lipscope.report.flow_figures import draw
-from lipscope.report.simulation_files import check_folder, numbers_of, summary, write_simulation
+from lipscope.report.simulation_files import (
+    check_simulation_folder,
+    numbers_of,
+    summary,
+    write_simulation,
+)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -88,7 +93,7 @@ def test_a_run_cut_short_leaves_no_broken_or_older_picture(tmp_path, monkeypatch
         "series.csv",
         "simulation.json",
     ]
-    check_folder(tmp_path)
+    check_simulation_folder(tmp_path)
 
 
 def test_a_blow_up_is_drawn_and_told():
@@ -106,11 +111,11 @@ def test_a_folder_may_be_used_again_but_not_one_of_something_else(tmp_path):
     for folder, file in (("mine", "simulation.json"), ("thesis", "a.tex")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).touch()
-    check_folder(tmp_path / "mine")
-    check_folder(tmp_path / "new" / "below")
-    with pytest.raises(ls.UserError, match=r"not empty \(it holds a.tex\)"):
-        check_folder(tmp_path / "thesis")
+    check_simulation_folder(tmp_path / "mine")
+    check_simulation_folder(tmp_path / "new" / "below")
+    with pytest.raises(ls.UserError, match=r"nor empty \(it contains a.tex\)"):
+        check_simulation_folder(tmp_path / "thesis")
     with pytest.raises(ls.UserError, match="is a file"):
-        check_folder(tmp_path / "thesis" / "a.tex")
+        check_simulation_folder(tmp_path / "thesis" / "a.tex")
     with pytest.raises(ls.UserError, match="cannot write"):
-        check_folder(tmp_path / "thesis" / "a.tex" / "below")
+        check_simulation_folder(tmp_path / "thesis" / "a.tex" / "below")
