@@ -21,7 +21,7 @@ from lipscope.audit.heads import for_one_sequence
 from lipscope.audit.token_target import layer_sigma
 from lipscope.report.attack_figures import adversarial_growth_figure
 from lipscope.study.growth import fit
-from lipscope.study.reading import Choice, read
+from lipscope.study.reading import read
 
 REAL, TOKENS, NEAR, BALL = (
     "real text",
@@ -57,7 +57,7 @@ def at_length(
 ) -> dict[str, float]:
     """All numbers of one length, in float64; the ball's radius is that of the longest token."""
     exact, quick = models
-    ids = read(exact, text, None, Choice((n,), 1, 0, special_tokens=False)).inputs.batch(n, (0,))[0]
+    ids = read(exact, text, lengths=(n,)).batch(n, (0,))[0]
     f, X = site(exact, ids, layer)
     ball = ls.Ball(X.norm(dim=1).max().item() * (1 + 1e-12), n)
     upper = {row.name: row.value for row in ls.bounds(f, ball) if row.kind == "upper"}

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lipscope.study.records import About, Identity, Row, Sample, Sensitivity, StudyInfo
+from lipscope.study.records import About, Identity, Row, SampleTokens, Sensitivity, StudyInfo
 from lipscope.study.store import Store
 
 HEADS, LAYERS, LENGTHS = 20, 25, (8, 16, 32, 64, 128)
@@ -42,7 +42,7 @@ def write(place: Path, rows: int) -> int:
     samples = max(1, rows // (HEADS * LAYERS * len(LENGTHS)))
     store, jobs = Store.create(place, INFO), 0
     store.write_samples(
-        Sample(n, s, tuple(f"t{i}" for i in range(n))) for n in LENGTHS for s in range(samples)
+        SampleTokens(n, s, tuple(f"t{i}" for i in range(n))) for n in LENGTHS for s in range(samples)
     )
     for n in LENGTHS:
         norms = (n**-0.5,) * n

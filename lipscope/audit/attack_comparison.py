@@ -32,8 +32,8 @@ from lipscope.models.embedded import default_text
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.study.reading import check_vocabulary, read_file, special_frame
+from lipscope.study.run import Progress
 from lipscope.study.work import threads_for
-from lipscope.study.writer import Progress
 
 TOKENS, DIRECTION, GRADIENT, RANDOM = (
     "token swap",
@@ -89,7 +89,7 @@ class Trial(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class AttackedText:
     """A text to attack: its token ids, the reader that runs them, their embeddings and output."""
 
     ids: list[int]
@@ -166,7 +166,7 @@ def _default_texts() -> list[str]:
     return paragraphs[:: len(paragraphs) // DEFAULT_TEXTS][:DEFAULT_TEXTS]
 
 
-def _samples(model: Model, texts: Sequence[str], contest: Contest) -> list[Sample]:
+def _samples(model: Model, texts: Sequence[str], contest: Contest) -> list[AttackedText]:
     before, after = special_frame(model)
     # Texts that agree after truncation count once: each would be the other's neighbour for ever.
     every = {tuple(model.encode(text)[: contest.length]): text for text in texts}
@@ -186,7 +186,7 @@ def _samples(model: Model, texts: Sequence[str], contest: Contest) -> list[Sampl
         check_vocabulary(model, ids)
         reader = TextReader(model, len(ids), before, after)
         text = torch.tensor([ids])
-        sample = Sample(
+        sample = AttackedText(
             ids=list(ids), reader=reader, X=reader.rows[text[0]], hidden=reader.hidden_of(text)
         )
         found.append(sample)
@@ -200,7 +200,7 @@ def nearest_other(sentences: Tensor, own: int) -> Callable[[Tensor], Tensor]:
 
 
 def _attack_all_ways(
-    model: Model, v: Sample, text: int, nearest: Callable[[Tensor], Tensor], contest: Contest
+    model: Model, v: AttackedText, text: int, nearest: Callable[[Tensor], Tensor], contest: Contest
 ) -> list[Trial]:
     """All attacks on one text; the swaps come first because they determine the norms."""
     target = output_change(model, v.ids, reader=v.reader, seed=contest.seed)

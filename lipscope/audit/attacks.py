@@ -28,19 +28,18 @@ from lipscope.attack.tokens import (
 from lipscope.attention.layer import SelfAttention
 from lipscope.audit.heads import QUICK, for_one_sequence
 from lipscope.audit.token_target import layer_sigma
+from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, many
 from lipscope.linalg.spectral import Solver, fresh_seed
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.models.sites import Map
-from lipscope.study.reading import Choice, Text, read
+from lipscope.study.reading import Text, read
 from lipscope.study.records import Row
-from lipscope.study.run import measure
+from lipscope.study.run import Progress, measure
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from lipscope.study.work import survey, threads_for
-from lipscope.study.writer import Progress
 
 PROBE = "attack: "
 NEAR = 0.1
@@ -167,12 +166,7 @@ def attack_model(
     study = measure(
         model, text, (plan.length,), 1, plan.layers, None, ("attention",), seed=plan.seed, out=out
     )
-    inputs = read(
-        model,
-        text,
-        None,
-        Choice(lengths=(plan.length,), samples=1, seed=plan.seed, special_tokens=False),
-    ).inputs
+    inputs = read(model, text, lengths=(plan.length,), seed=plan.seed)
     seen = survey(model, inputs, plan.length, (0,))
     ids = inputs.batch(plan.length, (0,))[0].tolist()
     # measure has released the lock of the directory; it is taken again to add rows.

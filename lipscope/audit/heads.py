@@ -20,13 +20,12 @@ from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import HeadsApart, SelfAttention
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.study.reading import Choice, Reading, Text, read
+from lipscope.study.reading import Text, WholeInputs, Windows, read
 from lipscope.study.records import Row
-from lipscope.study.run import measure
+from lipscope.study.run import Progress, measure
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from lipscope.study.work import survey, threads_for
-from lipscope.study.writer import Progress
 from lipscope.theorems.registry import REGISTRY, enclosing, evaluate, failed_hypothesis
 from lipscope.theorems.statement import NO_QUERY_BIAS
 
@@ -114,24 +113,21 @@ def audit_model(
     if radius is not None:
         check_positive("radius", radius)
     study = measure(model, text, lengths, samples, layers, heads, ("heads",), seed=seed, out=out)
-    choice = Choice(lengths=lengths, samples=samples, seed=seed, special_tokens=False)
-    reading = read(model, text, None, choice)
+    inputs = read(model, text, lengths=lengths, samples=samples, seed=seed)
     store = study.store if out is None else Store.create(Path(out), study.info)
     # The search is the expensive part: it is skipped where the study has it for the same radius.
     known = {_place(row): row.radius for row in store.rows(WORST)}
-    wanted = [row for row in study.sigma if _asked(row, reading, layers, heads)]
+    wanted = [row for row in study.sigma if _asked(row, inputs, layers, heads)]
     refused: dict[str, str] = {}
     try:
-        for done, target in enumerate(_targets(model, reading, wanted, radius)):
+        for done, at in enumerate(_heads_at_samples(model, inputs, wanted, radius)):
             if progress is not None:
                 progress(done, len(wanted))
             with threads_for(tokens=1):
-                found, why = _bound_rows(target)
+                found, why = _bound_rows(at)
                 refused |= why
-                if not math.isclose(
-                    known.get(_place(target.sigma), math.nan), target.R, rel_tol=1e-9
-                ):
-                    found += _search_rows(target, climb)
+                if not math.isclose(known.get(_place(at.sigma), math.nan), at.R, rel_tol=1e-9):
+                    found += _search_rows(at, climb)
             store.write(found)
     finally:
         if out is not None:
@@ -140,10 +136,13 @@ def audit_model(
 
 
 def _asked(
-    row: Row, reading: Reading, layers: Sequence[int] | None, heads: Sequence[int] | None
+    row: Row,
+    inputs: Windows | WholeInputs,
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
 ) -> bool:
     """Whether a row of the study, which may contain others, is part of this request."""
-    here = (row.n, row.sample) in reading.inputs.pairs and row.scope == "heads"
+    here = (row.n, row.sample) in inputs.pairs and row.scope == "heads"
     return here and (layers is None or row.layer in layers) and (heads is None or row.head in heads)
 
 
@@ -151,12 +150,12 @@ def _place(row: Row) -> tuple[Any, ...]:
     return row.layer, row.head, row.n, row.sample
 
 
-def _targets(
-    model: Model, reading: Reading, rows: list[Row], radius: float | None
+def _heads_at_samples(
+    model: Model, inputs: Windows | WholeInputs, rows: list[Row], radius: float | None
 ) -> Iterator[HeadAtSample]:
     """The heads behind rows of sigma, sample by sample, with one forward pass per sample."""
     for n, sample in sorted({(row.n, row.sample) for row in rows}):
-        seen = survey(model, reading.inputs, n, (sample,))
+        seen = survey(model, inputs, n, (sample,))
         here = [row for row in rows if (row.n, row.sample) == (n, sample)]
         for layer in sorted({row.layer for row in here if row.layer is not None}):
             site = seen.site("heads", layer)
@@ -196,9 +195,9 @@ def _radius(row: Row, radius: float | None) -> float:
     return radius
 
 
-def _bound_rows(target: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
+def _bound_rows(at: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
     """The bounds at the sample and on its ball around the origin, and why others do not apply."""
-    sigma, f, X, R = target
+    sigma, f, X, R = at
     # Bounds are evaluated in float64 whatever the model is measured in: a rounded bound is none.
     f, rows, refused = f.double(), [], {}
     for bound in REGISTRY:
@@ -222,26 +221,26 @@ def _bound_rows(target: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
                 continue
         began = time.perf_counter()
         value = evaluate(bound, layer, domain)
-        rows.append(_bound_row(target, name, kind, value, time.perf_counter() - began))
+        rows.append(_bound_row(at, name, kind, value, time.perf_counter() - began))
     return rows, refused
 
 
-def _bound_row(target: HeadAtSample, name: str, kind: str, value: float, seconds: float) -> Row:
+def _bound_row(at: HeadAtSample, name: str, kind: str, value: float, seconds: float) -> Row:
     """The row of a bound: it encloses the unknown constant from one side only."""
     lower, upper = (value, math.inf) if kind == "lower" else (0.0, value)
-    return _row(target, BOUND + name, kind, (value, lower, upper, 0.0, "evaluated", seconds))
+    return _row(at, BOUND + name, kind, (value, lower, upper, 0.0, "evaluated", seconds))
 
 
-def _search_rows(target: HeadAtSample, climb: Climb) -> list[Row]:
+def _search_rows(at: HeadAtSample, climb: Climb) -> list[Row]:
     """The worst input found from the text, the constructions and random starts; and the regime."""
-    sigma, f, X, R = target
+    sigma, f, X, R = at
     began = time.perf_counter()
     # From the text too: the worst input found is then never smoother than the text.
     e = ascend(f, Ball(R, sigma.n), climb, starts=[X]).sigma
     seconds = time.perf_counter() - began
     rows = [
         _row(
-            target,
+            at,
             WORST,
             "local",
             (e.value, e.lower, e.upper, e.residual, e.status.name.lower(), seconds),
@@ -249,21 +248,19 @@ def _search_rows(target: HeadAtSample, climb: Climb) -> list[Row]:
     ]
     if isinstance(f.kernel, Dot):
         reach = regime(f, R).reach
-        rows.append(
-            _row(target, REGIME, "log length", (reach, reach, reach, 0.0, "evaluated", 0.0))
-        )
+        rows.append(_row(at, REGIME, "log length", (reach, reach, reach, 0.0, "evaluated", 0.0)))
     return rows
 
 
 def _row(
-    target: HeadAtSample,
+    at: HeadAtSample,
     probe: str,
     kind: str,
     numbers: tuple[float, float, float, float, str, float],
 ) -> Row:
     """A row with these numbers: value, lower, upper, residual, status, seconds."""
     value, lower, upper, residual, status, seconds = numbers
-    return target.sigma._replace(
+    return at.sigma._replace(
         probe=probe,
         kind=kind,
         value=value,
@@ -271,6 +268,6 @@ def _row(
         upper=upper,
         residual=residual,
         status=status,
-        radius=target.R,
+        radius=at.R,
         seconds=seconds,
     )

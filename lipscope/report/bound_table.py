@@ -15,8 +15,7 @@ from rich.text import Text
 from lipscope._files import for_terminal
 from lipscope._types import Point
 from lipscope.audit.heads import BOUND, LEFT_OUT, REGIME, WORST, Audit
-from lipscope.study.records import Row
-from lipscope.study.study import SIGMA
+from lipscope.study.records import SIGMA, Row
 from lipscope.theorems.registry import REGISTRY
 
 Head = tuple[int | None, int | None, int, int]

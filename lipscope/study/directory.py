@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+
+from filelock import FileLock, Timeout
 
 from lipscope._types import UserError
 from lipscope.study.records import Identity
@@ -28,7 +28,7 @@ _REMEDY = {
 }
 
 
-def become_writer(directory: Path) -> TextIO:
+def become_writer(directory: Path) -> FileLock:
     """Create the directory if needed and lock it until the process ends, however it ends."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory} is a file; --out takes a directory")
@@ -41,20 +41,19 @@ def become_writer(directory: Path) -> TextIO:
                 f"{directory} is neither a study nor empty (it contains {strangers[0]}); "
                 "give --out a new or empty directory"
             )
+    # The kernel releases the lock when the process dies, so a lock file left behind locks nothing;
+    # a soft lock, which filelock would fall back to, does not have that property.
+    lock = FileLock(directory / LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / LOCK, "a")  # noqa: SIM115 (held for the life of the store)
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(
+            f"another run is writing to {directory}; wait for it, or give another --out"
+        ) from error
     except OSError as error:
         raise UserError(
             f"cannot write to {directory} ({error.strerror}); give --out a writable directory"
-        ) from error
-    try:
-        # The kernel releases a flock when the process dies: no stale lock survives a crash.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise UserError(
-            f"another run is writing to {directory}; wait for it, or give another --out"
         ) from error
     return lock
 

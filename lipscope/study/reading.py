@@ -1,10 +1,10 @@
-"""Read and check the inputs of a study: text, token ids, embeddings or pixels."""
+"""The inputs of a study: windows of a text drawn by a stable hash, or inputs measured whole."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,61 +14,149 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.models.embedded import default_text
 from lipscope.models.model import Model
-from lipscope.study.sampling import DEFAULT_LENGTHS, Rows, Windows
+from lipscope.study.records import SampleTokens
 
 Text = Any
 """str | Path | list[str] | token ids (a list, a list of lists, or a tensor)."""
 
-
-@dataclass(frozen=True)
-class Choice:
-    """How samples are drawn from a text."""
-
-    lengths: Sequence[int] | None
-    samples: int
-    seed: int
-    special_tokens: bool
+DEFAULT_LENGTHS = (8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The inputs of a study.
+class Windows:
+    """Samples of a text: n consecutive tokens at an offset drawn from (seed, n, sample).
 
+    Special tokens `before` and `after` frame the window and count towards n. Positions are 0..n-1.
+
+    digest: identifies the text
     name:   a description for readers
-    tokens: the number of tokens that samples are drawn from
-    option: the command-line arguments that give the same input; None if there are none
+    option: the command-line arguments that give the same text; None if there are none
     """
 
-    inputs: Windows | Rows
-    name: str
-    tokens: int
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    seed: int
+    digest: str
+    name: str = ""
     option: tuple[str, ...] | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that samples are drawn from."""
+        return len(self.ids)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(n, sample) for n in self.lengths for sample in range(self.samples)]
+
+    def window(self, n: int, sample: int) -> tuple[int, ...]:
+        inner = n - len(self.before) - len(self.after)
+        start = offset(len(self.ids) - inner + 1, n, sample, self.seed)
+        return self.before + self.ids[start : start + inner] + self.after
+
+    def batch(self, n: int, samples: Sequence[int]) -> Tensor:
+        return torch.tensor([self.window(n, sample) for sample in samples])
 
 
-def read(model: Model, text: Text, inputs: Any, choice: Choice) -> Reading:
-    """The inputs described by `text` or `inputs`."""
+@dataclass(frozen=True)
+class WholeInputs:
+    """Token ids, embeddings or pixels measured whole: row i is sample i, of lengths[i] tokens."""
+
+    rows: tuple[Tensor, ...]
+    lengths: tuple[int, ...]
+    digest: str
+    name: str
+    option: None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all samples."""
+        return sum(self.lengths)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        return sorted((n, sample) for sample, n in enumerate(self.lengths))
+
+    def batch(self, n: int, samples: Sequence[int]) -> Tensor:
+        return torch.stack([self.rows[sample] for sample in samples])
+
+
+def offset(places: int, n: int, sample: int, seed: int) -> int:
+    """One of `places` starting points, as a function of the arguments only."""
+    # A hash rather than a generator: the same on every machine and in any order of calls. It has
+    # 256 bits, so its remainder is uniform for all practical purposes.
+    digest = hashlib.sha256(f"lipscope sample {seed} {n} {sample}".encode()).digest()
+    return int.from_bytes(digest, "big") % places
+
+
+def read(
+    model: Model,
+    text: Text = None,
+    inputs: Any = None,
+    *,
+    lengths: Sequence[int] | None = None,
+    samples: int = 1,
+    seed: int = 0,
+    special_tokens: bool = False,
+) -> Windows | WholeInputs:
+    """The inputs described by `text` or `inputs`, with samples drawn as the options say."""
     if inputs is not None:
         if text is not None:
             raise UserError("give a text or inputs, not both")
-        return _read_tensor(model, inputs, choice)
+        if lengths is not None:
+            raise UserError("inputs are measured whole; omit lengths, or give a text")
+        return _read_tensor(model, inputs)
     if model.trunk.main_input_name == "pixel_values":
         raise UserError(
             f"{model.card.name} reads pixels, not text; "
             "measure it from Python, with inputs=pixel values"
         )
+    option: tuple[str, ...] | None = None
+    parts: list[str] | None = None
     if text is None:
-        return replace(
-            _read_text(model, [default_text()], "Python's help topics", choice), option=()
+        parts, name, option = [default_text()], "Python's help topics", ()
+    elif isinstance(text, Path):
+        parts, name, option = [read_file(text)], text.name, ("--text", text.name)
+    elif isinstance(text, str):
+        parts, name, option = [text], "text", ("--text", "-")
+    elif isinstance(text, Sequence) and text and all(isinstance(part, str) for part in text):
+        parts, name = list(text), f"{len(text)} texts"
+    if parts is None:
+        rows = _id_rows(text)
+        ids, name = tuple(i for row in rows for i in row), f"token ids ({len(rows)} rows)"
+        # The same ids measured whole and in windows are different studies: their digests differ.
+        way = b"rows" if lengths is None else b"windows"
+        digest = _digest(way, *(repr(row).encode() for row in rows))
+    else:
+        if not any(part.strip() for part in parts):
+            raise UserError(
+                f"the text is empty ({name}); "
+                "give one with at least as many tokens as the shortest length"
+            )
+        ids = tuple(i for part in parts for i in model.encode(part))
+        digest = _digest(*(part.encode() for part in parts))
+    check_vocabulary(model, ids)
+    if parts is None and lengths is None:
+        sizes = tuple(len(row) for row in rows)
+        _check_positions(model, sizes)
+        return WholeInputs(
+            rows=tuple(torch.tensor(row) for row in rows), lengths=sizes, digest=digest, name=name
         )
-    if isinstance(text, Path):
-        return replace(
-            _read_text(model, [read_file(text)], text.name, choice), option=("--text", text.name)
-        )
-    if isinstance(text, str):
-        return replace(_read_text(model, [text], "text", choice), option=("--text", "-"))
-    if isinstance(text, Sequence) and text and all(isinstance(part, str) for part in text):
-        return _read_text(model, list(text), f"{len(text)} texts", choice)
-    return _read_ids(model, text, choice)
+    before, after = special_frame(model) if special_tokens else ((), ())
+    return Windows(
+        ids=ids,
+        lengths=_lengths(model, len(ids), len(before) + len(after), lengths),
+        samples=samples,
+        seed=seed,
+        digest=digest,
+        name=name,
+        option=option,
+        before=before,
+        after=after,
+    )
 
 
 def read_file(path: Path) -> str:
@@ -83,17 +171,6 @@ def read_file(path: Path) -> str:
         raise UserError(f"cannot read the text {path}: {error.strerror}") from error
 
 
-def _read_text(model: Model, parts: list[str], name: str, choice: Choice) -> Reading:
-    if not any(part.strip() for part in parts):
-        raise UserError(
-            f"the text is empty ({name}); "
-            "give one with at least as many tokens as the shortest length"
-        )
-    ids = tuple(i for part in parts for i in model.encode(part))
-    check_vocabulary(model, ids)
-    return _windows(model, ids, name, _digest(*(part.encode() for part in parts)), choice)
-
-
 def check_vocabulary(model: Model, ids: Sequence[int]) -> None:
     """Raise UserError for tokens without an embedding: they come from another tokenizer."""
     size = getattr(model.trunk.config, "vocab_size", None)
@@ -105,30 +182,44 @@ def check_vocabulary(model: Model, ids: Sequence[int]) -> None:
         )
 
 
-def _read_ids(model: Model, text: Text, choice: Choice) -> Reading:
-    rows = _id_rows(text)
-    check_vocabulary(model, [i for row in rows for i in row])
-    # The same ids measured whole and in windows are different studies: keep their digests apart.
-    whole = b"rows" if choice.lengths is None else b"windows"
-    digest = _digest(whole, *(repr(row).encode() for row in rows))
-    name = f"token ids ({len(rows)} rows)"
-    if choice.lengths is not None:
-        return _windows(model, tuple(i for row in rows for i in row), name, digest, choice)
-    lengths = tuple(len(row) for row in rows)
-    _check_positions(model, lengths)
-    return Reading(
-        Rows(tuple(torch.tensor(row) for row in rows), lengths, digest), name, sum(lengths)
-    )
+def special_frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens that the tokenizer adds before and after a text."""
+    # Found by encoding one letter both ways: tokenizers expose the frame under many names.
+    bare, framed = tuple(model.encode("a")), tuple(model.encode("a", special_tokens=True))
+    starts = [i for i in range(len(framed) - len(bare) + 1) if framed[i : i + len(bare)] == bare]
+    if not starts:
+        raise UserError(
+            "the tokenizer does not add its special tokens around a text; omit special tokens"
+        )
+    return framed[: starts[0]], framed[starts[0] + len(bare) :]
+
+
+def sample_tokens(
+    model: Model, inputs: Windows | WholeInputs, pairs: Iterable[tuple[int, int]]
+) -> Iterator[SampleTokens]:
+    """The tokens of samples (n, sample) as text; none if the input does not consist of tokens."""
+    words: dict[int, str] = {}
+    for n, sample in sorted(set(pairs)):
+        (row,) = inputs.batch(n, (sample,))
+        if row.is_floating_point():
+            return
+        ids = row.tolist()
+        # Decoding is slow, and long texts repeat their tokens: decode each id once.
+        new = sorted(set(ids) - words.keys())
+        words.update(zip(new, model.tokens(new) if model.tokenizer else map(str, new), strict=True))
+        yield SampleTokens(n, sample, tuple(words[i] for i in ids))
 
 
 def _id_rows(text: Text) -> list[list[int]]:
     """Token ids as rows, given as one row or many, nested or as a tensor."""
     nested = text.tolist() if hasattr(text, "tolist") else text
     rows = list(nested) if isinstance(nested, Sequence) else []
-    if not any(_is_row(row) for row in rows):
+    if not any(isinstance(row, list | tuple) for row in rows):
         rows = [rows]
     # type(i), not isinstance: True is an int, and a mask is not a row of token ids.
-    if not all(_is_row(row) and row and all(type(i) is int for i in row) for row in rows):
+    if not all(
+        isinstance(row, list | tuple) and row and all(type(i) is int for i in row) for row in rows
+    ):
         raise UserError(
             "text must be a string, a file (Path), a list of strings, or non-empty rows of token "
             f"ids, got {type(text).__name__}: {str(text)[:60]}"
@@ -136,31 +227,9 @@ def _id_rows(text: Text) -> list[list[int]]:
     return [list(row) for row in rows]
 
 
-def _is_row(row: object) -> bool:
-    return isinstance(row, list | tuple)
-
-
-def _windows(model: Model, ids: tuple[int, ...], name: str, digest: str, choice: Choice) -> Reading:
-    before, after = special_frame(model) if choice.special_tokens else ((), ())
-    available = len(ids) + len(before) + len(after)
-    lengths = _lengths(model, available, len(before) + len(after), choice.lengths)
-    windows = Windows(
-        ids=ids,
-        lengths=lengths,
-        samples=choice.samples,
-        seed=choice.seed,
-        digest=digest,
-        before=before,
-        after=after,
-    )
-    return Reading(windows, name, len(ids))
-
-
-def _lengths(
-    model: Model, available: int, frame: int, asked: Sequence[int] | None
-) -> tuple[int, ...]:
+def _lengths(model: Model, tokens: int, frame: int, asked: Sequence[int] | None) -> tuple[int, ...]:
     """The requested lengths, or those default lengths that the text and the model allow."""
-    limit = model.max_positions
+    limit, available = model.max_positions, tokens + frame
     if asked is None:
         fitting = tuple(n for n in DEFAULT_LENGTHS if frame < n <= available and n <= (limit or n))
         asked = fitting or DEFAULT_LENGTHS[:1]
@@ -188,21 +257,7 @@ def _check_positions(model: Model, lengths: Sequence[int]) -> None:
         )
 
 
-def special_frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that the tokenizer adds before and after a text."""
-    # Found by encoding one letter both ways: tokenizers expose the frame under many names.
-    bare, framed = tuple(model.encode("a")), tuple(model.encode("a", special_tokens=True))
-    starts = [i for i in range(len(framed) - len(bare) + 1) if framed[i : i + len(bare)] == bare]
-    if not starts:
-        raise UserError(
-            "the tokenizer does not add its special tokens around a text; omit special tokens"
-        )
-    return framed[: starts[0]], framed[starts[0] + len(bare) :]
-
-
-def _read_tensor(model: Model, inputs: Any, choice: Choice) -> Reading:
-    if choice.lengths is not None:
-        raise UserError("inputs are measured whole; omit lengths, or give a text")
+def _read_tensor(model: Model, inputs: Any) -> WholeInputs:
     pixels = model.trunk.main_input_name == "pixel_values"
     rank = 4 if pixels else 3
     what = "pixel values [B, channels, height, width]" if pixels else "embeddings [B, n, d]"
@@ -217,16 +272,15 @@ def _read_tensor(model: Model, inputs: Any, choice: Choice) -> Reading:
     rows = tuple(inputs if inputs.ndim == rank else inputs[None])
     if not rows or not inputs.isfinite().all():
         raise UserError("inputs must be finite, and contain at least one sample")
-    n = _tokens_of_pixels(model, rows[0]) if pixels else inputs.shape[-2]
+    n = inputs.shape[-2]
+    if pixels:
+        n = model.survey(pixel_values=rows[0][None]).site("block", 0).X.shape[-2]
     _check_positions(model, (n,))
     digest = _digest(
         str(tuple(inputs.shape)).encode(), inputs.double().contiguous().numpy().tobytes()
     )
-    return Reading(Rows(rows, (n,) * len(rows), digest), what.split(" [")[0], n * len(rows))
-
-
-def _tokens_of_pixels(model: Model, row: Tensor) -> int:
-    return model.survey(pixel_values=row[None]).site("block", 0).X.shape[-2]
+    name = what.split(" [")[0]
+    return WholeInputs(rows=rows, lengths=(n,) * len(rows), digest=digest, name=name)
 
 
 def _digest(*parts: bytes) -> str:

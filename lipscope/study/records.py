@@ -1,10 +1,13 @@
-"""The records of a study: rows, token norms, jobs, and the facts that determine every number."""
+"""The records of a study: rows, token norms, and the facts that determine every number."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
+
+SIGMA = "sigma"
+"""The probe that measures the local Lipschitz constant."""
 
 FAILED = "failed"
 FAILING = (FAILED, "overflow", "non_finite")
@@ -81,7 +84,7 @@ class Sensitivity(NamedTuple):
     left: tuple[float, ...]
 
 
-class Sample(NamedTuple):
+class SampleTokens(NamedTuple):
     """The tokens of one sample as text; empty if the model does not read text."""
 
     n: int
@@ -89,82 +92,8 @@ class Sample(NamedTuple):
     tokens: tuple[str, ...]
 
 
-Input = tuple[int, tuple[int, ...]]
-
-
-class Job(NamedTuple):
-    """A unit of work, stored completely or not at all.
-
-    It covers samples of one length, at one layer or of the whole model.
-    """
-
-    n: int
-    samples: tuple[int, ...]
-    layer: int | None
-    scopes: tuple[str, ...]
-    heads: tuple[int, ...]
-
-    @property
-    def input(self) -> Input:
-        """The model's input; jobs with the same input share one forward pass."""
-        return self.n, self.samples
-
-    @property
-    def weight(self) -> float:
-        """The approximate cost: products with n x d matrices and with n x n matrices."""
-        return len(self.samples) * self.n * (1 + self.n / 1024)
-
-    def targets(self) -> list[tuple[str, int | None, int | None, int, int]]:
-        """(scope, layer, head, n, sample) of every row this job produces."""
-        return [
-            (scope, self.layer, head, self.n, sample)
-            for scope in self.scopes
-            for head in (self.heads if scope == "heads" else (None,))
-            for sample in self.samples
-        ]
-
-    def failed_rows(self, reason: str, dtype: str, device: str) -> tuple[Row, ...]:
-        """The rows of a job that failed, with the reason in their status."""
-        nan, status = math.nan, f"{FAILED}: {' '.join(reason.split())}"
-        return tuple(
-            Row(
-                "sigma",
-                *target,
-                kind="local",
-                norm="2",
-                value=nan,
-                lower=0.0,
-                upper=math.inf,
-                residual=nan,
-                status=status,
-                radius=nan,
-                dtype=dtype,
-                device=device,
-                seconds=nan,
-            )
-            for target in self.targets()
-        )
-
-
-class Outcome(NamedTuple):
-    """The result of a job: its rows, or the reason why there are none."""
-
-    job: Job
-    rows: tuple[Row, ...] = ()
-    sensitivities: tuple[Sensitivity, ...] = ()
-    failure: str | None = None
-
-
-class Settings(NamedTuple):
-    """The accuracy of a measurement and its seed.
-
-    tol: the relative residual at which a solve stops
-    gap: the largest upper / lower - 1; None for no requirement
-    """
-
-    tol: float
-    gap: float | None
-    seed: int
+RowKey = tuple[str, int | None, int | None, int, int]
+"""(scope, layer, head, n, sample) of a row."""
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+import platform
+import shlex
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from lipscope import __version__
 from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
+from lipscope.linalg.spectral import Solver
+from lipscope.models import embedded
 from lipscope.models.loading import load
 from lipscope.models.model import Model
+from lipscope.models.scopes import SCOPES
 from lipscope.models.sites import Survey
-from lipscope.study.describe import about, identity, sample_texts
-from lipscope.study.engine import Engine, InProcess, Workers
-from lipscope.study.plan import WHOLE_MODEL, Request
-from lipscope.study.reading import Choice, Reading, Text, read
-from lipscope.study.records import Settings, StudyInfo
+from lipscope.study.jobs import WHOLE_MODEL, Job, Outcome, Request, grouped, run_in_process
+from lipscope.study.reading import Text, WholeInputs, Windows, read, sample_tokens
+from lipscope.study.records import SIGMA, About, Identity, StudyInfo
 from lipscope.study.store import Store
-from lipscope.study.study import SIGMA, Study
-from lipscope.study.work import SigmaWork, StartSigmaWork, survey, threads_for
-from lipscope.study.writer import Progress, keep
+from lipscope.study.study import Study
+from lipscope.study.work import NUMERIC_VERSION, SigmaWork, start_sigma_work, survey, threads_for
+
+Progress = Callable[[float, float], None]
+"""Called with the work done and the total work, at the start and after every job."""
 
 
 def measure(
@@ -83,23 +93,59 @@ def measure(
         >>> ls.measure(model, torch.arange(64), lengths=[4, 8, 16], samples=1)
         Study(LlamaModel: 30 values, 0 failed, n = 4 to 16)
     """
-    settings = Settings(float(tol), None if gap is None else float(gap), seed)
-    _check_numbers(samples, settings, workers)
-    model = _loaded(model)
-    _check_certifiable(model, settings)
-    choice = Choice(lengths=lengths, samples=samples, seed=seed, special_tokens=special_tokens)
+    _check_numbers(samples=samples, tol=tol, gap=gap, seed=seed, workers=workers)
+    model = model if isinstance(model, Model) else load(model)
+    if gap is not None and model.card.dtype != "float64":
+        raise UserError(
+            f"gap limits upper / lower - 1, and {model.card.dtype} gives no upper bound; "
+            "measure in float64 (--dtype float64), or omit gap"
+        )
+    if workers > 1 and not model.owned:
+        raise UserError(
+            "a live module can only be measured in this process; use workers=1, or give its path"
+        )
     with threads_for(tokens=1):
-        reading = read(model, text, inputs, choice)
-        request = _request(model, reading, layers, heads, scopes)
-    engine = _engine(model, reading, settings, workers)
-    who = identity(model, reading, settings, special_tokens)
-    store = Store.create(
-        None if out is None else Path(out), StudyInfo(who, about(model, reading, request, who))
+        given = read(
+            model,
+            text,
+            inputs,
+            lengths=lengths,
+            samples=samples,
+            seed=seed,
+            special_tokens=special_tokens,
+        )
+    request, trial = _request(model, given, layers, heads, scopes)
+    identity = Identity(
+        weights=model.card.weights,
+        config=_config_digest(model),
+        revision=model.card.revision or "",
+        tokenizer=model.card.tokenizer or "",
+        text=given.digest,
+        special_tokens=special_tokens,
+        dtype=model.card.dtype,
+        mask="the model's own; nothing is padded",
+        tol=float(tol),
+        seed=seed,
+        numeric_version=NUMERIC_VERSION,
+        gap=None if gap is None else float(gap),
     )
+    info = StudyInfo(identity, _about(model, given, request, identity))
+    store = Store.create(None if out is None else Path(out), info)
     try:
         jobs = request.jobs(store.done(SIGMA))
-        store.write_samples(sample_texts(model, reading, jobs))
-        keep(engine.run(jobs), store, jobs, progress)
+        pairs = ((job.n, sample) for job in jobs for sample in job.samples)
+        store.write_samples(sample_tokens(model, given, pairs))
+        if workers == 1:
+            work = SigmaWork(model, given, identity, surveyed=(request.groups[0], trial))
+            outcomes = run_in_process(work, jobs)
+        else:
+            from lipscope.study.workers import Workers
+
+            # Workers share the cores; with torch's default each would use all of them.
+            threads = max(1, (os.cpu_count() or 1) // workers)
+            start = partial(start_sigma_work, model.card, given, identity, threads)
+            outcomes = Workers(start, workers).run(jobs)
+        keep(outcomes, store, jobs, info, progress)
     except BaseException:
         store.close()
         raise
@@ -110,8 +156,41 @@ def measure(
     return Study.open(store.directory)
 
 
-def _check_numbers(samples: int, settings: Settings, workers: int) -> None:
-    tol, gap, seed = settings
+def keep(
+    outcomes: Generator[Outcome],
+    store: Store,
+    jobs: Sequence[Job],
+    info: StudyInfo,
+    progress: Progress | None = None,
+) -> None:
+    """Store every outcome before the next one is requested.
+
+    What is stored stays, whatever happens next; a KeyboardInterrupt passes with a note on how much
+    that is and how to resume.
+    """
+    total, done, kept = sum(job.weight for job in jobs), 0.0, 0
+    try:
+        if progress is not None:
+            progress(done, total)
+        with closing(outcomes):  # on any error the workers end now, not at exit
+            for job, rows, sensitivities, failure in outcomes:
+                if failure is not None:
+                    rows = job.failed_rows(failure, info.identity.dtype, info.about.device)
+                store.write(rows, sensitivities)
+                done, kept = done + job.weight, kept + 1
+                if progress is not None:
+                    progress(done, total)
+    except KeyboardInterrupt as stop:
+        stop.add_note(
+            "Stopped; nothing was saved, because no --out directory was given."
+            if store.directory is None
+            else f"Stopped; {kept} of {len(jobs)} jobs are saved in {store.directory}. "
+            "Run the same command again to resume."
+        )
+        raise
+
+
+def _check_numbers(*, samples: int, tol: float, gap: float | None, seed: int, workers: int) -> None:
     if samples < 1:
         raise UserError(f"samples must be at least 1, got {samples}")
     if not 0 < tol < 1:
@@ -123,26 +202,14 @@ def _check_numbers(samples: int, settings: Settings, workers: int) -> None:
         raise UserError(f"workers must be at least 1, got {workers}")
 
 
-def _check_certifiable(model: Model, settings: Settings) -> None:
-    if settings.gap is not None and model.card.dtype != "float64":
-        raise UserError(
-            f"gap limits upper / lower - 1, and {model.card.dtype} gives no upper bound; "
-            "measure in float64 (--dtype float64), or omit gap"
-        )
-
-
-def _loaded(model: Any) -> Model:
-    return model if isinstance(model, Model) else load(model)
-
-
 def _request(
     model: Model,
-    reading: Reading,
+    inputs: Windows | WholeInputs,
     layers: Sequence[int] | None,
     heads: Sequence[int] | None,
     scopes: Sequence[str],
-) -> Request:
-    """The request, after a trial on the shortest sample has shown that the model supports it."""
+) -> tuple[Request, Survey]:
+    """The request, and the trial on its shortest samples that shows the model supports it."""
     wanted = tuple(dict.fromkeys([scopes] if isinstance(scopes, str) else scopes))
     for name, given in (("scope", wanted), ("layer", layers), ("head", heads)):
         if given is not None and not list(given):
@@ -156,35 +223,81 @@ def _request(
                 f"0 to {model.layers - 1}"
             )
     model.check_heads(heads, chosen)
-    pairs = tuple(reading.inputs.pairs)
+    groups = grouped(inputs.pairs)
+    n, samples = groups[0]
     # Better an error now than a failed row for every sample after an hour.
-    trial = survey(model, reading.inputs, pairs[0][0], pairs[0][1:])
-    numbers: dict[int, tuple[int, ...]] = {}
-    for layer in chosen:
-        sites = [trial.site(scope, layer, heads) for scope in wanted if scope != WHOLE_MODEL]
-        numbers[layer] = tuple(
-            head for site in sites for _, head in site.members if head is not None
-        )
-    if WHOLE_MODEL in wanted:
-        _check_available(trial, WHOLE_MODEL)
-    return Request(pairs=pairs, layers=tuple(chosen), heads=numbers, scopes=wanted)
+    with threads_for(n * len(samples)):
+        trial = survey(model, inputs, n, samples)
+        numbers: dict[int, tuple[int, ...]] = {}
+        for layer in chosen:
+            sites = [trial.site(scope, layer, heads) for scope in wanted if scope != WHOLE_MODEL]
+            numbers[layer] = tuple(
+                dict.fromkeys(
+                    head for site in sites for _, head in site.members if head is not None
+                )
+            )
+        if WHOLE_MODEL in wanted:
+            trial.site(WHOLE_MODEL)  # raises if the model has no such map
+    return Request(groups=groups, layers=tuple(chosen), heads=numbers, scopes=wanted), trial
 
 
-def _check_available(trial: Survey, scope: str) -> None:
-    """Raise UserError if the model does not have this map."""
-    trial.site(scope)
+def _config_digest(model: Model) -> str:
+    """Digest of the configuration, which matters as much as the weights do."""
+    trunk: Any = model.trunk
+    config = trunk.config.to_dict()
+    # Where a configuration comes from and what wrote it does not change any number.
+    for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
+        config.pop(name, None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _engine(model: Model, reading: Reading, settings: Settings, workers: int) -> Engine:
-    if workers == 1:
-        return InProcess(SigmaWork(model, reading.inputs, settings))
-    if not model.owned:
-        raise UserError(
-            "a live module can only be measured in this process; use workers=1, or give its path"
-        )
-    # Workers share the cores; with torch's default each would use all of them.
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    start = StartSigmaWork(
-        card=model.card, inputs=reading.inputs, settings=settings, threads=threads
+def _about(
+    model: Model, inputs: Windows | WholeInputs, request: Request, identity: Identity
+) -> About:
+    """The description of the study for its readers."""
+    card = model.card
+    return About(
+        model=card.name,
+        architecture=card.architecture,
+        layers=model.layers,
+        heads=model.heads,
+        device=model.device.type,
+        text=inputs.name,
+        text_tokens=inputs.tokens,
+        scopes={name: f"{scope.formula}: {scope.description}" for name, scope in SCOPES.items()},
+        difference_to_eager=model.preflight.difference,
+        # Only float64 solves have an upper bound, and with it a probability to fail.
+        confidence=1 - Solver().failure if card.dtype == "float64" else 0.0,
+        versions={"lipscope": __version__, "python": platform.python_version(), **card.versions},
+        command=_command(model, inputs, request, identity),
     )
-    return Workers(start, workers)
+
+
+def _command(
+    model: Model, inputs: Windows | WholeInputs, request: Request, identity: Identity
+) -> str:
+    """The command that repeats the measurement; empty if the input was not a text."""
+    if inputs.option is None:
+        return ""
+    card, lengths = model.card, sorted({n for n, _ in request.groups})
+    heads = request.heads[request.layers[0]] if "heads" in request.scopes else ()
+    options = {
+        "--revision": card.revision if card.name != embedded.NAME else None,
+        "--random-init": card.random_init,
+        "--lengths": ",".join(map(str, lengths)),
+        "--samples": len(inputs.pairs) // len(lengths),
+        "--layers": ",".join(map(str, request.layers))
+        if len(request.layers) < model.layers
+        else None,
+        "--heads": ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None,
+        "--tol": identity.tol,
+        "--gap": identity.gap,
+        "--dtype": identity.dtype,
+        "--seed": identity.seed,
+    }
+    words = ["lipscope", "measure", card.name, *inputs.option]
+    words += [
+        word for name, value in options.items() if value is not None for word in (name, str(value))
+    ]
+    words += [word for scope in request.scopes for word in ("--scope", scope)]
+    return shlex.join(words + (["--special-tokens"] if identity.special_tokens else []))

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from filelock import FileLock
 
 from lipscope.study.directory import (
     APPLICATION_ID,
@@ -22,7 +24,16 @@ from lipscope.study.directory import (
     require_same,
     require_study,
 )
-from lipscope.study.records import COLUMNS, About, Identity, Row, Sample, Sensitivity, StudyInfo
+from lipscope.study.records import (
+    COLUMNS,
+    About,
+    Identity,
+    Row,
+    RowKey,
+    SampleTokens,
+    Sensitivity,
+    StudyInfo,
+)
 
 # In a unique index SQLite treats every NULL as different: ifnull makes "no layer" and "no head"
 # ordinary keys, so that INSERT OR REPLACE replaces their rows too.
@@ -57,7 +68,7 @@ class Store:
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, directory: Path | None, lock: TextIO | None = None
+        self, connection: sqlite3.Connection, directory: Path | None, lock: FileLock | None = None
     ) -> None:
         self._db = connection
         self._lock = lock
@@ -99,7 +110,7 @@ class Store:
     def _abandon(self) -> None:
         self._db.close()
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
 
     def info(self) -> StudyInfo:
         """Identity and description of the study."""
@@ -120,12 +131,16 @@ class Store:
         marks = ", ".join("?" * len(COLUMNS))
         with self._transaction():
             self._db.executemany(f"INSERT OR REPLACE INTO rows VALUES ({marks})", checked)
+            # float32: these norms are shown to two digits, and there are n of them per row.
             self._db.executemany(
                 "INSERT OR REPLACE INTO sensitivities VALUES (?, ?, ?, ?, ?, ?, ?)",
-                ((*s[:5], _pack(s.right), _pack(s.left)) for s in sensitivities),
+                (
+                    (*s[:5], array("f", s.right).tobytes(), array("f", s.left).tobytes())
+                    for s in sensitivities
+                ),
             )
 
-    def write_samples(self, samples: Iterable[Sample]) -> None:
+    def write_samples(self, samples: Iterable[SampleTokens]) -> None:
         """Store the tokens of the samples to be measured."""
         with self._transaction():
             self._db.executemany(
@@ -141,7 +156,7 @@ class Store:
         )
         return [_row(record) for record in found]
 
-    def done(self, probe: str) -> set[tuple[str, int | None, int | None, int, int]]:
+    def done(self, probe: str) -> set[RowKey]:
         """(scope, layer, head, n, sample) of every stored row of a probe that has not failed."""
         found = self._db.execute(
             "SELECT scope, layer, head, n, sample FROM rows "
@@ -150,12 +165,12 @@ class Store:
         )
         return set(found)
 
-    def sample(self, n: int, sample: int) -> Sample:
+    def sample(self, n: int, sample: int) -> SampleTokens:
         """The tokens of one sample."""
         found = self._db.execute(
             "SELECT tokens FROM samples WHERE n = ? AND sample = ?", (n, sample)
         ).fetchone()
-        return Sample(n, sample, tuple(json.loads(found[0])) if found else ())
+        return SampleTokens(n, sample, tuple(json.loads(found[0])) if found else ())
 
     def sensitivity(
         self, scope: str, layer: int | None, head: int | None, n: int, sample: int
@@ -237,11 +252,6 @@ def _sensitivity(record: tuple[Any, ...]) -> Sensitivity:
         right=_unpack(right),
         left=_unpack(left),
     )
-
-
-def _pack(values: Iterable[float]) -> bytes:
-    # float32: these norms are shown to two digits, and there are n of them per row.
-    return array("f", values).tobytes()
 
 
 def _unpack(blob: bytes) -> tuple[float, ...]:

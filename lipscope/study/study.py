@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope._types import UserError
 from lipscope.study.growth import Growth, check_lengths, fit
-from lipscope.study.records import COLUMNS, Row, StudyInfo
+from lipscope.study.records import COLUMNS, SIGMA, Row, StudyInfo
 from lipscope.study.store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SIGMA = "sigma"
 
 CERTIFIED = "local"
 """The kind of a row whose bounds come from a solve, whatever the input."""

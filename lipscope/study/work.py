@@ -1,7 +1,10 @@
-"""The work of a job: one forward pass per input, shared by its layers, and one solve per site."""
+"""The work of a job: one forward pass per group of samples, and the sigma of each of its sites."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,43 +12,70 @@ from dataclasses import dataclass, field
 import torch
 
 from lipscope._types import UserError
+from lipscope.linalg.estimate import many
+from lipscope.linalg.spectral import Solver
+from lipscope.mean_field.local import local_lipschitz
 from lipscope.models import embedded
 from lipscope.models.loading import load
 from lipscope.models.model import Card, Model
-from lipscope.models.sites import Survey
-from lipscope.study.plan import GROUPED_TOKENS
-from lipscope.study.probe import sigma
-from lipscope.study.records import Input, Job, Outcome, Settings
-from lipscope.study.sampling import Rows, Windows
+from lipscope.models.sites import Site, Survey
+from lipscope.study.jobs import GROUPED_TOKENS, Group, Job, Outcome
+from lipscope.study.reading import WholeInputs, Windows
+from lipscope.study.records import SIGMA, Identity, Row, Sensitivity
+
+NUMERIC_VERSION = 3
+"""Incremented whenever the same inputs give different numbers: a study never mixes two versions."""
 
 
 @dataclass
 class SigmaWork:
-    """Measures the sites of a job."""
+    """Measures the sites of a job.
+
+    identity: the accuracy and the seed of the study
+    surveyed: the group of samples whose forward pass is in memory, and that pass
+    """
 
     model: Model
-    inputs: Windows | Rows
-    settings: Settings
-    _prepared: tuple[Input, Survey] | None = field(default=None, repr=False)
+    inputs: Windows | WholeInputs
+    identity: Identity
+    surveyed: tuple[Group, Survey] | None = field(default=None, repr=False)
 
     def __call__(self, job: Job) -> Outcome:
         with threads_for(job.n * len(job.samples)):
-            return self._measure(job)
-
-    def _measure(self, job: Job) -> Outcome:
-        if self._prepared is None or self._prepared[0] != job.input:
-            self._prepared = None  # free the old activations before new ones are computed
-            self._prepared = job.input, survey(self.model, self.inputs, job.n, job.samples)
-        rows, sensitivities = [], []
-        for scope in job.scopes:
-            site = self._prepared[1].site(scope, job.layer, job.heads)
-            found = sigma(site, job.n, job.samples, self.settings)
-            rows += found[0]
-            sensitivities += found[1]
+            if self.surveyed is None or self.surveyed[0] != job.group:
+                self.surveyed = None  # free the old activations before new ones are computed
+                self.surveyed = job.group, survey(self.model, self.inputs, *job.group)
+            rows, sensitivities = [], []
+            for scope in job.scopes:
+                site = self.surveyed[1].site(scope, job.layer, job.heads)
+                found = sigma(site, job.n, job.samples, self.identity)
+                rows += found[0]
+                sensitivities += found[1]
         return Outcome(job, tuple(rows), tuple(sensitivities))
 
 
-def survey(model: Model, inputs: Windows | Rows, n: int, samples: Sequence[int]) -> Survey:
+def start_sigma_work(
+    card: Card, inputs: Windows | WholeInputs, identity: Identity, threads: int
+) -> SigmaWork:
+    """The same work, in a worker process."""
+    torch.set_num_threads(threads)
+    # The recorded commit, not the branch: the branch may have moved since.
+    revision = None if card.name == embedded.NAME else card.revision
+    model = load(
+        card.name,
+        dtype=card.dtype,
+        device=card.device,
+        revision=revision,
+        random_init=card.random_init,
+    )
+    if model.card.weights != card.weights:
+        raise UserError(
+            f"the weights of {card.name} changed during the measurement; start a new study"
+        )
+    return SigmaWork(model, inputs, identity)
+
+
+def survey(model: Model, inputs: Windows | WholeInputs, n: int, samples: Sequence[int]) -> Survey:
     """One forward pass over some samples of one length."""
     batch = inputs.batch(n, samples)
     if not batch.is_floating_point():
@@ -53,6 +83,49 @@ def survey(model: Model, inputs: Windows | Rows, n: int, samples: Sequence[int])
     if model.trunk.main_input_name == "pixel_values":
         return model.survey(pixel_values=batch)
     return model.survey(inputs_embeds=batch)
+
+
+def sigma(
+    site: Site, n: int, samples: Sequence[int], identity: Identity
+) -> tuple[list[Row], list[Sensitivity]]:
+    """One row and its token norms for every member of the site, whose samples are `samples`."""
+    began = time.perf_counter()
+    # The seed depends on what is solved, not on what was solved before: runs can resume.
+    name = f"lipscope start {identity.seed} {site.scope} {site.layer} {n} {list(samples)}"
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    solved = local_lipschitz(
+        site.f, site.X, identity.tol, gap=identity.gap, solver=Solver(seed=seed)
+    )
+    estimates = many(solved)
+    # Members of a batch are solved together: each gets an equal share of the time.
+    seconds = (time.perf_counter() - began) / len(site.members)
+    # Token norms: [B, n, d] -> [B, n].
+    right, left = (x.double().norm(dim=-1) for x in (estimates.right, estimates.left))
+    radii, rows, sensitivities = site.radius, [], []
+    for i, (member, head) in enumerate(site.members):
+        e, where = estimates[i], (site.scope, site.layer, head, n, samples[member])
+        known, status = not math.isnan(e.value), e.status.name.lower()
+        row = Row(
+            SIGMA,
+            *where,
+            kind="local",
+            norm="2",
+            value=e.value,
+            # Without a value the only certain interval is [0, infinity].
+            lower=e.lower if known else 0.0,
+            upper=e.upper if known else math.inf,
+            residual=e.residual,
+            status=f"{status}: {e.missed}" if known and e.missed else status,
+            radius=float(radii[i]),
+            dtype=str(site.X.dtype).removeprefix("torch."),
+            device=site.X.device.type,
+            seconds=seconds,
+        )
+        rows.append(row)
+        if known:
+            norms = tuple(right[i].tolist()), tuple(left[i].tolist())
+            sensitivities.append(Sensitivity(*where, right=norms[0], left=norms[1]))
+    return rows, sensitivities
 
 
 @contextmanager
@@ -65,31 +138,3 @@ def threads_for(tokens: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@dataclass(frozen=True)
-class StartSigmaWork:
-    """Creates the same work in a worker process."""
-
-    card: Card
-    inputs: Windows | Rows
-    settings: Settings
-    threads: int
-
-    def __call__(self) -> SigmaWork:
-        torch.set_num_threads(self.threads)
-        card = self.card
-        # The recorded commit, not the branch: the branch may have moved since.
-        revision = None if card.name == embedded.NAME else card.revision
-        model = load(
-            card.name,
-            dtype=card.dtype,
-            device=card.device,
-            revision=revision,
-            random_init=card.random_init,
-        )
-        if model.card.weights != card.weights:
-            raise UserError(
-                f"the weights of {card.name} changed during the measurement; start a new study"
-            )
-        return SigmaWork(model, self.inputs, self.settings)

@@ -59,7 +59,7 @@ def test_a_text_is_not_measured_with_a_seed_it_was_found_with(model, prose, monk
         used.append((J.batch, tol, None if solver is None else solver.seed))
         return spectral_norm(J, tol, gap=gap, start=start, solver=solver)
 
-    for place in ("lipscope.audit.token_target", "lipscope.linalg.local"):
+    for place in ("lipscope.audit.token_target", "lipscope.mean_field.local"):
         monkeypatch.setattr(f"{place}.spectral_norm", recording)
     plan = Plan("tokens", length=5, swaps=1, layers=[0], seed=3)
     study, lines = attack_model(model, prose, plan)

@@ -6,7 +6,8 @@ from lipscope.attack.ascent import Climb
 from lipscope.audit.heads import BOUND, REGIME, WORST, audit_model
 from lipscope.cli import main
 from lipscope.models.loading import load
-from lipscope.study.study import SIGMA, Study
+from lipscope.study.records import SIGMA
+from lipscope.study.study import Study
 
 SHORT = Climb(steps=2, restarts=1)
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from lipscope.study.records import Row, Sample, StudyInfo
+from lipscope.study.records import Row, SampleTokens, StudyInfo
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from tests.study.fakes import info, row, sensitivity
@@ -30,7 +30,7 @@ def study(place: Path, rows: list[Row], words: tuple[str, ...] = HARMLESS, **abo
     store = Store.create(place, StudyInfo(facts.identity, replace(facts.about, **about)))
     inputs = sorted({(r.n, r.sample) for r in rows})
     store.write_samples(
-        Sample(n, s, tuple(words[i % len(words)] for i in range(n))) for n, s in inputs
+        SampleTokens(n, s, tuple(words[i % len(words)] for i in range(n))) for n, s in inputs
     )
     store.write(rows, [sensitivity(r) for r in rows if not r.failing and r.probe == "sigma"])
     store.close()

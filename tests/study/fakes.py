@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lipscope.study.records import About, Identity, Job, Outcome, Row, Sensitivity, StudyInfo
+from lipscope.study.jobs import Job, Outcome, run_in_process
+from lipscope.study.records import About, Identity, Row, Sensitivity, StudyInfo
 
 IDENTITY = Identity(
     weights="w" * 64,
@@ -73,7 +74,7 @@ def answer(job: Job) -> Outcome:
     """A made-up but fixed result for a job."""
     rows = tuple(
         row(scope, layer, head, n, sample, value=math.sqrt(n) * (1 + (layer or 0)) + sample)
-        for scope, layer, head, n, sample in job.targets()
+        for scope, layer, head, n, sample in job.row_keys()
     )
     return Outcome(job, rows, tuple(sensitivity(r) for r in rows))
 
@@ -130,9 +131,8 @@ def refuse_at_birth():
 
 def keep_slowly(directory: str, count: int) -> None:
     """A study of `count` fake jobs in a process that may be killed; prints every stored job."""
-    from lipscope.study.engine import InProcess
+    from lipscope.study.run import keep
     from lipscope.study.store import Store
-    from lipscope.study.writer import keep
 
     def work(job: Job) -> Outcome:
         time.sleep(0.01)
@@ -140,5 +140,11 @@ def keep_slowly(directory: str, count: int) -> None:
 
     store = Store.create(Path(directory), info())
     done = store.done("sigma")
-    todo = [job for job in jobs(count) if not set(job.targets()) <= done]
-    keep(InProcess(work).run(todo), store, todo, lambda done, total: print(done, flush=True))
+    todo = [job for job in jobs(count) if not set(job.row_keys()) <= done]
+    keep(
+        run_in_process(work, todo),
+        store,
+        todo,
+        info(),
+        lambda done, total: print(done, flush=True),
+    )

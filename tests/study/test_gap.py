@@ -12,12 +12,11 @@ from lipscope._types import UserError
 from lipscope.linalg.certificate import NOISE
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models.loading import load
-from lipscope.study.records import Settings
+from lipscope.study.reading import Windows
 from lipscope.study.run import measure
-from lipscope.study.sampling import Windows
 from lipscope.study.store import Store
 from lipscope.study.study import Study
-from lipscope.study.work import StartSigmaWork
+from lipscope.study.work import start_sigma_work
 from tests.study.fakes import info, row, sensitivity
 from tests.study.printed import exported, shown
 
@@ -106,8 +105,9 @@ def test_a_study_from_before_there_were_gaps_is_read_and_resumed(model, prose, t
 
 
 def test_workers_are_asked_for_the_same(model):
-    settings = Settings(1e-6, 0.01, 0)
-    assert StartSigmaWork(model.card, Windows((), (), 0, 0, ""), settings, 1)().settings == settings
+    identity = info(gap=0.01).identity
+    work = start_sigma_work(model.card, Windows((), (), 0, 0, ""), identity, 1)
+    assert work.identity == identity
 
 
 @pytest.mark.parametrize("gap", [0.0, -0.1, 1.0, 1.01, math.inf, math.nan])

@@ -1,6 +1,8 @@
 """What may be measured, in every form it can be given in, and what may not."""
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +10,11 @@ from transformers import ViTConfig, ViTModel
 
 from lipscope._types import UserError
 from lipscope.models.loading import load
-from lipscope.study.reading import Choice, read
+from lipscope.study.reading import Windows, offset, read
 from lipscope.study.run import measure
 
-WINDOWS = Choice((4, 8), 2, 0, False)
-WHOLE = Choice(None, 2, 0, False)
+WINDOWS: dict[str, Any] = {"lengths": (4, 8), "samples": 2}
+WHOLE: dict[str, Any] = {}
 
 
 def test_a_string_a_file_a_list_and_ids_are_the_same_text(model, prose, tmp_path):
@@ -20,7 +22,7 @@ def test_a_string_a_file_a_list_and_ids_are_the_same_text(model, prose, tmp_path
     path.write_text(prose)
     words = prose.split()
     readings = [
-        read(model, given, None, WINDOWS)
+        read(model, given, None, **WINDOWS)
         for given in (
             prose,
             path,
@@ -28,9 +30,7 @@ def test_a_string_a_file_a_list_and_ids_are_the_same_text(model, prose, tmp_path
             model.encode(prose),
         )
     ]
-    assert {reading.inputs.window(8, 1) for reading in readings} == {
-        readings[0].inputs.window(8, 1)
-    }
+    assert {reading.window(8, 1) for reading in readings} == {readings[0].window(8, 1)}
     assert [reading.tokens for reading in readings] == [300] * 4
     assert [reading.option for reading in readings] == [
         ("--text", "-"),
@@ -43,16 +43,16 @@ def test_a_string_a_file_a_list_and_ids_are_the_same_text(model, prose, tmp_path
 def test_digests_tell_texts_apart(model, prose):
     ids = model.encode(prose)
     given = [prose, prose + " ba", [prose, "ba"], ids, [ids], ids[:-1]]
-    windows = [read(model, text, None, WINDOWS).inputs.digest for text in given]
+    windows = [read(model, text, None, **WINDOWS).digest for text in given]
     assert len(set(windows)) == 5  # ids in one row are the same as ids
     short = [ids[:8], [ids[:4], ids[4:8]], [ids[:5], ids[5:8]]]
-    whole = [read(model, text, None, WHOLE).inputs.digest for text in short]
+    whole = [read(model, text, None, **WHOLE).digest for text in short]
     assert len({*windows, *whole}) == 8
-    assert read(model, short[0], None, WINDOWS).inputs.digest != whole[0]
+    assert read(model, short[0], None, **WINDOWS).digest != whole[0]
 
 
 def test_no_text_means_the_embedded_one(model):
-    reading = read(model, None, None, WINDOWS)
+    reading = read(model, None, None, **WINDOWS)
     assert (
         reading.name == "Python's help topics" and reading.tokens > 10_000 and reading.option == ()
     )
@@ -85,7 +85,7 @@ def test_no_text_means_the_embedded_one(model):
 )
 def test_what_cannot_be_measured_is_told(model, text, inputs, choice, told):
     with pytest.raises(UserError, match=told):
-        read(model, text, inputs, choice)
+        read(model, text, inputs, **choice)
 
 
 def test_embeddings_of_another_width_are_told(model):
@@ -111,3 +111,52 @@ def test_pixels():
         measure(model, "a text")
     with pytest.raises(UserError, match="pixel values"):
         measure(model, inputs=torch.randn(2, 8))
+
+
+def windows(**changes) -> Windows:
+    fields = {"ids": tuple(range(100)), "lengths": (8, 16), "samples": 3, "seed": 0, "digest": ""}
+    return Windows(**{**fields, **changes})
+
+
+def test_offsets_are_fixed_for_ever():
+    """Numbers that studies on disk depend on: a change of them is a new numeric version."""
+    drawn = [
+        offset(1000, n, sample, seed)
+        for n, sample, seed in ((8, 0, 0), (8, 1, 0), (16, 0, 0), (8, 0, 1))
+    ]
+    assert drawn == [772, 498, 549, 105]
+
+
+def test_offsets_are_even():
+    counts = Counter(offset(10, 8, sample, 0) for sample in range(10_000))
+    assert set(counts) == set(range(10))
+    assert (
+        sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 27.9
+    )  # chi-squared, 9 degrees, p = 0.001
+
+
+def test_a_window_is_consecutive_and_depends_on_its_own_number_alone():
+    few, many = windows(), windows(lengths=(16, 32, 8), samples=50)
+    for n, sample in few.pairs:
+        window = few.window(n, sample)
+        assert window == tuple(range(window[0], window[0] + n))
+        assert window == many.window(n, sample)
+    assert few.batch(8, (2, 0)).tolist() == [list(few.window(8, 2)), list(few.window(8, 0))]
+
+
+def test_every_place_can_be_drawn_the_last_one_too():
+    starts = {windows(samples=1).window(96, sample)[0] for sample in range(200)}
+    assert starts == {0, 1, 2, 3, 4}
+    assert windows().window(100, 7) == tuple(range(100))
+
+
+def test_special_tokens_count_towards_n():
+    framed = windows(before=(-1,), after=(-2, -3))
+    window = framed.window(8, 0)
+    assert len(window) == 8 and window[0] == -1 and window[-2:] == (-2, -3)
+    assert window[1:6] == tuple(range(window[1], window[1] + 5))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_seed_is_a_different_draw(seed):
+    assert windows(seed=seed).window(8, 0) != windows(seed=seed + 1).window(8, 0)

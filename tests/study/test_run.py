@@ -9,7 +9,7 @@ import torch
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models.loading import load
-from lipscope.study import probe
+from lipscope.study import work
 from lipscope.study.run import measure
 from lipscope.study.study import Study
 from tests.study.printed import exported
@@ -148,7 +148,7 @@ def test_a_job_that_fails_is_a_row_that_says_why(model, prose, monkeypatch, tmp_
             raise MemoryError("no room\nfor this")
         return honest(site, *rest)
 
-    honest = probe.sigma
+    honest = work.sigma
     monkeypatch.setattr("lipscope.study.work.sigma", weak)
     study = measure(model, prose, (4,), 1, out=tmp_path / "s")
     assert {row.status for row in study.failed} == {"failed: MemoryError: no room for this"}

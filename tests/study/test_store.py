@@ -8,7 +8,7 @@ import pytest
 
 from lipscope._types import UserError
 from lipscope.study.directory import FILE, SCHEMA_VERSION
-from lipscope.study.records import Sample
+from lipscope.study.records import SampleTokens
 from lipscope.study.store import Store
 from tests.study.fakes import info, row, sensitivity
 
@@ -31,7 +31,7 @@ def test_what_was_written_is_read_back_exactly(tmp_path):
     ]
     store = Store.create(tmp_path / "s", info())
     store.write(rows, [sensitivity(rows[0])])
-    store.write_samples([Sample(8, 0, ("=1+1", "\x1b[31m", "ü", "", "a", "b", "c", "d"))])
+    store.write_samples([SampleTokens(8, 0, ("=1+1", "\x1b[31m", "ü", "", "a", "b", "c", "d"))])
     store.close()
     again = Store.open(tmp_path / "s")
     assert again.info() == info()

@@ -11,7 +11,7 @@ import pytest
 from lipscope._files import for_spreadsheet, for_terminal
 from lipscope._types import UserError
 from lipscope.study.export import write_csv, write_parquet
-from lipscope.study.records import COLUMNS, Row, Sample
+from lipscope.study.records import COLUMNS, Row, SampleTokens
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from tests.study.fakes import info, row, sensitivity
@@ -37,7 +37,7 @@ def sigma(layer: int, n: int, sample: int, head: int | None = None) -> float:
 def study(tmp_path) -> Study:
     store = Store.create(tmp_path / "s", info())
     for n in (8, 16, 32):
-        store.write_samples([Sample(n, s, (HOSTILE * 4)[:n]) for s in range(2)])
+        store.write_samples([SampleTokens(n, s, (HOSTILE * 4)[:n]) for s in range(2)])
         for layer in range(3):
             for s in range(2):
                 rows = [

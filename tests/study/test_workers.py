@@ -1,15 +1,16 @@
-"""Engines hand back one outcome per job, whatever happens to the workers."""
+"""One outcome comes back per job, whatever happens to the workers."""
 
 import os
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from lipscope._types import UserError
-from lipscope.study.engine import InProcess, Workers
-from lipscope.study.records import Job
+from lipscope.study.jobs import Job, run_in_process
+from lipscope.study.workers import Workers
 from tests.study.fakes import (
     Start,
     answer,
@@ -21,26 +22,28 @@ from tests.study.fakes import (
 
 
 @pytest.fixture(params=["in process", "workers"])
-def engine(request, tmp_path):
+def run(request, tmp_path):
     start = Start(tmp_path)
-    return InProcess(start()) if request.param == "in process" else Workers(start, 2)
+    if request.param == "in process":
+        return partial(run_in_process, start())
+    return Workers(start, 2).run
 
 
-def test_every_job_has_one_outcome(engine):
+def test_every_job_has_one_outcome(run):
     todo = jobs(10)
-    assert sorted(engine.run(todo)) == sorted(answer(job) for job in todo)
+    assert sorted(run(todo)) == sorted(answer(job) for job in todo)
 
 
-def test_an_exception_is_the_result_of_its_job_alone(engine):
+def test_an_exception_is_the_result_of_its_job_alone(run):
     todo = jobs(4)
     bad = Job(8, (0,), -2, ("attention",), ())
-    outcomes = {outcome.job: outcome for outcome in engine.run([*todo[:2], bad, *todo[2:]])}
+    outcomes = {outcome.job: outcome for outcome in run([*todo[:2], bad, *todo[2:]])}
     assert outcomes.pop(bad).failure == "RuntimeError: this job\ncannot be done"
     assert outcomes == {job: answer(job) for job in todo}
 
 
-def test_no_jobs_no_processes(engine):
-    assert list(engine.run([])) == []
+def test_no_jobs_no_processes(run):
+    assert list(run([])) == []
 
 
 def test_a_dead_worker_costs_its_job_one_try_and_no_neighbour(tmp_path):
@@ -84,10 +87,10 @@ def test_workers_live_long_and_keep_to_their_input(tmp_path):
 
 
 def test_workers_end_when_the_run_is_left_early(tmp_path):
-    engine = Workers(Start(tmp_path, seconds=0.05), 2).run(jobs(16))
-    next(engine)
+    outcomes = Workers(Start(tmp_path, seconds=0.05), 2).run(jobs(16))
+    next(outcomes)
     pids = {int(path.name.split("-")[-1]) for path in tmp_path.glob("done-*")}
-    engine.close()
+    outcomes.close()
     assert not any(alive(pid) for pid in pids)
 
 

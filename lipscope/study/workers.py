@@ -1,4 +1,4 @@
-"""Engines that run jobs: this process, or long-lived worker processes that may die."""
+"""Long-lived worker processes that run jobs, and may die while they do."""
 
 from __future__ import annotations
 
@@ -9,38 +9,15 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from lipscope._types import UserError
-from lipscope.study.records import Input, Job, Outcome
-
-Work = Callable[[Job], Outcome]
+from lipscope.study.jobs import Group, Job, Outcome, Work, attempt, reason
 
 TRIES = 3
 HEARTBEAT = 1.0
 """Seconds between checks of the workers: a death closes the pipe, unless a child process of the
 worker still holds it open."""
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """Runs jobs in any order and yields one outcome for each; it never touches the store.
-
-    The caller that iterates is the only writer. Closing the iterator early ends the work.
-    """
-
-    def run(self, jobs: Sequence[Job]) -> Generator[Outcome]: ...
-
-
-@dataclass(frozen=True)
-class InProcess:
-    """Runs one job after the other in this process."""
-
-    work: Work
-
-    def run(self, jobs: Sequence[Job]) -> Generator[Outcome]:
-        for job in jobs:
-            yield _attempt(self.work, job)
 
 
 @dataclass(frozen=True)
@@ -117,10 +94,10 @@ class _Worker:
         far_end.close()  # so that the pipe closes when the worker dies
         self.idle = False
         self.job: Job | None = None
-        self.last: Input | None = None
+        self.last: Group | None = None
 
     def give(self, job: Job) -> None:
-        self.idle, self.job, self.last = False, job, job.input
+        self.idle, self.job, self.last = False, job, job.group
         with suppress(OSError):  # it died while idle; receive() will report it
             self.pipe.send(job)
 
@@ -156,18 +133,18 @@ class _Worker:
 
 
 class _Queue:
-    """Waiting jobs, grouped by input, so that a worker keeps the input it has prepared."""
+    """Waiting jobs, grouped by samples, so that a worker keeps the input it has prepared."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
-        self._groups: dict[Input, deque[Job]] = {}
+        self._groups: dict[Group, deque[Job]] = {}
         for job in jobs:
-            self._groups.setdefault(job.input, deque()).append(job)
+            self._groups.setdefault(job.group, deque()).append(job)
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
     def put_back(self, job: Job) -> None:
-        self._groups.setdefault(job.input, deque()).appendleft(job)
+        self._groups.setdefault(job.group, deque()).appendleft(job)
 
     def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Job:
         """A job on the worker's own input, else on one no other worker has prepared, else any."""
@@ -187,25 +164,14 @@ def _serve(pipe: Connection, start: Callable[[], Work]) -> None:
     try:
         work = start()
     except Exception as error:
-        pipe.send(_Refusal(_reason(error)))
+        pipe.send(_Refusal(reason(error)))
         return
     try:
         pipe.send(_Ready())
         while True:
-            pipe.send(_attempt(work, pipe.recv()))
+            pipe.send(attempt(work, pipe.recv()))
     except (EOFError, OSError):
         return
-
-
-def _attempt(work: Work, job: Job) -> Outcome:
-    try:
-        return work(job)
-    except Exception as error:  # an error in one job is the result of that job
-        return Outcome(job, failure=_reason(error))
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def _check_starts(failed_starts: int, death: _Death) -> None:

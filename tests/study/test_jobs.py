@@ -1,18 +1,18 @@
 """The jobs of a study: each row once, in groups that do not depend on what was already there."""
 
+import math
 from itertools import product
 
-from lipscope.study.plan import Request
-from lipscope.study.records import Job
+from lipscope.study.jobs import Job, Request, grouped
 
 HEADS = {0: (0, 1, 2), 2: (0, 1)}
 ASKED = Request(
-    tuple(product((8, 128, 512), range(5))), (0, 2), HEADS, ("heads", "attention", "model")
+    grouped(list(product((8, 128, 512), range(5)))), (0, 2), HEADS, ("heads", "attention", "model")
 )
 
 
 def owed(jobs: list[Job]) -> list:
-    return [target for job in jobs for target in job.targets()]
+    return [target for job in jobs for target in job.row_keys()]
 
 
 def test_every_target_once():
@@ -37,8 +37,8 @@ def test_what_is_left_is_grouped_as_if_nothing_had_happened():
 
 
 def test_only_what_is_missing_is_asked():
-    less = Request(((8, 0), (8, 1)), (0,), {0: (1,)}, ("heads",))
-    more = Request(((8, 0), (8, 1), (8, 2)), (0,), {0: (0, 1)}, ("heads", "attention"))
+    less = Request(((8, (0, 1)),), (0,), {0: (1,)}, ("heads",))
+    more = Request(((8, (0, 1, 2)),), (0,), {0: (0, 1)}, ("heads", "attention"))
     jobs = more.jobs(set(owed(less.jobs(()))))
     assert jobs == [
         Job(8, (2,), 0, ("heads", "attention"), (0, 1)),
@@ -47,3 +47,19 @@ def test_only_what_is_missing_is_asked():
         Job(8, (0, 1), 0, ("heads", "attention"), (0,)),
         Job(8, (2,), 0, ("heads", "attention"), (0, 1)),
     ]
+
+
+def test_a_job_owes_a_row_per_scope_head_and_sample():
+    job = Job(16, (0, 2), 1, ("heads", "attention"), (0, 3))
+    assert job.row_keys() == [
+        ("heads", 1, 0, 16, 0), ("heads", 1, 0, 16, 2),
+        ("heads", 1, 3, 16, 0), ("heads", 1, 3, 16, 2),
+        ("attention", 1, None, 16, 0), ("attention", 1, None, 16, 2),
+    ]  # fmt: skip
+    failed = job.failed_rows("out of\n memory", "float32", "cuda")
+    assert [r[1:6] for r in failed] == job.row_keys()
+    assert {r.status for r in failed} == {"failed: out of memory"}
+    assert all(
+        r.check().failing and math.isnan(r.value) and (r.lower, r.upper) == (0.0, math.inf)
+        for r in failed
+    )

@@ -1,0 +1,151 @@
+"""The jobs of a study: what was requested, minus what is stored, and how one is attempted."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from lipscope._types import UserError
+from lipscope.study.records import FAILED, SIGMA, Row, RowKey, Sensitivity
+
+WHOLE_MODEL = "model"
+
+GROUPED_TOKENS = 512
+"""Samples of one length are solved together up to this many tokens; larger batches gain nothing."""
+
+Group = tuple[int, tuple[int, ...]]
+"""(n, samples): samples of one length that share one forward pass."""
+
+
+class Job(NamedTuple):
+    """A unit of work, stored completely or not at all.
+
+    It covers samples of one length, at one layer or of the whole model.
+    """
+
+    n: int
+    samples: tuple[int, ...]
+    layer: int | None
+    scopes: tuple[str, ...]
+    heads: tuple[int, ...]
+
+    @property
+    def group(self) -> Group:
+        """The model's input; jobs of one group share its forward pass."""
+        return self.n, self.samples
+
+    @property
+    def weight(self) -> float:
+        """The approximate cost: products with n x d matrices and with n x n matrices."""
+        return len(self.samples) * self.n * (1 + self.n / 1024)
+
+    def row_keys(self) -> list[RowKey]:
+        """(scope, layer, head, n, sample) of every row this job produces."""
+        return [
+            (scope, self.layer, head, self.n, sample)
+            for scope in self.scopes
+            for head in (self.heads if scope == "heads" else (None,))
+            for sample in self.samples
+        ]
+
+    def failed_rows(self, reason: str, dtype: str, device: str) -> tuple[Row, ...]:
+        """The rows of a job that failed, with the reason in their status."""
+        nan, status = math.nan, f"{FAILED}: {' '.join(reason.split())}"
+        return tuple(
+            Row(
+                SIGMA,
+                *key,
+                kind="local",
+                norm="2",
+                value=nan,
+                lower=0.0,
+                upper=math.inf,
+                residual=nan,
+                status=status,
+                radius=nan,
+                dtype=dtype,
+                device=device,
+                seconds=nan,
+            )
+            for key in self.row_keys()
+        )
+
+
+class Outcome(NamedTuple):
+    """The result of a job: its rows, or the reason why there are none."""
+
+    job: Job
+    rows: tuple[Row, ...] = ()
+    sensitivities: tuple[Sensitivity, ...] = ()
+    failure: str | None = None
+
+
+Work = Callable[[Job], Outcome]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure: scopes of layers, with the heads of each layer, at groups of samples."""
+
+    groups: tuple[Group, ...]
+    layers: tuple[int, ...]
+    heads: Mapping[int, tuple[int, ...]]
+    scopes: tuple[str, ...]
+
+    def jobs(self, done: Collection[RowKey]) -> list[Job]:
+        """The remaining jobs, shortest samples first."""
+        inside = tuple(scope for scope in self.scopes if scope != WHOLE_MODEL)
+        places: list[tuple[int | None, tuple[str, ...], tuple[int, ...]]] = [
+            (layer, inside, self.heads[layer]) for layer in self.layers if inside
+        ]
+        if WHOLE_MODEL in self.scopes:
+            places.append((None, (WHOLE_MODEL,), ()))
+        jobs = []
+        for n, samples in self.groups:
+            for layer, scopes, heads in places:
+                # Samples that lack the same rows stay together.
+                owed = defaultdict[tuple[tuple[str, ...], tuple[int, ...]], list[int]](list)
+                for sample in samples:
+                    one = Job(n=n, samples=(sample,), layer=layer, scopes=scopes, heads=heads)
+                    left = [key for key in one.row_keys() if key not in done]
+                    lacking = tuple(dict.fromkeys(key[0] for key in left))
+                    owed[lacking, tuple(h for _, _, h, _, _ in left if h is not None)] += [sample]
+                jobs += [
+                    Job(n=n, samples=tuple(same), layer=layer, scopes=lacking, heads=which)
+                    for (lacking, which), same in sorted(owed.items())
+                    if lacking
+                ]
+        return jobs
+
+
+def grouped(pairs: Sequence[tuple[int, int]]) -> tuple[Group, ...]:
+    """Samples (n, sample), shortest first, in groups that are solved together."""
+    # Samples are grouped by their number, never by what happens to be missing: rounding depends on
+    # the batch, and no result may depend on when a run was interrupted.
+    blocks = groupby(
+        sorted(pairs), lambda pair: (pair[0], pair[1] // max(1, GROUPED_TOKENS // pair[0]))
+    )
+    return tuple((n, tuple(sample for _, sample in block)) for (n, _), block in blocks)
+
+
+def run_in_process(work: Work, jobs: Sequence[Job]) -> Generator[Outcome]:
+    """Run one job after the other in this process."""
+    for job in jobs:
+        yield attempt(work, job)
+
+
+def attempt(work: Work, job: Job) -> Outcome:
+    """The outcome of a job; an error in it is its outcome."""
+    try:
+        return work(job)
+    except Exception as error:
+        return Outcome(job, failure=reason(error))
+
+
+def reason(error: Exception) -> str:
+    """An error in one line of a row's status."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
