@@ -48,7 +48,7 @@ VARIANTS: dict[str, Callable[[int, bool], nn.Module]] = {
         dim, HEADS, 0.9, causal=causal
     ),
     "contractive L2, 0.9, norm inf": lambda dim, causal: ls.nn.ContractiveL2Attention(
-        dim, HEADS, 0.9, math.inf, causal
+        dim, HEADS, 0.9, "inf", causal
     ),
 }
 
@@ -83,7 +83,7 @@ def constants(name: str) -> list[float]:
         steepest = family[ls.local_lipschitz(f, family, 1e-3).value.argmax()]
         found = ls.attack.ascend(f, ls.Ball(R, TOKENS), CLIMB, d=DIM, starts=[steepest, *best])
         high, best = [*high, found.value], [found.X]
-    bounds = [module.lipschitz_bound(TOKENS, norm) for norm in (2, math.inf)]
+    bounds = [module.lipschitz_bound(TOKENS, norm) for norm in ("2", "inf")]
     assert max(typical, *high) <= bounds[0]
     return [typical, *high, *bounds]
 

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.contractive_mlp import ContractiveMLP
+from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
 from lipscope.nn.invertible import InvertibleResidual
-from lipscope.nn.l2_attention import ContractiveL2Attention
 from lipscope.nn.variants import ATTENTIONS, CONSTANT
 
 INITIAL = 0.1

@@ -17,9 +17,10 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.charlm.folder import MODEL_TYPE, NAMES, config_fields
 from lipscope.charlm.language_model import Architecture, CharacterTransformer, norm_in_words
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
-from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
+from lipscope.nn.l2_attention import L2SelfAttention
 
 SMALLEST = Architecture(2, width=8, depth=1, heads=1, context=8)
 """The default configuration: transformers constructs one without arguments for comparison."""

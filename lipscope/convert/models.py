@@ -28,7 +28,7 @@ from lipscope.models.closed import same
 from lipscope.models.loading import load
 from lipscope.models.maps import Rerun
 from lipscope.models.plug import configs
-from lipscope.models.running import on_one_line
+from lipscope.models.model_files import on_one_line
 from lipscope.models.sites import Survey
 from lipscope.monitor.models import INPUTS, numbered, one_sample
 from lipscope.monitor.modules import listed

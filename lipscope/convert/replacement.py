@@ -12,8 +12,9 @@ from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.monitor.seen_call import real_tokens
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.cosine_attention import CosineSelfAttention
-from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention, value_factors
+from lipscope.nn.l2_attention import L2SelfAttention, value_factors
 from lipscope.nn.variants import ATTENTIONS, CONSTANT
 
 SMALLEST = 1e-2

@@ -9,8 +9,8 @@ from lipscope._contents import contents
 _CONTENTS = {
     "ATTENTIONS": "variants",
     "AttentionLayer": "attention_layer",
-    "ContractiveL2Attention": "l2_attention",
-    "ContractiveMLP": "contractive_mlp",
+    "ContractiveL2Attention": "contractive",
+    "ContractiveMLP": "contractive",
     "CosineSelfAttention": "cosine_attention",
     "DotSelfAttention": "dot_attention",
     "Inverse": "invertible",
@@ -47,13 +47,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lipscope.nn.attention_layer import AttentionLayer as AttentionLayer
-    from lipscope.nn.contractive_mlp import ContractiveMLP as ContractiveMLP
+    from lipscope.nn.contractive import ContractiveL2Attention as ContractiveL2Attention
+    from lipscope.nn.contractive import ContractiveMLP as ContractiveMLP
     from lipscope.nn.cosine_attention import CosineSelfAttention as CosineSelfAttention
     from lipscope.nn.dot_attention import DotSelfAttention as DotSelfAttention
     from lipscope.nn.invertible import Inverse as Inverse
     from lipscope.nn.invertible import InvertibleResidual as InvertibleResidual
     from lipscope.nn.invertible import LogDet as LogDet
-    from lipscope.nn.l2_attention import ContractiveL2Attention as ContractiveL2Attention
     from lipscope.nn.l2_attention import L2SelfAttention as L2SelfAttention
     from lipscope.nn.parametrize import SigmaReparam as SigmaReparam
     from lipscope.nn.parametrize import sigma_reparametrise as sigma_reparametrise

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lipscope._checks import norm_name
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
@@ -88,20 +89,27 @@ class AttentionLayer(nn.Module):
         P = scores.softmax(dim=-1)
         return P if padding is None else P.masked_fill(~padding[..., None, :, None], 0)
 
-    def lipschitz_bound(self, n: int, norm: float = 2) -> float:
-        """An upper bound on the Lipschitz constant over all sequences of n tokens.
+    @torch.no_grad()
+    def lipschitz_bound(self, n: int, norm: str | float = "2") -> float:
+        """An upper bound on the Lipschitz constant over all sequences of n tokens, however large.
 
         The bound does not decrease in n, so it also holds for n tokens some of which are padding.
 
         Args:
             n: Number of tokens.
-            norm: 2 for the Frobenius norm of the tokens, math.inf for the largest coordinate.
+            norm: "2" for the Frobenius norm of the tokens, "inf" for the largest coordinate.
 
         Returns:
-            The bound, infinite where the layer has no Lipschitz constant.
+            The bound, rounded up; infinite where the layer has no Lipschitz constant.
+
+        Raises:
+            UserError: If n or norm is invalid, or a weight is not finite.
         """
         check_length(n)
-        check_norm(norm)
+        return self._bound(n, norm_name(norm))
+
+    def _bound(self, n: int, norm: str) -> float:
+        """`lipschitz_bound` of checked arguments."""
         return math.inf
 
     def as_map(self, n: int) -> SelfAttention:
@@ -206,11 +214,3 @@ def check_finite(module: nn.Module) -> None:
 def check_length(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UserError(f"n, the number of tokens, must be an integer of at least 1, got {n!r}")
-
-
-def check_norm(norm: float) -> None:
-    if norm not in (2, math.inf):
-        raise UserError(
-            "norm must be 2 (Frobenius norm of the tokens) or math.inf (largest coordinate), "
-            f"got {norm!r}"
-        )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._checks import check_positive
-from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
+from lipscope.nn.attention_layer import AttentionLayer, check_finite
 from lipscope.nn.matrix_norms import spectral_upper
 
 
@@ -69,10 +69,7 @@ class CosineSelfAttention(AttentionLayer):
         wide = y if y.dtype in (torch.float32, torch.float64) else y.float()
         return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + self.eps)).to(y.dtype)
 
-    @torch.no_grad()
-    def lipschitz_bound(self, n: int, norm: float = 2) -> float:
-        check_length(n)
-        check_norm(norm)
+    def _bound(self, n: int, norm: str) -> float:
         check_finite(self)
         tau = self.log_tau.double().exp()
         q, k, v = (
@@ -80,7 +77,7 @@ class CosineSelfAttention(AttentionLayer):
             for part in (self.query, self.key, self.value)
         )
         O = self.out.weight.double()
-        if norm == math.inf:
+        if norm == "inf":
             # |W x| <= (sum of the column norms of W) |x|_inf; a row of P sums to one, so no kappa.
             q, k, v = (W.norm(dim=-2).sum(dim=-1) for W in (q, k, v))
             rows = O.unflatten(1, (self.heads, -1)).norm(dim=-1)

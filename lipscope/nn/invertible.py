@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lipscope._checks import norm_name
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
-from lipscope.nn.attention_layer import AttentionLayer, check_norm, check_padding
-from lipscope.nn.contractive_mlp import ContractiveMLP
-from lipscope.nn.determinant_series import power_series, remainder, series_weights
-from lipscope.nn.l2_attention import ContractiveL2Attention
+from lipscope.nn.attention_layer import AttentionLayer, check_padding
+from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
 from lipscope.nn.parametrize import SpectralNormalised
 from lipscope.nn.wrapped import unwrapped
 
@@ -69,7 +68,7 @@ class InvertibleResidual(nn.Module):
     """The residual y = x + g(x), invertible because g has a Lipschitz constant below 1.
 
     Tokens are [n, d] or a batch [B, n, d] whose members g maps independently. The constant is that
-    of g in its norm (g.norm if it has one, else 2); the residual itself has 1 + constant, so
+    of g in its norm (g.norm if it has one, else "2"); the residual itself has 1 + constant, so
     residuals are composed in sequence, not nested. If g is attention, padding [n] or [B, n] is True
     for real tokens, and padded tokens are returned unchanged.
 
@@ -249,7 +248,52 @@ class InvertibleResidual(nn.Module):
         return LogDet(found.mean(dim=0), spread.detach(), lost)
 
     def extra_repr(self) -> str:
-        return f"constant={self.constant:g}, norm={self.norm:g}"
+        return f"constant={self.constant:g}, norm={self.norm}"
+
+
+def remainder(constant: float, terms: int, size: int) -> float:
+    """size c^(m+1) / ((m+1) (1-c)) >= sum_{k>m} |tr J^k| / k, since |tr J^k| <= size c^k."""
+    return size * constant ** (terms + 1) / ((terms + 1) * (1 - constant))
+
+
+def power_series(
+    g: Callable[[Tensor], Tensor], x: Tensor, signs: Tensor, weights: Tensor, keep: bool
+) -> Tensor:
+    """sum_k weights[k] v'J^k v with J = D_x g, for every v in signs: [probes] or [probes, B].
+
+    signs is [probes, *x.shape]. keep: whether the result is differentiable.
+    """
+    # Every probe gets its own copy of x in one batch: a term costs one backward pass for all.
+    many = (x if keep else x.detach()).expand_as(signs).reshape(-1, *x.shape[-2:])
+    many = many if many.requires_grad else many.requires_grad_(True)
+    y = g(many)
+    v = w = signs.reshape(many.shape)
+    total = torch.zeros(signs.shape[:-2], dtype=x.dtype, device=x.device)
+    for weight in weights:
+        if not y.requires_grad:  # g does not depend on x
+            break
+        (w,) = torch.autograd.grad(
+            y, many, w, create_graph=keep, retain_graph=True, materialize_grads=True
+        )
+        inner = (w * v).sum(dim=(-2, -1)).reshape(total.shape)
+        total = total + weight.reshape(-1, *[1] * (total.ndim - 1)) * inner
+    return total
+
+
+def series_weights(terms: int, probes: int, going_on: float) -> Tensor:
+    """(-1)^(k+1) / k for `terms` terms, [k, probes], and a tail of random length for each probe.
+
+    The tail continues with probability going_on after each term. Its j-th term is divided by
+    going_on^j, the probability of reaching it, which keeps the sum unbiased.
+    """
+    tails = torch.zeros(probes, dtype=torch.long)
+    walking = torch.rand(probes) < going_on
+    while bool(walking.any()):
+        tails += walking
+        walking = walking & (torch.rand(probes) < going_on)
+    k = torch.arange(1, terms + int(tails.max()) + 1, dtype=torch.float64)[:, None]
+    late = (k - terms).clamp_min(0)
+    return torch.where(late <= tails, (-1.0) ** (k + 1) / k / (going_on or 1.0) ** late, 0.0)
 
 
 def _at(g: nn.Module, padding: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -272,7 +316,7 @@ def _real(x: Tensor, padding: Tensor | None) -> Tensor:
     return x.masked_fill(~padding[..., None], 0)
 
 
-def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: float) -> Tensor:
+def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: str) -> Tensor:
     """Rounding error of g near x per sequence: how far close points exceed the constant."""
     generator, here = torch.Generator().manual_seed(0), g(x)
     largest = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
@@ -293,11 +337,11 @@ def theory_steps(constant: float, first: Tensor, goal: Tensor) -> Tensor:
     return torch.ceil(ratio.log() / -math.log(constant)).clamp_min(1).long()
 
 
-def _length(x: Tensor, norm: float) -> Tensor:
+def _length(x: Tensor, norm: str) -> Tensor:
     """The norm of each sequence in float64, scaled so that squares neither overflow nor vanish."""
     flat = x.flatten(-2).double()
     largest = flat.abs().amax(dim=-1)
-    if norm == math.inf:
+    if norm == "inf":
         return largest
     return (
         torch.linalg.vector_norm(flat / largest.where(largest != 0, 1.0)[..., None], dim=-1)
@@ -325,13 +369,10 @@ def _check_map(g: nn.Module) -> None:
         )
 
 
-def _norm(g: nn.Module) -> float:
-    """g.norm if that is a number; 2 if g has none, or a layer of that name."""
-    norm = getattr(g, "norm", 2)
-    if not isinstance(norm, int | float):
-        return 2
-    check_norm(norm)
-    return norm
+def _norm(g: nn.Module) -> str:
+    """g.norm if that names a norm; "2" if g has none, or a layer of that name."""
+    norm = getattr(g, "norm", "2")
+    return norm_name(norm) if isinstance(norm, str | int | float) else "2"
 
 
 def _contraction(g: nn.Module, constant: float | None) -> float:

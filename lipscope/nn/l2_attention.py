@@ -1,26 +1,42 @@
-"""L2 attention (Kim, Papamakarios, Mnih 2021) with its Lipschitz constant, and a rescaled variant.
+"""L2 attention (Kim, Papamakarios, Mnih 2021) and its Lipschitz constant.
 
 f^h(X) = P X A_h W_V with A_h = W_Q W_Q' / sqrt(k) and P the softmax of
 -|W_Q'(x_i - x_j)|^2 / sqrt(k). Queries and keys are tied: untied, a query may be far from its own
 key, and no constant holds (docs/lipschitz_layers.md).
+
+A head is M_h m(Q_h x), where m is L2 attention with identity weights, whose constant c(n) is a
+theorem. All heads together are the composition of Q, m in each head, and O diag(M_h), so that
+
+    Lip <= c(n) ||O diag(M_h / ||M_h||)|| ||diag(||M_h||) Q||,
+
+in either norm, because scalars commute with M_h. It is at most the theorems'
+||O|| (sum_h ||M_h||^2 ||Q_h||^2)^(1/2), or ||O|| max_h ||M_h|| ||Q_h|| for the largest coordinate,
+since those bound the two factors.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import replace
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import check_positive
+from lipscope._checks import norm_name
+from lipscope._torch_internals import is_wrapped
 from lipscope.attention.kernels import L2, augment
-from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length, check_norm
-from lipscope.nn.l2_bound import balanced_factors, reaction, reactions, weight_factor
-from lipscope.nn.l2_bound import value_factors as value_factors
-from lipscope.nn.matrix_norms import widened
+from lipscope.attention.layer import SelfAttention
+from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length
+from lipscope.nn.matrix_norms import FLOOR, row_sum, spectral_upper, unit, widened
 from lipscope.theorems.factored_values import FactoredAttention
+from lipscope.theorems.heads import sight
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TINY = torch.finfo(torch.float32).tiny
 
 
 class L2SelfAttention(AttentionLayer):
@@ -68,17 +84,14 @@ class L2SelfAttention(AttentionLayer):
         Q, V = (part.weight.unflatten(0, (self.heads, -1)) for part in (self.query, self.value))
         return Q, V, self.out.weight
 
-    def bound_tensor(self, n: int, norm: float = 2) -> Tensor:
+    def bound_tensor(self, n: int, norm: str | float = "2") -> Tensor:
         """The bound as a differentiable function of the weights; never below `lipschitz_bound`."""
+        norm = norm_name(norm)
         # Under torch.compile n may be symbolic; the theorem needs an int.
         constant = reaction(operator.index(n), self.head_size, self.causal, norm)
         return constant * weight_factor(*self._weights(), norm)
 
-    @torch.no_grad()
-    def lipschitz_bound(self, n: int, norm: float = 2) -> float:
-        """An upper bound over all sequences of n tokens, however large, rounded up."""
-        check_length(n)
-        check_norm(norm)
+    def _bound(self, n: int, norm: str) -> float:
         check_finite(self)
         return self.bound_tensor(n, norm).item() * (1 + 1e-12)
 
@@ -94,59 +107,97 @@ class L2SelfAttention(AttentionLayer):
         return FactoredAttention(Q, Q, V, O, heads=self.heads, causal=self.causal, kernel=L2(), M=M)
 
 
-class ContractiveL2Attention(L2SelfAttention):
-    """L2 attention rescaled to a Lipschitz constant of at most `constant`, for any n and weights.
+def value_factors(Q: Tensor, V: Tensor) -> Tensor:
+    """M [heads, k, k] such that the values are M_h times the queries: M_h = W_V' W_Q / sqrt(k)."""
+    return V @ Q.mT * _gain(Q)
 
-    The layer is L2 attention times constant / bound(n). The bound is recomputed from the weights in
-    every pass, and gradients flow through it.
 
-    Args:
-        dim: Dimension of a token, a multiple of heads.
-        heads: Number of heads.
-        constant: The Lipschitz constant, positive.
-        norm: The norm it holds in: 2 (Frobenius) or math.inf (largest coordinate).
-        causal: Whether a token attends to itself and earlier tokens only.
+def _gain(Q: Tensor) -> float:
+    return 3 * math.sqrt(Q.shape[-1] / Q.shape[-2])
 
-    Example:
-        >>> import lipscope as ls
-        >>> layer = ls.nn.ContractiveL2Attention(8, heads=2, constant=0.9)
-        >>> layer.lipschitz_bound(n=5), layer.lipschitz_bound(n=5000)
-        (0.9, 0.9)
+
+def weight_factor(Q: Tensor, V: Tensor, O: Tensor, norm: str) -> Tensor:
+    """The factor of the weights Q, V [heads, k, dim], O [dim, heads k]; rounded up, never 0."""
+    with torch.autocast(O.device.type, enabled=False):
+        (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
+        left, right = _factors(Q, V, O, norm, Q.new_full((), TINY))
+        return (left * right * q * (q * v) * o).clamp_min(TINY)
+
+
+def balanced_factors(Q: Tensor, V: Tensor, O: Tensor, norm: str) -> Tensor:
+    """M divided by the factor of the weights: with O and Q unchanged, the constant is at most c(n).
+
+    In float64, for weights of any size.
     """
+    # The sizes of V and O cancel before anything is multiplied, so nothing can overflow. Below
+    # FLOOR they no longer cancel: zero weights then give the zero map, with a finite gradient.
+    with torch.autocast(O.device.type, enabled=False):
+        (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
+        long_q = Q.norm(dim=(1, 2)).clamp_min(FLOOR / q)
+        least = _gain(Q) * FLOOR / v * long_q
+        left, right = _factors(Q, V, O, norm, least)
+        right = right.clamp_min((least * long_q).amin())
+        return value_factors(Q, V) / right / torch.maximum(left, FLOOR / o) / q / o
 
-    def __init__(
-        self, dim: int, heads: int, constant: float, norm: float = 2, causal: bool = False
-    ) -> None:
-        super().__init__(dim, heads, causal)
-        check_positive("constant", constant)
-        check_norm(norm)
-        self.constant, self.norm = float(constant), norm
 
-    def value_map(self, n: int, padding: Tensor | None = None) -> Tensor:
-        """M times constant / bound(n), differentiable in the weights; n counts real tokens only."""
-        # The bound of the padded length would be valid as well, but the output for a sequence would
-        # then depend on the lengths of the others in its batch.
-        M = balanced_factors(*self._weights(), self.norm)
-        kind = self.head_size, self.causal, self.norm
-        if padding is None:
-            return self.constant / reaction(operator.index(n), *kind) * M
-        bound = reactions(padding.sum(dim=-1), operator.index(n), *kind)
-        return (self.constant / bound)[..., None, None, None].to(M.dtype) * M
+def _unit(W: Tensor) -> tuple[Tensor, Tensor]:
+    W, size = unit(widened(W), tuple(range(W.ndim)))
+    return W, size.flatten()[0]
 
-    @torch.no_grad()
-    def lipschitz_bound(self, n: int, norm: float = 2) -> float:
-        own = super().lipschitz_bound(n, norm)
-        if norm == self.norm:
-            return self.constant
-        ratio = own / super().lipschitz_bound(n, self.norm)
-        return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
 
-    @torch.no_grad()
-    def as_map(self, n: int) -> FactoredAttention:
-        f = super().as_map(n)
-        # V was rounded to nearest; the constant has to hold for the rounded V.
-        less = 1 - 4 * math.sqrt(self.dim) * torch.finfo(f.V.dtype).eps
-        return replace(f, V=f.V * less, M=f.M * less)
+def _factors(Q: Tensor, V: Tensor, O: Tensor, norm: str, least: Tensor) -> tuple[Tensor, Tensor]:
+    """||O diag(M_h / m_h)|| and ||diag(m_h) Q||, rounded up, with m_h = max(||M_h||, least)."""
+    measure = row_sum if norm == "inf" else spectral_upper
+    # ||E||_F sqrt(dim) bounds a matrix E of rounding errors in both norms, and the Frobenius norms
+    # of the factors bound the rounding errors of their product.
+    rounding = 4 * O.shape[0] ** 1.5 * torch.finfo(O.dtype).eps
+    size = _gain(Q) * V.norm(dim=(1, 2)) * Q.norm(dim=(1, 2))
+    M = value_factors(Q, V)
+    own = measure(M) + rounding * size
+    m = torch.maximum(own, least)
+    left = (
+        (O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None]))
+        .transpose(0, 1)
+        .flatten(1)
+    )
+    right = (m[:, None, None] * Q).flatten(0, 1)
+    # Where m_h exceeds ||M_h||, the left factor must not become smaller for it.
+    short = (1 - own / m).amax()
+    return measure(left) + O.norm() * (rounding * (size / m).norm() + short), measure(right)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm:g}"
+
+def _constant_for_the_compiler(function: F) -> F:
+    """Mark a function as torch.compiler.assume_constant_result does."""
+    # Calling that function here would import the compiler, and Triton with it.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_for_the_compiler
+def reaction(n: int, size: int, causal: bool, norm: str) -> float:
+    """c(n): the theorems' constant for identity weights and heads of this size."""
+    return _reaction(n, size, causal, norm)
+
+
+@_constant_for_the_compiler
+def _every_reaction(n: int, size: int, causal: bool, norm: str) -> tuple[float, ...]:
+    return tuple(_reaction(max(m, 1), size, causal, norm) for m in range(n + 1))
+
+
+def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: str) -> Tensor:
+    """The `reaction` of each count from 0 to n, as a tensor of the shape of counts."""
+    # Under the compiler and in functorch the counts cannot be read: look them up in a table of all.
+    if not torch.compiler.is_compiling() and not is_wrapped(counts):
+        known = [reaction(max(m, 1), size, causal, norm) for m in counts.flatten().tolist()]
+        return torch.tensor(known, dtype=torch.float64).reshape(counts.shape).to(counts.device)
+    table = torch.tensor(_every_reaction(n, size, causal, norm), dtype=torch.float64)
+    return table.to(counts.device)[counts]
+
+
+@lru_cache(maxsize=4096)
+def _reaction(n: int, size: int, causal: bool, norm: str) -> float:
+    from lipscope.theorems.kim2021 import coordinate_reaction, distance_reaction  # loads SciPy
+
+    one = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
+    seen = sight(SelfAttention(one, one, one, causal=causal), n)
+    return coordinate_reaction(seen, size) if norm == "inf" else distance_reaction(seen)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
-from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
+from lipscope.nn.l2_attention import L2SelfAttention
 
 Factory = Callable[[int, int, bool], AttentionLayer]
 

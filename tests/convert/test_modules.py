@@ -10,8 +10,9 @@ from torch import nn
 import lipscope as ls
 from lipscope.convert.models import convert_model
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.dot_attention import DotSelfAttention
-from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
+from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.nn.variants import ATTENTIONS
 
 DIM, HEADS, TOKENS = 8, 2, 6

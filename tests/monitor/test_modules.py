@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lipscope.monitor.monitor import SmoothnessMonitor, SmoothnessWarning
+from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
-from lipscope.nn.l2_attention import ContractiveL2Attention, L2SelfAttention
+from lipscope.nn.l2_attention import L2SelfAttention
 from tests.monitor.watched import DIM, HEADS, TOKENS, Small, batches, dense_norm
 
 

@@ -1,11 +1,80 @@
-"""The feed-forward contraction keeps its constant, whatever its weights are."""
+"""Contractive attention and the feed-forward contraction keep their constants for any weights."""
+
+import math
 
 import pytest
 import torch
+from torch import Tensor
 
+import lipscope as ls
 from lipscope._types import UserError
-from lipscope.nn.contractive_mlp import STEEPEST, ContractiveMLP
+from lipscope.nn.contractive import STEEPEST, ContractiveMLP
 from lipscope.nn.matrix_norms import of_norm
+from tests.nn.climb import climbed
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("norm", ["2", "inf"])
+def test_the_contractive_layer_keeps_its_promise(norm, causal):
+    for seed, constant in enumerate((0.9, 3.0)):
+        torch.manual_seed(seed)
+        layer = ls.nn.ContractiveL2Attention(4, 2, constant, norm, causal).double()
+        with torch.no_grad():
+            layer.query.weight.mul_(5 * seed + 0.2)
+            layer.out.weight.mul_(10)
+        for n in (1, 12):
+            assert layer.lipschitz_bound(n, norm) == constant
+            f = layer.as_map(n)
+            size = layer.query.weight.detach().norm()
+            assert climbed(f, 2 * torch.randn(n, 4).double() / size, norm, 6) <= constant
+
+
+def test_the_constant_can_almost_be_reached():
+    """With one token the layer is linear, and the bound is its norm."""
+    torch.manual_seed(0)
+    layer = ls.nn.ContractiveL2Attention(1, 1, 0.9).double()
+    assert ls.local_lipschitz(layer.as_map(1), torch.ones(1, 1).double()).value == pytest.approx(
+        0.9, rel=1e-9
+    )
+
+
+def test_the_scale_is_differentiable_and_the_same_in_every_dtype():
+    torch.manual_seed(0)
+    layer = ls.nn.ContractiveL2Attention(4, 2, 0.9)
+    wide = ls.nn.ContractiveL2Attention(4, 2, 0.9).double()
+    wide.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer.value_map(10), wide.value_map(10), rtol=1e-6, atol=0)
+    X = torch.randn(2, 3, 4).double()
+    weights = tuple(wide.parameters())
+
+    def at(*values: Tensor) -> Tensor:
+        names = [name for name, _ in wide.named_parameters()]
+        return torch.func.functional_call(wide, dict(zip(names, values, strict=True)), (X,))
+
+    assert torch.autograd.gradcheck(at, weights)
+
+
+def test_zero_weights_make_the_zero_map():
+    layer = ls.nn.ContractiveL2Attention(8, 2, 0.9)
+    for weight in layer.parameters():
+        torch.nn.init.zeros_(weight)
+    X = torch.randn(3, 8, requires_grad=True)
+    assert layer(X).abs().max() == 0
+    layer(X).sum().backward()
+    assert X.grad is not None and X.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, True, "0.9"])
+def test_a_constant_is_positive(bad):
+    with pytest.raises(Exception, match=r"constant|violates type hint"):
+        ls.nn.ContractiveL2Attention(8, 2, bad)
+
+
+def test_a_norm_is_a_name_or_its_number():
+    for norm, name in ((2, "2"), (math.inf, "inf"), ("inf", "inf")):
+        assert ls.nn.ContractiveL2Attention(8, 2, 0.9, norm=norm).norm == name
+    with pytest.raises(ls.UserError, match="norm must be '2' or 'inf', got 1"):
+        ls.nn.ContractiveL2Attention(8, 2, 0.9, norm=1)
 
 
 def test_steepest_is_the_largest_slope_of_gelu():

@@ -1,0 +1,116 @@
+"""Layers that are contractions for any weights: L2 attention, and a feed-forward layer."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear
+
+from lipscope._checks import check_positive, norm_name
+from lipscope.nn.l2_attention import L2SelfAttention, balanced_factors, reaction, reactions
+from lipscope.nn.matrix_norms import of_norm
+from lipscope.theorems.factored_values import FactoredAttention
+
+STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)
+"""The maximum slope of GELU, Phi(x) + x phi(x), attained at x = sqrt(2): about 1.129."""
+
+
+class ContractiveL2Attention(L2SelfAttention):
+    """L2 attention rescaled to a Lipschitz constant of at most `constant`, for any n and weights.
+
+    The layer is L2 attention times constant / bound(n). The bound is recomputed from the weights in
+    every pass, and gradients flow through it.
+
+    Args:
+        dim: Dimension of a token, a multiple of heads.
+        heads: Number of heads.
+        constant: The Lipschitz constant, positive.
+        norm: The norm it holds in: "2" (Frobenius) or "inf" (largest coordinate).
+        causal: Whether a token attends to itself and earlier tokens only.
+
+    Example:
+        >>> import lipscope as ls
+        >>> layer = ls.nn.ContractiveL2Attention(8, heads=2, constant=0.9)
+        >>> layer.lipschitz_bound(n=5), layer.lipschitz_bound(n=5000)
+        (0.9, 0.9)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        constant: float,
+        norm: str | float = "2",
+        causal: bool = False,
+    ) -> None:
+        super().__init__(dim, heads, causal)
+        check_positive("constant", constant)
+        self.constant, self.norm = float(constant), norm_name(norm)
+
+    def value_map(self, n: int, padding: Tensor | None = None) -> Tensor:
+        """M times constant / bound(n), differentiable in the weights; n counts real tokens only."""
+        # The bound of the padded length would be valid as well, but the output for a sequence would
+        # then depend on the lengths of the others in its batch.
+        M = balanced_factors(*self._weights(), self.norm)
+        kind = self.head_size, self.causal, self.norm
+        if padding is None:
+            return self.constant / reaction(operator.index(n), *kind) * M
+        bound = reactions(padding.sum(dim=-1), operator.index(n), *kind)
+        return (self.constant / bound)[..., None, None, None].to(M.dtype) * M
+
+    def _bound(self, n: int, norm: str) -> float:
+        before = super()._bound(n, norm)
+        if norm == self.norm:
+            return self.constant
+        # One factor scales the layer in every norm.
+        ratio = before / super()._bound(n, self.norm)
+        return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
+
+    @torch.no_grad()
+    def as_map(self, n: int) -> FactoredAttention:
+        f = super().as_map(n)
+        # V was rounded to nearest; the constant has to hold for the rounded V.
+        less = 1 - 4 * math.sqrt(self.dim) * torch.finfo(f.V.dtype).eps
+        return replace(f, V=f.V * less, M=f.M * less)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm}"
+
+
+class ContractiveMLP(nn.Module):
+    """A two-layer MLP with Lipschitz constant at most `constant`, for any weights.
+
+    It computes c W2 gelu(W1 x + b1) / (||W1|| ||W2|| max gelu') + b2 with c = `constant`. The norms
+    are recomputed from the weights in every pass, as upper bounds, and gradients flow through them.
+
+    Args:
+        dim: Dimension of a token.
+        hidden: Number of hidden units.
+        constant: The Lipschitz constant, positive.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> mlp = ls.nn.ContractiveMLP(4, hidden=16, constant=0.5)
+        >>> X, Y = torch.zeros(3, 4), torch.ones(3, 4)
+        >>> bool((mlp(X) - mlp(Y)).norm() <= 0.5 * (X - Y).norm())
+        True
+    """
+
+    def __init__(self, dim: int, hidden: int, constant: float) -> None:
+        super().__init__()
+        check_positive("constant", constant)
+        self.constant = float(constant)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
+        self.offset = nn.Parameter(self.up.weight.new_zeros(dim))
+
+    def forward(self, X: Tensor) -> Tensor:
+        hidden = gelu(linear(X, of_norm(1.0, self.up.weight), self.up.bias))
+        return linear(hidden, of_norm(self.constant / STEEPEST, self.down.weight), self.offset)
+
+    def extra_repr(self) -> str:
+        return f"constant={self.constant:g}"
