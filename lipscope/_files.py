@@ -132,8 +132,9 @@ def claim_folder(folder: Path, noun: str, marks: Collection[str], lock: str) -> 
     from filelock import FileLock, Timeout  # late: reading a study locks nothing
 
     check_folder(folder, noun, marks, lock)
-    # thread_local: a store may be closed by another thread than the one that opened it.
-    held = FileLock(folder / lock, blocking=False, thread_local=False)
+    # thread_local: a store may be closed by another thread than the one that opened it. No soft
+    # lock: a file that alone is the lock would outlive a killed process.
+    held = FileLock(folder / lock, blocking=False, thread_local=False, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held.acquire()
@@ -141,15 +142,14 @@ def claim_folder(folder: Path, noun: str, marks: Collection[str], lock: str) -> 
         raise UserError(
             f"another run is writing to {folder}; wait for it, or give another --out"
         ) from error
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
         raise _unwritable(folder, error) from error
     return held
 
 
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot write to {folder} ({error.strerror or error}); give --out another directory"
-    )
+def _unwritable(folder: Path, error: Exception) -> UserError:
+    why = getattr(error, "strerror", None) or error
+    return UserError(f"cannot write to {folder} ({why}); give --out another directory")
 
 
 def for_terminal(text: str, width: int | None = None) -> str:
