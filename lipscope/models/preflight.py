@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
+from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import Host, ModuleCall, first_tensor, leaves, on_one_line
+from lipscope.models.running import Host, ModuleCall, first_tensor, leaves
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
@@ -49,6 +50,10 @@ def preflight(host: Host, inputs: ModuleCall) -> Preflight:
         raise UserError(
             f"{name} gives non-finite values: some of its weights are missing or too large; "
             "check its weight files"
+        )
+    if not eager.any():
+        raise UserError(
+            f"{name} maps every token to zero: its weights are all 0; check its weight files"
         )
     calls = 0
     cores: dict[nn.Module, int] = {}

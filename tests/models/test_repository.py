@@ -133,9 +133,12 @@ def eight_bit_weights(folder):
 
 
 WRONG = {
-    "only pickles": (only_pickles, "only pickled weights.*convert them with safetensors"),
+    "only pickles": (only_pickles, "only pickled weights.*lipscope to-safetensors DIR"),
     "no weights": (no_weights, "expected weights in model.safetensors.*got none"),
-    "index that leads outside": (index_that_leads_outside, "expected weights in model.safetensors"),
+    "index that leads outside": (
+        index_that_leads_outside,
+        "names '../model.safetensors', expected files such as",
+    ),
     "torn weights": (torn_weights, "cannot be read"),
     "weights of another size": (weights_of_another_size, "do not fit its configuration"),
     "fp8 weights": (eight_bit_weights, "float8_e4m3fn.*float16 or finer"),
@@ -159,7 +162,7 @@ WRONG = {
     ),
     "broken tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),
-        "tokenizer cannot be read.*pass one",
+        "tokenizer cannot be read.*pass another one",
     ),
 }
 

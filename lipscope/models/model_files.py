@@ -1,0 +1,105 @@
+"""The files of a model folder, checked before anything opens them.
+
+A folder may come from anywhere. Only regular files of bounded size are read, and no link leads out
+of the folder; the links of the hub's cache, from a snapshot to its blobs, are the one exception.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipscope._files import for_terminal
+from lipscope._types import UserError
+from lipscope.linalg.basis import memory_of
+
+MEBIBYTE = 1 << 20
+
+LIMITS = {"config.json": 16 * MEBIBYTE, ".json": 64 * MEBIBYTE, "": 256 * MEBIBYTE}
+"""Largest size by the end of a file's name, first match; real ones stay below a quarter of it."""
+
+DEPTH = 64
+"""Maximum nesting of a JSON file; real ones have less than 10 levels."""
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def checked_file(path: Path, name: str, limit: int | None = None) -> Path:
+    """`path` itself, once it is certain to be a regular file of the model `name`, not too large."""
+    shown = for_terminal(path.name, 100)
+    try:
+        folder, target = path.parent.resolve(), path.resolve(strict=True)
+        status = target.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that go in a circle
+        raise UserError(f"{name}: {shown} cannot be read ({on_one_line(error)})") from error
+    homes = [folder]
+    if folder.parent.name == "snapshots":  # the hub's cache: models--x/snapshots/commit/file
+        homes.append(folder.parent.parent / "blobs")
+    if not any(target.is_relative_to(home) for home in homes):
+        raise UserError(
+            f"{name}: {shown} is a link that leads out of the folder; put the file itself there"
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{name}: {shown} is not a regular file; remove it, or put a file there")
+    if limit is None:
+        limit = next(size for end, size in LIMITS.items() if path.name.endswith(end))
+    if status.st_size > limit:
+        raise UserError(
+            f"{name}: {shown} has {size_of(status.st_size)}, "
+            f"more than the {size_of(limit)} that such a file may have here"
+        )
+    return path
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the model `name`."""
+    checked_file(path, name)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise UserError(f"{name}: {path.name} is nested too deeply to be read") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name}: {path.name} cannot be read ({on_one_line(error)})") from error
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{name}: {path.name} must contain a JSON object, got {type(content).__name__}"
+        )
+    # Breadth first: code that walks the content by recursion meets no more than DEPTH levels.
+    level: list[Any] = [content]
+    for _ in range(DEPTH):
+        level = [
+            part
+            for parent in level
+            for part in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(part, dict | list)
+        ]
+    if level:
+        raise UserError(f"{name}: {path.name} is nested more than {DEPTH} levels deep")
+    return content
+
+
+def memory_here() -> int:
+    """Bytes of memory that this process could have at most: the machine's, or its container's."""
+    total = memory_of(torch.device("cpu"))
+    try:
+        return min(total, int(CGROUP.read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return total
+
+
+def size_of(count: int) -> str:
+    """A number of bytes, for readers."""
+    size, unit = float(count), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:.3g} {unit}"
+
+
+def on_one_line(error: BaseException) -> str:
+    """The message of a third-party error, short enough to quote and safe to display."""
+    return for_terminal(" ".join(str(error).split())[:200]) or type(error).__name__
