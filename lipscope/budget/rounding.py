@@ -1,0 +1,239 @@
+"""The rounding of a low-precision run, operation by operation.
+
+The model runs in low precision, and every operation is repeated twice. On the same rounded
+arguments in high precision: the difference e is the error that this operation alone has made,
+whatever it does inside (a fused kernel, a sum in float32), and exactly zero where nothing was
+rounded (negation, copies, views). And on the arguments of a run that was exact from the start:
+these results form the graph of the reference, in which the derivative g of any output with respect
+to the result of the operation is available.
+
+Errors of single entries are taken to be independent, of mean zero and variance e^2, those of rounded
+parameters included, so that the expected square of the error of an output is
+sum_s sum_i e_si^2 E g_si^2 over all sites s, with g_s = J_s' v for a random v of identity covariance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lipscope._torch_internals import tree_leaves, tree_map
+from lipscope.budget.subject import NAME, Subject, arithmetic, blocks, hidden_states, layer_of, with_last
+from lipscope.models.plug import AttentionCall, listening, plugged
+
+IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+WEIGHT = "weight"
+"""The kind of the error that rounding the parameters makes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """A tensor of the reference, and the error that low precision makes there.
+
+    kind: the name of the operation, or "weight" for a parameter
+    """
+
+    kind: str
+    layer: int | None
+    exact: Tensor
+    error: Tensor
+
+
+class RoundingTrace(TorchFunctionMode):
+    """Follow a low-precision run by a reference in `high`, and note the error of each operation."""
+
+    def __init__(self, low: torch.dtype, high: torch.dtype) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+        self.roundings: list[Rounding] = []
+        self.layer: int | None = None
+        self._paused = False
+        # By id; the tensor itself is kept, so that its id is not given to another one.
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def pair(self, low: Tensor, exact: Tensor) -> None:
+        """Let `exact` stand for `low` in the reference."""
+        self._pairs[id(low)] = low, exact
+
+    def exact(self, low: Tensor) -> Tensor:
+        """The tensor of the reference that belongs to a tensor of the low-precision run."""
+        pair = self._pairs.get(id(low))
+        return low.to(self.high) if pair is None else pair[1]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        return self.follow(func, tuple(args), dict(kwargs or {}))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let functions pass, so that several of them can be followed as one operation."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def follow(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+    ) -> Any:
+        """Run an operation in low precision, and in high precision on both kinds of arguments."""
+        given = tree_leaves((args, kwargs))
+        name = name or getattr(func, "__name__", type(func).__name__)
+        in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        local = self._raised((args, kwargs), clone=in_place) if in_place else None
+        low = func(*args, **kwargs)
+        changed = args[0] if in_place else low
+        results = [x for x in tree_leaves(changed) if _is_float(x)]
+        if not any(_is_float(x) for x in given) or not results:
+            return low
+        if not in_place and all(any(r is x for x in given) for r in results):
+            return low  # the operation returned its argument
+        if func is nn.functional.embedding:
+            self._note_rows(low, *args[:2])
+            return low
+        local = local or self._raised((args, kwargs))
+        exact_args = tree_map(lambda x: self.exact(x) if _is_float(x) else x, (args, kwargs))
+        with arithmetic(self.high):
+            with torch.no_grad():
+                rounded_away = func(*local[0], **local[1])
+            exact = func(*exact_args[0], **exact_args[1])
+        if in_place:
+            rounded_away, exact = local[0][0], exact_args[0][0]
+        triples = zip(
+            results, *([x for x in tree_leaves(t) if _is_float(x)] for t in (rounded_away, exact)),
+            strict=True,
+        )  # fmt: skip
+        for result, right, reference in triples:
+            self._note(name, result, right, reference)
+        return low
+
+    def _note(self, name: str, low: Tensor, right: Tensor, exact: Tensor) -> None:
+        # Wider results than the format's are intermediate values that it does not round.
+        if low.dtype.itemsize <= self.low.itemsize:
+            error = low.detach().to(self.high) - right.to(self.high)
+            # Infinite entries are masks; they are equal, or the run is lost anyway.
+            error = torch.where(error.isfinite(), error, 0)
+            if bool(error.any()):
+                exact = exact if exact.requires_grad else exact.detach().requires_grad_()
+                self.roundings.append(Rounding(name, self.layer, exact, error))
+        self.pair(low, exact)
+
+    def _note_rows(self, low: Tensor, ids: Tensor, table: Tensor) -> None:
+        """Rows of an embedding: only those in use are parameters, and each is rounded once."""
+        used, places = ids.unique(return_inverse=True)
+        rows = self.exact(table).detach()[used].requires_grad_()
+        error = table.detach()[used].to(self.high) - rows.detach()
+        self.roundings.append(Rounding(WEIGHT, self.layer, rows, error))
+        self.pair(low, rows[places])
+
+    def _raised(self, tree: Any, clone: bool = False) -> Any:
+        """The arguments in high precision, as the low-precision run has them."""
+
+        def raised(x: Any) -> Any:
+            if not _is_float(x):
+                return x
+            return x.detach().to(self.high, copy=clone)
+
+        return tree_map(raised, tree)
+
+
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """A low-precision run of one sequence next to its reference.
+
+    output: the output of the model in the reference
+    states: the hidden states of the reference, the last one after the final norm
+    run:    the output and the hidden states of the low-precision run
+    """
+
+    output: Any
+    states: list[Tensor]
+    run: tuple[Any, list[Tensor]]
+    roundings: list[Rounding]
+
+
+def follow_run(reference: Subject, low: Subject, ids: Tensor) -> Followed:
+    """Run a sequence in low precision and follow it by the reference."""
+    trace = RoundingTrace(low.dtype, reference.dtype)
+    pairs = zip(
+        low.module.named_parameters(), reference.module.named_parameters(), strict=True
+    )
+    for (name, rounded), (_, parameter) in pairs:
+        exact = parameter.detach().requires_grad_()
+        trace.pair(rounded, exact)
+        error = rounded.detach().to(reference.dtype) - exact.detach()
+        if bool(error.any()):
+            trace.roundings.append(Rounding(WEIGHT, layer_of(name), exact, error))
+    with (
+        plugged(low.module, low.attention),
+        _marking(trace, low.module),
+        hidden_states(low.module) as seen,
+        _attention_as_one(trace) if low.attention == NAME else nullcontext(),
+        torch.enable_grad(),
+        trace,
+    ):
+        output = low.module(ids)
+    states = with_last(seen, output)
+    return Followed(
+        output=tree_map(lambda x: trace.exact(x) if _is_float(x) else x, output),
+        states=[trace.exact(h) for h in states],
+        run=(output, [h.detach() for h in states]),
+        roundings=trace.roundings,
+    )
+
+
+@contextmanager
+def _marking(trace: RoundingTrace, module: nn.Module) -> Iterator[None]:
+    """Tell the trace which layer is running."""
+    handles: list[Any] = []
+    for name, part in blocks(module).items():
+        number = layer_of(name)
+
+        def enter(part: nn.Module, args: Any, number: int | None = number) -> None:
+            trace.layer = number
+
+        def leave(part: nn.Module, args: Any, output: Any) -> None:
+            trace.layer = None
+
+        handles.append(part.register_forward_pre_hook(enter))
+        handles.append(part.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _attention_as_one(trace: RoundingTrace) -> Iterator[None]:
+    """Follow lipscope's attention as a single operation, its inner rounding included."""
+    def attend_once(call: AttentionCall) -> Tensor:
+        def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return replace(call, q=q, k=k, v=v).output()
+
+        with trace.paused():
+            return trace.follow(output, (call.q, call.k, call.v), {}, name="attend")
+
+    with listening(attend_once):
+        yield
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()

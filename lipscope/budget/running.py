@@ -1,0 +1,145 @@
+"""Formats really run: the outputs of a model whose errors are not predicted but made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.budget.formats import Format, Quantiser
+from lipscope.budget.metrics import Metric
+from lipscope.budget.sites import Site, check_routed, linears, weight_error
+from lipscope.budget.subject import NAME, Subject, changing_cache
+from lipscope.models.plug import AttentionCall
+
+
+def exact_outputs(subject: Subject, metric: Metric, attention: str | None = None) -> list[Tensor]:
+    """What the metric reads in the reference, per sequence."""
+    with torch.no_grad(), subject.ready(attention):
+        return [metric.read(subject.module(ids)) for ids in subject.sequences]
+
+
+def outputs_in(
+    subject: Subject,
+    format: Format,
+    metric: Metric,
+    only: Site | None = None,
+    strength: float = 1.0,
+    embeddings: bool = False,
+) -> list[Tensor]:
+    """What the metric reads when the model runs in a format, per sequence.
+
+    Args:
+        only: Make the error at this site alone.
+        strength: Multiply every error by this factor; a dtype has no strength but 1.
+    """
+    if format.dtype is not None:
+        return exact_outputs(subject.in_dtype(format.dtype), metric)
+    with _errors(subject, format, only, strength, embeddings):
+        return exact_outputs(subject, metric, NAME if format.cache else None)
+
+
+def distance(metric: Metric, exact: list[Tensor], other: Iterable[Tensor]) -> float:
+    """The metric between two lists of outputs."""
+    squared = sum(metric.squared(y, z) for y, z in zip(exact, other, strict=True))
+    return metric.value(squared, sum(metric.size(y) for y in exact))
+
+
+def second_order_share(
+    exact: list[Tensor], once: list[Tensor], twice: list[Tensor]
+) -> float:
+    """Norm of the part of an error that is not linear in it, relative to the error.
+
+    With dy(s) = s a + s^2 b + O(s^3) at strength s, dy(2) - 2 dy(1) = 2 b + O(s^3).
+    """
+    curved = total = 0.0
+    for y, y1, y2 in zip(exact, once, twice, strict=True):
+        curved += float(((y2 - y) / 2 - (y1 - y)).square().sum())
+        total += float((y1 - y).square().sum())
+    return (curved / total) ** 0.5 if total else 0.0
+
+
+@contextmanager
+def _errors(
+    subject: Subject, format: Format, only: Site | None, strength: float, embeddings: bool
+) -> Iterator[None]:
+    """Make the errors of a format in the runs inside."""
+    layers = linears(subject.module, embeddings)
+    with ExitStack() as stack:
+        for name, part in layers.items():
+            if format.weight and _chosen(only, name, "weight"):
+                stack.enter_context(_rounded(part, format.weight, strength))
+            if format.activation and _chosen(only, name, "activation"):
+                hook = _at_input(_scaled(format.activation, strength))
+                stack.callback(part.register_forward_pre_hook(hook).remove)
+        if format.cache:
+            check_routed(subject)
+            stack.enter_context(_rounded_cache(subject, format.cache, only, strength))
+        yield
+
+
+@contextmanager
+def _rounded(part: nn.Module, quantise: Quantiser, strength: float) -> Iterator[None]:
+    weight: Any = part.weight
+    kept = weight.data
+    error = weight_error(part, quantise)
+    weight.data = kept + strength * (error.mT if type(part).__name__ == "Conv1D" else error)
+    try:
+        yield
+    finally:
+        weight.data = kept
+
+
+@contextmanager
+def _rounded_cache(
+    subject: Subject, quantise: Quantiser, only: Site | None, strength: float
+) -> Iterator[None]:
+    calls = 0
+    layers = _attention_calls(subject)
+    change_one = _scaled(quantise, strength)
+
+    def change(call: AttentionCall) -> AttentionCall:
+        nonlocal calls
+        layer, calls = calls % layers, calls + 1
+        parts = {}
+        for kind, x in (("key", call.k), ("value", call.v)):
+            y = change_one(x)
+            if only is not None:
+                keep = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
+                keep[only.head] = (only.layer, only.kind) == (layer, kind)
+                y = torch.where(keep[:, None, None], y, x)
+            parts[kind] = y
+        return replace(call, k=parts["key"], v=parts["value"])
+
+    with changing_cache(change):
+        yield
+
+
+def _attention_calls(subject: Subject) -> int:
+    """The number of attention calls of one run."""
+    calls = 0
+
+    def count(call: AttentionCall) -> AttentionCall:
+        nonlocal calls
+        calls += 1
+        return call
+
+    with torch.no_grad(), subject.ready(NAME), changing_cache(count):
+        subject.module(subject.sequences[0][:, :2])
+    return max(calls, 1)
+
+
+def _at_input(change: Quantiser) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    return lambda part, args: (change(args[0]), *args[1:])
+
+
+def _scaled(quantise: Quantiser, strength: float) -> Quantiser:
+    return lambda x: x + strength * (quantise(x) - x)
+
+
+def _chosen(only: Site | None, name: str, kind: str) -> bool:
+    return only is None or (only.name, only.kind) == (name, kind)

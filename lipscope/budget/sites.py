@@ -1,0 +1,221 @@
+"""The places in a model where a format makes an error, and the products <g, e> at each of them.
+
+One backward pass per probe v gives g_s = J_s' v at every site s, whatever the formats; the product
+with the error e_sf of format f at that site costs a dot product. Sites are the weights of linear
+layers (Conv1D included), the inputs of linear layers, and the keys and values of every head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.budget.formats import Format, Quantiser
+from lipscope.budget.metrics import Metric
+from lipscope.budget.subject import NAME, Subject, changing_cache, layer_of
+from lipscope.models.plug import AttentionCall
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an error enters: the name of a module, its layer, and what is rounded there.
+
+    kind: "weight", "activation", "key", "value", or the operation of a low-precision run
+    head: the key-value head, for keys and values
+    """
+
+    name: str
+    layer: int | None
+    kind: str
+    head: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """t[k, b, s] = <g_s, e_s> for probe k, sequence b and site s, for one format."""
+
+    sites: list[Site]
+    t: Tensor
+
+
+def linears(module: nn.Module, embeddings: bool = False) -> dict[str, nn.Module]:
+    """The linear layers by name; a head that shares its weight with an embedding only if asked."""
+    tables = {
+        id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)
+    }
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if _is_linear(part) and (embeddings or id(part.weight) not in tables)
+    }
+
+
+def matrix(part: nn.Module) -> Tensor:
+    """The weight of a linear layer as [out, in]; transformers' Conv1D stores its transpose."""
+    weight = part.weight
+    assert isinstance(weight, Tensor)
+    return weight.mT if type(part).__name__ == "Conv1D" else weight
+
+
+def weight_error(part: nn.Module, quantise: Quantiser) -> Tensor:
+    """What a format adds to the weight of a linear layer, as [out, in]."""
+    W = matrix(part).detach()
+    return quantise(W) - W
+
+
+def collect_products(
+    subject: Subject,
+    formats: list[Format],
+    metric: Metric,
+    probes: int,
+    seed: int,
+    embeddings: bool = False,
+) -> dict[str, Products]:
+    """The products of every format at every site, from one forward pass per sequence."""
+    layers = linears(subject.module, embeddings)
+    errors = {
+        name: torch.stack([weight_error(part, f.weight).flatten() for f in formats if f.weight])
+        for name, part in layers.items()
+        if any(f.weight for f in formats)
+    }
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, list[Tensor]] = {f.name: [] for f in formats}
+    sites: dict[str, list[Site]] = {}
+    for ids in subject.sequences:
+        with _graph(subject, layers, formats, ids) as graph:
+            y = metric.read(graph.output)
+            tensors = [*graph.weights.values(), *graph.inputs.values(), *graph.cache.values()]
+            rows = []
+            for k in range(probes):
+                v = metric.probe(y, generator)
+                with torch.enable_grad():
+                    gradients = torch.autograd.grad(
+                        y, tensors, v, retain_graph=k + 1 < probes, allow_unused=True
+                    )
+                rows.append(_one_probe(graph, formats, errors, list(gradients)))
+        for f in formats:
+            # Sites of modules that did not run (a pooler) have no gradient in any probe.
+            sites[f.name] = [site for site, _ in rows[0][f.name]]
+            found[f.name].append(
+                torch.stack([torch.tensor([t for _, t in row[f.name]]) for row in rows])
+            )
+    return {
+        name: Products(sites[name], torch.stack(parts, dim=1)) for name, parts in found.items()
+    }
+
+
+@dataclass(eq=False)
+class _Graph:
+    """One differentiable forward pass with the tensors at its sites."""
+
+    weights: dict[str, Tensor]
+    transposed: dict[str, bool]
+    inputs: dict[str, Tensor]
+    cache: dict[tuple[int, str], Tensor]
+    output: Any = None
+
+
+@contextmanager
+def _graph(
+    subject: Subject, layers: dict[str, nn.Module], formats: list[Format], ids: Tensor
+) -> Iterator[_Graph]:
+    """Run the model with gradients at the sites that the formats need."""
+    weighted = any(f.weight for f in formats)
+    graph = _Graph(
+        weights={name: part.weight for name, part in layers.items()} if weighted else {},
+        transposed={name: type(part).__name__ == "Conv1D" for name, part in layers.items()},
+        inputs={},
+        cache={},
+    )
+    with ExitStack() as stack:
+        for weight in graph.weights.values():
+            weight.requires_grad_(True)
+            stack.callback(weight.requires_grad_, False)
+        if any(f.activation for f in formats):
+            for name, part in layers.items():
+                handle = part.register_forward_pre_hook(_take_input(graph, name))
+                stack.callback(handle.remove)
+        caching = any(f.cache for f in formats)
+        if caching:
+            check_routed(subject)
+            stack.enter_context(changing_cache(_take_cache(graph)))
+        with subject.ready(NAME if caching else None), torch.enable_grad():
+            graph.output = subject.module(ids)
+        yield graph
+
+
+def check_routed(subject: Subject) -> None:
+    """Raise UserError if keys and values cannot be reached."""
+    if not subject.routed:
+        raise UserError(
+            f"{subject.name} does not call transformers' attention interface, so its keys and "
+            "values cannot be reached; leave the kv formats out"
+        )
+
+
+def _take_input(graph: _Graph, name: str) -> Any:
+    def hook(part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # A node of its own: the gradient must not include other uses of the same tensor.
+        x = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
+        graph.inputs[name] = x.view_as(x)
+        return (graph.inputs[name], *args[1:])
+
+    return hook
+
+
+def _take_cache(graph: _Graph) -> Any:
+    def change(call: AttentionCall) -> AttentionCall:
+        layer = len(graph.cache) // 2
+        parts = {}
+        for kind, x in (("key", call.k), ("value", call.v)):
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            parts[kind] = graph.cache[layer, kind] = x.view_as(x)
+        return replace(call, k=parts["key"], v=parts["value"])
+
+    return change
+
+
+def _one_probe(
+    graph: _Graph,
+    formats: list[Format],
+    errors: dict[str, Tensor],
+    gradients: list[Tensor | None],
+) -> dict[str, list[tuple[Site, float]]]:
+    """The sites of every format with their products, for one probe."""
+    found: dict[str, list[tuple[Site, float]]] = {f.name: [] for f in formats}
+    remaining = iter(gradients)
+    for name in graph.weights:
+        g = next(remaining)
+        if g is None:
+            continue
+        flat = (g.mT if graph.transposed[name] else g).flatten()
+        products = (errors[name] @ flat).tolist()
+        for f, t in zip((f for f in formats if f.weight), products, strict=True):
+            found[f.name].append((Site(name, layer_of(name), "weight"), t))
+    for name, x in graph.inputs.items():
+        g = next(remaining)
+        for f in formats:
+            if g is not None and f.activation:
+                t = float((g * (f.activation(x.detach()) - x.detach())).sum())
+                found[f.name].append((Site(name, layer_of(name), "activation"), t))
+    for (layer, kind), x in graph.cache.items():
+        g = next(remaining)
+        for f in formats:
+            if g is not None and f.cache:
+                e = f.cache(x.detach()) - x.detach()
+                for head, t in enumerate((g * e).sum(dim=(0, 2, 3)).tolist()):
+                    site = Site(f"layer {layer} {kind}s", layer, kind, head)
+                    found[f.name].append((site, t))
+    return found
+
+
+def _is_linear(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear) or (
+        type(part).__name__ == "Conv1D" and getattr(part, "weight", torch.empty(0)).ndim == 2
+    )

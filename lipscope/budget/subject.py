@@ -1,0 +1,225 @@
+"""The model under test: a copy that belongs to lipscope, and the sequences it runs on."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.models.embedded import default_text
+from lipscope.models.loading import load
+from lipscope.models.model import Model
+from lipscope.models.plug import NAME, AttentionCall, listening, plugged
+from lipscope.models.precision import Float64
+
+Source = str | nn.Module | Model | None
+Text = str | Path | Sequence[Any] | Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model that runs in `dtype`, sequence by sequence.
+
+    module:    a copy of the model, in evaluation mode, without gradients
+    attention: the attention function it runs on, by transformers' name
+    routed:    whether lipscope's attention can stand in for its own
+    sequences: token ids [1, n] of every sample
+    """
+
+    module: nn.Module
+    sequences: tuple[Tensor, ...]
+    dtype: torch.dtype
+    attention: str
+    routed: bool
+    name: str
+
+    @property
+    def tokens(self) -> int:
+        return sum(ids.shape[1] for ids in self.sequences)
+
+    @contextmanager
+    def ready(self, attention: str | None = None) -> Iterator[None]:
+        """Set attention and arithmetic for the runs inside."""
+        with plugged(self.module, attention or self.attention), arithmetic(self.dtype):
+            yield
+
+    def in_dtype(self, dtype: torch.dtype) -> Subject:
+        """The same model with its parameters rounded to `dtype`, as from_pretrained would load it.
+
+        Buffers (the frequencies of rotary positions) stay in float32, as they do there.
+        """
+        module = copy.deepcopy(self.module)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.float()
+        return replace(self, module=module, dtype=dtype)
+
+
+def read_subject(
+    source: Source,
+    text: Text,
+    *,
+    head: bool,
+    length: int,
+    samples: int,
+    dtype: torch.dtype | None = None,
+) -> Subject:
+    """Copy the model and cut the text into sequences.
+
+    Args:
+        source: What :func:`lipscope.load` takes, a loaded Model, or any module that takes token
+            ids [1, n].
+        text: Text, the path of a text file, a list of texts, or token ids [n] or [B, n].
+        head: Whether the outputs of the task head are needed; otherwise the trunk runs alone.
+        length: Maximum number of tokens per sequence.
+        samples: Number of sequences taken from one text.
+        dtype: The dtype of the reference. Default: that of a loaded Model, else float64.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):
+        module, model = source, None
+        attention, routed, wanted = "eager", False, dtype or torch.float64
+        name, tokenizer, limit = type(source).__name__, None, None
+    else:
+        model = source if isinstance(source, Model) else load(source)
+        module = _with_head(source, model) if head else model.trunk
+        attention = str(getattr(model.trunk.config, "_attn_implementation", "eager") or "eager")
+        routed, wanted = model.preflight.routed, dtype or model.dtype
+        name, tokenizer, limit = model.card.name, model, model.max_positions
+    own = copy.deepcopy(module).eval().requires_grad_(False)
+    for tensor in [*own.parameters(), *own.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(wanted)
+    device = next(own.parameters()).device
+    rows = read_sequences(text, tokenizer, min(length, limit or length), samples)
+    return Subject(
+        module=own,
+        sequences=tuple(row.to(device) for row in rows),
+        dtype=wanted,
+        attention=attention,
+        routed=routed,
+        name=name,
+    )
+
+
+def read_sequences(text: Text, model: Model | None, length: int, samples: int) -> list[Tensor]:
+    """Token ids [1, n]: windows spread evenly over a text, one per text of a list, or rows."""
+    if isinstance(text, Tensor) or (
+        isinstance(text, list | tuple) and text and not isinstance(text[0], str | Path)
+    ):
+        ids = torch.as_tensor(text)
+        if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or not ids.numel():
+            raise UserError(
+                f"token ids must be integers [B, n] or [n], got {ids.dtype} {tuple(ids.shape)}"
+            )
+        return [row[None].long() for row in (ids if ids.ndim == 2 else ids[None])]
+    if model is None:
+        raise UserError("this model has no tokenizer; give token ids instead of text")
+    if isinstance(text, list | tuple):
+        rows = [model.encode(_content(part))[:length] for part in text]
+    else:
+        ids = model.encode(default_text() if text is None else _content(text))
+        n = min(length, len(ids))
+        last, count = len(ids) - n, max(1, min(samples, len(ids) // max(n, 1)))
+        starts = [round(i * last / max(count - 1, 1)) for i in range(count)]
+        rows = [ids[start : start + n] for start in starts]
+    rows = [row for row in rows if row]
+    if not rows:
+        raise UserError("the text has no tokens; give a longer text")
+    return [torch.tensor([row]) for row in rows]
+
+
+def arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The mode in which a model computes in `dtype` from end to end."""
+    return Float64() if dtype == torch.float64 else nullcontext()
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a module belongs to: the first number in its path."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else None
+
+
+def blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose path ends with the number of their layer."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if re.fullmatch(r"[^\d]*\.?\d+", name) and layer_of(name) is not None
+    }
+
+
+@contextmanager
+def hidden_states(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the input of the first block and the output of every block of the runs inside."""
+    found: list[Tensor] = []
+
+    def enter(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not found:
+            found.append(args[0] if args else kwargs["hidden_states"])
+
+    def leave(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        found.append(output if isinstance(output, Tensor) else output[0])
+
+    handles: list[Any] = []
+    for part in blocks(module).values():
+        handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(part.register_forward_hook(leave))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def last_hidden(output: Any) -> Tensor:
+    """The tokens that a trunk returns."""
+    if isinstance(output, Tensor):
+        return output
+    found = getattr(output, "last_hidden_state", None)
+    return output[0] if found is None else found
+
+
+def with_last(states: list[Tensor], output: Any) -> list[Tensor]:
+    """The hidden states, the last one after the final norm, as transformers returns them."""
+    last = last_hidden(output)
+    return [*states[:-1], last] if states and last.shape == states[-1].shape else states
+
+
+@contextmanager
+def changing_cache(change: Callable[[AttentionCall], AttentionCall]) -> Iterator[None]:
+    """Replace the arguments of every attention call of the runs inside."""
+    with listening(lambda call: change(call).output()):
+        yield
+
+
+def _with_head(source: Source, model: Model) -> nn.Module:
+    if isinstance(source, nn.Module) and source.get_output_embeddings() is not None:
+        return source
+    raise UserError(
+        f"{model.card.name} has no logits here; pass the live model with its language-model head "
+        "(AutoModelForCausalLM.from_pretrained(...)), or use metric='output'"
+    )
+
+
+def _content(text: Any) -> str:
+    if isinstance(text, Path):
+        try:
+            return text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {text} as UTF-8 text ({error})") from error
+    return str(text)
+
+
+__all__ = ["NAME", "Subject", "read_subject"]
