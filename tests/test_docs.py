@@ -96,7 +96,8 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
 
 def test_the_readme_and_the_guides_have_python():
     names = {page.name for page in RUN}
-    assert {"README.md", "choosing.md", "extending.md", "monitor.md", "dynamics.md"} <= names
+    guides = {"choosing.md", "extending.md", "monitor.md", "dynamics.md"}
+    assert {"README.md", "index.md", "tutorial.md"} | guides <= names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -1,0 +1,185 @@
+"""The documentation site builds without a warning, and nothing on it needs the network.
+
+MkDocs checks links, anchors and the navigation while it builds (`validation` in mkdocs.yml).
+"""
+
+import functools
+import http.server
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMESPACES = [""] + [f".{name}" for name in ("attack", "dynamics", "mean_field", "nn", "theorems")]
+FETCHED = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
+
+
+def build(site: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """`mkdocs build --strict` into `site`."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
+    done = build(directory)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+class Addresses(HTMLParser):
+    """Collects what a browser fetches by itself when it opens a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        # A canonical address is a statement, not a request.
+        if tag in FETCHED and values.get("rel") not in ("canonical", "next", "prev"):
+            self.found.append(values.get(FETCHED[tag]) or "")
+
+
+def fetched(html: str) -> list[str]:
+    parser = Addresses()
+    parser.feed(html)
+    return [address for address in parser.found if re.match(r"(\w+:)?//", address)]
+
+
+def test_what_a_page_fetches_is_seen():
+    assert fetched('<script src="https://x.org/a.js"></script>') == ["https://x.org/a.js"]
+    assert fetched('<img src="//x.org/a.png">') == ["//x.org/a.png"]
+    assert fetched('<img src="a.png"><a href="https://x.org">x</a>') == []
+
+
+def test_no_page_fetches_anything_from_the_network(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 25
+    assert {
+        page.name: fetched(page.read_text()) for page in pages if fetched(page.read_text())
+    } == {}
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*['\"]?(https?:)?//", style.read_text()), style
+
+
+def test_a_dead_link_fails_the_build(tmp_path):
+    """The settings that check links are in force: the same site with a dead link does not build."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Home\n\n[gone](index.md#gone) [away](away.md)\n")
+    (tmp_path / "mkdocs.yml").write_text(
+        "site_name: x\ntheme: {name: material, font: false}\n"
+        + config[config.index("validation:") :]
+    )
+    done = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert done.returncode != 0
+    assert "away.md" in done.stderr and "#gone" in done.stderr
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES, ids=lambda name: f"lipscope{name}")
+def test_every_public_name_is_in_the_reference(site, namespace):
+    module = importlib.import_module(f"lipscope{namespace}")
+    page = site / "api" / f"{namespace.lstrip('.') or 'lipscope'}.html"
+    anchors = set(re.findall(r'id="(lipscope[\w.]*)"', page.read_text()))
+    names = set(module.__all__) - {name.lstrip(".") for name in NAMESPACES}
+    # A table or a tuple of names has no docstring of its own, and no place on the page.
+    names = {name for name in names if callable(getattr(module, name))}
+    assert names and {f"lipscope{namespace}.{name}" for name in names} <= anchors
+
+
+def test_examples_of_docstrings_are_code(site):
+    page = (site / "api" / "lipscope.html").read_text()
+    assert page.count("&gt;&gt;&gt;") > 20
+    assert ":class:" not in page and ":func:" not in page
+
+
+def test_notebooks_are_shown_with_their_outputs(site):
+    pages = list((site / "notebooks").glob("*.html"))
+    assert len(pages) == len(list((ROOT / "examples" / "notebooks").glob("*.ipynb")))
+    shown = "".join(page.read_text() for page in pages)
+    assert "nothing above" in shown and "figure made by the cell above" in shown
+    assert len(list((site / "notebooks").glob("*.png"))) >= 3
+
+
+def test_citations_lead_to_the_references(site):
+    assert 'href="references.html#kim2021"' in (site / "notation.html").read_text()
+    assert 'href="../references.html#castin2024"' in (site / "theory" / "bounds.html").read_text()
+    assert 'id="kim2021"' in (site / "references.html").read_text()
+
+
+def test_every_command_is_documented():
+    from typer.main import get_command
+
+    from lipscope.cli.commands import app
+
+    page = (ROOT / "docs" / "command_line.md").read_text()
+    commands = getattr(get_command(app), "commands")  # noqa: B009  (a typer group)
+    listed = set(re.findall(r"^\| `lipscope ([\w-]+)", page, flags=re.MULTILINE))
+    assert listed == set(commands)
+
+
+@pytest.fixture(scope="module")
+def address(site) -> Iterator[str]:
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves the site without a line per request."""
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def browser():
+    programs = filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+    program = next(programs, None)
+    if program is None:
+        pytest.skip("no Chromium here")
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.mark.parametrize(
+    "page", ["index.html", "api/lipscope.html", "notebooks/fragile_layers.html"]
+)
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_page_in_a_browser(browser, address, page, width):
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    tab, elsewhere, errors = context.new_page(), [], []
+    tab.on(
+        "request", lambda r: r.url.startswith((address, "data:", "blob:")) or elsewhere.append(r)
+    )
+    tab.on("pageerror", lambda error: errors.append(error))
+    tab.goto(f"{address}/{page}")
+    tab.wait_for_load_state("networkidle")
+    wider = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert tab.evaluate(wider) == 0, "the page scrolls sideways"
+    assert not elsewhere and not errors
+    context.close()
+
+
+def test_search_works_without_the_network(browser, address):
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
+    tab = context.new_page()
+    tab.goto(f"{address}/index.html")
+    tab.fill("input[name=query]", "local_lipschitz")
+    tab.wait_for_selector(".md-search-result__item a")
+    assert "local_lipschitz" in tab.inner_text(".md-search-result__list")
+    context.close()
