@@ -128,18 +128,19 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
             self._steps, self._seen = self._steps + 1, trainer.global_step
             readings = monitor.step(self._steps)
             for logger in trainer.loggers if readings else ():
-                # global_step already counts this step, once per optimizer; Lightning logs the
-                # losses under this number instead.
-                logger.log_metrics(
-                    _finite(logged(readings)),
-                    step=trainer.fit_loop.epoch_loop._batches_that_stepped,
-                )
+                logger.log_metrics(_finite(logged(readings)), step=_logged_step(trainer))
             trainer.should_stop |= monitor.stopped
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             monitor.close()
 
     return Measuring()
+
+
+def _logged_step(trainer: Any) -> int:
+    """The step under which Lightning logs the losses; private, tested with Lightning 2.6."""
+    # global_step would not do: it already counts this step, once per optimizer.
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ compiled before they were registered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -30,17 +30,16 @@ class Entry:
     def __init__(self, part: nn.Module) -> None:
         self.part = part
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | UserError | None = None
-        self._remove: Callable[[], None] | None = None
+        self._hooks = ExitStack()
 
     def arm(self) -> None:
         """Start recording calls."""
-        self._remove = hook(self.part, self._keep)
+        self._hooks.callback(hook(self.part, self._keep))
 
     def release(self) -> None:
         """Stop recording and forget the recorded call."""
-        if self._remove is not None:
-            self._remove()
-        self._remove = self._call = None
+        self._hooks.close()
+        self._call = None
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not to_be_kept():
@@ -61,9 +60,7 @@ class Entry:
         if isinstance(self._call, UserError):
             raise self._call
         (args, kwargs), self._call = self._call, None
-        if self._remove is not None:
-            self._remove()
-            self._remove = None
+        self._hooks.close()  # the pass below is not the training's
         original = unwrapped(self.part)
         buffers = {name: b.clone() for name, b in original.named_buffers()}
         with torch.no_grad(), evaluating(original), uncompiled(self.part):
@@ -82,7 +79,7 @@ def entries(model: nn.Module) -> Iterator[Entry]:
 def hook(
     part: nn.Module, tap: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 ) -> Callable[[], None]:
-    """Show `tap` the calls of a compiled part, outside the compiler; returns an undo function."""
+    """Show `tap` the calls of a module, outside the compiler; return a function that removes it."""
     # A module compiled in place runs its hooks inside the graph, so the call itself is wrapped.
     inner = part._compiled_call_impl
     if inner is None:

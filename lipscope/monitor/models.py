@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -96,7 +96,7 @@ class ModelWatch:
         self.model, self.called, self.scope = model, called, scope
         self._layers = {f"{scope}.{i}": i for i in layers}
         self.names = tuple(self._layers)
-        self._remove: Callable[[], None] | None = None
+        self._hooks = ExitStack()
         self._tap = _InputTap()
         self._survey: Survey | None = None
         self._kept = ExitStack()
@@ -108,10 +108,10 @@ class ModelWatch:
         around = [
             entry.part for entry in entries(self.called) if trunk in set(entry.part.modules())
         ]
-        self._remove = hook(around[0] if around else trunk, self._tap)
+        self._hooks.callback(hook(around[0] if around else trunk, self._tap))
 
     def sight(self, name: str) -> Sight | None:
-        self._shut()  # the pass below is the measurement's own and must not be recorded
+        self._hooks.close()  # the pass below is the measurement's own and must not be recorded
         trunk = self.model.trunk
         if self._survey is None:
             inputs = self._tap.inputs
@@ -128,14 +128,9 @@ class ModelWatch:
         return site.f, site.X[0]
 
     def release(self) -> None:
-        self._shut()
+        self._hooks.close()
         self._kept.close()
         self._survey, self._tap = None, _InputTap()
-
-    def _shut(self) -> None:
-        if self._remove is not None:
-            self._remove()
-            self._remove = None
 
 
 class _InputTap:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.hooks import RemovableHandle
 
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -60,7 +60,7 @@ class ModuleWatch:
         self._modules = _chosen(model, layers)
         self.names = tuple(self._modules)
         self._taps = {name: _Tap() for name in self.names}
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._entries: list[Entry] = []
 
     def arm(self) -> None:
@@ -78,9 +78,8 @@ class ModuleWatch:
         for name, module in self._modules.items():
             if module in modules:
                 self._taps[name].open = True
-                self._handles.append(
-                    module.register_forward_pre_hook(self._taps[name], with_kwargs=True)
-                )
+                handle = module.register_forward_pre_hook(self._taps[name], with_kwargs=True)
+                self._hooks.callback(handle.remove)
 
     def sight(self, name: str) -> Sight | None:
         self._shut()  # a layer that is run for its measurement may contain other watched layers
@@ -112,9 +111,7 @@ class ModuleWatch:
             tap.call = None
 
     def _shut(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         for tap in self._taps.values():
             tap.open = False
 
