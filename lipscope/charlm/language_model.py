@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
+from lipscope.nn.contractive import ContractiveMLP
 from lipscope.nn.invertible import InvertibleResidual
-from lipscope.nn.variants import ATTENTIONS, CONSTANT
+from lipscope.nn.variants import ATTENTIONS, CONSTANT, CONTRACTIVE, make_contractive
 
 INITIAL = 0.1
 """Initial standard deviation of embeddings; they train faster than with torch's default of 1."""
@@ -68,10 +68,10 @@ class Architecture:
             )
         if not 0 < self.constant < math.inf:
             raise UserError(f"constant must be a positive number, got {self.constant!r}")
-        if self.invertible and self.attention != "contractive":
+        if self.invertible and self.attention not in CONTRACTIVE:
             raise UserError(
                 f"invertible blocks need attention that is a contraction, which {self.attention} "
-                "attention is not; choose attention contractive"
+                f"attention is not; choose attention {' or '.join(CONTRACTIVE)}"
             )
         if self.invertible and self.constant >= 1:
             raise UserError(f"invertible blocks need a constant below 1, got {self.constant:g}")
@@ -99,8 +99,8 @@ MakeAttention = Callable[[Architecture], AttentionLayer]
 def make_attention(architecture: Architecture) -> AttentionLayer:
     """One causal attention layer of this architecture."""
     a = architecture
-    if a.attention == "contractive":
-        return ContractiveL2Attention(a.width, a.heads, a.constant, causal=True)
+    if a.attention in CONTRACTIVE:
+        return make_contractive(a.attention, a.width, a.heads, True, a.constant)
     return ATTENTIONS[a.attention](a.width, a.heads, True)
 
 

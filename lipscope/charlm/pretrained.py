@@ -20,7 +20,8 @@ from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
-from lipscope.nn.l2_attention import L2SelfAttention
+from lipscope.nn.l2_attention import BallL2Attention, L2SelfAttention
+from lipscope.nn.query_ball import BALL
 
 SMALLEST = Architecture(2, width=8, depth=1, heads=1, context=8)
 """The default configuration: transformers constructs one without arguments for comparison."""
@@ -81,6 +82,10 @@ class RoutedL2(L2SelfAttention, Routed):
     """L2 attention on the selected attention function."""
 
 
+class RoutedBall(BallL2Attention, Routed):
+    """L2 attention of projected queries on the selected attention function."""
+
+
 class RoutedCosine(CosineSelfAttention, Routed):
     """Cosine attention on the selected attention function."""
 
@@ -93,7 +98,11 @@ ROUTED: dict[str, Callable[[Architecture], Routed]] = {
     "dot": lambda a: RoutedDot(a.width, a.heads, causal=True),
     "l2": lambda a: RoutedL2(a.width, a.heads, causal=True),
     "cosine": lambda a: RoutedCosine(a.width, a.heads, causal=True),
+    "ball": lambda a: RoutedBall(a.width, a.heads, causal=True),
     "contractive": lambda a: RoutedContractive(a.width, a.heads, a.constant, causal=True),
+    "contractive-ball": lambda a: RoutedContractive(
+        a.width, a.heads, a.constant, causal=True, ball=BALL
+    ),
 }
 """What make_attention makes, by the same names, routed."""
 

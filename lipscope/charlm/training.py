@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lipscope._checks import usable_device
 from lipscope._files import claim_folder
 from lipscope._types import UserError
 from lipscope.charlm.characters import CharacterText, read_characters
@@ -32,10 +33,11 @@ from lipscope.charlm.language_model import (
     make_attention,
     norm_in_words,
 )
-from lipscope.linalg.device import memory_of, usable_device
+from lipscope.linalg.basis import memory_of
 from lipscope.linalg.spectral import Solver
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.monitor.modules import ModuleWatch
+from lipscope.nn.variants import CONTRACTIVE
 
 TEST_WINDOWS = 64
 """Number of held-out windows in the test loss."""
@@ -240,7 +242,7 @@ def train_character_model(
     Args:
         text: The text itself, or the path of a UTF-8 file; its last tenth is held out.
         out: Directory for the model and the checkpoint: new, empty, or of an earlier training.
-        attention: A name in `lipscope.nn.ATTENTIONS`: dot, l2, contractive or cosine.
+        attention: A name in `lipscope.nn.ATTENTIONS`, such as dot, l2 or contractive-ball.
         depth: Number of blocks.
         width: Embedding dimension, a multiple of heads.
         heads: Heads per layer.
@@ -300,10 +302,11 @@ def train_character_model(
     )
     if constant is not None:
         shape = replace(shape, constant=constant)
-        if attention != "contractive":
+        if attention not in CONTRACTIVE:
+            names = " or ".join(CONTRACTIVE)
             raise UserError(
-                f"constant is for contractive attention, {attention} attention takes none; "
-                "leave it out, or choose attention contractive"
+                f"constant is for {names} attention, {attention} attention takes none; "
+                f"leave it out, or choose attention {names}"
             )
     learned = read_characters(text, context)
     shape = replace(shape, vocabulary=len(learned.alphabet))

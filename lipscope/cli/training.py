@@ -23,7 +23,9 @@ def train(
     text: Annotated[
         str, typer.Option(metavar="FILE|-", help="UTF-8 text to train on; - reads stdin.")
     ],
-    attention: Annotated[str, of_model(help="dot, l2, contractive or cosine.")] = "l2",
+    attention: Annotated[
+        str, of_model(help="dot, l2, ball, contractive, contractive-ball or cosine.")
+    ] = "l2",
     depth: Annotated[int, of_model(help="Number of blocks.")] = 4,
     width: Annotated[int, of_model(help="Embedding dimension.")] = 64,
     heads: Annotated[int, of_model(help="Heads per layer.")] = 4,

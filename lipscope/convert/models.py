@@ -27,8 +27,8 @@ from lipscope.convert.replacement import Replacement, constant_part, make_layer
 from lipscope.models.closed import same
 from lipscope.models.loading import load
 from lipscope.models.maps import Rerun
-from lipscope.models.plug import configs
 from lipscope.models.model_files import on_one_line
+from lipscope.models.plug import configs
 from lipscope.models.sites import Survey
 from lipscope.monitor.models import INPUTS, numbered, one_sample
 from lipscope.monitor.modules import listed
@@ -52,8 +52,8 @@ def convert_model(
 
     Args:
         model: A torch module or a transformers model.
-        to: The new attention: ``"dot"``, ``"l2"``, ``"contractive"`` or ``"cosine"``, the layers of
-            ``lipscope.nn``.
+        to: The new attention, one of ``lipscope.nn.ATTENTIONS``: ``"dot"``, ``"l2"``, ``"ball"``,
+            ``"contractive"``, ``"contractive-ball"`` or ``"cosine"``.
         inputs: A sample to run the model on; every layer is measured at the tokens it reads, before
             and after. A tensor (of token ids, for a transformers model), a tuple of arguments, or a
             dictionary of them (such as a tokenizer's output).
@@ -108,7 +108,7 @@ def convert_model(
             f"{loaded.preflight.reason}, so it cannot be converted; supported are {SUPPORTED}"
         )
     chosen = numbered(layers, loaded.layers)
-    survey = loaded.survey(**sample)
+    survey = loaded.survey(inputs=sample)
     if "pixel_values" not in sample:
         check_length(next(iter(sample.values())).shape[1])
     slots = [_slot(survey, i, target) for i in chosen]

@@ -24,7 +24,8 @@ from lipscope.mean_field.local import local_lipschitz
 from lipscope.monitor.modules import ModuleWatch
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.evaluating import evaluating
-from lipscope.nn.variants import ATTENTIONS
+from lipscope.nn.l2_attention import L2SelfAttention
+from lipscope.nn.variants import ATTENTIONS, CONTRACTIVE
 
 SUPPORTED = (
     "nn.MultiheadAttention used as self-attention, lipscope's attention layers, and transformers "
@@ -50,9 +51,9 @@ class Target:
                 f"there is no attention {self.to!r} to convert to; "
                 f"choose one of {', '.join(ATTENTIONS)}"
             )
-        if self.constant is not None and self.to != "contractive":
+        if self.constant is not None and self.to not in CONTRACTIVE:
             raise UserError(
-                f"constant={self.constant!r} is for to='contractive'; "
+                f"constant={self.constant!r} is for {' and '.join(CONTRACTIVE)} attention; "
                 f"{self.to} attention does not take one"
             )
 
@@ -224,7 +225,7 @@ def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:
                 "it did not run on the sample; select the layers that do with layers=[...]"
             )
         g, X = sight
-        f = g if isinstance(g, SelfAttention) else _weights_alone(module)
+        f = g if isinstance(g, SelfAttention) else _weights_alone(module, X.shape[0])
         f, X = _plain(f, X)
         check_length(X.shape[0])
         before = measure_map(f if isinstance(g, SelfAttention) else g, X)
@@ -249,9 +250,11 @@ def _plain(f: SelfAttention, X: Tensor) -> tuple[SelfAttention, Tensor]:
     return f, X
 
 
-def _weights_alone(module: nn.Module) -> SelfAttention:
-    """The projections of a layer that has no closed form (cosine attention, QK-norm)."""
+def _weights_alone(module: nn.Module, n: int) -> SelfAttention:
+    """The projections of a layer that has no closed form (cosine attention, QK-norm, a ball)."""
     assert isinstance(module, AttentionLayer)
+    if isinstance(module, L2SelfAttention):
+        return module.unprojected(n)
     Q, K, V, O = (
         module.get_parameter(f"{name}.weight").detach() for name in ("query", "key", "value", "out")
     )

@@ -12,10 +12,9 @@ from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.monitor.seen_call import real_tokens
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention, value_factors
-from lipscope.nn.variants import ATTENTIONS, CONSTANT
+from lipscope.nn.variants import ATTENTIONS, make_contractive
 
 SMALLEST = 1e-2
 """Query directions weaker than this, relative to the strongest, carry no values."""
@@ -105,9 +104,9 @@ def is_causal_mask(mask: Tensor, n: int) -> bool:
 def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -> AttentionLayer:
     """A layer of kind `to` with the sizes, dtype and device of f and, unless `fresh`, its weights.
 
-    dot, cosine:     query, key, value and output weights are those of f.
-    l2, contractive: the query weights Q and the output weights are those of f, and keys equal
-                     queries. Values can only be functions of queries: V Q^+ Q, closest to V.
+    dot, cosine: query, key, value and output weights are those of f.
+    the others:  the query weights Q and the output weights are those of f, and keys equal queries.
+                 Values can only be functions of queries: V Q^+ Q, closest to V.
     """
     d = f.Q.shape[1]
     if f.O is None or not (
@@ -127,10 +126,8 @@ def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -
 
 
 def _empty(to: str, d: int, f: SelfAttention, constant: float | None) -> AttentionLayer:
-    if to == "contractive":
-        return ContractiveL2Attention(
-            d, f.heads, CONSTANT if constant is None else constant, causal=f.causal
-        )
+    if constant is not None:
+        return make_contractive(to, d, f.heads, f.causal, constant)
     return ATTENTIONS[to](d, f.heads, f.causal)
 
 
@@ -185,6 +182,7 @@ def left_behind(f: SelfAttention, layer: AttentionLayer) -> tuple[str, ...]:
         "query bias": not tied and bq is not None and bool(bq.any()),
         # In a dot product a key bias shifts all scores of a query equally, and softmax ignores it.
         "key bias": isinstance(layer, CosineSelfAttention) and bk is not None and bool(bk.any()),
+        "lengths of queries": isinstance(layer, L2SelfAttention) and layer.ball is not None,
         "rotary positions": isinstance(f.kernel, Dot) and f.kernel.rope is not None,
     }
     return tuple(word for word, lost in words.items() if lost)

@@ -9,6 +9,7 @@ from lipscope._contents import contents
 _CONTENTS = {
     "ATTENTIONS": "variants",
     "AttentionLayer": "attention_layer",
+    "BallL2Attention": "l2_attention",
     "ContractiveL2Attention": "contractive",
     "ContractiveMLP": "contractive",
     "CosineSelfAttention": "cosine_attention",
@@ -29,6 +30,7 @@ __getattr__, __dir__ = contents(__name__, _CONTENTS)
 __all__ = [
     "ATTENTIONS",
     "AttentionLayer",
+    "BallL2Attention",
     "ContractiveL2Attention",
     "ContractiveMLP",
     "CosineSelfAttention",
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from lipscope.nn.invertible import Inverse as Inverse
     from lipscope.nn.invertible import InvertibleResidual as InvertibleResidual
     from lipscope.nn.invertible import LogDet as LogDet
+    from lipscope.nn.l2_attention import BallL2Attention as BallL2Attention
     from lipscope.nn.l2_attention import L2SelfAttention as L2SelfAttention
     from lipscope.nn.parametrize import SigmaReparam as SigmaReparam
     from lipscope.nn.parametrize import sigma_reparametrise as sigma_reparametrise

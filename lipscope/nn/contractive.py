@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
 from lipscope._checks import check_positive, norm_name
-from lipscope.nn.l2_attention import L2SelfAttention, balanced_factors, reaction, reactions
+from lipscope._types import UserError
+from lipscope.attention.layer import SelfAttention
+from lipscope.nn.l2_attention import (
+    L2SelfAttention,
+    balanced_factors,
+    reaction,
+    reactions,
+    weight_factor,
+)
 from lipscope.nn.matrix_norms import of_norm
 from lipscope.theorems.factored_values import FactoredAttention
 
@@ -23,7 +31,9 @@ class ContractiveL2Attention(L2SelfAttention):
     """L2 attention rescaled to a Lipschitz constant of at most `constant`, for any n and weights.
 
     The layer is L2 attention times constant / bound(n). The bound is recomputed from the weights in
-    every pass, and gradients flow through it.
+    every pass, and gradients flow through it. With a `ball`, queries are projected as in
+    `BallL2Attention`: its bound is smaller and does not depend on n, so the layer is several times
+    stronger.
 
     Args:
         dim: Dimension of a token, a multiple of heads.
@@ -31,6 +41,12 @@ class ContractiveL2Attention(L2SelfAttention):
         constant: The Lipschitz constant, positive.
         norm: The norm it holds in: "2" (Frobenius) or "inf" (largest coordinate).
         causal: Whether a token attends to itself and earlier tokens only.
+        ball: Project the queries onto a ball in which scores differ by at most this; by default
+            there is no ball.
+        learn_ball: Learn the size of the ball of each head, starting from `ball`.
+
+    Raises:
+        UserError: If an argument is invalid, or learn_ball is given without a ball.
 
     Example:
         >>> import lipscope as ls
@@ -46,15 +62,24 @@ class ContractiveL2Attention(L2SelfAttention):
         constant: float,
         norm: str | float = "2",
         causal: bool = False,
+        ball: float | None = None,
+        learn_ball: bool = False,
     ) -> None:
         super().__init__(dim, heads, causal)
         check_positive("constant", constant)
         self.constant, self.norm = float(constant), norm_name(norm)
+        if ball is not None:
+            self._project_queries(ball, learn_ball)
+        elif learn_ball:
+            raise UserError("learn_ball needs a ball to start from, such as ball=1.0")
 
     def value_map(self, n: int, padding: Tensor | None = None) -> Tensor:
         """M times constant / bound(n), differentiable in the weights; n counts real tokens only."""
         # The bound of the padded length would be valid as well, but the output for a sequence would
         # then depend on the lengths of the others in its batch.
+        if self.ball is not None:
+            balanced = balanced_factors(*self._ball_weights(self.norm), self.norm)
+            return self.constant * balanced / self._ball_constants(self.norm)
         M = balanced_factors(*self._weights(), self.norm)
         kind = self.head_size, self.causal, self.norm
         if padding is None:
@@ -67,12 +92,17 @@ class ContractiveL2Attention(L2SelfAttention):
         if norm == self.norm:
             return self.constant
         # One factor scales the layer in every norm.
-        ratio = before / super()._bound(n, self.norm)
+        if self.ball is None:
+            divisor = super()._bound(n, self.norm)
+        else:
+            divisor = weight_factor(*self._ball_weights(self.norm), self.norm).item()
+        ratio = before / divisor
         return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
 
     @torch.no_grad()
-    def as_map(self, n: int) -> FactoredAttention:
+    def as_map(self, n: int) -> SelfAttention:
         f = super().as_map(n)
+        assert isinstance(f, FactoredAttention)
         # V was rounded to nearest; the constant has to hold for the rounded V.
         less = 1 - 4 * math.sqrt(self.dim) * torch.finfo(f.V.dtype).eps
         return replace(f, V=f.V * less, M=f.M * less)

@@ -31,6 +31,7 @@ from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length
 from lipscope.nn.matrix_norms import FLOOR, row_sum, spectral_upper, unit, widened
+from lipscope.nn.query_ball import BALL, QueryBall, radius
 from lipscope.theorems.factored_values import FactoredAttention
 from lipscope.theorems.heads import sight
 
@@ -60,12 +61,27 @@ class L2SelfAttention(AttentionLayer):
         True
     """
 
+    ball: QueryBall | None
+
     def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
         super().__init__(dim, heads, causal)
         self.query, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.ball = None
+
+    @torch.no_grad()
+    def _project_queries(self, ball: float, learned: bool) -> None:
+        """Give the layer a ball, and initial weights that make use of it."""
+        self.ball = QueryBall(self.heads, ball, learned)
+        # Tokens of unit variance have queries of length sqrt(k / 3) with torch's initial weights.
+        # Outside the ball a layer no longer sees how long they are: start with most of them inside,
+        # and values as large as before.
+        inside = min(1.0, radius(ball, self.head_size) / math.sqrt(self.head_size / 3))
+        self.query.weight.mul_(inside)
+        self.value.weight.div_(inside**2)
 
     def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         y = self.split(self.query(X))
+        y = y if self.ball is None else self.ball(y)
         q, k = augment(L2(), y, y)
         M = self.value_map(X.shape[-2], padding)
         if y.dtype != torch.float16:
@@ -89,15 +105,35 @@ class L2SelfAttention(AttentionLayer):
         norm = norm_name(norm)
         # Under torch.compile n may be symbolic; the theorem needs an int.
         constant = reaction(operator.index(n), self.head_size, self.causal, norm)
-        return constant * weight_factor(*self._weights(), norm)
+        bound = constant * weight_factor(*self._weights(), norm)
+        if self.ball is None:
+            return bound
+        # Tokens in a ball are tokens: what holds for all of them holds here too.
+        return torch.minimum(bound, weight_factor(*self._ball_weights(norm), norm))
+
+    def _ball_weights(self, norm: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights with the constant of each head in a ball multiplied into its values."""
+        Q, V, O = self._weights()
+        return Q, widened(V) * self._ball_constants(norm), O
+
+    def _ball_constants(self, norm: str) -> Tensor:
+        """[heads, 1, 1]."""
+        assert self.ball is not None
+        device = self.out.weight.device
+        return self.ball.constants(self.head_size, self.causal, norm, device)[:, None, None]
 
     def _bound(self, n: int, norm: str) -> float:
         check_finite(self)
         return self.bound_tensor(n, norm).item() * (1 + 1e-12)
 
-    @torch.no_grad()
-    def as_map(self, n: int) -> FactoredAttention:
+    def as_map(self, n: int) -> SelfAttention:
         check_length(n)
+        # A projection onto a ball is not linear: the base class says so.
+        return self.unprojected(n) if self.ball is None else super().as_map(n)
+
+    @torch.no_grad()
+    def unprojected(self, n: int) -> FactoredAttention:
+        """The layer on n real tokens as a closed-form map, without the ball if it has one."""
         Q, _, O = self._weights()
         # In float32 at least: the constant of the layer is wanted, not that of its rounding.
         dtype = torch.promote_types(O.dtype, torch.float32)
@@ -105,6 +141,39 @@ class L2SelfAttention(AttentionLayer):
         V = (widened(M) @ widened(Q)).flatten(0, 1).to(dtype)
         Q, O = (W.to(dtype, copy=True) for W in (Q.flatten(0, 1), O))
         return FactoredAttention(Q, Q, V, O, heads=self.heads, causal=self.causal, kernel=L2(), M=M)
+
+
+class BallL2Attention(L2SelfAttention):
+    """L2 attention of queries projected onto a ball: a constant that does not grow with n.
+
+    Each head projects its queries, which are its keys, onto a ball before it compares them. Scores
+    in a row then differ by at most `ball`, so a weight is at most e^ball times any other: a smaller
+    ball makes attention smoother and less selective.
+
+    Args:
+        dim: Dimension of a token, a multiple of heads.
+        heads: Number of heads.
+        causal: Whether a token attends to itself and earlier tokens only.
+        ball: The largest difference of scores in a row.
+        learn_ball: Learn the size of the ball of each head, starting from `ball`.
+
+    Example:
+        >>> import lipscope as ls
+        >>> layer = ls.nn.BallL2Attention(8, heads=2)
+        >>> layer.lipschitz_bound(n=1_000) == layer.lipschitz_bound(n=1_000_000)
+        True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = False,
+        ball: float = BALL,
+        learn_ball: bool = False,
+    ) -> None:
+        super().__init__(dim, heads, causal)
+        self._project_queries(ball, learn_ball)
 
 
 def value_factors(Q: Tensor, V: Tensor) -> Tensor:

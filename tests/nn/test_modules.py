@@ -22,6 +22,9 @@ LAYERS = {
     "inf": lambda dim, heads, causal: ls.nn.ContractiveL2Attention(
         dim, heads, 0.9, math.inf, causal
     ),
+    "learned ball": lambda dim, heads, causal: ls.nn.ContractiveL2Attention(
+        dim, heads, 0.9, "2", causal, ball=0.5, learn_ball=True
+    ),
     "residual": lambda dim, heads, causal: ls.nn.InvertibleResidual(
         ls.nn.ContractiveL2Attention(dim, heads, 0.9, 2, causal)
     ),
