@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import TYPE_CHECKING
 
 from lipscope._types import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_positive(name: str, value: object) -> None:
@@ -22,6 +26,19 @@ def norm_name(norm: object, names: tuple[str, ...] = ("2", "inf")) -> str:
     if not isinstance(name, str) or name not in names:
         raise UserError(f"norm must be {' or '.join(map(repr, names))}, got {norm!r}")
     return name
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name, if it can hold a number and give it back."""
+    import torch  # late: other checks serve code that never loads torch
+
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device, dtype=torch.float64).sum().item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(f"device {name!r} cannot be used here ({reason}); try cpu") from error
+    return device
 
 
 def check_exponent(p: object) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._types import Around, Ball, Domain, Point, UserError
+from lipscope.attack.accept import Search
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.found import Found, measured
 from lipscope.attack.regions import Normed, Region, region_of
@@ -28,8 +29,8 @@ from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
 WARM_TOL, WARM_STEPS = 1e-3, 12
 """A warm solve stops early: its value is a valid lower bound on sigma all the same."""
 
-LONGER, SHORTER, FIRST = 1.5, 0.4, 0.3
-"""Factors for a step that helped and one that did not; first step relative to the region's size."""
+FIRST = 0.3
+"""First step, relative to the region's size."""
 
 MOMENTUM = 0.9
 """Share of the last successful step in the next; an unsuccessful step resets it."""
@@ -136,32 +137,28 @@ def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Ten
     generator = torch.Generator().manual_seed(climb.seed)
     X = region.tokens(Z)
     top = many(spectral_norm(jacobian(f, X), WARM_TOL, solver=Solver(seed=climb.seed)))
-    value, left, right = top.value.nan_to_num(nan=0.0), top.left, top.right
-    # Every start has its own stride: one may creep along a ridge while another still leaps.
+    value = top.value.nan_to_num(nan=0.0)
     stride = torch.full_like(value, FIRST * region.size)
+    search = Search(value, (Z, X, top.left, top.right), stride)
     # Tokens are affine in the coordinates: dX = slope * dZ.
     slope = region.tokens(torch.ones_like(Z)) - region.tokens(torch.zeros_like(Z))
     course = torch.zeros_like(Z)
     for _ in range(climb.steps):
+        Z, X, left, right = search.state
         # Chain rule: the gradient in the coordinates is slope times that in the tokens.
         uphill = _unit(slope * sigma_gradient(f, X, left, right))
         course = _unit(uphill + MOMENTUM * course)
-        trial = region.project(Z + stride.to(Z)[:, None, None] * course)
+        trial = region.project(Z + search.stride.to(Z)[:, None, None] * course)
         moved = region.tokens(trial)
         noise = torch.randn(right.shape, generator=generator, dtype=torch.float64).to(right)
         start = right + NOISE * noise / noise.norm(dim=(1, 2), keepdim=True)
         warm = spectral_norm(
             jacobian(f, moved), WARM_TOL, start=start, solver=Solver(max_steps=WARM_STEPS)
         )
-        higher = warm.value > value
-        value = torch.where(higher, warm.value, value)
-        where = higher[:, None, None].to(Z.device)
+        kept = search.judge(many(warm).value, trial, moved, warm.left, warm.right)
         # Momentum follows the step after projection; the part that left the region is lost anyway.
-        course = torch.where(where, _unit(trial - Z), 0.0)
-        Z, X = torch.where(where, trial, Z), torch.where(where, moved, X)
-        left, right = torch.where(where, warm.left, left), torch.where(where, warm.right, right)
-        stride = stride * torch.where(higher, LONGER, SHORTER)
-    return Z, value
+        course = torch.where(kept[:, None, None].to(Z.device), _unit(trial - Z), 0.0)
+    return search.state[0], search.value
 
 
 def _unit(Z: Tensor) -> Tensor:

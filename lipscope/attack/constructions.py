@@ -18,8 +18,8 @@ from lipscope._types import Ball, Domain, UserError
 from lipscope.attack.found import Found, measured
 from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.castin2024 import tuned_witness
-from lipscope.theorems.heads import sight
+from lipscope.theorems.castin2024 import crowd_gain, tuned_witness
+from lipscope.theorems.heads import real_eigenpairs, sight
 from lipscope.theorems.kim2021 import quadratic_witness
 
 OPPOSITE, HALF_WAY, TUNED, SPREAD = "opposite crowd", "crowd half way", "tuned gap", "token at zero"
@@ -115,15 +115,11 @@ def _two_places(one: SelfAttention, n: int, special: Tensor, crowd: Tensor) -> T
 
 def _tuned(one: SelfAttention, n: int, R: float, u: Tensor, eigenvalue: float) -> Tensor:
     """The special token at Ru and the crowd at the c u, -R <= c <= R, that tunes the score gap."""
-    # G = eigenvalue c (R - c) is the gap between the scores of the special token and the crowd, and
-    # p_i = 1 / (1 + n_i e^(-G)) the weight that row i gives to the special token among n_i others.
-    # The best c maximises sum_i [p_i (1 + (1 - p_i) G)]^2.
+    # G = eigenvalue c (R - c) is the gap between the scores of the special token and the crowd.
     c = torch.linspace(-R, R, GRID, dtype=torch.float64)
-    G = (eigenvalue * c * (R - c)).clamp_min(0.0)[:, None]
+    G = (eigenvalue * c * (R - c)).clamp_min(0.0)
     others, rows = sight(one, n).most_seen()[1].double().unique(return_counts=True)
-    p = 1 / (1 + others * torch.exp(-G))
-    gain = ((p * (1 + (1 - p) * G)).square() * rows).sum(dim=1)
-    return _two_places(one, n, R * u, c[int(gain.argmax())] * u)
+    return _two_places(one, n, R * u, c[int(crowd_gain(G, others, rows).argmax())] * u)
 
 
 def _plain(f: SelfAttention, h: int) -> SelfAttention:
@@ -151,20 +147,14 @@ def _extreme_directions(
     k, d = one.Q.shape
     s = default_scale(one.kernel, k)
     if k < d:
-        values, vectors = torch.linalg.eig(s * one.Q @ one.K.T)
-        lift = one.K.T
+        values, vectors = real_eigenpairs(s * one.Q @ one.K.T)
+        vectors = vectors @ one.K
+        vectors = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300)
     else:
-        values, vectors = torch.linalg.eig(s * one.K.T @ one.Q)
-        lift = torch.eye(d, dtype=one.Q.dtype)
-    # Eigenvalues come in floating point: a real one may carry a tiny imaginary part.
-    real = values.imag.abs() <= 1e-12 * values.abs().max()
-    if not real.any():
+        values, vectors = real_eigenpairs(s * one.K.T @ one.Q)
+    if len(values) == 0:
         return (0.0, None), (0.0, None)
-    values, vectors = values[real].real, vectors[:, real].real
-    directions = (lift @ vectors).T
-    directions = directions / directions.norm(dim=1, keepdim=True).clamp_min(1e-300)
-    low, high = int(values.argmin()), int(values.argmax())
-    return (values[low].item(), directions[low]), (values[high].item(), directions[high])
+    return (values[0].item(), vectors[0]), (values[-1].item(), vectors[-1])
 
 
 def check_constructible(f: SelfAttention, ball: Domain) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, one
+from lipscope.linalg.operator import lengths
 from lipscope.linalg.spectral import Solver, fresh_seed
 from lipscope.mean_field.local import local_lipschitz
 
@@ -66,16 +67,13 @@ def singular_response(
     if not etas or not all(eta > 0 for eta in etas):
         raise UserError(f"etas must be positive, at least one of them, got {list(etas)}")
     sigma = one(local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure"))))
+
+    def change(E: Tensor) -> float:
+        return lengths((f(X + E) - here).double().flatten()).item()
+
     with torch.no_grad():
         here = f(X)
         ratios, opposite = (
-            tuple(_length(f(X + sign * eta * sigma.right) - here) / eta for eta in etas)
-            for sign in (1, -1)
+            tuple(change(sign * eta * sigma.right) / eta for eta in etas) for sign in (1, -1)
         )
     return Response(etas=tuple(etas), ratios=ratios, opposite=opposite, sigma=sigma)
-
-
-def _length(x: Tensor) -> float:
-    """||x||_F, scaled so that squares neither overflow nor vanish."""
-    largest = x.abs().max().double()
-    return 0.0 if largest == 0 else ((x.double() / largest).norm() * largest).item()

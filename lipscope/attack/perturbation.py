@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.attack.accept import Search
 from lipscope.linalg.differentiate import Map
+from lipscope.linalg.operator import lengths
 from lipscope.linalg.spectral import Solver
 from lipscope.mean_field.local import local_lipschitz
-
-LONGER, SHORTER = 1.5, 0.4
-"""Factors for a step of the projected gradient that helped, and for one that did not."""
 
 TOL = 1e-3
 """Relative residual of the singular vector, far below the effect of a finite step."""
@@ -56,46 +55,35 @@ def gradient_perturbations(
     with torch.no_grad():
         here = f(X[None])
     value, slope = _slope(f, X, here, E)
-    stride = r.clone()
+    search = Search(value, (E, slope), stride=r.clone())
     for _ in range(steps):
-        trial = _of_norm(E + stride[:, None, None] * _of_norm(slope, torch.ones_like(r)), r)
-        higher, there = _slope(f, X, here, trial)
-        better = higher > value
-        value = torch.where(better, higher, value)
-        E, slope = (
-            torch.where(better[:, None, None], new, old)
-            for new, old in ((trial, E), (there, slope))
-        )
-        stride = stride * torch.where(better, LONGER, SHORTER)
-    (ahead, back), (there, behind) = value.chunk(2), E.chunk(2)
+        E, slope = search.state
+        uphill = _of_norm(slope, torch.ones_like(r))
+        trial = _of_norm(E + search.stride[:, None, None] * uphill, r)
+        value, slope = _slope(f, X, here, trial)
+        search.judge(value, trial, slope)
+    (ahead, back), (there, behind) = search.value.chunk(2), search.state[0].chunk(2)
     return torch.where((ahead >= back)[:, None, None], there, behind)
 
 
 def output_changes(f: Map, X: Tensor, E: Tensor) -> Tensor:
     """||f(X + E_b) - f(X)||_F for each perturbation of E [B, n, d]."""
     with torch.no_grad():
-        return _norms(f(X + E) - f(X[None]))
+        return lengths((f(X + E) - f(X[None])).flatten(1))
 
 
 def _slope(f: Map, X: Tensor, here: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
     """||f(X + E) - f(X)|| and its gradient in E, member by member."""
     e = E.detach().clone().requires_grad_(True)
     with torch.enable_grad():
-        change = _norms(f(X + e) - here)
+        change = lengths((f(X + e) - here).flatten(1))
         (gradient,) = torch.autograd.grad(change.sum(), e)
     return change.detach(), gradient
 
 
 def _of_norm(E: Tensor, r: Tensor) -> Tensor:
-    size = _norms(E)
+    size = lengths(E.flatten(1))
     return E * (r / torch.where(size > 0, size, 1.0))[:, None, None]
-
-
-def _norms(E: Tensor) -> Tensor:
-    """Frobenius norms per member, scaled so that squares neither overflow nor vanish."""
-    largest = E.detach().abs().flatten(1).amax(dim=1)
-    largest = torch.where(largest > 0, largest, 1.0)
-    return (E.flatten(1) / largest[:, None]).norm(dim=1) * largest
 
 
 def _checked(X: Tensor, radii: Sequence[float]) -> Tensor:

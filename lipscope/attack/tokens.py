@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.attack.accept import Search
 
 PER_POSITION, NEAREST = 4, 3
 """Candidates measured per position and round, and vocabulary rows tried per projected token."""
@@ -148,16 +149,18 @@ def projected_swaps(
     places = gradient.norm(dim=1).topk(swaps).indices
     # Without a limit on the length, the embeddings could move far away from every token.
     longest = target.embedding[target.choices].norm(dim=1).max()
-    stride = longest.item()
+    stride = torch.full((1,), longest.item(), dtype=torch.float64)
+    # One member: a batch of one text.
+    search = Search(torch.tensor([value], dtype=torch.float64), (E[None], gradient[None]), stride)
     for _ in range(steps):
+        E, gradient = (x[0] for x in search.state)
         uphill = torch.zeros_like(E)
         uphill[places] = gradient[places] / gradient[places].norm().clamp_min(1e-300)
-        trial = E + stride * uphill
+        trial = E + search.stride.item() * uphill
         trial[places] *= longest / trial[places].norm(dim=1, keepdim=True).clamp_min(longest)
-        higher, slope = target.slope(trial)
-        stride *= 1.5 if higher > value else 0.4
-        if higher > value:
-            E, value, gradient = trial, higher, slope
+        value, slope = target.slope(trial)
+        search.judge(torch.tensor([value], dtype=torch.float64), trial[None], slope[None])
+    E = search.state[0][0]
     rows = target.choices
     near = (
         torch.cdist(E[places], target.embedding[rows])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.attention.kernels import L2, augment, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
 from lipscope.dynamics.integration import (
@@ -23,7 +22,7 @@ from lipscope.dynamics.integration import (
     integrate,
 )
 from lipscope.linalg.differentiate import check_input
-from lipscope.mean_field.attention_on_measures import lifted
+from lipscope.mean_field.attention_on_measures import lifted, scored
 from lipscope.mean_field.measures import DiscreteMeasure
 
 SCORES = 1 << 18
@@ -250,7 +249,8 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = Fa
     """f(x) in O(n) memory, by blocks of queries; mask is [n, n], or [1, n] if rows share it."""
     if f.padding is not None or (f.window is not None and not f.causal):
         return f(x)
-    q, k, v, scale = _operands(f, x)
+    q, k, v = f.project(x)
+    q, k, scale = scored(f, q, k)
     n = x.shape[0]
     # A GPU kernel tiles by itself; a CPU gets blocks of rows that fit its cache.
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
@@ -309,13 +309,6 @@ def _softmax_rows(
     return (torch.softmax(S, dim=-1, out=P) @ v).view(heads, h, -1)
 
 
-def _operands(f: SelfAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-    q, k, v = f.project(x)
-    if isinstance(f.kernel, L2):
-        return *augment(f.kernel, q, k), v, 1.0
-    return q, k, v, default_scale(f.kernel, q.shape[-1])
-
-
 def _renormalised_field(
     velocity: Callable[[Tensor], Tensor], V: Tensor
 ) -> Callable[[float, Tensor], Tensor]:
@@ -339,7 +332,8 @@ class _Resolution:
         if self.lost is not None:
             return
         x = state if self.V is None else state @ torch.linalg.matrix_exp(t * self.V).T
-        q, k, _, scale = _operands(self.f, x)
+        q, k, _ = self.f.project(x)
+        q, k, scale = scored(self.f, q, k)
         largest = abs(scale) * q.norm(dim=-1).max().item() * k.norm(dim=-1).max().item()
         if self.f.kernel.softcap is None and torch.finfo(x.dtype).eps * largest > UNRESOLVED:
             self.lost = t

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lipscope._checks import usable_device
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.clusters import Clusters, find_clusters
@@ -16,7 +17,6 @@ from lipscope.dynamics.gaussian import GaussianFlow, gaussian_flow
 from lipscope.dynamics.integration import Progress, check_count, check_time
 from lipscope.dynamics.particles import Flow, flow
 from lipscope.dynamics.presets import PRESETS, Preset, gaussian_law, layer_of, tokens_of
-from lipscope.linalg.device import usable_device
 
 HORIZON = 100.0
 """The search for a blow-up of the moments ends at this multiple of the requested time."""

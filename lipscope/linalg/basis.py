@@ -4,6 +4,7 @@ memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +20,13 @@ HALF_UNIT = 2.0**-9
 """Relative rounding of a number kept in bfloat16."""
 
 EVERY = slice(None)
+
+
+def memory_of(device: torch.device) -> int:
+    """All the bytes a device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def make_basis(storage: str, room: int, like: Float[Tensor, "B N"]) -> Native | Blocks:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipscope._types import Status
 from lipscope.linalg.estimate import BatchEstimate, Estimate
-from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.operator import LinearOperator, lengths
 from lipscope.linalg.spectral import DRAWS, WIDENED
 
 EXACT = "largest absolute row sum, all rows; the interval is rounding"
@@ -40,7 +40,7 @@ def infinity_norm(J: LinearOperator) -> Estimate | BatchEstimate:
         index = torch.arange(start, min(start + size, J.out_size), device=J.device)
         rows = _rows(J, index)  # [rows, members, in_size]
         sums = rows.double().abs().sum(dim=-1).cpu()
-        longest = torch.maximum(longest, _lengths(rows.double()).amax(dim=0).cpu())
+        longest = torch.maximum(longest, lengths(rows.double()).amax(dim=0).cpu())
         top, at = sums.nan_to_num(nan=math.inf).max(dim=0)
         for m in torch.nonzero(top > best)[:, 0].tolist():
             best[m], which[m] = sums[at[m], m], start + at[m]
@@ -55,12 +55,6 @@ def _rows(J: LinearOperator, index: Tensor) -> Tensor:
     units = units.reshape(len(index), *[1 for _ in J.leading], *J.out_shape)
     units = units.expand(len(index), *J.leading, *J.out_shape)
     return torch.func.vmap(J.rmv)(units).reshape(len(index), J.batch or 1, J.in_size)
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    """Euclidean lengths, without overflow on the way."""
-    largest = rows.abs().amax(dim=-1, keepdim=True).clamp_min(1e-300)
-    return (rows / largest).norm(dim=-1) * largest[..., 0]
 
 
 def _measured(J: LinearOperator, which: Tensor) -> Tensor:

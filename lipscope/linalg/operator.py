@@ -320,13 +320,13 @@ def dense_operator(M: Tensor) -> LinearOperator:
         batch=M.shape[0] if M.ndim == 3 else None,
         dtype=M.dtype,
         device=M.device,
-        size=_frobenius(M),
+        size=lengths(M.double().flatten(-2)).cpu(),  # what a product with M sums up
         take=(lambda members: dense_operator(M[members])) if M.ndim == 3 else None,
     )
 
 
-def _frobenius(M: Tensor) -> Tensor:
-    """Frobenius norms in float64, without overflow on the way: what a product with M sums up."""
-    M = M.double()
-    largest = M.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    return ((M / largest).norm(dim=(-2, -1)) * largest[..., 0, 0]).cpu()
+def lengths(x: Tensor) -> Tensor:
+    """Euclidean lengths of vectors x [..., N], scaled so that no square overflows or vanishes."""
+    largest = x.detach().abs().amax(dim=-1, keepdim=True)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return (x / largest).norm(dim=-1) * largest[..., 0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import Status, UserError
-from lipscope.linalg.basis import HALF_UNIT, STORAGES
+from lipscope.linalg.basis import HALF_UNIT, STORAGES, memory_of
 from lipscope.linalg.certificate import (
     NO_VALUE,
     UNCERTIFIED,
@@ -24,7 +24,6 @@ from lipscope.linalg.certificate import (
     why_missed,
     widening,
 )
-from lipscope.linalg.device import memory_of
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.golub_kahan import GolubKahan, norms
 from lipscope.linalg.operator import LinearOperator, Product

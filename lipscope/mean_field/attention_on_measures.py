@@ -156,13 +156,18 @@ def check_liftable(f: object) -> None:
 def respond(f: SelfAttention, Z: Tensor, X: Tensor, mask: Tensor | None) -> Tensor:
     """The output of queries at Z [..., N, d] on keys and values at X [..., n, d]."""
     q, (_, k, v) = f.project(Z)[0], f.project(X)
-    scale = 1.0 if isinstance(f.kernel, L2) else default_scale(f.kernel, q.shape[-1])
-    if isinstance(f.kernel, L2):
-        q, k = augment(f.kernel, q, k)
+    q, k, scale = scored(f, q, k)
     mask = mask if mask is None or mask.ndim == 2 else mask[:, None]
     o = attend(q, k, v, scale=scale, mask=mask, causal=f.causal, softcap=f.kernel.softcap)
     joined = o.transpose(-3, -2).flatten(-2)
     return joined if f.O is None else joined @ f.O.T
+
+
+def scored(f: SelfAttention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Queries, keys and a scale whose scores scale <q_i, k_j> are those of f's kernel."""
+    if isinstance(f.kernel, L2):
+        return *augment(f.kernel, q, k), 1.0
+    return q, k, default_scale(f.kernel, q.shape[-1])
 
 
 def query_blocks(lift: SelfAttention, X: Tensor) -> LinearOperator:

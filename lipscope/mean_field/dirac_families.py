@@ -22,7 +22,7 @@ from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, stacked
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.upper_bounds import check_scores
-from lipscope.theorems.heads import heads_of
+from lipscope.theorems.heads import heads_of, real_eigenpairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,19 +169,15 @@ def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, flo
             "the two-Dirac families need one head without mask and query bias; use f.head(h)"
         )
     (head,) = heads_of(f.double(), folded=True)
-    values, vectors = torch.linalg.eig(head.A)
-    real = values.imag.abs() <= 1e-12 * values.abs().max()
-    if not real.any():
+    values, vectors = real_eigenpairs(head.A)
+    if len(values) == 0:
         raise UserError("A = K'Q/sqrt(k) has no real eigenvalue; the two-Dirac families need one")
-    values, vectors = values.real[real], vectors.real[:, real]
-    low, high = values.argmin(), values.argmax()
     found = {
-        "opposite": (-values[low].item(), vectors[:, low], -1.0),
-        "same side": (values[high].item() / 8, vectors[:, high], 0.5),
+        "opposite": (-values[0].item(), vectors[0], -1.0),
+        "same side": (values[-1].item() / 8, vectors[-1], 0.5),
     }
     gamma, u, crowd = found[family] if family else max(found.values(), key=lambda entry: entry[0])
     if gamma <= 0:
         sign = {"opposite": "negative", "same side": "positive"}.get(family or "", "non-zero")
         raise UserError(f"A has no {sign} real eigenvalue; this family needs one")
-    u = u / u.norm()
     return gamma, u.to(f.Q.dtype), crowd, head.factor * (head.V @ u).norm().item()

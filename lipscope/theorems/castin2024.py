@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipscope._types import Ball, Domain, Point
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, Sight, heads_of, over_heads, reach, sight
+from lipscope.theorems.heads import Head, Sight, heads_of, over_heads, reach, real_eigenpairs, sight
 from lipscope.theorems.local import features, terms
 from lipscope.theorems.rounding import TINY, U, down, gamma, length_up, norm_up, up
 from lipscope.theorems.statement import (
@@ -91,13 +91,10 @@ def theorem_witness(f: SelfAttention, domain: Domain) -> Tensor:
 def _theorem_case(h: Head, domain: Domain) -> tuple[float, Tensor]:
     assert isinstance(domain, Ball)
     n, R = domain.n, domain.R
-    values, vectors = torch.linalg.eig(h.A)
     # A is not symmetric; only real eigenvalues have a direction u for the construction.
-    real = _real(values)
-    values, vectors = values[real].real, vectors[:, real].real
-    lowest, highest = values.argmin(), values.argmax()
-    opposite = -values[lowest] >= values[highest] / 8
-    u = vectors[:, lowest if opposite else highest]
+    values, vectors = real_eigenpairs(h.A)
+    opposite = -values[0] >= values[-1] / 8
+    u = vectors[0 if opposite else -1]
     u = u / length_up(u)
     # The proof uses A only through <u, A u>: a computed u does as well as an exact eigenvector.
     quotient = (u @ h.A @ u).item()
@@ -152,8 +149,7 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     c = torch.linspace(-R, R, grid, dtype=torch.float64)
     quotients, tilts = ((units @ h.A.T) * units).sum(1), units @ h.beta
     G = ((quotients[:, None] * c + tilts[:, None]) * (R - c)).clamp(-700, 700)
-    p = 1 / (1 + crowd * torch.exp(-G)[..., None])
-    gains = ((p * (1 + (1 - p) * G[..., None])).square() * times).sum(-1).sqrt()
+    gains = crowd_gain(G, crowd, times).sqrt()
     lengths = torch.tensor([_value_length(h, u) for u in units], dtype=torch.float64)
     # For G < 0, 1 + (1 - p) G is a difference whose rounding the slack below does not cover.
     gains = gains * lengths[:, None] * (G >= 0)
@@ -165,6 +161,16 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     return down(value, n + 64), X
 
 
+def crowd_gain(G: Tensor, crowd: Tensor, times: Tensor) -> Tensor:
+    """sum_i [p_i (1 + (1 - p_i) G)]^2 for score gaps G [...], p_i = 1 / (1 + n_i e^(-G)).
+
+    p_i is the weight that row i gives to the special token; crowd are the distinct n_i, and times
+    how often each occurs.
+    """
+    p = 1 / (1 + crowd * torch.exp(-G)[..., None])
+    return ((p * (1 + (1 - p) * G[..., None])).square() * times).sum(-1)
+
+
 def _gap_error(h: Head, R: float) -> float:
     """The error of a computed score gap of tokens in B_R, and relative error of p and 1 - p."""
     return 4 * gamma(2 * h.steps) * R * (h.A_size * R + h.beta_size)
@@ -173,10 +179,6 @@ def _gap_error(h: Head, R: float) -> float:
 def _value_length(h: Head, u: Tensor) -> float:
     """A lower bound of |Vu|."""
     return max(0.0, (h.V @ u).norm().item() * (1 - gamma(h.d + 8)) - gamma(h.steps) * h.V_size)
-
-
-def _real(values: Tensor) -> Tensor:
-    return values.imag.abs() <= 1e-12 * values.abs().max()
 
 
 def large_radius_limit(f: SelfAttention, X: Tensor) -> float:
@@ -223,7 +225,7 @@ def _saturated(f: SelfAttention, domain: Domain) -> tuple[float, float, float]:
 
 
 def _has_real_eigenvalue(f: SelfAttention, _: Domain) -> bool:
-    return all(bool(_real(torch.linalg.eigvals(h.A)).any()) for h in heads_of(f, folded=True))
+    return all(len(real_eigenpairs(h.A)[0]) > 0 for h in heads_of(f, folded=True))
 
 
 ONE_HEAD = Hypothesis("one head", lambda f, _: f.heads == 1)

@@ -285,6 +285,17 @@ def _folded(f: SelfAttention, h: int, head: Head) -> Head:
     return Head(one=head.one, V=W @ head.V, V_size=size, power=head.power + power)
 
 
+def real_eigenpairs(A: Tensor) -> tuple[Tensor, Tensor]:
+    """The real eigenvalues [r] of a square matrix, ascending, and unit eigenvectors [r, d]."""
+    values, vectors = torch.linalg.eig(A)
+    # Eigenvalues come in floating point: a real one may carry a tiny imaginary part.
+    real = values.imag.abs() <= 1e-12 * values.abs().max()
+    values, vectors = values.real[real], vectors.real[:, real].T
+    order = values.argsort(stable=True)
+    values, vectors = values[order], vectors[order]
+    return values, vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300)
+
+
 def of_order_one(W: Tensor) -> tuple[Tensor, int]:
     """W 2^-p and p, with the largest entry between 1/2 and 1; zeros stay zeros."""
     power = math.frexp(W.abs().max().item())[1]

@@ -7,7 +7,7 @@ import torch
 
 import lipscope as ls
 from lipscope.linalg import basis as storage
-from lipscope.linalg.basis import Blocks, Native
+from lipscope.linalg.basis import Blocks, Native, memory_of
 from lipscope.linalg.golub_kahan import GolubKahan
 from lipscope.linalg.operator import dense_operator
 from tests.cases import KINDS, problem
@@ -142,6 +142,10 @@ def test_blocks_do_what_one_tensor_does(rows, monkeypatch):
     one.keep(torch.tensor([1]))
     many.keep(torch.tensor([1]))
     assert torch.allclose(one.combine(mix[1:]), many.combine(mix[1:]), atol=1e-14)
+
+
+def test_the_memory_of_the_host_is_known():
+    assert memory_of(torch.device("cpu")) > 1 << 28
 
 
 @pytest.mark.parametrize(
