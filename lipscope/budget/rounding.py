@@ -237,3 +237,23 @@ def _attention_as_one(trace: RoundingTrace) -> Iterator[None]:
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def squared_errors(y: Tensor, v: Tensor, roundings: Sequence[Rounding]) -> list[tuple[float, float]]:
+    """(sum_i g_i^2 e_i^2, <g, e>) of every rounding for one probe v of y; zeros if y is not hit.
+
+    The first is the expected square of <v, dy> if rounding were repeated at random; the second is
+    the share of this very run in <v, dy>, to first order.
+    """
+    gradients = torch.autograd.grad(
+        y, [r.exact for r in roundings], v, retain_graph=True, allow_unused=True
+    )
+    found = []
+    for r, g in zip(roundings, gradients, strict=True):
+        product = 0.0 if g is None else g * r.error
+        found.append(
+            (0.0, 0.0)
+            if isinstance(product, float)
+            else (float(product.square().sum()), float(product.sum()))
+        )
+    return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -28,19 +30,12 @@ def outputs_in(
     format: Format,
     metric: Metric,
     only: Site | None = None,
-    strength: float = 1.0,
     embeddings: bool = False,
 ) -> list[Tensor]:
-    """What the metric reads when the model runs in a format, per sequence.
-
-    Args:
-        only: Make the error at this site alone.
-        strength: Multiply every error by this factor; a dtype has no strength but 1.
-    """
+    """What the metric reads when the model runs in a format, or with its error at one site only."""
     if format.dtype is not None:
         return exact_outputs(subject.in_dtype(format.dtype), metric)
-    with _errors(subject, format, only, strength, embeddings):
-        return exact_outputs(subject, metric, NAME if format.cache else None)
+    return _outputs(subject, format, metric, only, embeddings=embeddings)
 
 
 def distance(metric: Metric, exact: list[Tensor], other: Iterable[Tensor]) -> float:
@@ -49,36 +44,66 @@ def distance(metric: Metric, exact: list[Tensor], other: Iterable[Tensor]) -> fl
     return metric.value(squared, sum(metric.size(y) for y in exact))
 
 
-def second_order_share(
-    exact: list[Tensor], once: list[Tensor], twice: list[Tensor]
-) -> float:
+def second_order_share(subject: Subject, format: Format, metric: Metric) -> float:
     """Norm of the part of an error that is not linear in it, relative to the error.
 
-    With dy(s) = s a + s^2 b + O(s^3) at strength s, dy(2) - 2 dy(1) = 2 b + O(s^3).
+    With dy(s) = s a + s^2 b + O(s^3) at strength s, dy(2) - 2 dy(1) = 2 b + O(s^3). The errors of
+    activations, keys and values are those of the exact run: rounded again, they would differ by
+    more than the second order.
     """
-    curved = total = 0.0
-    for y, y1, y2 in zip(exact, once, twice, strict=True):
-        curved += float(((y2 - y) / 2 - (y1 - y)).square().sum())
-        total += float((y1 - y).square().sum())
-    return (curved / total) ** 0.5 if total else 0.0
+    kept: dict[int, Tensor] = {}
+    first = replace(subject, sequences=subject.sequences[:1])
+    (exact,), (once,), (twice,) = (
+        _outputs(first, format, metric, None, strength, kept) for strength in (0.0, 1.0, 2.0)
+    )
+    total = float((once - exact).norm())
+    return float(((twice - exact) / 2 - (once - exact)).norm()) / total if total else 0.0
+
+
+def _outputs(
+    subject: Subject,
+    format: Format,
+    metric: Metric,
+    only: Site | None,
+    strength: float = 1.0,
+    kept: dict[int, Tensor] | None = None,
+    embeddings: bool = False,
+) -> list[Tensor]:
+    with _errors(subject, format, only, strength, kept, embeddings):
+        return exact_outputs(subject, metric, NAME if format.cache else None)
 
 
 @contextmanager
 def _errors(
-    subject: Subject, format: Format, only: Site | None, strength: float, embeddings: bool
+    subject: Subject,
+    format: Format,
+    only: Site | None,
+    strength: float,
+    kept: dict[int, Tensor] | None,
+    embeddings: bool,
 ) -> Iterator[None]:
     """Make the errors of a format in the runs inside."""
-    layers = linears(subject.module, embeddings)
+    calls = count()
+
+    def change(quantise: Quantiser, x: Tensor) -> Tensor:
+        """x with the error of this run, or with the one kept from an earlier run."""
+        if kept is None:
+            return x + strength * (quantise(x) - x)
+        call = next(calls)
+        if call not in kept:
+            kept[call] = quantise(x) - x
+        return x + strength * kept[call]
+
     with ExitStack() as stack:
-        for name, part in layers.items():
+        for name, part in linears(subject.module, embeddings).items():
             if format.weight and _chosen(only, name, "weight"):
                 stack.enter_context(_rounded(part, format.weight, strength))
             if format.activation and _chosen(only, name, "activation"):
-                hook = _at_input(_scaled(format.activation, strength))
+                hook = _at_input(partial(change, format.activation))
                 stack.callback(part.register_forward_pre_hook(hook).remove)
         if format.cache:
             check_routed(subject)
-            stack.enter_context(_rounded_cache(subject, format.cache, only, strength))
+            stack.enter_context(_rounded_cache(subject, partial(change, format.cache), only))
         yield
 
 
@@ -96,11 +121,10 @@ def _rounded(part: nn.Module, quantise: Quantiser, strength: float) -> Iterator[
 
 @contextmanager
 def _rounded_cache(
-    subject: Subject, quantise: Quantiser, only: Site | None, strength: float
+    subject: Subject, change_one: Quantiser, only: Site | None
 ) -> Iterator[None]:
     calls = 0
     layers = _attention_calls(subject)
-    change_one = _scaled(quantise, strength)
 
     def change(call: AttentionCall) -> AttentionCall:
         nonlocal calls
@@ -123,22 +147,18 @@ def _attention_calls(subject: Subject) -> int:
     """The number of attention calls of one run."""
     calls = 0
 
-    def count(call: AttentionCall) -> AttentionCall:
+    def note(call: AttentionCall) -> AttentionCall:
         nonlocal calls
         calls += 1
         return call
 
-    with torch.no_grad(), subject.ready(NAME), changing_cache(count):
+    with torch.no_grad(), subject.ready(NAME), changing_cache(note):
         subject.module(subject.sequences[0][:, :2])
     return max(calls, 1)
 
 
 def _at_input(change: Quantiser) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     return lambda part, args: (change(args[0]), *args[1:])
-
-
-def _scaled(quantise: Quantiser, strength: float) -> Quantiser:
-    return lambda x: x + strength * (quantise(x) - x)
 
 
 def _chosen(only: Site | None, name: str, kind: str) -> bool:

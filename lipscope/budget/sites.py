@@ -7,7 +7,7 @@ layers (Conv1D included), the inputs of linear layers, and the keys and values o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,6 +91,7 @@ def collect_products(
         with _graph(subject, layers, formats, ids) as graph:
             y = metric.read(graph.output)
             tensors = [*graph.weights.values(), *graph.inputs.values(), *graph.cache.values()]
+            made = _errors_made(graph, formats, errors)
             rows = []
             for k in range(probes):
                 v = metric.probe(y, generator)
@@ -98,13 +99,12 @@ def collect_products(
                     gradients = torch.autograd.grad(
                         y, tensors, v, retain_graph=k + 1 < probes, allow_unused=True
                     )
-                rows.append(_one_probe(graph, formats, errors, list(gradients)))
+                rows.append(_one_probe(made, list(gradients)))
         for f in formats:
             # Sites of modules that did not run (a pooler) have no gradient in any probe.
-            sites[f.name] = [site for site, _ in rows[0][f.name]]
-            found[f.name].append(
-                torch.stack([torch.tensor([t for _, t in row[f.name]]) for row in rows])
-            )
+            sites[f.name] = [site for name, site, _ in rows[0] if name == f.name]
+            t = [[t for name, _, t in row if name == f.name] for row in rows]
+            found[f.name].append(torch.tensor(t, dtype=torch.float64))
     return {
         name: Products(sites[name], torch.stack(parts, dim=1)) for name, parts in found.items()
     }
@@ -181,38 +181,67 @@ def _take_cache(graph: _Graph) -> Any:
     return change
 
 
-def _one_probe(
-    graph: _Graph,
-    formats: list[Format],
-    errors: dict[str, Tensor],
-    gradients: list[Tensor | None],
-) -> dict[str, list[tuple[Site, float]]]:
-    """The sites of every format with their products, for one probe."""
-    found: dict[str, list[tuple[Site, float]]] = {f.name: [] for f in formats}
-    remaining = iter(gradients)
+@dataclass(frozen=True, eq=False)
+class _Errors:
+    """The errors of several formats in one tensor of the graph.
+
+    e:     [formats, parts, entries]; a part is a head, or the whole tensor
+    split: how the gradient is brought into the shape [parts, entries]
+    sites: the site of every part
+    """
+
+    formats: list[str]
+    e: Tensor
+    split: Callable[[Tensor], Tensor]
+    sites: list[Site]
+
+
+def _errors_made(
+    graph: _Graph, formats: list[Format], weights: dict[str, Tensor]
+) -> list[_Errors]:
+    """The errors at every site of the graph, in the order of its tensors."""
+    made = []
     for name in graph.weights:
-        g = next(remaining)
-        if g is None:
-            continue
-        flat = (g.mT if graph.transposed[name] else g).flatten()
-        products = (errors[name] @ flat).tolist()
-        for f, t in zip((f for f in formats if f.weight), products, strict=True):
-            found[f.name].append((Site(name, layer_of(name), "weight"), t))
+        site = Site(name, layer_of(name), "weight")
+        split = _transposed if graph.transposed[name] else _whole
+        names = [f.name for f in formats if f.weight]
+        made.append(_Errors(names, weights[name][:, None], split, [site]))
     for name, x in graph.inputs.items():
-        g = next(remaining)
-        for f in formats:
-            if g is not None and f.activation:
-                t = float((g * (f.activation(x.detach()) - x.detach())).sum())
-                found[f.name].append((Site(name, layer_of(name), "activation"), t))
+        named = {f.name: f.activation(x.detach()) - x.detach() for f in formats if f.activation}
+        e = torch.stack([_whole(e) for e in named.values()])
+        made.append(_Errors(list(named), e, _whole, [Site(name, layer_of(name), "activation")]))
     for (layer, kind), x in graph.cache.items():
-        g = next(remaining)
-        for f in formats:
-            if g is not None and f.cache:
-                e = f.cache(x.detach()) - x.detach()
-                for head, t in enumerate((g * e).sum(dim=(0, 2, 3)).tolist()):
-                    site = Site(f"layer {layer} {kind}s", layer, kind, head)
-                    found[f.name].append((site, t))
+        named = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
+        e = torch.stack([_by_head(e) for e in named.values()])
+        name = f"layer {layer} {kind}s"
+        heads = [Site(name, layer, kind, head) for head in range(x.shape[1])]
+        made.append(_Errors(list(named), e, _by_head, heads))
+    return made
+
+
+def _one_probe(
+    made: list[_Errors], gradients: list[Tensor | None]
+) -> list[tuple[str, Site, float]]:
+    """The product of every format at every site, for one probe."""
+    found = []
+    for errors, g in zip(made, gradients, strict=True):
+        if g is not None:
+            products = torch.einsum("fpe,pe->fp", errors.e, errors.split(g)).tolist()
+            for name, parts in zip(errors.formats, products, strict=True):
+                found += [(name, s, t) for s, t in zip(errors.sites, parts, strict=True)]
     return found
+
+
+def _whole(g: Tensor) -> Tensor:
+    return g.reshape(1, -1)
+
+
+def _transposed(g: Tensor) -> Tensor:
+    return g.mT.reshape(1, -1)
+
+
+def _by_head(g: Tensor) -> Tensor:
+    return g.transpose(0, 1).flatten(1)
 
 
 def _is_linear(part: nn.Module) -> bool:

@@ -1,0 +1,112 @@
+"""How large the error of a correct low-precision run may be at every hidden state.
+
+With q_k = v_k' C v_k for the covariance C of the error at a hidden state and Gaussian probes v_k,
+the mean of q is tr C, the expected square of the error, and its variance is 2 tr C^2: the same as
+that of the squared norm of a Gaussian error with covariance C. So the spread of q over probes also
+tells how far the observed error of one correct run may lie from its expectation, and
+nu = 2 mean^2 / variance are the degrees of freedom of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from scipy.special import ndtri
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.budget.formats import DTYPES
+from lipscope.budget.intervals import degrees_of_freedom
+from lipscope.budget.rounding import Followed, follow_run, squared_errors
+from lipscope.budget.subject import Subject
+
+FALSE_ALARMS = 0.01
+"""Probability that a correct run is called wrong, over all hidden states together."""
+
+
+class Tolerance(TypedDict):
+    """Arguments of torch.testing.assert_close."""
+
+    atol: float
+    rtol: float
+
+
+@dataclass(frozen=True)
+class StateBudget:
+    """The expected squared error at a hidden state, over all sequences.
+
+    squared: tr C, summed over sequences
+    freedom: the degrees of freedom of the squared error of one run
+    size:    the squared norm of the hidden state
+    entries: the number of its entries
+    peak:    the largest rms error of a token or of a channel, relative to that of all entries
+    """
+
+    squared: float
+    freedom: float
+    size: float
+    entries: int
+    peak: float
+
+
+def state_budgets(
+    subject: Subject, low: Subject, probes: int, seed: int, only: int | None = None
+) -> tuple[list[StateBudget], list[list[Tensor]]]:
+    """The budget of every hidden state (or of one), and the states of the reference."""
+    generator = torch.Generator().manual_seed(seed)
+    noise: list[list[list[float]]] = []
+    states: list[list[Tensor]] = []
+    errors: list[list[Tensor]] = []
+    for ids in subject.sequences:
+        run = follow_run(subject, low, ids)
+        chosen = range(len(run.states)) if only is None else [only]
+        noise.append([_noise(run, i, probes, generator) for i in chosen])
+        states.append([run.states[i].detach() for i in chosen])
+        errors.append([run.run[1][i].to(subject.dtype) - run.states[i].detach() for i in chosen])
+    q = torch.tensor(noise, dtype=torch.float64).permute(1, 2, 0)  # [states, probes, sequences]
+    budgets = [
+        StateBudget(
+            squared=float(q[i].mean(dim=0).sum()),
+            freedom=degrees_of_freedom(q[i]),
+            size=sum(float(s[i].square().sum()) for s in states),
+            entries=sum(s[i].numel() for s in states),
+            peak=max(_peak(e[i]) for e in errors),
+        )
+        for i in range(len(q))
+    ]
+    return budgets, states
+
+
+def state_tolerance(
+    subject: Subject, format: str, layer: int, probes: int, seed: int
+) -> Tolerance:
+    """Tolerances within which all entries of a hidden state of a correct run lie."""
+    if format not in DTYPES:
+        raise UserError(
+            f"tolerances exist for runs in {', '.join(DTYPES)}; {format!r} is not one of them"
+        )
+    dtype = DTYPES[format]
+    (budget,), _ = state_budgets(subject, subject.in_dtype(dtype), probes, seed, only=layer)
+    rms = (budget.squared / budget.entries) ** 0.5
+    # A normal error exceeds this at one of the entries with probability FALSE_ALARMS.
+    quantile = -float(ndtri(FALSE_ALARMS / 2 / budget.entries))
+    return {"atol": quantile * budget.peak * rms, "rtol": torch.finfo(dtype).eps}
+
+
+def _noise(run: Followed, state: int, probes: int, generator: torch.Generator) -> list[float]:
+    y = run.states[state]
+    found = []
+    for _ in range(probes):
+        v = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
+        found.append(sum(squared for squared, _ in squared_errors(y, v, run.roundings)))
+    return found
+
+
+def _peak(error: Tensor) -> float:
+    mean = error.square().mean()
+    if not bool(mean > 0):
+        return 1.0
+    rows, columns = error.square().mean(dim=-1), error.square().mean(dim=-2)
+    return float((torch.maximum(rows.max(), columns.max()) / mean).sqrt())
