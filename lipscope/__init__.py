@@ -36,8 +36,10 @@ _CONTENTS = {
     "audit_model": "audit.heads",
     "bounds": "theorems.registry",
     "compare_attacks": "audit.attack_comparison",
+    "compare_runs": "budget.comparing",
     "convert_model": "convert.models",
     "dynamics": "",
+    "error_budget": "budget.prediction",
     "jacobian": "linalg.differentiate",
     "lightning_callback": "monitor.callbacks",
     "load": "models.loading",
@@ -81,8 +83,10 @@ __all__ = [
     "audit_model",
     "bounds",
     "compare_attacks",
+    "compare_runs",
     "convert_model",
     "dynamics",
+    "error_budget",
     "jacobian",
     "lightning_callback",
     "load",
@@ -120,6 +124,8 @@ if TYPE_CHECKING:
     from lipscope.audit.attack_comparison import compare_attacks as compare_attacks
     from lipscope.audit.attacks import attack_model as attack_model
     from lipscope.audit.heads import audit_model as audit_model
+    from lipscope.budget.comparing import compare_runs as compare_runs
+    from lipscope.budget.prediction import error_budget as error_budget
     from lipscope.convert.models import convert_model as convert_model
     from lipscope.dynamics.simulation import simulate as simulate
     from lipscope.linalg.differentiate import jacobian as jacobian

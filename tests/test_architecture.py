@@ -41,7 +41,7 @@ HOMES = {
     ("matplotlib", "plotly", "altair", "bokeh"): {"report"},
     ("ot",): {"mean_field"},
     ("torchode", "torchdiffeq"): {"dynamics"},
-    ("pandas", "pyarrow"): {"study", "report"},
+    ("pandas", "pyarrow"): {"study", "budget", "report"},
 }
 HOME = {package: rooms for packages, rooms in HOMES.items() for package in packages}
 
@@ -84,8 +84,12 @@ def import_violations(source: str, module: str) -> list[str]:
         elif target not in FLOOR:
             if not target.startswith("__"):
                 found.append(f"{module}: import {name!r} from its room, not from the contents page")
-        elif (room, target) == ("study", "report") and re.match("plot_|_repr_html_$", function):
-            continue  # the one exception: a Study draws itself
+        elif (
+            room in ("study", "budget")
+            and target == "report"
+            and re.match("plot(_|$)|_repr_html_$", function)
+        ):
+            continue  # the one exception: results draw themselves
         elif target != room and FLOOR[target] >= FLOOR[room]:
             found.append(f"{module}: {room} may not import {target}")
     return found

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MARGIN = 1.15
 """How far the error of a correct run may lie from its prediction for reasons other than chance."""
 
-FLOOR = 1e-6
-"""A relative error that is never held against a run: sums in float32 may differ by it."""
+FLOOR = 1 / 32
+"""A relative error, in units of eps, that is never held against a run: sums may be reordered."""
 
 
 class StateRatio(NamedTuple):
@@ -194,7 +194,15 @@ def compare_runs(
     budgets, exact = state_budgets(reference, low, probes, seed)
     _check_shapes(exact, found)
     rows = [
-        _judge(i, budget, len(budgets), probes, [e[i] for e in exact], [f[i] for f in found])
+        _judge(
+            i,
+            budget,
+            count=len(budgets),
+            probes=probes,
+            eps=torch.finfo(DTYPES[name]).eps,
+            exact=[e[i] for e in exact],
+            found=[f[i] for f in found],
+        )
         for i, budget in enumerate(budgets)
     ]
     return RunComparison(format=name, states=rows, false_alarms=FALSE_ALARMS)
@@ -205,20 +213,20 @@ def _judge(
     budget: StateBudget,
     count: int,
     probes: int,
+    eps: float,
     exact: list[Tensor],
     found: list[Tensor],
 ) -> StateRatio:
     pairs = zip(exact, found, strict=True)
     observed = sum(float((f.to(e) - e).square().sum()) for e, f in pairs)
-    expected = max(budget.squared, FLOOR**2 * budget.size)
-    level = FALSE_ALARMS / count
+    expected = max(budget.squared, (FLOOR * eps) ** 2 * budget.size)
     return StateRatio(
         state=i,
         name="embeddings" if i == 0 else f"layer {i - 1}",
         observed=(observed / budget.size) ** 0.5,
         predicted=(expected / budget.size) ** 0.5,
         ratio=(observed / expected) ** 0.5,
-        limit=MARGIN * largest_ratio(budget.freedom, probes, level) ** 0.5,
+        limit=MARGIN * largest_ratio(budget.freedom, probes, 1 - FALSE_ALARMS / count) ** 0.5,
     )
 
 

@@ -85,9 +85,7 @@ def read_subject(
         samples: Number of sequences taken from one text.
         dtype: The dtype of the reference. Default: that of a loaded Model, else float64.
     """
-    from transformers import PreTrainedModel
-
-    if isinstance(source, nn.Module) and not isinstance(source, PreTrainedModel):
+    if isinstance(source, nn.Module) and not hasattr(source, "base_model_prefix"):
         module, model = source, None
         attention, routed, wanted = "eager", False, dtype or torch.float64
         name, tokenizer, limit = type(source).__name__, None, None
@@ -205,7 +203,7 @@ def changing_cache(change: Callable[[AttentionCall], AttentionCall]) -> Iterator
 
 
 def _with_head(source: Source, model: Model) -> nn.Module:
-    if isinstance(source, nn.Module) and source.get_output_embeddings() is not None:
+    if isinstance(source, nn.Module):
         return source
     raise UserError(
         f"{model.card.name} has no logits here; pass the live model with its language-model head "
