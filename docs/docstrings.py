@@ -12,6 +12,7 @@ import griffe
 import lipscope
 
 ROLE = re.compile(r":\w+:`~?([\w.]+)`")
+PAGE = re.compile(r"(?<!`)docs/([\w/]+)\.md")
 HEADING = re.compile(r"^Example:$", flags=re.MULTILINE)
 
 
@@ -31,4 +32,4 @@ def rendered(docstring: str) -> str:
         name = role[1].removeprefix("lipscope.")
         return f"[`{name}`][lipscope.{name}]" if name in lipscope.__all__ else f"`{name}`"
 
-    return ROLE.sub(link, HEADING.sub("Examples:", docstring))
+    return PAGE.sub(r"[\1](../\1.md)", ROLE.sub(link, HEADING.sub("Examples:", docstring)))

@@ -88,23 +88,23 @@ def references_page(entries: dict[str, dict[str, str]]) -> str:
     """The page of references, one anchor per key."""
     lines = ["# References", "", "In BibTeX: [references.bib](references.bib)."]
     for key, entry in sorted(entries.items()):
-        authors = ", ".join(
-            " ".join(reversed(author.split(", "))) for author in entry["author"].split(" and ")
-        )
+        names = [" ".join(reversed(name.split(", "))) for name in entry["author"].split(" and ")]
+        authors = ", ".join(names).replace(", others", " et al")
         where = entry.get("booktitle") or entry.get("journal")
         parts = [f"{authors}. *{entry['title']}*", f"{where}, {entry['year']}" if where else ""]
         if "eprint" in entry:
             parts.append(f"[arXiv:{entry['eprint']}](https://arxiv.org/abs/{entry['eprint']})")
         parts.append(entry.get("note", ""))
         text = ". ".join(part for part in parts if part)
-        lines += ["", f"### {label(entry)} {{ #{key} }}", "", f"{text}."]
+        lines += ["", f'<a id="{key}"></a>', "", f"### {label(entry)}", "", f"{text}."]
     return "\n".join(lines) + "\n"
 
 
 def label(entry: dict[str, str]) -> str:
     """An entry as it is cited in a sentence: Castin et al., 2024."""
     names = [author.split(",")[0] for author in entry["author"].split(" and ")]
-    short = f"{names[0]} et al." if len(names) > 2 else " and ".join(names)
+    many = len(names) > 2 or names[-1] == "others"
+    short = f"{names[0]} et al." if many else " and ".join(names)
     return f"{short}, {entry['year']}"
 
 
@@ -115,6 +115,7 @@ def linked_citations(markdown: str, target: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         keys = match[1].split(", ")
-        return f"({'; '.join(f'[{label(entries[key])}]({target}#{key})' for key in keys)})"
+        links = "; ".join(f"[{label(entries[key])}]({target}#{key})" for key in keys)
+        return rf"\[{links}\]"
 
     return re.sub(rf"\[({one}(?:, {one})*)\](?!\()", link, markdown)

@@ -110,6 +110,15 @@ def test_a_block_that_is_not_run_has_a_reason(page):
     assert len(reasons) == text.count("<!-- not run"), "the comment belongs right before a block"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_named_on_a_page_exist(page):
+    text = page.read_text()
+    named = re.findall(r"\b((?:lipscope|tests|benchmarks|examples|docs)/[\w/]+\.\w+)", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    for name, file in re.findall(r"`(\w+)[\w.]*` in `((?:lipscope|tests)/[\w/]+\.py)`", text):
+        assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), f"{name} is not in {file}"
+
+
 def test_output_beside_python_is_seen():
     assert blocks("```python\nx\n```\n\n```text\n1\n```\n") == [Block("x\n", "1\n", None)]
     assert blocks("<!-- not run: a GPU -->\n```python\nx\n```\n") == [Block("x\n", "", "a GPU")]

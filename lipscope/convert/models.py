@@ -48,7 +48,7 @@ def convert_model(
     """Replace the attention of a live model, in place.
 
     All requested layers are replaced, or none if one of them cannot be. What is carried over to the
-    new layers and what is not is described in docs/monitor.md.
+    new layers and what is not is described in docs/converting.md.
 
     Args:
         model: A torch module or a transformers model.
