@@ -240,7 +240,7 @@ def _recorded(b: Source | Path) -> tuple[Tensor | None, list[Tensor]] | None:
         tensors = load_file(b)
     except Exception as error:  # safetensors raises a class of its own
         raise UserError(f"cannot read {b} as safetensors ({error})") from error
-    states = []
+    states: list[Tensor] = []
     while f"hidden_states.{len(states)}" in tensors:
         states.append(tensors[f"hidden_states.{len(states)}"])
     if not states or any(h.ndim != 3 or len(h) != len(states[0]) for h in states):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
 
 from lipscope._checks import check_positive
 from lipscope._types import UserError
@@ -159,8 +158,8 @@ def _price_run(
                 site = Site(f"{where} {r.kind}", r.layer, r.kind)
                 table[site] = table.get(site, 0.0) + squared
                 linear += product
-            total = float((v * change).sum())
-            missed, made = missed + (total - linear) ** 2, made + total**2
+            seen = float((v * change).sum())
+            missed, made = missed + (seen - linear) ** 2, made + seen**2
             sequence.append(table)
         tables.append(sequence)
     sites = list(dict.fromkeys(site for s in tables for table in s for site in table))

@@ -7,9 +7,9 @@ rounded (negation, copies, views). And on the arguments of a run that was exact 
 these results form the graph of the reference, in which the derivative g of any output with respect
 to the result of the operation is available.
 
-Errors of single entries are taken to be independent, of mean zero and variance e^2, those of rounded
-parameters included, so that the expected square of the error of an output is
-sum_s sum_i e_si^2 E g_si^2 over all sites s, with g_s = J_s' v for a random v of identity covariance.
+Errors of single entries are taken to be independent, of mean zero and variance e^2, those of
+rounded parameters included, so that the expected square of the error of an output is
+sum_s sum_i e_si^2 E g_si^2 over all sites s, with g_s = J_s' v for random v of identity covariance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipscope._torch_internals import tree_leaves, tree_map
-from lipscope.budget.subject import NAME, Subject, arithmetic, blocks, hidden_states, layer_of, with_last
+from lipscope.budget.subject import (
+    NAME,
+    Subject,
+    arithmetic,
+    blocks,
+    hidden_states,
+    layer_of,
+    with_last,
+)
 from lipscope.models.plug import AttentionCall, listening, plugged
 
 IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
@@ -95,7 +103,7 @@ class RoundingTrace(TorchFunctionMode):
     ) -> Any:
         """Run an operation in low precision, and in high precision on both kinds of arguments."""
         given = tree_leaves((args, kwargs))
-        name = name or getattr(func, "__name__", type(func).__name__)
+        name = name or str(getattr(func, "__name__", type(func).__name__))
         in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         local = self._raised((args, kwargs), clone=in_place) if in_place else None
         low = func(*args, **kwargs)
@@ -172,9 +180,7 @@ class Followed:
 def follow_run(reference: Subject, low: Subject, ids: Tensor) -> Followed:
     """Run a sequence in low precision and follow it by the reference."""
     trace = RoundingTrace(low.dtype, reference.dtype)
-    pairs = zip(
-        low.module.named_parameters(), reference.module.named_parameters(), strict=True
-    )
+    pairs = zip(low.module.named_parameters(), reference.module.named_parameters(), strict=True)
     for (name, rounded), (_, parameter) in pairs:
         exact = parameter.detach().requires_grad_()
         trace.pair(rounded, exact)
@@ -224,6 +230,7 @@ def _marking(trace: RoundingTrace, module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _attention_as_one(trace: RoundingTrace) -> Iterator[None]:
     """Follow lipscope's attention as a single operation, its inner rounding included."""
+
     def attend_once(call: AttentionCall) -> Tensor:
         def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return replace(call, q=q, k=k, v=v).output()
@@ -239,7 +246,9 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def squared_errors(y: Tensor, v: Tensor, roundings: Sequence[Rounding]) -> list[tuple[float, float]]:
+def squared_errors(
+    y: Tensor, v: Tensor, roundings: Sequence[Rounding]
+) -> list[tuple[float, float]]:
     """(sum_i g_i^2 e_i^2, <g, e>) of every rounding for one probe v of y; zeros if y is not hit.
 
     The first is the expected square of <v, dy> if rounding were repeated at random; the second is
@@ -248,12 +257,9 @@ def squared_errors(y: Tensor, v: Tensor, roundings: Sequence[Rounding]) -> list[
     gradients = torch.autograd.grad(
         y, [r.exact for r in roundings], v, retain_graph=True, allow_unused=True
     )
-    found = []
-    for r, g in zip(roundings, gradients, strict=True):
-        product = 0.0 if g is None else g * r.error
-        found.append(
-            (0.0, 0.0)
-            if isinstance(product, float)
-            else (float(product.square().sum()), float(product.sum()))
-        )
-    return found
+    products = (
+        None if g is None else g * r.error for r, g in zip(roundings, gradients, strict=True)
+    )
+    return [
+        (0.0, 0.0) if p is None else (float(p.square().sum()), float(p.sum())) for p in products
+    ]

@@ -120,9 +120,7 @@ def _rounded(part: nn.Module, quantise: Quantiser, strength: float) -> Iterator[
 
 
 @contextmanager
-def _rounded_cache(
-    subject: Subject, change_one: Quantiser, only: Site | None
-) -> Iterator[None]:
+def _rounded_cache(subject: Subject, change_one: Quantiser, only: Site | None) -> Iterator[None]:
     calls = 0
     layers = _attention_calls(subject)
 

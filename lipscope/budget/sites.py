@@ -46,9 +46,7 @@ class Products:
 
 def linears(module: nn.Module, embeddings: bool = False) -> dict[str, nn.Module]:
     """The linear layers by name; a head that shares its weight with an embedding only if asked."""
-    tables = {
-        id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)
-    }
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     return {
         name: part
         for name, part in module.named_modules()
@@ -58,9 +56,7 @@ def linears(module: nn.Module, embeddings: bool = False) -> dict[str, nn.Module]
 
 def matrix(part: nn.Module) -> Tensor:
     """The weight of a linear layer as [out, in]; transformers' Conv1D stores its transpose."""
-    weight = part.weight
-    assert isinstance(weight, Tensor)
-    return weight.mT if type(part).__name__ == "Conv1D" else weight
+    return _weight(part).mT if type(part).__name__ == "Conv1D" else _weight(part)
 
 
 def weight_error(part: nn.Module, quantise: Quantiser) -> Tensor:
@@ -105,9 +101,7 @@ def collect_products(
             sites[f.name] = [site for name, site, _ in rows[0] if name == f.name]
             t = [[t for name, _, t in row if name == f.name] for row in rows]
             found[f.name].append(torch.tensor(t, dtype=torch.float64))
-    return {
-        name: Products(sites[name], torch.stack(parts, dim=1)) for name, parts in found.items()
-    }
+    return {name: Products(sites[name], torch.stack(parts, dim=1)) for name, parts in found.items()}
 
 
 @dataclass(eq=False)
@@ -128,7 +122,7 @@ def _graph(
     """Run the model with gradients at the sites that the formats need."""
     weighted = any(f.weight for f in formats)
     graph = _Graph(
-        weights={name: part.weight for name, part in layers.items()} if weighted else {},
+        weights={name: _weight(part) for name, part in layers.items()} if weighted else {},
         transposed={name: type(part).__name__ == "Conv1D" for name, part in layers.items()},
         inputs={},
         cache={},
@@ -196,9 +190,7 @@ class _Errors:
     sites: list[Site]
 
 
-def _errors_made(
-    graph: _Graph, formats: list[Format], weights: dict[str, Tensor]
-) -> list[_Errors]:
+def _errors_made(graph: _Graph, formats: list[Format], weights: dict[str, Tensor]) -> list[_Errors]:
     """The errors at every site of the graph, in the order of its tensors."""
     made = []
     for name in graph.weights:
@@ -242,6 +234,11 @@ def _transposed(g: Tensor) -> Tensor:
 
 def _by_head(g: Tensor) -> Tensor:
     return g.transpose(0, 1).flatten(1)
+
+
+def _weight(part: nn.Module) -> Tensor:
+    assert isinstance(part.weight, Tensor)
+    return part.weight
 
 
 def _is_linear(part: nn.Module) -> bool:

@@ -79,9 +79,7 @@ def state_budgets(
     return budgets, states
 
 
-def state_tolerance(
-    subject: Subject, format: str, layer: int, probes: int, seed: int
-) -> Tolerance:
+def state_tolerance(subject: Subject, format: str, layer: int, probes: int, seed: int) -> Tolerance:
     """Tolerances within which all entries of a hidden state of a correct run lie."""
     if format not in DTYPES:
         raise UserError(

@@ -116,12 +116,12 @@ def read_sequences(text: Text, model: Model | None, length: int, samples: int) -
     if isinstance(text, Tensor) or (
         isinstance(text, list | tuple) and text and not isinstance(text[0], str | Path)
     ):
-        ids = torch.as_tensor(text)
-        if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or not ids.numel():
+        given = torch.as_tensor(text)
+        if given.dtype.is_floating_point or given.ndim not in (1, 2) or not given.numel():
             raise UserError(
-                f"token ids must be integers [B, n] or [n], got {ids.dtype} {tuple(ids.shape)}"
+                f"token ids must be integers [B, n] or [n], got {given.dtype} {tuple(given.shape)}"
             )
-        return [row[None].long() for row in (ids if ids.ndim == 2 else ids[None])]
+        return [row[None].long() for row in (given if given.ndim == 2 else given[None])]
     if model is None:
         raise UserError("this model has no tokenizer; give token ids instead of text")
     if isinstance(text, list | tuple):
