@@ -5,13 +5,14 @@ They are stored with their outputs, because the documentation site shows them as
 """
 
 import os
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.test_docs import assert_same_output
+from tests.test_docs import NUMBER, assert_same_output
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -48,8 +49,15 @@ def executed(path: Path, directory: Path) -> nbformat.NotebookNode:
 
 
 def assert_as_stored(found: nbformat.NotebookNode, stored: nbformat.NotebookNode) -> None:
-    """Every cell prints what is stored, up to one in the last digit of a number."""
-    for new, old in zip(printed(found), printed(stored), strict=True):
+    """Every cell prints what is stored, up to one in the last digit of a number.
+
+    Of a cell tagged "numbers vary" only the words count: hundreds of steps of training amplify the
+    rounding of a processor.
+    """
+    code = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
+    for new, old, cell in zip(printed(found), printed(stored), code, strict=True):
+        if "numbers vary" in cell["metadata"].get("tags", ()):
+            new, old = (re.sub(NUMBER, "0", text) for text in (new, old))
         assert_same_output(new, old)
 
 
@@ -83,6 +91,8 @@ def test_a_stale_output_is_seen():
     assert_as_stored(old, nbformat.from_dict(old))
     with pytest.raises(AssertionError):
         assert_as_stored(old, stale)
+    stale["cells"][0]["metadata"]["tags"] = ["numbers vary"]
+    assert_as_stored(old, stale)
 
 
 def main() -> None:
@@ -93,7 +103,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             notebook = executed(path, Path(directory))
         for cell in notebook["cells"]:
-            cell["metadata"] = {}
+            cell["metadata"] = {key: x for key, x in cell["metadata"].items() if key == "tags"}
             # Warnings of other packages name paths of this machine.
             outputs = cell.get("outputs", [])
             outputs[:] = [output for output in outputs if output.get("name") != "stderr"]
