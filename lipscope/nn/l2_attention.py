@@ -265,8 +265,9 @@ def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: str) -> Ten
 
 @lru_cache(maxsize=4096)
 def _reaction(n: int, size: int, causal: bool, norm: str) -> float:
-    from lipscope.theorems.kim2021 import coordinate_reaction, distance_reaction  # loads SciPy
+    from lipscope.theorems.kim2021 import coordinate_reaction  # loads SciPy
+    from lipscope.theorems.sharper import distance_reaction
 
     one = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
     seen = sight(SelfAttention(one, one, one, causal=causal), n)
-    return coordinate_reaction(seen, size) if norm == "inf" else distance_reaction(seen)
+    return coordinate_reaction(seen, size) if norm == "inf" else distance_reaction(seen, size)

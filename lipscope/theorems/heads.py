@@ -126,6 +126,13 @@ class Sight:
             return 1
         return 2 if bool((self.seen | self.seen.T)[common].all()) else math.inf
 
+    @property
+    def ordered(self) -> bool:
+        """Whether of the queries that see a key each sees all before it, from that key on."""
+        # True under a causal mask, also with a window and padding; not under every mask with
+        # `regard` 2, where queries may see each other in circles.
+        return self.order == "causal" or (self.causal and self.mask is None)
+
     @cached_property
     def spread(self) -> Tensor:
         """The largest difference of additive mask entries within each row, [n]."""

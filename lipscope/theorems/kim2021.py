@@ -17,18 +17,15 @@ from torch import Tensor
 
 from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.distance_columns import column_distance, column_sum, key_reaction
-from lipscope.theorems.factored_values import Split, Way, splits, whole_rest
-from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, of_order_one, sight
+from lipscope.theorems.factored_values import Split, splits
+from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, sight
 from lipscope.theorems.rounding import (
     TINY,
     down,
-    frobenius_up,
     gamma,
     norm_down,
     norm_up,
     row_sum_up,
-    scaled_up,
     up,
 )
 from lipscope.theorems.statement import (
@@ -62,105 +59,29 @@ def distance_upper(f: SelfAttention, domain: Domain) -> float:
     means = [mean_distance(c) for c in sight(f, domain.n).counts.tolist() if c > 0] or [0.0]
 
     def head(h: Head, split: Split) -> float:
-        through = up((_spectral(split.M) + split.drift) * _spectral(h.one.Q))
-        far = _far(h, domain, _spectral) if split.spectral > 0 else 0.0
+        through = up((spectral(split.M) + split.drift) * spectral(h.one.Q))
+        far = longest_query(h, domain, spectral) if split.spectral > 0 else 0.0
         rest = split.spectral
         rows = [through * (4 * p + 1) + rest * (1 + 4 * math.sqrt(p) * far) for p in means]
         return h.factor * hypotenuse(rows)
 
     apart = [hypotenuse([head(h, split) for h, split in way]) for way in splits(f, domain)]
-    return up(min(apart, default=math.inf) * _output(f, _spectral))
+    return up(min(apart, default=math.inf) * output_norm(f, spectral))
 
 
-def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
-    """(sqrt(kappa) + 2 phi + 2 sqrt(tau)) ||O diag(M_h / m_h)|| ||diag(m_h) Q||, m_h = ||M_h||.
-
-    kappa bounds the column sums of P (`column_sum`), tau the reaction of the keys (`key_reaction`).
-    Values V = M Q + E add
-    ||O|| (sum_h ||E_h||^2 (sqrt(kappa) + 2 (sqrt(phi) + sqrt(rho)) sqrt(s) ||Q_h|| R)^2)^(1/2),
-    rho the largest sum_i P_ij d_ij. Every M gives a bound; V Q^+ and 0 are tried.
-    """
-    seen = sight(f, domain.n)
-    found = [math.inf]
-    for way in splits(f, domain):
-        # Values that factor through the queries, plus what is left over.
-        size, power = _through_heads(f, way)
-        through = scaled_up(up(distance_reaction(seen) * size), power)
-        found.append(through + _left_over(f, domain, seen, way))
-    if isinstance(domain, Ball):
-        way = [(h, whole_rest(h)) for h in heads_of(f, folded=False)]
-        found.append(_left_over(f, domain, seen, way))
-    return up(min(value for value in found if not math.isnan(value)))
-
-
-def distance_reaction(seen: Sight) -> float:
-    """An upper bound of the 2-norm constant of L2 attention with identity weights."""
-    return up(
-        math.sqrt(column_sum(seen))
-        + 2 * mean_distance(seen.most_keys)
-        + 2 * math.sqrt(key_reaction(seen))
-    )
-
-
-def _left_over(f: SelfAttention, domain: Domain, seen: Sight, way: Way) -> float:
-    """What the values E x that do not factor through the queries add, for all heads together."""
-    root = math.sqrt(column_sum(seen))
-    spread = 2 * (math.sqrt(mean_distance(seen.most_keys)) + math.sqrt(column_distance(seen)))
-    sizes = [
-        h.factor * (split.spectral * (root + spread * _far(h, domain, _spectral)))
-        for h, split in way
-        if split.spectral > 0
-    ]
-    return up(hypotenuse(sizes) * _output(f, _spectral)) if sizes else 0.0
-
-
-def _far(h: Head, domain: Domain, norm: Callable[[Tensor], float]) -> float:
+def longest_query(h: Head, domain: Domain, norm: Callable[[Tensor], float]) -> float:
     """sqrt(s) ||Q|| R."""
     R = domain.R if isinstance(domain, Ball) else math.inf
     size = norm(h.one.Q)
     return max(TINY, up(math.sqrt(h.scale) * size * R)) if size > 0 else 0.0
 
 
-def _output(f: SelfAttention, norm: Callable[[Tensor], float]) -> float:
+def output_norm(f: SelfAttention, norm: Callable[[Tensor], float]) -> float:
     return 1.0 if f.O is None else norm(f.O)
 
 
-def _size(M: Tensor) -> float:
-    return frobenius_up(M).item()
-
-
-def _spectral(M: Tensor) -> float:
+def spectral(M: Tensor) -> float:
     return norm_up(M).item()
-
-
-def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
-    """||O diag(M_h / m_h)|| ||diag(m_h) Q|| for all heads, as s and p of s 2^p."""
-    # Powers of two are kept apart as integers: weights of any size neither under- nor overflow.
-    rights, lefts, powers, rest = [], [], [], 0.0
-    for h, split in way:
-        M, drift = split.M, split.drift
-        m = up(_spectral(M) + drift)
-        if math.inf in (m, h.factor):
-            return math.inf, 0
-        Q, power = of_order_one(h.one.Q)
-        share, own = math.frexp(m)
-        rights.append(share * Q)
-        powers.append(power + own + h.power)
-        lefts.append(M / m if m > 0 else M)
-        rest = max(rest, drift / m if m > 0 else 0.0)
-    # All heads relative to the largest power.
-    top = max(powers)
-    right = torch.cat(
-        [torch.ldexp(Q, torch.tensor(power - top)) for Q, power in zip(rights, powers, strict=True)]
-    )
-    rounding = gamma(2 * sum(M.shape[0] for M in lefts) + 16)
-    across = up(_spectral(right) + rounding * _size(right))
-    if f.O is None:
-        return across, top
-    O, power = of_order_one(f.O)
-    left = O @ torch.block_diag(*lefts)
-    error = rounding * _size(O) * math.hypot(*(_size(M) for M in lefts)) + rest * _spectral(O)
-    return up(across * (_spectral(left) + error)), top + power
 
 
 def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
@@ -176,16 +97,16 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
         through = (row_sum_up(split.M) + split.drift) * row_sum_up(h.one.Q)
         value = coordinate_reaction(seen, h.k) * through
         if split.row_sum > 0:
-            far = _far(h, domain, row_sum_up)
+            far = longest_query(h, domain, row_sum_up)
             value += split.row_sum + 4 * math.sqrt(h.k * mean) * far * split.row
         return h.factor * up(value)
 
     largest = [max(head(h, split) for h, split in way) for way in splits(f, domain)]
-    return up(min(largest, default=math.inf) * _output(f, row_sum_up))
+    return up(min(largest, default=math.inf) * output_norm(f, row_sum_up))
 
 
 def coordinate_reaction(seen: Sight, k: int) -> float:
-    """`distance_reaction` for the largest coordinate, in heads of size k."""
+    """The constant of L2 attention with identity weights, largest coordinate, heads of size k."""
     return up(4 * math.sqrt(k) * mean_distance(seen.most_keys) + 1)
 
 
@@ -290,16 +211,6 @@ BOUNDS = (
         where="Theorem 3.2 (2-norm), with the fourth power: docs/theory/bounds.md#l2-attention "
         + RESIDUAL,
         fn=distance_upper,
-    ),
-    Bound(
-        name="L2 attention",
-        kind="upper",
-        norm="2",
-        domain=(Ball, Everywhere),
-        hypotheses=L2_HYPOTHESES,
-        cite="lipscope",
-        where="docs/theory/bounds.md#l2-attention " + RESIDUAL,
-        fn=tighter_distance_upper,
     ),
     Bound(
         name="Kim et al., L2 attention, largest coordinate",

@@ -10,7 +10,15 @@ import torch
 from lipscope._checks import norm_name
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems import castin2024, certified, geshkovski2023, kim2021, local, yudin2025
+from lipscope.theorems import (
+    castin2024,
+    certified,
+    geshkovski2023,
+    kim2021,
+    local,
+    sharper,
+    yudin2025,
+)
 from lipscope.theorems.heads import check_masks
 from lipscope.theorems.rounding import gamma, length_up
 from lipscope.theorems.statement import Bound, Kinds
@@ -21,6 +29,7 @@ REGISTRY: tuple[Bound, ...] = (
     *certified.BOUNDS,
     *castin2024.BOUNDS,
     *kim2021.BOUNDS,
+    *sharper.BOUNDS,
     *geshkovski2023.BOUNDS,
 )
 """All registered theorems, in the order in which `bounds` reports them."""

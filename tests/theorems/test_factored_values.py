@@ -20,13 +20,8 @@ from lipscope.theorems.factored_values import (
     whole_rest,
 )
 from lipscope.theorems.heads import heads_of, sight
-from lipscope.theorems.kim2021 import (
-    distance_reaction,
-    distance_upper,
-    largest_coordinate_upper,
-    mean_distance,
-    tighter_distance_upper,
-)
+from lipscope.theorems.kim2021 import distance_upper, largest_coordinate_upper, mean_distance
+from lipscope.theorems.sharper import distance_reaction, tighter_distance_upper
 from tests.naive import dense_jacobian
 from tests.theorems.soundness import ascended
 
@@ -123,14 +118,11 @@ def test_the_residual_enters_with_these_constants():
     row = through * (4 * phi + 1) + e * (1 + 4 * math.sqrt(phi) * far)
     assert distance_upper(f, ball) == pytest.approx(math.sqrt(n) * row, rel=1e-9)
     assert largest_coordinate_upper(f, ball) == pytest.approx(row, rel=1e-9)
-    # omega N = 0.2785 * 5 and, without a mask, sqrt(N) L + N e^(-L-1) at its least over L.
-    N = n - 1
-    omega = float(mpmath.lambertw(1 / mpmath.e).real)
-    least = min(math.sqrt(N) * L + N * math.exp(-L - 1) for L in (i / 1000 for i in range(3000)))
-    rho = min(omega * N, least)
-    left = e * (math.sqrt(math.sqrt(n)) + 2 * (math.sqrt(phi) + math.sqrt(rho)) * far)
+    # In one coordinate a column of P sums to 2 / sqrt 3 at most, one of P t^2 to two thirds of it.
+    column = 2 / math.sqrt(3)
+    left = e * (math.sqrt(column) + 2 * (math.sqrt(phi) + math.sqrt(2 / 3 * column)) * far)
     stated = tighter_distance_upper(f, ball)
-    assert stated == pytest.approx(through * distance_reaction(sight(f, n)) + left, rel=1e-6)
+    assert stated == pytest.approx(through * distance_reaction(sight(f, n), 1) + left, rel=1e-6)
 
 
 def test_small_tokens_need_no_factor():
@@ -232,7 +224,7 @@ def test_values_defined_by_m_have_the_theorems_constant_on_all_inputs():
     Q = torch.cat([I, 0 * I], dim=1)
     f = FactoredAttention(Q, Q, (2 + 2**-20) * Q, kernel=ls.L2(), M=2 * I[None])
     assert uppers(f, Everywhere(9))["L2 attention"] == pytest.approx(
-        2 * distance_reaction(sight(f, 9)), rel=1e-9
+        2 * distance_reaction(sight(f, 9), 2), rel=1e-9
     )
     phi = mean_distance(9)
     coordinate = uppers(f, Everywhere(9), "inf")["Kim et al., L2 attention, largest coordinate"]
