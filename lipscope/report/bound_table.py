@@ -93,7 +93,7 @@ def _summary(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Tabl
         ratios = [_ratio(found, name) for found in rows]
         worst = (
             "-"
-            if _at_point(name)
+            if at_point(name)
             else f"{median(found[name].value / found[WORST].value for found in rows):.3g}"
         )
         spread = f"{median(ratios):.4g} [{min(ratios):.3g}, {max(ratios):.3g}]"
@@ -101,13 +101,13 @@ def _summary(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Tabl
     return table
 
 
-def _at_point(name: str) -> bool:
+def at_point(name: str) -> bool:
     """Whether a bound is about the text alone, not a ball."""
     return any(bound.domain is Point and name.startswith(BOUND + bound.name) for bound in REGISTRY)
 
 
 def _ratio(rows: dict[str, Row], name: str) -> float:
-    against = rows[WORST if rows[name].kind == "lower" and not _at_point(name) else SIGMA].value
+    against = rows[WORST if rows[name].kind == "lower" and not at_point(name) else SIGMA].value
     return rows[name].value / against if against > 0 else math.inf
 
 

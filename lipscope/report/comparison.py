@@ -1,102 +1,238 @@
-"""Two studies side by side: the ratio of their sigmas, map by map and head by head."""
+"""Several studies compared: what differs, sigma of each on common maps, and where they part most.
+
+A study may hold a hundred thousand rows, and a thousand studies may be compared: each is reduced
+to its medians first (`digest`), and everything else works with those.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from lipscope.report.content import heat, layer_name, shown
-from lipscope.study.growth import Growth
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lipscope._types import UserError
+from lipscope.report.content import Map
+from lipscope.report.formats import counted, digits, exponent, layer_name, shown
+from lipscope.report.identity import Facts, facts, names, shared, telling
+from lipscope.report.words import warning
+from lipscope.study.growth import Growth, fit
 from lipscope.study.study import Study
 
-
-def comparison(first: Study, second: Study) -> dict[str, Any]:
-    """Cells of both studies at the largest common length, and a line per common map."""
-    lengths = {row.n for row in first.sigma} & {row.n for row in second.sigma}
-    if not lengths:
-        return {"n": None, "layers": [], "columns": [], "ratios": [], "lines": []}
-    n = max(lengths)
-    one, two = heat(first), heat(second)
-    layers = [name for name in one["layers"] if name in two["layers"]]
-    columns = [name for name in one["columns"] if name in two["columns"]]
-    left, right = (_medians(table, n) for table in (one, two))
-    ratios = [[_ratio(left.get((a, b)), right.get((a, b))) for b in columns] for a in layers]
-    return {
-        "n": n,
-        "layers": layers,
-        "columns": columns,
-        "ratios": ratios,
-        "lines": lines(first, second, n),
-    }
+Place = tuple[int | None, str]
+"""A layer, and the name of a head or scope."""
 
 
-def lines(first: Study, second: Study, n: int) -> list[dict[str, Any]]:
-    """Per common map: sigma (median over samples, the largest head) and exponent in each study."""
-    found, others = [], set(second.maps)
-    for scope, layer in (at for at in first.maps if at in others):
-        values = [
-            [row.value for row in study.largest(scope, layer) if row.n == n]
-            for study in (first, second)
-        ]
-        if not all(values):
-            continue
-        sigmas = [median(value) for value in values]
-        found.append(
-            {
-                "scope": shown(scope, 30),
-                "layer": layer_name(layer),
-                "sigma": sigmas,
-                "ratio": _ratio(*sigmas),
-                "alpha": [_exponent(study.law(scope, layer)) for study in (first, second)],
-            }
-        )
-    return found
+@dataclass(frozen=True)
+class Digest:
+    """A study reduced to medians over samples.
+
+    Attributes:
+        facts: What was measured.
+        place: The name of the study's directory.
+        medians: sigma by map and length; for heads, of the largest head.
+        cells: sigma by length, layer and head, at the greatest length only.
+        laws: The growth law of each map that has one.
+        rows: The number of rows.
+        failed: The number of rows without a value.
+        note: What a reader must know, for example that the study is unfinished.
+    """
+
+    facts: Facts
+    place: str
+    medians: dict[Map, dict[int, float]]
+    cells: dict[int, dict[Place, float]]
+    laws: dict[Map, Growth]
+    rows: int
+    failed: int
+    note: str
+
+    @property
+    def lengths(self) -> set[int]:
+        """The lengths with a value."""
+        return {n for found in self.medians.values() for n in found}
 
 
-def verdict(first: Study, second: Study) -> str:
-    """The comparison in a sentence."""
-    table = comparison(first, second)
-    if table["n"] is None:
-        return (
-            "The two studies have no length in common at which both have values, so they cannot "
-            "be compared."
-        )
-    known = [line for line in table["lines"] if line["ratio"] is not None]
-    if not known:
-        return f"At n = {table['n']} the two studies have no map with a positive σ in common."
-    ratios = [line["ratio"] for line in known]
-    # Ratios are averaged geometrically: twice and half as large cancel.
-    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
-    least, most = min(known, key=lambda x: x["ratio"]), max(known, key=lambda x: x["ratio"])
-    return (
-        f"At n = {table['n']}, over the {len(known)} maps in both studies, σ of the second is "
-        f"{mean:.3g} times σ of the first (geometric mean); from {least['ratio']:.3g} "
-        f"({least['layer']}, {least['scope']}) to {most['ratio']:.3g} "
-        f"({most['layer']}, {most['scope']})."
+def digest(study: Study, cells: bool = True) -> Digest:
+    """Reduce a study; `cells` keeps the medians of single heads as well."""
+    medians: dict[Map, dict[int, float]] = {}
+    laws = {}
+    for at in study.maps:
+        by_length: dict[int, list[float]] = defaultdict(list)
+        for row in study.largest(*at):
+            by_length[row.n].append(row.value)
+        medians[at] = {n: median(values) for n, values in sorted(by_length.items())}
+        law = study.law(*at)
+        if law is not None:
+            laws[at] = law
+    return Digest(
+        facts=facts(study),
+        place="" if study.directory is None else study.directory.name,
+        medians=medians,
+        cells=_cells(study) if cells else {},
+        laws=laws,
+        rows=len(study.rows),
+        failed=len(study.failed),
+        note=warning(study),
     )
 
 
-def differences(first: Study, second: Study) -> list[str]:
-    """The settings that the numbers depend on and that differ between the studies."""
-    a, b = first.info, second.info
-    found = [name.replace("_", " ") for name in a.identity.differences(b.identity)]
-    return found + (["model name"] if a.about.model != b.about.model else [])
+def _cells(study: Study) -> dict[int, dict[Place, float]]:
+    found: dict[int, dict[Place, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in study.sigma:
+        column = shown(row.scope, 30) if row.head is None else str(row.head)
+        found[row.n][row.layer, column].append(row.value)
+    return {n: {at: median(v) for at, v in here.items()} for n, here in found.items()}
 
 
-def _medians(table: dict[str, Any], n: int) -> dict[tuple[str, str], float]:
-    cells = table["cells"][table["lengths"].index(n)]
-    return {
-        (layer, column): cell[0]
-        for layer, line in zip(table["layers"], cells, strict=True)
-        for column, cell in zip(table["columns"], line, strict=True)
-        if cell is not None
-    }
+@dataclass(frozen=True)
+class Comparison:
+    """Studies with names, the greatest common length, and the maps that all of them have there.
+
+    Attributes:
+        digests: The studies, the baseline first.
+        names: A name for each that says what differs.
+        n: The greatest length that all of them have; None if there is none.
+        maps: The maps with a positive sigma in every study at that length.
+    """
+
+    digests: list[Digest]
+    names: list[str]
+    n: int | None
+    maps: list[Map]
+
+    def at(self, i: int, on: Map) -> float:
+        """sigma of study i on a common map at the common length."""
+        assert self.n is not None
+        return self.digests[i].medians[on][self.n]
+
+    def mean(self, i: int) -> float | None:
+        """The geometric mean of sigma over the common maps; None if there are none."""
+        return _mean([self.at(i, on) for on in self.maps]) if self.maps else None
+
+    def ranked(self) -> list[int]:
+        """The studies by that mean, the largest first."""
+        return sorted(range(len(self.names)), key=lambda i: -(self.mean(i) or 0.0))
+
+    def differences(self) -> list[tuple[Map, float]]:
+        """The common maps with the largest sigma / the smallest, the largest ratio first."""
+        spread = []
+        for on in self.maps:
+            values = [self.at(i, on) for i in range(len(self.digests))]
+            spread.append((on, max(values) / min(values)))
+        return sorted(spread, key=lambda item: -item[1])
+
+    def curve(self, i: int, maps: Sequence[Map]) -> dict[int, float]:
+        """Per length, the geometric mean of study i over maps that it has there."""
+        own = self.digests[i].medians
+        lengths = sorted(set.intersection(*(set(own.get(on, {})) for on in maps)) if maps else ())
+        found = {n: [own[on][n] for on in maps] for n in lengths}
+        return {n: _mean(v) for n, v in found.items() if all(0 < x < math.inf for x in v)}
 
 
-def _ratio(first: float | None, second: float | None) -> float | None:
-    return second / first if first and second else None
+def compare(digests: Iterable[Digest]) -> Comparison:
+    """Find what the studies have in common."""
+    found = list(digests)
+    if len(found) < 2:
+        raise UserError("a comparison needs at least two studies; give more directories")
+    lengths = set.intersection(*(one.lengths for one in found))
+    given = names([one.facts for one in found], [one.place for one in found])
+    for n in sorted(lengths, reverse=True):
+        maps = [on for on in found[0].medians if all(_positive(one, on, n) for one in found)]
+        if maps:
+            return Comparison(found, given, n, maps)
+    return Comparison(found, given, max(lengths, default=None), [])
 
 
-def _exponent(law: Growth | None) -> list[float] | None:
-    return None if law is None else [law.alpha, law.low, law.high]
+def _positive(one: Digest, on: Map, n: int) -> bool:
+    return 0 < one.medians.get(on, {}).get(n, 0.0) < math.inf
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Geometric: twice and half as large cancel.
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def mean_law(curve: dict[int, float]) -> Growth | None:
+    """The growth law of a mean over layers."""
+    try:
+        return fit("mean", None, list(curve.items()))
+    except UserError:
+        return None
+
+
+def map_name(on: Map) -> str:
+    """A map for readers."""
+    return f"{layer_name(on[1])}, {shown(on[0], 30)}"
+
+
+def verdict(found: Comparison) -> str:
+    """The comparison in a sentence or two."""
+    if found.n is None:
+        return (
+            "The studies have no length in common at which all have values, so that they cannot be "
+            "compared."
+        )
+    if not found.maps:
+        return f"At n = {found.n:,} the studies have no map with a positive σ in common."
+    ranked = found.ranked()
+    top, last = ranked[0], ranked[-1]
+    high, low = found.mean(top), found.mean(last)
+    assert high is not None and low is not None
+    over = f"at n = {found.n:,}, over the {counted(len(found.maps), 'map')} that all studies have"
+    if high / low < 1.005:
+        return f"No difference in the geometric mean {over}."
+    text = (
+        f"“{found.names[last]}” is {digits(high / low)} × smoother than “{found.names[top]}”: "
+        f"geometric mean of σ {over}."
+    )
+    on, most = found.differences()[0]
+    return f"{text} The largest difference is in {map_name(on)}: a factor of {digits(most)}."
+
+
+def comparison_table(found: Comparison) -> RenderableType:
+    """What `lipscope compare` prints: a line per study, the largest sigma first."""
+    title = shared([one.facts for one in found.digests])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("study", overflow="fold")
+    for name in ("σ, mean", "× first", "largest median σ", "α"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for i in found.ranked():
+        table.add_row(found.names[i], *line(found, i))
+    notes = [
+        f"{name}: {one.note}"
+        for name, one in zip(found.names, found.digests, strict=True)
+        if one.note
+    ]
+    what = ", ".join(telling([one.facts for one in found.digests])) or "no setting"
+    at = "" if found.n is None else f" at n = {found.n:,}"
+    legend = (
+        f"σ, mean: geometric mean over {counted(len(found.maps), 'common map')}{at} of the medians "
+        f"over samples.\nα: median growth exponent of the maps. What differs: {what}."
+    )
+    return Group(
+        Text(
+            f"{counted(len(found.names), 'study').replace('studys', 'studies')}: {title}\n",
+            style="bold",
+        ),
+        table,
+        Text(f"\n{legend}", style="dim"),
+        Text("\n".join(["", verdict(found), *notes])),
+    )
+
+
+def line(found: Comparison, i: int) -> tuple[str, str, str, str]:
+    """Mean sigma, its ratio to the first study, the largest median and the exponent of study i."""
+    mean, first = found.mean(i), found.mean(0)
+    ratio = "–" if mean is None or not first else digits(mean / first)
+    own = found.digests[i]
+    here = {on: v[found.n] for on, v in own.medians.items() if found.n in v}
+    top = max(here, key=lambda on: here[on], default=None)
+    largest = "–" if top is None else f"{digits(here[top])} ({layer_name(top[1])})"
+    alphas = [law.alpha for law in own.laws.values()]
+    return digits(mean), ratio, largest, exponent(median(alphas)) if alphas else "–"

@@ -1,171 +1,315 @@
-"""The data behind the page of a study: plain lists and numbers, with all texts made safe."""
+"""What the page of a study shows: medians and ranges, growth curves, tokens, bounds, all rows."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lipscope._files import for_terminal
 from lipscope._types import UserError
-from lipscope.study.records import COLUMNS, Row
-from lipscope.study.study import SIGMA, Study
+from lipscope.report.charts import Cell, Grid
+from lipscope.report.formats import counted, digits, interval, layer_name, shown, shown_token
+from lipscope.report.palette import level
+from lipscope.study.growth import Growth
+from lipscope.study.records import COLUMNS, SIGMA, Row
+from lipscope.study.study import Study
 
 STRIP_TOKENS, ALL_STRIPS = 2048, 300_000
-"""Maximum number of tokens shown per sample, and in all."""
+"""Maximum number of tokens shown per sample, and of token norms in all."""
+
+NORM_UNIT = 1000
+"""Norms of tokens are stored as whole numbers of this fraction of 1."""
 
 TEXT_COLUMNS = ("probe", "scope", "kind", "norm", "status", "dtype", "device")
-BOUND_KINDS = ("upper", "lower")
+FEW_DIGITS = {"residual": 2, "seconds": 2, "radius": 4}
+"""Columns that readers need to fewer digits than the rest."""
+
+BOUND, WORST = "bound: ", "worst found"
+"""Probes of `lipscope.audit.heads`, spelled here because that module imports torch."""
 
 Map = tuple[str, int | None]
 
 
-def shown(text: str, width: int = 200) -> str:
-    """Untrusted text in one line, with invisible and bidirectional characters spelled out."""
-    return for_terminal(text, width)
+@dataclass(frozen=True)
+class Spread:
+    """The samples of one map at one length.
+
+    Attributes:
+        middle: The median over samples.
+        low: A lower bound on the median.
+        high: An upper bound on the median.
+        least: The smallest sample.
+        most: The largest sample.
+        count: The number of samples.
+    """
+
+    middle: float
+    low: float
+    high: float
+    least: float
+    most: float
+    count: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Spread:
+        # A median does not decrease in any of its members: where their bounds hold, it lies
+        # between the median of the lower bounds and that of the upper ones.
+        values = [row.value for row in rows]
+        return cls(
+            middle=median(values),
+            low=median(row.lower for row in rows),
+            high=median(row.upper for row in rows),
+            least=min(values),
+            most=max(values),
+            count=len(values),
+        )
+
+    def title(self, where: str, n: int) -> str:
+        """The lines of a tooltip."""
+        return (
+            f"{where}, n = {n:,}\n"
+            f"σ = {digits(self.middle, 4)}, median of {counted(self.count, 'sample')}\n"
+            f"known to lie in {interval(self.low, self.high, 4)}\n"
+            f"samples range over {interval(self.least, self.most, 4)}"
+        )
 
 
-def layer_name(layer: int | None) -> str:
-    return "model" if layer is None else f"layer {layer}"
+@dataclass(frozen=True)
+class Scale:
+    """Levels of colour for positive values, logarithmic if they differ by more than 50 times."""
+
+    low: float
+    high: float
+    log: bool
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Scale:
+        known = [x for x in values if 0 < x < math.inf] or [1.0]
+        low, high = min(known), max(known)
+        return cls(low, high, True) if high > 50 * low else cls(0.0, high, False)
+
+    def level(self, value: float) -> int:
+        """The level of a value; 0 below the scale, the last one above it."""
+        if not value > self.low:
+            return 0
+        if self.log:
+            return level(
+                math.log(min(value, self.high) / self.low) / math.log(self.high / self.low)
+            )
+        return level(value / self.high)
 
 
-def content(study: Study) -> dict[str, Any]:
-    """Everything the page draws of one study."""
-    return {
-        "name": shown(study.info.about.model, 60),
-        "heat": heat(study),
-        "growth": growth(study),
-        "tokens": tokens(study),
-        "bounds": bounds(study),
-        "table": table(study),
-    }
+@dataclass(frozen=True)
+class Heat:
+    """One grid per length: layers by heads, and a column for each scope without heads."""
+
+    lengths: list[int]
+    grids: list[Grid]
+    scale: Scale
 
 
-def cell(rows: list[Row]) -> list[float]:
-    """Median over samples, the interval it lies in, the range over samples, and their number."""
-    # A median does not decrease in any of its members: where their bounds hold, it lies between the
-    # median of the lower bounds and that of the upper ones.
-    values = [row.value for row in rows]
-    low, high = median(row.lower for row in rows), median(row.upper for row in rows)
-    return [median(values), low, high, min(values), max(values), len(values)]
-
-
-def heat(study: Study) -> dict[str, Any]:
-    """One table per length: layers by heads, and a column for each scope without heads."""
-    found: dict[tuple[int, str, str], list[Row]] = defaultdict(list)
+def heat(study: Study) -> Heat:
+    """The medians over samples of every map, at every length."""
+    found: dict[tuple[int, int | None, str], list[Row]] = defaultdict(list)
     for row in study.sigma:
         column = row.scope if row.head is None else f"head {row.head}"
-        found[row.n, layer_name(row.layer), shown(column, 30)].append(row)
-    layers = sorted(
-        {row.layer for row in study.sigma}, key=lambda layer: (layer is None, layer or 0)
-    )
+        found[row.n, row.layer, shown(column, 30)].append(row)
+    spreads = {key: Spread.of(rows) for key, rows in found.items()}
+    layers = sorted({row.layer for row in study.sigma}, key=lambda at: (at is None, at or 0))
     heads = sorted({row.head for row in study.sigma if row.head is not None})
     scopes = dict.fromkeys(scope for scope, _ in study.maps if scope != "heads")
-    names, columns = [layer_name(layer) for layer in layers], [f"head {head}" for head in heads]
     # An empty column separates single heads from the scopes of a whole layer.
     gap = [" "] if heads and scopes else []
-    columns += gap + [shown(scope, 30) for scope in scopes]
+    columns = [*(f"head {head}" for head in heads), *gap, *(shown(scope, 30) for scope in scopes)]
+    scale = Scale.of(spread.middle for spread in spreads.values())
+    measured = {key[1:] for key in spreads}
+
+    def cell(n: int, layer: int | None, column: str) -> Cell | None:
+        if (layer, column) not in measured:
+            return None
+        where, spread = f"{layer_name(layer)}, {column}", spreads.get((n, layer, column))
+        # A cell without a value at this length is drawn all the same: it has one at another.
+        if spread is None:
+            return Cell("–", 0, f"{where}\nnot measured at n = {n:,}")
+        title = spread.title(where, n)
+        return Cell(digits(spread.middle), scale.level(spread.middle), title)
+
     lengths = sorted({row.n for row in study.sigma})
-    cells = [
-        [
-            [
-                cell(found[key]) if (key := (n, name, column)) in found else None
-                for column in columns
-            ]
-            for name in names
-        ]
+    grids = [
+        Grid(
+            rows=[layer_name(layer) for layer in layers],
+            columns=[name.removeprefix("head ") for name in columns],
+            cells=[[cell(n, layer, column) for column in columns] for layer in layers],
+        )
         for n in lengths
     ]
-    return {"lengths": lengths, "layers": names, "columns": columns, "cells": cells}
+    return Heat(lengths, grids, scale)
 
 
-def growth(study: Study) -> list[dict[str, Any]]:
-    """Per map: medians over samples with ranges, the fitted growth law, and R(n)."""
-    curves = []
+@dataclass(frozen=True)
+class LengthCurve:
+    """One map over all lengths: samples, the fitted law, and R(n)."""
+
+    scope: str
+    layer: int | None
+    spreads: dict[int, Spread]
+    law: Growth | None
+    radius: dict[int, float]
+
+    @property
+    def last(self) -> Spread:
+        """The samples at the greatest length."""
+        return self.spreads[max(self.spreads)]
+
+
+def length_curves(study: Study) -> list[LengthCurve]:
+    """A curve per map; for heads, of the head with the largest sigma in each sample."""
+    found = []
     for scope, layer in study.maps:
         by_length: dict[int, list[Row]] = defaultdict(list)
         for row in study.largest(scope, layer):
             by_length[row.n].append(row)
-        law = study.law(scope, layer)
-        curves.append(
-            {
-                "scope": shown(scope, 30),
-                "layer": layer_name(layer),
-                "n": sorted(by_length),
-                "cells": [cell(by_length[n]) for n in sorted(by_length)],
-                "law": law and [law.C, law.alpha, law.low, law.high, law.rms],
-                "R": [median(row.radius for row in by_length[n]) for n in sorted(by_length)],
-            }
+        found.append(
+            LengthCurve(
+                scope=scope,
+                layer=layer,
+                spreads={n: Spread.of(by_length[n]) for n in sorted(by_length)},
+                law=study.law(scope, layer),
+                radius=study.radius(scope, layer),
+            )
         )
-    return curves
+    return found
 
 
-def tokens(study: Study) -> dict[str, Any]:
-    """Per map: the tokens of the sample of largest sigma, at the largest length that fits."""
-    maps = study.maps
-    limit = max(1, min(STRIP_TOKENS, ALL_STRIPS // max(1, len(maps))))
-    words: dict[str, list[str]] = {}
-    strips = []
-    for scope, layer in maps:
-        rows = study.largest(scope, layer)
-        n = max((row.n for row in rows if row.n <= limit), default=min(row.n for row in rows))
-        row = max((row for row in rows if row.n == n), key=lambda row: row.value)
-        try:
-            found = study.tokens_of(row)[:limit]
-        except UserError:
-            continue  # no token norms were saved for this map
-        sample = f"{row.n}-{row.sample}"
-        words[sample] = [shown(token.token, 40) for token in found]
-        strips.append(
-            {
-                "scope": shown(scope, 30),
-                "layer": layer_name(layer),
-                "head": row.head,
-                "n": row.n,
-                "sample": row.sample,
-                "value": row.value,
-                "words": sample,
-                "right": [round(token.right, 4) for token in found],
-                "left": [round(token.left, 4) for token in found],
-            }
-        )
-    return {"words": words, "strips": strips}
+@dataclass(frozen=True)
+class Strip:
+    """The tokens of one sample, with their norms in the singular vectors of one map."""
+
+    row: Row
+    words: list[str]
+    right: list[int]
+    left: list[int]
+    whole: bool
 
 
-def bounds(study: Study) -> list[dict[str, Any]]:
-    """Per map: the largest sigma among the rows with bounds, and these bounds."""
+def strips(study: Study) -> list[Strip]:
+    """Per map, and per head where there is space: the sample of largest sigma that fits."""
+    found = [strip for at in study.maps if (strip := _largest(study, at)) is not None]
+    space = ALL_STRIPS - sum(len(strip.words) for strip in found)
+    heads = [strip for strip in found if strip.row.head is not None]
+    for strip in heads:
+        # All heads of a layer are shown at the sample of its largest one, so that they compare.
+        same = [
+            row
+            for row in study.sigma
+            if row[1:3] == strip.row[1:3]
+            and (row.n, row.sample) == (strip.row.n, strip.row.sample)
+            and row.head != strip.row.head
+        ]
+        if len(same) * len(strip.words) > space / max(1, len(heads)):
+            continue
+        found += [other for row in same if (other := _strip(study, row)) is not None]
+    return found
+
+
+def _largest(study: Study, at: Map) -> Strip | None:
+    rows = study.largest(*at)
+    limit = max(1, min(STRIP_TOKENS, ALL_STRIPS // max(1, len(study.maps))))
+    n = max((row.n for row in rows if row.n <= limit), default=min(row.n for row in rows))
+    return _strip(study, max((row for row in rows if row.n == n), key=lambda row: row.value), limit)
+
+
+def _strip(study: Study, row: Row, limit: int = STRIP_TOKENS) -> Strip | None:
+    try:
+        found = study.tokens_of(row)
+    except UserError:
+        return None  # no token norms were saved for this map
+    shown_part = found[:limit]
+    return Strip(
+        row=row,
+        words=[shown_token(token.token) for token in shown_part],
+        right=[round(NORM_UNIT * token.right) for token in shown_part],
+        left=[round(NORM_UNIT * token.left) for token in shown_part],
+        whole=len(shown_part) == len(found),
+    )
+
+
+@dataclass(frozen=True)
+class Surrounded:
+    """A measured sigma with its bounds, and the worst input found in the same ball.
+
+    Attributes:
+        sigma: The measured row.
+        here: Bounds at this very input.
+        ball: Bounds over all inputs whose tokens are no larger.
+        worst: The largest sigma found among those.
+    """
+
+    sigma: Row
+    here: list[Row]
+    ball: list[Row]
+    worst: Row | None
+
+
+def tightest(bounds: Iterable[Row]) -> Row | None:
+    """The smallest upper bound."""
+    upper = [row for row in bounds if row.kind == "upper" and row.value < math.inf]
+    return min(upper, key=lambda row: row.value, default=None)
+
+
+def surrounded(study: Study) -> list[Surrounded]:
+    """Per map, the largest sigma among the rows that have bounds or a worst input."""
     around: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in study.rows:
-        if row.probe != SIGMA and row.kind in BOUND_KINDS and row.norm == "2" and not row.failing:
-            around[row.scope, row.layer, row.head, row.n, row.sample].append(row)
+        bound = row.kind in ("upper", "lower") and row.norm == "2" and row.probe != SIGMA
+        if (bound or row.probe == WORST) and not row.failing:
+            around[row[1:6]].append(row)
     best: dict[Map, Row] = {}
     for row in study.sigma:
-        key, old = (row.scope, row.layer), best.get((row.scope, row.layer))
+        old = best.get((row.scope, row.layer))
         if row[1:6] in around and (old is None or (row.n, row.value) > (old.n, old.value)):
-            best[key] = row
-    return [
-        {
-            "scope": shown(scope, 30),
-            "layer": layer_name(layer),
-            "n": row.n,
-            "sigma": [row.value, row.lower, row.upper],
-            "marks": [[shown(mark.probe, 60), mark.kind, mark.value] for mark in around[row[1:6]]],
-        }
-        for (scope, layer), row in ((at, best[at]) for at in study.maps if at in best)
-    ]
+            best[row.scope, row.layer] = row
+    return [_split(best[at], around[best[at][1:6]]) for at in study.maps if at in best]
 
 
-def table(study: Study) -> dict[str, Any]:
-    """All rows, by column; repeated texts are stored once and referenced by index."""
-    columns = dict(zip(COLUMNS, zip(*study.rows, strict=True), strict=True)) if study.rows else {}
+def _split(sigma: Row, around: Sequence[Row]) -> Surrounded:
+    # Imported late: the theorems import torch, which a study without bounds does not need.
+    from lipscope.report.bound_table import at_point
+
+    bounds = [row for row in around if row.probe != WORST]
+    return Surrounded(
+        sigma=sigma,
+        here=[row for row in bounds if at_point(row.probe)],
+        ball=[row for row in bounds if not at_point(row.probe)],
+        worst=next((row for row in around if row.probe == WORST), None),
+    )
+
+
+def bound_name(row: Row) -> str:
+    """The theorem behind a row of a bound."""
+    return shown(row.probe.removeprefix(BOUND), 60)
+
+
+def columns(study: Study) -> dict[str, Any]:
+    """All rows by column: repeated texts once, numbers as texts of few digits."""
+    by_name = dict(zip(COLUMNS, zip(*study.rows, strict=True), strict=True)) if study.rows else {}
     found: dict[str, Any] = {}
-    for name, values in columns.items():
+    for name, values in by_name.items():
         if name in TEXT_COLUMNS:
             known = {text: i for i, text in enumerate(dict.fromkeys(values))}
             found[name] = {
                 "texts": [shown(text, 300) for text in known],
                 "at": [known[text] for text in values],
             }
+        elif name in FEW_DIGITS:
+            found[name] = [_rounded(x, FEW_DIGITS[name]) for x in values]
         else:
             found[name] = list(values)
-    return {"columns": list(COLUMNS), "count": len(study.rows), "values": found}
+    return {"count": len(study.rows), "columns": found}
+
+
+def _rounded(x: float, count: int) -> float:
+    return float(f"{x:.{count}g}")

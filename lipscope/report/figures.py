@@ -1,131 +1,110 @@
-"""Figures for papers and notebooks: matplotlib Axes in, Axes out."""
+"""Figures of a study for papers and notebooks: matplotlib Axes in, Axes out."""
 
 from __future__ import annotations
 
-import math
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from lipscope._types import UserError
-from lipscope.report.content import heat, layer_name, shown
+from lipscope.report import charts
+from lipscope.report.content import LengthCurve, heat, length_curves
+from lipscope.report.formats import exponent_range, layer_name, shown, shown_token
+from lipscope.report.identity import labels
+from lipscope.report.palette import series
+from lipscope.report.study_charts import curve_of, main_scope
 from lipscope.study.study import Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LABELLED_TOKENS = 80
-"""Above this number of tokens, only the strongest twenty are labelled."""
+SIZE = 10.0
 
-COLOURS = "Blues"  # monotone lightness: readable in greyscale and by colour-blind eyes
+_DRAWN: WeakKeyDictionary[Axes, list[tuple[Study, list[LengthCurve]]]] = WeakKeyDictionary()
+"""The studies whose growth stands on some Axes: the next one gets other colours and all get names.
+"""
 
 
 def heatmap(study: Study, ax: Axes | None = None, n: int | None = None) -> Axes:
     """Median sigma over samples, layers by heads, at length n; by default the largest."""
-    table, ax = heat(_measured(study)), _axes(ax)
-    lengths = table["lengths"]
-    if n is not None and n not in lengths:
-        raise UserError(f"nothing was measured at n = {n}; choose one of {lengths}")
-    at = len(lengths) - 1 if n is None else lengths.index(n)
-    values = [
-        [math.nan if cell is None else cell[0] for cell in line] for line in table["cells"][at]
-    ]
-    image = ax.imshow(values, aspect="auto", cmap=COLOURS, vmin=0)
-    ax.set_xticks(
-        range(len(table["columns"])), [name.removeprefix("head ") for name in table["columns"]]
+    found = heat(_measured(study))
+    if n is not None and n not in found.lengths:
+        raise UserError(f"nothing was measured at n = {n}; choose one of {found.lengths}")
+    at = len(found.lengths) - 1 if n is None else found.lengths.index(n)
+    ax, grid = _axes(ax), found.grids[at]
+    charts.style(ax, SIZE)
+    few = len(grid.columns) <= 14 and len(grid.rows) <= 24
+    charts.heat_map(ax, grid, {}, texts=few, size=7.0)
+    if any(text.isdigit() for text in grid.columns):
+        ax.set_xlabel("head")
+    ax.set_title(
+        f"{shown(study.info.about.model, 60)}, n = {found.lengths[at]:,}", parse_math=False
     )
-    ax.set_yticks(range(len(table["layers"])), table["layers"])
-    ax.set_xlabel("head" if table["columns"][0].startswith("head") else "map")
-    ax.set_title(f"{shown(study.info.about.model, 60)}, n = {lengths[at]}", parse_math=False)
-    _figure(ax).colorbar(image, ax=ax, label="σ, median over samples")
+    scale = found.scale
+    charts.colour_bar(ax, "c", scale.low, scale.high, scale.log, "σ, median over samples")
     return ax
 
 
 def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Axes:
-    """sigma against length on log axes: medians with ranges, the fit of each layer, and guides."""
-    from matplotlib import colormaps
+    """sigma against length on log axes: medians with ranges, the fit of each layer, and guides.
 
+    Studies drawn on the same Axes get colours of their own, and a legend that says what differs.
+    """
     scopes = list(dict.fromkeys(name for name, _ in _measured(study).maps))
-    scope = scope or ("attention" if "attention" in scopes else scopes[0])
+    scope = scope or main_scope(scopes)
     if scope not in scopes:
         raise UserError(f"scope {scope} was not measured; choose one of {scopes}")
-    ax, layers = _axes(ax), [layer for name, layer in study.maps if name == scope]
-    lengths, lowest = sorted({row.n for row in study.sigma if row.scope == scope}), math.inf
-    for i, layer in enumerate(layers):
-        rows = study.largest(scope, layer)
-        colour = colormaps["viridis"](0.85 * i / max(1, len(layers) - 1))
-        at = sorted({row.n for row in rows})
-        values = [[row.value for row in rows if row.n == n] for n in at]
-        middle = [median(v) for v in values]
-        spread = [
-            [m - min(v) for m, v in zip(middle, values, strict=True)],
-            [max(v) - m for m, v in zip(middle, values, strict=True)],
-        ]
-        law = study.law(scope, layer)
-        label = layer_name(layer) + (
-            f", α = {law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]" if law else ""
-        )
-        ax.errorbar(
-            at,
-            middle,
-            spread,
-            fmt="os^Dvx"[i % 6],
-            color=colour,
-            capsize=2,
-            markersize=4,
-            label=label,
-        )
-        ax.plot(at, [law(n) for n in at] if law else middle, color=colour, linewidth=1)
-        lowest = min([lowest, *(min(v) for v in values if min(v) > 0)])
-    _guides(ax, lengths, lowest)
-    ax.set_xscale("log", base=2)
+    ax = _axes(ax)
+    found = [curve for curve in length_curves(study) if curve.scope == scope]
+    drawn = _DRAWN.setdefault(ax, [])
+    drawn.append((study, found))
+    # Names, guides and limits depend on all studies of the Axes: they are drawn again.
+    ax.clear()
+    charts.style(ax, SIZE)
     ax.set_yscale("log")
-    ax.set_xticks(lengths, list(map(str, lengths)))
-    ax.set_xlabel("n, tokens")
+    lengths = sorted({n for _, part in drawn for curve in part for n in curve.spreads})
+    charts.length_ticks(ax, lengths)
+    names = labels([one for one, _ in drawn]) if len(drawn) > 1 else [""]
+    values: list[float] = []
+    for k, (name, (_, part)) in enumerate(zip(names, drawn, strict=True)):
+        for i, curve in enumerate(part):
+            # One study: a colour per layer. Several: a colour per study, a marker per layer.
+            tint = series(i, len(part)) if len(drawn) == 1 else series(k, len(drawn))
+            shape = curve_of(curve, i, _label(curve, name), tint)
+            charts.curves(ax, [shape], {})
+            values += [y for side in shape.spread or () for y in side]
+    charts.finish_growth(ax, lengths, values, SIZE)
     ax.set_ylabel(f"σ, {shown(scope, 30)}", parse_math=False)
-    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    legend = ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.12, 1.0))
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return ax
+
+
+def _label(curve: LengthCurve, study: str) -> str:
+    law = curve.law
+    growth = f", α = {exponent_range(law.alpha, law.low, law.high)}" if law else ""
+    return f"{study}: {layer_name(curve.layer)}{growth}".removeprefix(": ")
 
 
 def tokens(
     study: Study, ax: Axes | None = None, layer: int | None = None, scope: str | None = None
 ) -> Axes:
-    """The tokens of the sample of largest sigma, by input and output norm, in one layer."""
+    """The tokens of the sample of largest sigma: input norms upwards, output norms downwards."""
     peak = _measured(study).peak()
     layer = peak.layer if layer is None else layer
     found = study.tokens(layer, scope)
     ax = _axes(ax)
-    image = ax.imshow(
-        [[t.right for t in found], [t.left for t in found]], aspect="auto", cmap=COLOURS, vmin=0
+    charts.style(ax, SIZE)
+    charts.mirrored_bars(
+        ax,
+        up=[token.right for token in found],
+        down=[token.left for token in found],
+        names=[shown_token(token.token, 14) for token in found],
     )
-    ax.set_yticks([0, 1], ["input", "output"])
-    named = found
-    if len(found) > LABELLED_TOKENS:
-        named = sorted(found, key=lambda t: -max(t.right, t.left))[:20]
-    labels = ax.set_xticks(
-        [t.position for t in named],
-        [shown(t.token, 16) for t in named],
-        rotation=90,
-        fontsize="x-small",
-    )
-    # Tokens may contain dollar signs, which matplotlib would take for mathematics.
-    for label in labels:
-        label.label1.set_parse_math(False)
+    ax.set_xlabel("position of the token")
+    ax.set_ylabel("norm:  ← output    input →")
     ax.set_title(layer_name(layer))
-    _figure(ax).colorbar(image, ax=ax, label="norm of the singular vector")
     return ax
-
-
-def _guides(ax: Axes, lengths: list[int], lowest: float) -> None:
-    if len(lengths) < 2 or math.isinf(lowest):
-        return
-    for power, name, style in ((0.25, "n^(1/4)", ":"), (0.5, "n^(1/2)", "--")):
-        ax.plot(
-            lengths,
-            [0.8 * lowest * (n / lengths[0]) ** power for n in lengths],
-            style,
-            color="0.4",
-            label=name,
-        )
 
 
 def _measured(study: Study) -> Study:
@@ -145,7 +124,3 @@ def _axes(ax: Axes | None) -> Axes:
             "figures need matplotlib; install it with: pip install matplotlib"
         ) from error
     return plt.subplots()[1] if ax is None else ax
-
-
-def _figure(ax: Axes) -> Any:
-    return ax.figure

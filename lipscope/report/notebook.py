@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from statistics import median
 
-from lipscope.report.content import layer_name, shown
+from lipscope.report.formats import counted, digits, exponent_range, interval, layer_name, shown
 from lipscope.report.words import headline
 from lipscope.study.study import Study
 
@@ -20,7 +20,8 @@ def summary_html(study: Study) -> str:
     lines = "".join(_line(_cells(study, scope, layer)) for scope, layer in study.maps)
     head = "".join(f"<th>{escape(text)}</th>" for text in HEAD)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>" if lines else ""
-    failed = f"<p>{len(study.failed)} rows have no value.</p>" if study.failed else ""
+    missing = len(study.failed)
+    failed = f"<p>Without a value: {counted(missing, 'row')}.</p>" if missing else ""
     return f"<div><p>{name}</p>{table}{failed}</div>"
 
 
@@ -28,9 +29,9 @@ def _cells(study: Study, scope: str, layer: int | None) -> tuple[str, ...]:
     rows, law = study.largest(scope, layer), study.law(scope, layer)
     n = max(row.n for row in rows)
     values = [row.value for row in rows if row.n == n]
-    growth = "–" if law is None else f"{law.alpha:.2f} [{law.low:.2f}, {law.high:.2f}]"
-    spread = f"[{min(values):.4g}, {max(values):.4g}]"
-    return layer_name(layer), shown(scope, 30), str(n), f"{median(values):.4g}", spread, growth
+    growth = "–" if law is None else exponent_range(law.alpha, law.low, law.high)
+    spread = interval(min(values), max(values), 4)
+    return layer_name(layer), shown(scope, 30), f"{n:,}", digits(median(values), 4), spread, growth
 
 
 def _line(cells: tuple[str, ...]) -> str:

@@ -1,96 +1,51 @@
-"""The report: one self-contained HTML page with data, charts and a content security policy."""
+"""The report of a study: one self-contained HTML page, with a reference study beside it."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
-from typing import Any
 
 from lipscope._files import whole_file
+from lipscope._types import UserError
 from lipscope.report import words
-from lipscope.report.comparison import comparison, differences, verdict
-from lipscope.report.content import content, shown
-from lipscope.report.encoding import as_json
+from lipscope.report.bound_charts import bounds_part
+from lipscope.report.content import (
+    Heat,
+    Strip,
+    columns,
+    heat,
+    length_curves,
+    strips,
+    surrounded,
+)
+from lipscope.report.document import Page, command, section
+from lipscope.report.formats import counted, shown
+from lipscope.report.identity import labels, random_seed
+from lipscope.report.study_charts import growth_part, heat_chart, main_scope, ranking
+from lipscope.report.token_strips import token_data, token_part
 from lipscope.study.study import Study
 
-SCRIPTS = ("core.js", "charts.js", "tokens.js", "table.js", "comparison.js", "main.js")
-EMPTY_STYLE = ""  # plotly adds an empty style element and fills it rule by rule
-MAP_STYLE = re.compile(r'getElementById\("([0-9a-f]{64})"\)')
+SHORT = 64
+"""The length at which bounds are suggested: the search for the worst input takes long beyond."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """A question, its answer in words, and the charts below it, for each study."""
-
-    name: str
-    question: str
-    answer: Callable[[Study], str]
-    parts: tuple[str, ...] = ()
-    needs_values: bool = True
-
-
-SECTIONS = (
-    Section(
-        name="smooth",
-        question="How smooth is this model?",
-        answer=words.smooth,
-        parts=(),
-        needs_values=False,
-    ),
-    Section(
-        name="rough", question="Where is it most sensitive?", answer=words.rough, parts=("heat",)
-    ),
-    Section(
-        name="growth",
-        question="How does that grow with length?",
-        answer=words.growth,
-        parts=("growth",),
-    ),
-    Section(
-        name="tokens", question="Which tokens carry it?", answer=words.tokens, parts=("tokens",)
-    ),
-    Section(
-        name="worst",
-        question="How far is it from the worst case?",
-        answer=words.worst,
-        parts=("bounds",),
-    ),
-    Section(
-        name="sure",
-        question="How sure are we?",
-        answer=words.sure,
-        parts=("facts",),
-        needs_values=False,
-    ),
-    Section(
-        name="table",
-        question="Every number",
-        answer=lambda study: (
-            f"{words.rows_of(study)}, to six digits; `lipscope export` writes them in full."
-        ),
-        parts=("table",),
-        needs_values=False,
-    ),
-)
-
-
-def render(study: Study, path: str | os.PathLike[str], against: Study | None = None) -> Path:
-    """Write a study, or two side by side, as one self-contained HTML page.
+def render(
+    study: Study | Sequence[Study],
+    path: str | os.PathLike[str],
+    against: Study | None = None,
+) -> Path:
+    """Write a study as one self-contained HTML page, or compare several on one.
 
     The page needs no network and loads nothing. The file is written completely or not at all.
 
     Args:
-        study: The study.
+        study: The study; a list of studies is compared.
         path: File to write.
-        against: A second study to compare with.
+        against: A second study whose values are shown as reference, for example the same
+            architecture with random weights.
 
     Returns:
         The path of the page.
@@ -115,136 +70,173 @@ def render(study: Study, path: str | os.PathLike[str], against: Study | None = N
         ...     page.read_text()[:15]
         '<!doctype html>'
     """
-    goal, page = Path(path), html([study] if against is None else [study, against])
+    if isinstance(study, Study):
+        return write(html(study, against), path)
+    if against is not None:
+        raise UserError("a list of studies is compared already; omit against, or give one study")
+    from lipscope.report.comparison import digest
+    from lipscope.report.comparison_page import comparison_html
+
+    return write(comparison_html([digest(one) for one in study]), path)
+
+
+def write(page: str, path: str | os.PathLike[str]) -> Path:
+    """Write a page completely or not at all."""
+    goal = Path(path)
     with whole_file(goal) as draft:
         draft.write_text(page, encoding="utf-8", newline="")
     return goal
 
 
-def html(studies: Sequence[Study]) -> str:
-    """The page as a string."""
-    from plotly.offline import get_plotlyjs
-
-    style, charts, script = (
-        _template("page.css"),
-        get_plotlyjs(),
-        "\n".join(map(_template, SCRIPTS)),
-    )
-    data: dict[str, Any] = {"studies": [content(study) for study in studies]}
-    names = [shown(study.info.about.model, 80) for study in studies]
-    lead, body = (
-        words.headline(studies[0]),
-        "".join(_section(section, studies) for section in SECTIONS),
-    )
-    if len(studies) == 2:
-        data["comparison"] = comparison(*studies)
-        lead, body = verdict(*studies), _comparison(*studies) + body
-    return Template(_template("page.html")).substitute(
-        policy=_policy([script, charts], [style, EMPTY_STYLE]),
-        title=escape(" against ".join(names)),
-        subtitle=escape(", ".join(_subtitle(study) for study in studies)),
-        headline=escape(lead),
-        tiles=_tiles(studies[0]) if len(studies) == 1 else "",
-        body=body,
-        style=style,
-        unneeded=_unneeded(charts),
-        data=as_json(data),
-        charts=charts,
-        script=script,
-    )
-
-
-def _template(name: str) -> str:
-    return (files("lipscope.report") / "template" / name).read_text(encoding="utf-8")
-
-
-def _unneeded(charts: str) -> str:
-    """Placeholders for the style elements of geographical maps."""
-    # Plotly adds the style elements that it does not find, which the policy forbids.
-    return "".join(
-        f'<template id="{name}"></template>' for name in sorted(set(MAP_STYLE.findall(charts)))
-    )
-
-
-def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """A policy under which only this page's own scripts run, by hash, and nothing is loaded."""
-
-    def hashes(texts: Sequence[str]) -> str:
-        digests = (hashlib.sha256(text.encode()).digest() for text in texts)
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-
-    return (
-        f"default-src 'none'; script-src {hashes(scripts)}; style-src-elem {hashes(styles)}; "
-        "style-src-attr 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-
-
-def _subtitle(study: Study) -> str:
+def html(study: Study, against: Study | None = None) -> str:
+    """The report of a study as a string; values of the other study stand beside it."""
     about, identity = study.info.about, study.info.identity
-    return (
-        f"{shown(about.architecture, 80)} on {shown(about.text, 80)}, {shown(identity.dtype, 20)}"
+    data: dict[str, object] = {"table": columns(study)}
+    body = [section("smooth", "How smooth is this model?", *_smooth(study, against))]
+    if study.sigma:
+        found, every = heat(study), strips(study)
+        data["heat"] = {
+            "label": "length n",
+            "names": [f"{n:,}" for n in found.lengths],
+            "frames": [grid.frame() for grid in found.grids],
+        }
+        if every:
+            data["tokens"] = token_data(every, _first(study, every))
+        body += _measured(study, against, found, every)
+    body += [
+        section("sure", "How sure are we?", words.sure(study), _facts(study)),
+        section(
+            "table",
+            "Every number",
+            f"{counted(len(study.rows), 'row')}, to six digits; `lipscope export` writes them in "
+            "full.",
+            '<div class="part" data-part="table"></div>',
+        ),
+    ]
+    return Page(
+        title=shown(about.model, 80),
+        kind="lipscope report",
+        subtitle=f"{shown(about.architecture, 80)} on {shown(about.text, 80)}, "
+        f"{shown(identity.dtype, 20)}",
+        headline=" ".join(filter(None, (words.headline(study), words.warning(study)))),
+        body="".join(body),
+        data=data,
+        tiles=words.tiles(study),
+    ).html()
+
+
+def _smooth(study: Study, against: Study | None) -> tuple[str, ...]:
+    """The answer to the first question; with the reference, or the command that measures one."""
+    text = words.smooth(study)
+    if not study.sigma:
+        return (text,)
+    row, layers = words.most_sensitive(study)
+    if against is not None:
+        theirs = words.medians(length_curves(against), row.scope, row.n)
+        return (f"{text}\n{words.compared(layers, theirs, labels([study, against])[1])}",)
+    again = _random(study)
+    if not again or random_seed(study) is not None:
+        return (text,)
+    ask = (
+        "Is that much? Compare it with the same architecture with random weights: these commands "
+        "measure them and write this report with both."
     )
+    return f"{text}\n{ask}", command(again)
 
 
-def _tiles(study: Study) -> str:
-    items = "".join(
-        f"<li><span>{escape(what)}</span><strong>{escape(number)}</strong>"
-        f"<span>{escape(where)}</span></li>"
-        for what, number, where in words.tiles(study)
-    )
-    return f'<ul class="tiles">{items}</ul>' if items else ""
+def _measured(
+    study: Study, against: Study | None, found: Heat, every: Sequence[Strip]
+) -> list[str]:
+    """The sections that need values."""
+    curves, row = length_curves(study), study.peak()
+    others = [] if against is None else length_curves(against)
+    name = "" if against is None else labels([study, against])[1]
+    scope = main_scope([curve.scope for curve in curves])
+    reference = {
+        curve.layer: curve.spreads[row.n].middle
+        for curve in others
+        if curve.scope == scope and row.n in curve.spreads
+    }
+    bounds = surrounded(study)
+    return [
+        section(
+            "rough",
+            "Where is it most sensitive?",
+            words.rough(study),
+            f'<div class="part" data-part="frames" data-frames="heat">{heat_chart(found)}</div>',
+            f"<h3>Layers by sensitivity ({escape(shown(scope, 30))}, n = {row.n:,})</h3>",
+            ranking([c for c in curves if c.scope == scope], row.n, reference, name),
+        ),
+        section(
+            "growth",
+            "How does that grow with length?",
+            words.growth(study),
+            growth_part(curves, others, name),
+        ),
+        section(
+            "tokens",
+            "Which tokens carry it?",
+            words.tokens(study),
+            token_part(_first(study, every)) if every else "",
+        ),
+        section(
+            "worst",
+            "How far is it from the worst case?",
+            words.worst(bounds),
+            bounds_part(bounds) if bounds else command(_again(study)),
+        ),
+    ]
 
 
-def _section(section: Section, studies: Sequence[Study]) -> str:
-    shown_for = [i for i, study in enumerate(studies) if study.sigma or not section.needs_values]
-    if not shown_for:
+def _first(study: Study, every: Sequence[Strip]) -> Strip:
+    """The strip of the largest sigma, or else the first one."""
+    row = study.peak()
+    return next((strip for strip in every if strip.row[1:4] == row[1:4]), every[0])
+
+
+def _again(study: Study) -> str:
+    """The command that adds bounds to a study."""
+    told = shlex.split(study.info.about.command)
+    keep = ("--text", "--revision", "--random-init", "--dtype", "--seed")
+    options = [w for i, w in enumerate(told) if w in keep or (i and told[i - 1] in keep)]
+    lengths = sorted({row.n for row in study.sigma})
+    length = max((n for n in lengths if n <= SHORT), default=lengths[0])
+    model = told[2:3] if told[:2] == ["lipscope", "measure"] else []
+    words = ["lipscope", "bounds", *model, *options, "--lengths", str(length)]
+    return shlex.join([*words, "--out", _directory(study)])
+
+
+def _random(study: Study) -> str:
+    """The commands that measure random weights and show them; empty if the input was no text."""
+    told, place = shlex.split(study.info.about.command), _directory(study)
+    if told[:2] != ["lipscope", "measure"]:
         return ""
-    panes = "".join(_pane(section, studies[i], i, len(studies) > 1) for i in shown_for)
-    kind = "panes two" if len(studies) > 1 else "panes"
-    return (
-        f'<section id="{section.name}"><h2>{escape(section.question)}</h2>'
-        f'<div class="{kind}">{panes}</div></section>'
-    )
+    measure = shlex.join([*told, "--random-init", "0", "--out", f"{place}-random"])
+    return f"{measure}\n{shlex.join(['lipscope', 'report', place, f'{place}-random'])}"
 
 
-def _pane(section: Section, study: Study, index: int, named: bool) -> str:
-    name = (
-        f"<h3>{'second: ' if index else 'first: '}{escape(shown(study.info.about.model, 60))}</h3>"
-        if named
-        else ""
-    )
-    parts = "".join(
-        _facts(study)
-        if part == "facts"
-        else f'<div class="part" data-part="{part}" data-study="{index}"></div>'
-        for part in section.parts
-    )
-    answer = escape(section.answer(study))
-    return f'<div class="pane">{name}<p class="answer">{answer}</p>{parts}</div>'
+def _directory(study: Study) -> str:
+    """The study's directory as it was given, or its name: a page is forwarded to other machines."""
+    where = study.directory
+    return "DIR" if where is None else str(where.name if where.is_absolute() else where)
 
 
 def _facts(study: Study) -> str:
     """Reasons for failure, the measured maps, and the settings that the numbers depend on."""
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in words.failures(study))
     found = f"<h3>Rows without a value</h3><ul>{reasons}</ul>" if reasons else ""
-    measured = dict.fromkeys(row.scope for row in study.rows)
     known = study.info.about.scopes
     maps = "".join(
         f"<dt>{escape(shown(scope, 30))}</dt>"
         f"<dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
-        for scope in measured
+        for scope in dict.fromkeys(row.scope for row in study.rows)
     )
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
     facts = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _box(study)
     )
-    command = study.info.about.command
-    again = (
-        f"<pre>{escape(shown(command, 2000))}</pre>"
-        if command
-        else "<p>The input was not a text.</p>"
-    )
+    told = "\n".join(shown(line, 2000) for line in study.commands)
+    again = command(told) if told else "<p>The input was not a text.</p>"
     return (
         f'{found}<h3>What was measured</h3><dl class="facts box">{facts}</dl>'
         f"<h3>Command to repeat the measurement</h3>{again}"
@@ -261,7 +253,7 @@ def _box(study: Study) -> list[tuple[str, str]]:
         "weights": identity.weights,
         "configuration": identity.config,
         "tokenizer": identity.tokenizer or "none",
-        "text": f"{about.text}, {about.text_tokens} tokens"
+        "text": f"{about.text}, {about.text_tokens:,} tokens"
         + (", special tokens" if identity.special_tokens else ""),
         "text hash": identity.text,
         "mask": identity.mask,
@@ -271,13 +263,3 @@ def _box(study: Study) -> list[tuple[str, str]]:
         "versions": versions,
     }
     return [(name, shown(value, 400)) for name, value in facts.items()]
-
-
-def _comparison(first: Study, second: Study) -> str:
-    changed = ", ".join(differences(first, second)) or "none, the model and the text are the same"
-    return (
-        '<section id="comparison"><h2>What is different?</h2><div class="panes"><div class="pane">'
-        f'<p class="answer">{escape(verdict(first, second))}</p>'
-        f"<p>Settings that differ: {escape(changed)}.</p>"
-        '<div class="part" data-part="comparison" data-study="0"></div></div></div></section>'
-    )

@@ -1,13 +1,28 @@
-"""The sentences of the report, with their numbers."""
+"""The sentences of the report, with their numbers.
+
+A median is over the samples of one length; "largest" is a single sample. The two are never given
+one name: the heat map, the ranking and the curves are medians.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from statistics import median
 
 from lipscope._types import UserError
-from lipscope.report.content import bounds, layer_name, shown
+from lipscope.report.content import LengthCurve, Surrounded, bound_name, tightest
+from lipscope.report.formats import (
+    counted,
+    digits,
+    exponent,
+    interval,
+    layer_name,
+    power,
+    shown,
+    shown_token,
+)
 from lipscope.report.study_table import certificate, width
 from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
 from lipscope.study.records import Row
@@ -21,191 +36,275 @@ HYPOTHESES = (
     "with knowledge of the seed, and that the rounding error of every product is at most four "
     "times the largest one observed in products with the Jacobian and its transpose."
 )
+FIRST_TOKEN = (
+    "That the first token dominates is common and says little about the text: in a causal model "
+    "every later token sees it, and many models put most of their attention weight on it whatever "
+    "it is (an attention sink), so that a change there reaches all outputs at once."
+)
 
 
 def place(row: Row) -> str:
+    """Layer, scope and head of a row."""
     where = "the whole model" if row.layer is None else layer_name(row.layer)
     return f"{where}, {shown(row.scope, 30)}" + ("" if row.head is None else f", head {row.head}")
+
+
+def warning(study: Study) -> str:
+    """What is missing from a study: jobs that were never done, or data that were lost."""
+    rest = f"This study is unfinished: {study.unfinished}." if study.unfinished else ""
+    return " ".join(filter(None, (rest, shown(study.damage, 400))))
 
 
 def headline(study: Study) -> str:
     """One sentence."""
     if not study.sigma:
         return "Every measurement failed: there is no value to show." if study.failed else NOTHING
-    row = study.peak()
+    row, layers = most_sensitive(study)
+    name, value = next(iter(layers.items()))
+    what = "the most sensitive layer" if len(layers) > 1 else "the map"
+    where = f" ({name})" if len(layers) > 1 else ""
     return (
-        f"At {row.n} tokens of this text, the most sensitive map amplifies a small change of its "
-        f"input by a factor of up to {row.value:.3g}."
+        f"At {counted(row.n, 'token')} of this text, {what}{where} amplifies a small change of its "
+        f"input by a factor of up to {digits(value)}."
     )
+
+
+def most_sensitive(study: Study) -> tuple[Row, dict[str, float]]:
+    """The largest row, and the layers of its scope and length by their median, largest first."""
+    row = study.peak()
+    found = {
+        layer_name(layer): median(values)
+        for scope, layer in study.maps
+        if scope == row.scope
+        and (values := [r.value for r in study.largest(scope, layer) if r.n == row.n])
+    }
+    return row, dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def tiles(study: Study) -> list[tuple[str, str, str]]:
     """The four key numbers, as (what, number, where)."""
     if not study.sigma:
         return []
-    row, law = study.peak(), peak_law(study)
-    gap = widest(study)
-    have = "lower" if any(math.isinf(row.upper) for row in study.sigma) else "upper"
+    row, layers = most_sensitive(study)
+    name, value = next(iter(layers.items()))
+    law, gap = law_of(study, row.scope, name), widest(study)
+    have = "lower" if any(math.isinf(r.upper) for r in study.sigma) else "upper"
+    samples = sum(r.n == row.n for r in study.largest(*study.maps[0]))
     return [
-        ("largest σ", f"{row.value:.4g}", f"at n = {row.n}, sample {row.sample}"),
-        ("most sensitive", place(row).split(",")[0], f"map: {shown(row.scope, 30)}"),
+        ("largest median σ", digits(value), f"n = {row.n:,}, {counted(samples, 'sample')}"),
+        ("most sensitive", name, f"map: {shown(row.scope, 30)}"),
         (
             "growth there",
-            "no fit" if law is None else f"n^{law.alpha:.2f}",
+            "no fit" if law is None else power(law.alpha),
             f"needs {MIN_LENGTHS} lengths"
             if law is None
-            else f"{law.low:.2f} to {law.high:.2f} at 95 %",
+            else f"{exponent(law.low)} to {exponent(law.high)} at 95 %",
         ),
         (
             "certificate",
-            f"{have} bounds" if math.isinf(gap) else f"within ×{gap:.3g}",
+            f"{have} bounds" if math.isinf(gap) else f"within × {digits(gap)}",
             "not every σ has both bounds" if math.isinf(gap) else "every σ, upper / lower",
         ),
     ]
 
 
-def peak_law(study: Study) -> Growth | None:
-    row = study.peak()
-    return study.law(row.scope, row.layer)
+def law_of(study: Study, scope: str, name: str) -> Growth | None:
+    """The growth law of a layer given by its name."""
+    layer = next(at for kind, at in study.maps if kind == scope and layer_name(at) == name)
+    return study.law(scope, layer)
 
 
 def smooth(study: Study) -> str:
+    """What sigma is, the largest one, and the range over layers."""
     if not study.sigma:
         return headline(study)
-    row = study.peak()
-    layers = layer_medians(study, row)
+    row, layers = most_sensitive(study)
     text = (
         "σ is the largest factor by which a map can amplify a small change of its input tokens: "
-        f"its local Lipschitz constant at this text. The largest is σ = {row.value:.4g} "
-        f"({place(row)}, n = {row.n}, sample {row.sample}), known to lie in {interval(row)}."
+        "its local Lipschitz constant at this text. A map with σ = 1 passes changes on as they "
+        f"are. The largest σ of a single sample is {digits(row.value, 4)} ({place(row)}, "
+        f"n = {row.n:,}, sample {row.sample}), known to lie in {interval(row.lower, row.upper, 4)}."
     )
     if len(layers) > 1:
-        values = sorted(layers.values())
+        values = list(layers.values())
         text += (
-            f" Over the {len(layers)} layers at this length, the medians range from "
-            f"{values[0]:.3g} to {values[-1]:.3g}."
+            f" Over the {len(layers)} layers at this length, the medians over samples range from "
+            f"{digits(values[-1])} to {digits(values[0])}."
         )
     return text
 
 
+def compared(mine: dict[str, float], theirs: dict[str, float], name: str) -> str:
+    """Medians of this study beside those of the reference, layer by layer."""
+    ratios = {at: mine[at] / theirs[at] for at in mine if theirs.get(at, 0) > 0 and mine[at] > 0}
+    if not ratios:
+        return f"{name} has no layer, map and length in common with this study."
+    # Ratios are averaged geometrically: twice and half as large cancel.
+    mean = math.exp(math.fsum(map(math.log, ratios.values())) / len(ratios))
+    low, high = min(ratios.values()), max(ratios.values())
+    verdict = (
+        f"{digits(mean)} times as large as" if mean >= 1 else f"smaller by {digits(1 / mean)} than"
+    )
+    return (
+        f"Is that much? In the geometric mean over {counted(len(ratios), 'layer')}, σ is {verdict} "
+        f"in the reference, {name}; the ratio goes from {digits(low)} to {digits(high)}."
+    )
+
+
 def rough(study: Study) -> str:
-    row = study.peak()
-    layers = layer_medians(study, row)
-    ranked = sorted(layers, key=lambda name: -layers[name])
+    """The most and the least sensitive layer, and the most sensitive head."""
+    row, layers = most_sensitive(study)
+    ranked = list(layers)
     text = (
-        f"Most sensitive: {ranked[0]} (median σ = {layers[ranked[0]]:.3g} at n = {row.n}, "
+        f"Most sensitive: {ranked[0]} (median σ = {digits(layers[ranked[0]])} at n = {row.n:,}, "
         f"{shown(row.scope, 30)})"
     )
     if len(ranked) > 1:
-        text += f"; least sensitive: {ranked[-1]} ({layers[ranked[-1]]:.3g})"
-    heads = [r for r in study.sigma if r.head is not None]
+        text += f"; least sensitive: {ranked[-1]} ({digits(layers[ranked[-1]])})"
+    heads: dict[tuple[int | None, int], list[float]] = {}
+    longest = max((r.n for r in study.sigma if r.head is not None), default=0)
+    for r in study.sigma:
+        if r.head is not None and r.n == longest:
+            heads.setdefault((r.layer, r.head), []).append(r.value)
     if heads:
-        longest = max(r.n for r in heads)
-        top = max((r for r in heads if r.n == longest), key=lambda r: r.value)
+        (layer, head), values = max(heads.items(), key=lambda item: median(item[1]))
         text += (
-            f". The most sensitive head is head {top.head} of {layer_name(top.layer)} "
-            f"(σ = {top.value:.3g})"
+            f". The most sensitive head is head {head} of {layer_name(layer)} "
+            f"(median σ = {digits(median(values))})"
         )
     return text + ". Each cell is the median over samples."
 
 
 def growth(study: Study) -> str:
-    row, law = study.peak(), peak_law(study)
+    """The law of the most sensitive layer in words."""
+    row, layers = most_sensitive(study)
+    name = next(iter(layers))
+    law = law_of(study, row.scope, name)
     lengths = sorted({r.n for r in study.sigma})
     if law is None:
         return (
-            f"Measured at n = {', '.join(map(str, lengths))}. A growth law needs at least "
+            f"Measured at n = {', '.join(f'{n:,}' for n in lengths)}. A growth law needs at least "
             f"{MIN_LENGTHS} lengths with a positive σ."
         )
-    radius = list(study.radius(row.scope, row.layer).values())
+    radius = list(study.radius(row.scope, law.layer).values())
     flat = law.low <= 0 <= law.high
     verdict = "no significant growth" if flat else f"doubling n multiplies σ by {2**law.alpha:.2f}"
     return (
-        f"In {place(row)}, σ behaves like n^{law.alpha:.2f} ({CONFIDENCE:.0%} interval of the "
-        f"exponent: {law.low:.2f} to {law.high:.2f}) from n = {lengths[0]} to {lengths[-1]}: "
-        f"{verdict}. The residual of the fit is {law.rms:.2f} in log σ (root mean square). "
-        f"Meanwhile R(n), the largest norm of a token at the map's input, goes from "
-        f"{radius[0]:.3g} to {radius[-1]:.3g}. The guides are n^1/2, the rate of the upper bound "
-        "for tokens in a fixed ball, and n^1/4 (Castin et al. 2024)."
+        f"In {name} ({shown(row.scope, 30)}), σ behaves like {power(law.alpha)} "
+        f"({100 * CONFIDENCE:.0f} % interval of the exponent: {exponent(law.low)} to "
+        f"{exponent(law.high)}) from n = {lengths[0]:,} to {lengths[-1]:,}: {verdict}. "
+        f"The residual of the fit is "
+        f"{law.rms:.2f} in log σ (root mean square). Meanwhile R(n), the largest norm of a "
+        f"token at the map's input, goes from {digits(radius[0])} to {digits(radius[-1])}. The "
+        f"guides are {power(0.5, 1)}, the rate of the upper bound for tokens in a fixed ball, and "
+        f"{power(0.25)} (Castin et al. 2024)."
     )
 
 
 def tokens(study: Study) -> str:
+    """The tokens that matter most; why the first one does, and which follow without it."""
     row = study.peak()
     try:
         found = study.tokens_of(row)
     except UserError:
         return "The study has no token norms."
-    return (
-        f"In {place(row)} (n = {row.n}, sample {row.sample}), the map is most sensitive to changes "
-        f"of {_top(found, 'right')}. The output changes most at {_top(found, 'left')}. Percentages "
-        "are shares of the squared norm of the singular vectors."
+    text = (
+        f"In {place(row)} (n = {row.n:,}, sample {row.sample}), the map is most sensitive to "
+        f"changes of {_top(found, 'right')}. The output changes most at {_top(found, 'left')}. "
+        "Percentages are shares of the squared norm of the singular vectors."
     )
+    if len(found) > 1 and max(found, key=lambda token: token.right).position == 0:
+        text += f"\n{FIRST_TOKEN} Without token 0, the input side reads {_top(found[1:], 'right')}."
+    return text
 
 
-def _top(found: list[Token], part: str) -> str:
+def _top(found: Sequence[Token], part: str) -> str:
+    """The strongest tokens, with shares of those given."""
+    total = math.fsum(getattr(token, part) ** 2 for token in found) or 1.0
     ranked = sorted(found, key=lambda token: -getattr(token, part))[:TOP_TOKENS]
+    shares = [100 * getattr(token, part) ** 2 / total for token in ranked]
     return ", ".join(
-        f"“{shown(t.token, 24)}” (token {t.position}, {getattr(t, part) ** 2:.1%})" for t in ranked
+        f"“{shown_token(token.token, 24)}” (token {token.position}, {share:.1f} %)"
+        for token, share in zip(ranked, shares, strict=True)
     )
 
 
-def worst(study: Study) -> str:
-    found = bounds(study)
+def worst(found: Sequence[Surrounded]) -> str:
+    """How far sigma at the text is from the worst input found and from the upper bounds."""
     if not found:
         return (
-            "This study contains no bounds, so it cannot say how far these inputs are from the "
-            "worst case. σ is local: another text, or a longer one, may give a larger value."
+            "σ is local: another text, or a longer one, may give a larger value. This study "
+            "contains no bounds and no search for the worst input. This command adds them:"
         )
-    gaps = [
-        (min(value for _, kind, value in item["marks"] if kind == "upper") / item["sigma"][0], item)
-        for item in found
-        if item["sigma"][0] > 0 and any(kind == "upper" for _, kind, _ in item["marks"])
+    known = [item for item in found if item.sigma.value > 0]
+    text = ""
+    ratios = {_at(i): i.worst.value / i.sigma.value for i in known if i.worst is not None}
+    if ratios:
+        text = (
+            "The worst input found among those whose tokens are no larger than the text's has a σ "
+            f"{_range(ratios, 'times that of the text')}. "
+        )
+    limits = [
+        _limit(known, [item.here for item in known], "at this text"),
+        _limit(known, [item.ball for item in known], "over all those inputs"),
     ]
-    if not gaps:
-        return (
-            "This study contains lower bounds only, so nothing limits σ from above on other inputs."
-        )
-    least, item = min(gaps, key=lambda pair: pair[0])
-    most, other = max(gaps, key=lambda pair: pair[0])
-    return (
-        f"Compared with the smallest upper bound of each map, σ is closest in {item['layer']}, "
-        f"{item['scope']} (bound / σ = {least:.3g}) and farthest in {other['layer']}, "
-        f"{other['scope']} ({most:.3g})."
+    return text + (
+        " ".join(filter(None, limits))
+        or "There is no upper bound, so nothing limits σ from above on other inputs."
     )
+
+
+def _limit(known: Sequence[Surrounded], bounds: Sequence[Sequence[Row]], where: str) -> str:
+    """The smallest upper bounds of some kind; empty if there are none."""
+    best = {_at(item): tightest(rows) for item, rows in zip(known, bounds, strict=True)}
+    ratios = {
+        _at(item): row.value / item.sigma.value
+        for item in known
+        if (row := best[_at(item)]) is not None
+    }
+    if not ratios:
+        return ""
+    names = dict.fromkeys(bound_name(row) for row in best.values() if row is not None)
+    return f"The smallest upper bound {where} is {_range(ratios, 'times σ')}: {', '.join(names)}."
+
+
+def _at(item: Surrounded) -> str:
+    head = "" if item.sigma.head is None else f", head {item.sigma.head}"
+    return layer_name(item.sigma.layer) + head
+
+
+def _range(ratios: dict[str, float], unit: str) -> str:
+    least, most = min(ratios, key=lambda at: ratios[at]), max(ratios, key=lambda at: ratios[at])
+    low, high = digits(ratios[least]), digits(ratios[most])
+    if len(ratios) == 1:
+        return f"{low} {unit} ({least})"
+    if low == high:
+        return f"{low} {unit} in each of {len(ratios)} maps"
+    return f"{low} ({least}) to {high} ({most}) {unit}"
 
 
 def sure(study: Study) -> str:
-    about = study.info.about
+    """How the rows ended, how tight they are, and how the attention was checked."""
     counts = Counter(row.status.split(":")[0] for row in study.rows)
-    status = ", ".join(f"{count} {shown(name, 30)}" for name, count in counts.most_common(6))
-    text = f"Of {rows_of(study)}: {status}. " if study.rows else f"{NOTHING} "
+    status = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in counts.most_common(6))
+    text = f"Of {counted(len(study.rows), 'row')}: {status}. " if study.rows else f"{NOTHING} "
     if study.sigma:
         text += f"{certificate(study)} "
     if study.certified:
         text += f"{HYPOTHESES} "
     if study.sigma:
         samples = Counter(row.n for row in study.largest(*study.maps[0]))
-        few = min(samples.values())
-        text += f"Each median is over {few} sample{'s' if few > 1 else ''} of the text per length. "
-    return text + (
+        text += f"Each median is over {counted(min(samples.values()), 'sample')} per length. "
+    return text.replace("\n", " ") + (
         "With lipscope's attention, the output of the model differs from that with its own eager "
-        f"attention by {about.difference_to_eager:.1e}."
+        f"attention by {study.info.about.difference_to_eager:.1e}."
     )
-
-
-def rows_of(study: Study) -> str:
-    return "1 row" if len(study.rows) == 1 else f"{len(study.rows):,} rows"
 
 
 def failures(study: Study) -> list[str]:
     """Why rows have no value, the most frequent reason first."""
     reasons = Counter(row.status for row in study.failed)
-    return [f"{count} × {shown(reason, 300)}" for reason, count in reasons.most_common(5)]
-
-
-def interval(row: Row) -> str:
-    return f"[{row.lower:.4g}, {'∞' if math.isinf(row.upper) else f'{row.upper:.4g}'}]"
+    return [f"{count:,} × {shown(reason, 300)}" for reason, count in reasons.most_common(5)]
 
 
 def widest(study: Study) -> float:
@@ -213,11 +312,10 @@ def widest(study: Study) -> float:
     return max(map(width, study.sigma), default=math.inf)
 
 
-def layer_medians(study: Study, like: Row) -> dict[str, float]:
-    """Per layer, the median over samples of sigma at the length and scope of a row."""
+def medians(curves: Sequence[LengthCurve], scope: str, n: int) -> dict[str, float]:
+    """Per layer, the median over samples at one scope and length."""
     return {
-        layer_name(layer): median(values)
-        for scope, layer in study.maps
-        if scope == like.scope
-        and (values := [row.value for row in study.largest(scope, layer) if row.n == like.n])
+        layer_name(curve.layer): curve.spreads[n].middle
+        for curve in curves
+        if curve.scope == scope and n in curve.spreads
     }

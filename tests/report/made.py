@@ -24,15 +24,26 @@ HOSTILE = (
 )
 
 
-def study(place: Path, rows: list[Row], words: tuple[str, ...] = HARMLESS, **about: str) -> Study:
+def study(
+    place: Path,
+    rows: list[Row],
+    words: tuple[str, ...] = HARMLESS,
+    *,
+    right: tuple[float, ...] | None = None,
+    identity: dict | None = None,
+    **about: str,
+) -> Study:
     """A study in a directory, with token norms for every row that has a value."""
-    facts = info()
+    facts = info(**(identity or {}))
     store = Store.create(place, StudyInfo(facts.identity, replace(facts.about, **about)))
     inputs = sorted({(r.n, r.sample) for r in rows})
     store.write_samples(
         SampleTokens(n, s, tuple(words[i % len(words)] for i in range(n))) for n, s in inputs
     )
-    store.write(rows, [sensitivity(r) for r in rows if not r.failing and r.probe == "sigma"])
+    norms = [sensitivity(r) for r in rows if not r.failing and r.probe == "sigma"]
+    if right is not None:
+        norms = [found._replace(right=right) for found in norms]
+    store.write(rows, norms)
     store.close()
     return Study.open(place)
 
@@ -68,4 +79,18 @@ def bounded(rows: list[Row], factors: dict[str, float]) -> list[Row]:
         for r in rows
         if r.head is None
         for name, by in factors.items()
+    ]
+
+
+def worst_found(rows: list[Row], factor: float) -> list[Row]:
+    """The worst input found for every sigma without a head."""
+    return [
+        r._replace(
+            probe="worst found",
+            value=r.value * factor,
+            lower=r.value * factor,
+            upper=r.value * factor * 1.1,
+        )
+        for r in rows
+        if r.head is None
     ]

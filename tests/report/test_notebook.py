@@ -13,7 +13,7 @@ def test_a_study_shows_its_headline_and_its_maps(tmp_path):
 
 def test_a_study_of_strangers_is_text(tmp_path):
     text = study(tmp_path / "s", [failed()], model=HOSTILE[0])._repr_html_()
-    assert "<script" not in text and "1 rows have no value" in text
+    assert "<script" not in text and "Without a value: 1 row." in text
 
 
 def test_an_estimate_shows_a_line_per_member():

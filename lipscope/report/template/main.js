@@ -1,17 +1,7 @@
-// Draws every part, and redraws when the colour scheme, the width or the medium changes.
+// Wakes up every chart, and every part once the data are there.
 
-const redrawAll = () => drawn.forEach((draw) => draw());
-
-for (const part of document.querySelectorAll("[data-part]")) PARTS[part.dataset.part](part, STUDIES[Number(part.dataset.study)]);
-
-let width = window.innerWidth, resizing = 0;
-window.addEventListener("resize", () => {
-  if (window.innerWidth === width) return;
-  width = window.innerWidth;
-  clearTimeout(resizing);
-  resizing = setTimeout(redrawAll, 150);
+document.querySelectorAll(".canvas").forEach(awaken);
+unpack().then((data) => {
+  for (const part of document.querySelectorAll("[data-part]")) PARTS[part.dataset.part](part, data);
+  document.documentElement.dataset.ready = "yes";
 });
-dark.addEventListener("change", redrawAll);
-window.addEventListener("beforeprint", () => { printing = true; redrawAll(); });
-window.addEventListener("afterprint", () => { printing = false; redrawAll(); });
-document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,41 @@
+"""The command `compare`: any number of studies in one table and on one page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lipscope.cli.terminal import show_table
+
+PAGE = Path("comparison.html")
+
+
+def compare(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Directories that `measure --out` wrote."),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Page to write.", show_default=str(PAGE))
+    ] = PAGE,
+) -> None:
+    """Compare studies: what differs, how sigma grows in each, and where they part most."""
+    from lipscope.report.comparison import compare as find
+    from lipscope.report.comparison import comparison_table, digest
+    from lipscope.report.comparison_page import MOST, comparison_html
+    from lipscope.report.page import write
+    from lipscope.study.study import Study
+
+    digests = []
+    for each in directories:
+        # One study at a time: a thousand of them do not fit into memory with all their rows.
+        study = Study.open(each)
+        digests.append(digest(study, cells=len(directories) <= MOST))
+        study.close()
+    show_table(comparison_table(find(digests)))
+    write(comparison_html(digests), out)
+    if sys.stderr.isatty():
+        typer.echo(f"The comparison is in {out}.", err=True)

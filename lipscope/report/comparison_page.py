@@ -1,0 +1,278 @@
+"""Several studies on one page: a table, growth curves in one chart, and ranked differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from lipscope.report import charts
+from lipscope.report.charts import Cell, Curve, Grid, Marks
+from lipscope.report.comparison import (
+    Comparison,
+    Digest,
+    compare,
+    line,
+    map_name,
+    mean_law,
+    verdict,
+)
+from lipscope.report.content import Map
+from lipscope.report.document import Page, chart, section, swatch, table
+from lipscope.report.formats import digits, exponent_range, layer_name, power, shown
+from lipscope.report.identity import differing, shared, telling
+from lipscope.report.palette import level, marker, series
+from lipscope.report.study_charts import grid_chart
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST = 12
+"""The most curves in a chart, columns of a table and frames of a heat map."""
+
+
+def comparison_html(digests: Sequence[Digest]) -> str:
+    """The page as a string."""
+    found = compare(digests)
+    chosen = _chosen(found)
+    facts = [one.facts for one in found.digests]
+    body = [section("comparison", "What is different?", _differences(found), _studies(found))]
+    data: dict[str, object] = {}
+    if found.maps:
+        body += [
+            section(
+                "growth",
+                "How does σ grow with length?",
+                _growth_answer(found, chosen),
+                _growth(found, chosen),
+            ),
+            section(
+                "ranked",
+                "Where do they differ most?",
+                _ranked_answer(found),
+                _ranked(found, chosen),
+            ),
+        ]
+        frames = _frames(found, chosen)
+        if frames:
+            grids, limit = frames
+            body.append(_ratios(found, grids, limit))
+            data["ratio"] = {
+                "label": "study",
+                "names": [found.names[i] for i in chosen if i],
+                "chosen": 0,
+                "frames": [grid.frame() for grid in grids],
+            }
+    body.append(
+        section(
+            "facts", "What was measured?", "Facts that differ between the studies.", _facts(found)
+        )
+    )
+    count = f"{len(found.names):,} studies"
+    return Page(
+        title=" against ".join(found.names) if len(found.names) == 2 else count,
+        kind="lipscope comparison",
+        subtitle=shared(facts),
+        headline=verdict(found),
+        body="".join(body),
+        data=data,
+    ).html()
+
+
+def _chosen(found: Comparison) -> list[int]:
+    """The studies that charts show: all, or the first one and others from all over the ranking."""
+    count = len(found.names)
+    if count <= MOST:
+        return list(range(count))
+    ranked = found.ranked()
+    spaced = [ranked[round(k * (count - 1) / (MOST - 2))] for k in range(MOST - 1)]
+    return list(dict.fromkeys([0, *spaced]))
+
+
+def _differences(found: Comparison) -> str:
+    what = telling([one.facts for one in found.digests])
+    text = f"What differs: {', '.join(what)}." if what else "All settings are the same."
+    at = "" if found.n is None else f" at n = {found.n:,}"
+    return (
+        f"{text} σ is the geometric mean, over {len(found.maps)} common maps{at}, of the medians "
+        "over samples; ratios are to the first study given."
+    )
+
+
+def _studies(found: Comparison) -> str:
+    head = ["study", "mean σ", "ratio", "largest median σ", "exponent α", "rows", "without value"]
+    lines = []
+    for i in found.ranked():
+        own = found.digests[i]
+        name = (
+            found.names[i] + (" (first)" if i == 0 else "") + (f" {own.note}" if own.note else "")
+        )
+        lines.append([name, *line(found, i), f"{own.rows:,}", f"{own.failed:,}"])
+    return table(head, lines, "Studies by mean σ")
+
+
+def _growth_answer(found: Comparison, chosen: Sequence[int]) -> str:
+    text = "Each curve is one study: the geometric mean over the layers of a map, or one layer."
+    if len(chosen) < len(found.names):
+        text += f" {len(chosen)} of {len(found.names):,} studies are drawn, across the ranking."
+    return text
+
+
+def _growth(found: Comparison, chosen: Sequence[int]) -> str:
+    scopes = list(dict.fromkeys(scope for scope, _ in found.maps))
+    views: dict[str, list[Map]] = {}
+    for scope in scopes:
+        views[f"{shown(scope, 30)}, mean over layers"] = [on for on in found.maps if on[0] == scope]
+    single = [on for on, _ in found.differences()] if len(found.maps) > MOST else found.maps
+    views |= {map_name(on): [on] for on in single[:MOST]}
+    first = next((name for name in views if name.startswith("attention")), next(iter(views)))
+    drawn = "".join(
+        f'<div class="view" data-view="{escape(name)}"{"" if name == first else " hidden"}>'
+        f"{_curves(found, chosen, maps, name, k)}</div>"
+        for k, (name, maps) in enumerate(views.items())
+    )
+    return f'<div class="part" data-part="views" data-label="map" data-series="study">{drawn}</div>'
+
+
+def _curves(
+    found: Comparison, chosen: Sequence[int], maps: Sequence[Map], name: str, k: int
+) -> str:
+    lines, legend = [], []
+    for j, i in enumerate(chosen):
+        points = found.curve(i, maps)
+        law = mean_law(points) if len(maps) > 1 else found.digests[i].laws.get(maps[0])
+        text = found.names[i]
+        tint, (shape, sign) = series(j, len(chosen)), marker(j)
+        end = "" if law is None else f"\nlaw: {power(law.alpha)}"
+        lines.append(
+            Curve(
+                name=text,
+                x=list(points),
+                y=list(points.values()),
+                colour=tint,
+                marker=shape,
+                law=None if law is None else (law.C, law.alpha),
+                titles=[
+                    f"{text}\n{name}, n = {n:,}: σ = {digits(y, 4)}{end}" for n, y in points.items()
+                ],
+            )
+        )
+        alpha = "–" if law is None else exponent_range(law.alpha, law.low, law.high)
+        last = digits(points[max(points)]) if points else "–"
+        legend.append([swatch(tint, sign, text), last, alpha])
+    lengths = sorted({int(n) for curve in lines for n in curve.x})
+    values = [y for curve in lines for y in curve.y]
+
+    def draw(width: int, marks: Marks) -> Figure:
+        figure, ax = charts.figure_of(
+            width, 400 if width > 400 else 320, left=58, bottom=48, right=46
+        )
+        ax.set_yscale("log")
+        charts.length_ticks(ax, lengths)
+        charts.curves(ax, lines, marks)
+        charts.finish_growth(ax, lengths, values, 12)
+        ax.set_ylabel("σ")
+        return figure
+
+    if not values:
+        return "<p>No positive value.</p>"
+    label = f"σ of {name} against length on log axes, one curve per study."
+    head = ["study", "σ at its largest n", "exponent α [95 %]"]
+    return chart(f"curves-{k}", label, draw, wide=760) + table(head, legend, name, raw=True)
+
+
+def _ranked_answer(found: Comparison) -> str:
+    on, most = found.differences()[0]
+    return (
+        f"Median σ over samples at n = {found.n:,}, map by map, the largest ratio between two "
+        f"studies first: {digits(most)} in {map_name(on)}. Colours compare with the first study: "
+        "blue is smoother, orange more sensitive."
+    )
+
+
+def _ranked(found: Comparison, chosen: Sequence[int]) -> str:
+    logs = [abs(math.log(found.at(i, on) / found.at(0, on))) for i in chosen for on in found.maps]
+    limit = max([0.1, *logs])
+    lines = []
+    for on, most in found.differences():
+        cells = [
+            f'<span class="ratio v{_step(found.at(i, on) / found.at(0, on), limit)}">'
+            f"{digits(found.at(i, on))}</span>"
+            for i in chosen
+        ]
+        lines.append([escape(map_name(on)), *cells, digits(most)])
+    head = ["map", *(found.names[i] for i in chosen), "largest / smallest"]
+    return table(head, lines, "Maps by difference", raw=True)
+
+
+def _step(ratio: float, limit: float) -> int:
+    """The level of a ratio on the ramp around 1; limit is the logarithm at either end."""
+    return level(0.5 + math.log(ratio) / limit / 2)
+
+
+def _frames(found: Comparison, chosen: Sequence[int]) -> tuple[list[Grid], float] | None:
+    """For each study but the first, its ratio to the first one over layers and heads."""
+    assert found.n is not None
+    cells = [found.digests[i].cells.get(found.n, {}) for i in chosen]
+    common = set.intersection(*(set(own) for own in cells))
+    common = {at for at in common if all(0 < own[at] < math.inf for own in cells)}
+    heads = sorted({c for _, c in common if c.isdigit()}, key=int)
+    scopes = [c for c in dict.fromkeys(c for _, c in cells[0]) if not c.isdigit()]
+    scopes = [c for c in scopes if any(at[1] == c for at in common)]
+    if not heads:
+        return None
+    layers = sorted({at for at, _ in common}, key=lambda at: (at is None, at or 0))
+    columns = [*heads, *([" "] if scopes else []), *scopes]
+    limit = max([0.1, *(abs(math.log(own[at] / cells[0][at])) for own in cells for at in common)])
+
+    def cell(
+        own: dict[tuple[int | None, str], float], layer: int | None, column: str, name: str
+    ) -> Cell | None:
+        if (layer, column) not in common:
+            return None
+        mine, first = own[layer, column], cells[0][layer, column]
+        where = f"head {column}" if column.isdigit() else column
+        title = (
+            f"{layer_name(layer)}, {where}, n = {found.n:,}\n"
+            f"{name}: {digits(mine / first)} × {found.names[0]}\n"
+            f"{digits(mine, 4)} against {digits(first, 4)}"
+        )
+        return Cell(digits(mine / first, 2), _step(mine / first, limit), title)
+
+    grids = [
+        Grid(
+            rows=[layer_name(layer) for layer in layers],
+            columns=columns,
+            cells=[[cell(own, layer, c, found.names[i]) for c in columns] for layer in layers],
+            ramp="v",
+        )
+        for i, own in zip(chosen, cells, strict=True)
+        if i
+    ]
+    return grids, limit
+
+
+def _ratios(found: Comparison, grids: list[Grid], limit: float) -> str:
+    drawn = grid_chart(grids[0], "ratio", "Ratio of σ to the first study over layers and heads.")
+    bar = (
+        f'<p class="scale"><span>{digits(math.exp(-limit))}</span><span class="bar ratio"></span>'
+        f"<span>{digits(math.exp(limit))}</span><span>ratio to the first study</span></p>"
+    )
+    return section(
+        "heads",
+        "Which heads differ?",
+        f"σ of a study divided by σ of the first one, {found.names[0]}, at n = {found.n:,}.",
+        f'<div class="part" data-part="frames" data-frames="ratio">{drawn}</div>',
+        bar,
+    )
+
+
+def _facts(found: Comparison) -> str:
+    names = differing([one.facts for one in found.digests])
+    head = ["study", "directory", *names]
+    lines = [
+        [name, shown(own.place, 40) or "–", *(own.facts[fact] for fact in names)]
+        for name, own in zip(found.names, found.digests, strict=True)
+    ]
+    return table(head, lines, "Facts that differ")

@@ -1,0 +1,255 @@
+"""The charts and tables of one study, as HTML: heat map, ranking of layers, growth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from lipscope.report import charts
+from lipscope.report.charts import Curve, Grid, Marks
+from lipscope.report.content import Heat, LengthCurve
+from lipscope.report.document import chart, swatch, table
+from lipscope.report.formats import digits, exponent, interval, layer_name, power, shown
+from lipscope.report.palette import colour, marker, series
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MANY_ROWS = 40
+"""Heat maps with more layers than this have low rows without digits."""
+
+
+def heat_chart(found: Heat, name: str = "heat") -> str:
+    """The heat map at the greatest length; the script shows the others."""
+    ends = f"{digits(found.scale.low)} to {digits(found.scale.high)}"
+    label = f"Heat map of the median σ over layers and heads, from {ends}."
+    return grid_chart(found.grids[-1], name, label) + scale_bar(found)
+
+
+def grid_chart(grid: Grid, name: str, label: str) -> str:
+    """A heat map of layers by heads; columns that are not heads have names."""
+    margin = max(len(text) for text in grid.rows) * 7.5 + 12
+    heads = sum(text.isdigit() for text in grid.columns)
+
+    def draw(width: int, marks: Marks) -> Figure:
+        narrow = width < 600
+        size, left = (12.0, min(margin, 70.0)) if narrow else (charts.FONT, margin)
+        high = 12 if len(grid.rows) > MANY_ROWS else 26 if narrow else 30
+        # On a telephone, names of scopes are written upwards: they are wider than their column.
+        upwards = narrow and heads < len(grid.columns) and len(grid.columns) > 3
+        bottom = 84 if upwards else 46
+        figure, ax = charts.figure_of(
+            width, high * len(grid.rows) + bottom + 2, left=left, bottom=bottom, right=2, top=2
+        )
+        wide_cells = (width - left) / len(grid.columns) >= 34
+        charts.heat_map(ax, grid, marks, texts=high > 12 and wide_cells, size=size)
+        ax.tick_params(labelsize=size)
+        if upwards:
+            for text, tick in zip(grid.columns, ax.xaxis.get_major_ticks(), strict=False):
+                tick.label1.set_rotation(0 if text.isdigit() else 90)
+        if heads:
+            ax.annotate(
+                "head",
+                (heads / 2, len(grid.rows)),
+                (0, -22),
+                textcoords="offset points",
+                ha="center",
+                va="top",
+                size=size,
+                color=colour("ink"),
+            )
+        return figure
+
+    wide = int(min(900, max(420, margin + 58 * len(grid.columns))))
+    return chart(name, label, draw, wide=wide)
+
+
+def scale_bar(found: Heat) -> str:
+    """The ramp of a heat map with its ends."""
+    kind = ", logarithmic" if found.scale.log else ""
+    return (
+        f'<p class="scale"><span>{digits(found.scale.low)}</span><span class="bar"></span>'
+        f"<span>{digits(found.scale.high)}</span><span>median σ{kind}</span></p>"
+    )
+
+
+def ranking(
+    curves: Sequence[LengthCurve], n: int, reference: dict[int | None, float], other: str
+) -> str:
+    """The layers of one scope, the largest median first, beside the reference where there is one.
+
+    Args:
+        curves: The curves of one scope.
+        n: The length.
+        reference: Per layer, the median at the same length in another study.
+        other: The name of that study.
+    """
+    here = [curve for curve in curves if n in curve.spreads]
+    ranked = sorted(here, key=lambda curve: -curve.spreads[n].middle)
+    head = ["layer", "median σ", "over samples", "known to lie in", "growth"]
+    if reference:
+        head += [f"median σ, {other}", "ratio"]
+    lines = []
+    for curve in ranked:
+        spread, law = curve.spreads[n], curve.law
+        line = [
+            layer_name(curve.layer),
+            digits(spread.middle),
+            "one" if spread.count == 1 else interval(spread.least, spread.most),
+            interval(spread.low, spread.high),
+            "–" if law is None else power(law.alpha),
+        ]
+        if reference:
+            there = reference.get(curve.layer)
+            line += [digits(there), digits(spread.middle / there) if there else "–"]
+        lines.append(line)
+    return table(head, lines, "Layers by sensitivity")
+
+
+def growth_part(curves: Sequence[LengthCurve], reference: Sequence[LengthCurve], name: str) -> str:
+    """sigma(n) and R(n) of every layer, one view per scope; the table is their legend."""
+    scopes = list(dict.fromkeys(curve.scope for curve in curves))
+    first = main_scope(scopes)
+    views = []
+    for i, scope in enumerate(scopes):
+        here = [curve for curve in curves if curve.scope == scope]
+        there = [curve for curve in reference if curve.scope == scope]
+        hidden = "" if scope == first else " hidden"
+        # One length is a number, not a curve.
+        several = len({n for curve in here for n in curve.spreads}) > 1
+        drawn = _growth(here, there, name, i) + _radius(here, i) if several else ""
+        views.append(
+            f'<div class="view" data-view="{escape(shown(scope, 30))}"{hidden}>'
+            f'<div class="charts">{drawn}</div>{_laws(here)}</div>'
+        )
+    return f'<div class="part" data-part="views" data-label="map">{"".join(views)}</div>'
+
+
+def main_scope(scopes: Sequence[str]) -> str:
+    """The scope that a page shows first."""
+    return "attention" if "attention" in scopes else scopes[0]
+
+
+def _growth(
+    curves: Sequence[LengthCurve], reference: Sequence[LengthCurve], name: str, i: int
+) -> str:
+    lines = [
+        curve_of(curve, k, layer_name(curve.layer), series(k, len(curves)))
+        for k, curve in enumerate(curves)
+    ]
+    others = [_reference_curve(curve, name) for curve in reference]
+    drawn = [curve for curve in (*others, *lines) if curve.x]
+    lengths = sorted({int(n) for curve in drawn for n in curve.x})
+    values = [y for curve in drawn for part in (curve.spread or (curve.y,)) for y in part]
+
+    def draw(width: int, marks: Marks) -> Figure:
+        figure, ax = charts.figure_of(
+            width, 380 if width > 400 else 320, left=58, bottom=48, right=46
+        )
+        ax.set_yscale("log")
+        charts.length_ticks(ax, lengths)
+        charts.curves(ax, lines, marks)
+        for curve in others:
+            if curve.x:
+                charts.curves(ax, [curve], {})
+        charts.finish_growth(ax, lengths, values, 12)
+        ax.set_ylabel("median σ")
+        return figure
+
+    if not values:
+        return ""
+    scope = shown(curves[0].scope, 30)
+    label = f"Median σ of {scope} against length on log axes, one curve per layer with its law."
+    note = f"σ(n): medians, ranges and fitted laws{f'; dashed: {name}' if others else ''}"
+    return chart(f"growth-{i}", label, draw, wide=600, about=note)
+
+
+def curve_of(curve: LengthCurve, k: int, name: str, tint: str) -> Curve:
+    """One map as curve k of a chart: medians, ranges over samples, and its law."""
+    # A zero has no place on a log axis.
+    kept = {n: s for n, s in curve.spreads.items() if s.least > 0 and s.most < math.inf}
+    law = curve.law
+    end = (
+        "no law: too few lengths"
+        if law is None
+        else (f"law: {power(law.alpha)}, exponent in [{exponent(law.low)}, {exponent(law.high)}]")
+    )
+    return Curve(
+        name=name,
+        x=list(kept),
+        y=[spread.middle for spread in kept.values()],
+        spread=([s.least for s in kept.values()], [s.most for s in kept.values()]),
+        colour=tint,
+        marker=marker(k)[0],
+        law=None if law is None else (law.C, law.alpha),
+        titles=[f"{s.title(layer_name(curve.layer), n)}\n{end}" for n, s in kept.items()],
+    )
+
+
+def _reference_curve(curve: LengthCurve, name: str) -> Curve:
+    kept = {n: s.middle for n, s in curve.spreads.items() if 0 < s.middle < math.inf}
+    return Curve(name, list(kept), list(kept.values()), "muted", line="--")
+
+
+def _radius(curves: Sequence[LengthCurve], i: int) -> str:
+    lines = []
+    for k, curve in enumerate(curves):
+        kept = {n: r for n, r in curve.radius.items() if 0 < r < math.inf}
+        name = layer_name(curve.layer)
+        lines.append(
+            Curve(
+                name=name,
+                x=list(kept),
+                y=list(kept.values()),
+                colour=series(k, len(curves)),
+                marker=marker(k)[0],
+                titles=[f"{name}, n = {n:,}\nR = {digits(r, 4)}" for n, r in kept.items()],
+            )
+        )
+    drawn = [curve for curve in lines if curve.x]
+    lengths = sorted({int(n) for curve in drawn for n in curve.x})
+    values = [y for curve in drawn for y in curve.y]
+    if not values:
+        return ""
+
+    def draw(width: int, marks: Marks) -> Figure:
+        figure, ax = charts.figure_of(width, 380 if width > 400 else 280, left=58, bottom=48)
+        ax.set_yscale("log")
+        charts.length_ticks(ax, lengths)
+        charts.curves(ax, lines, marks)
+        charts.log_ticks(ax.yaxis, values, margin=1.05)
+        ax.set_xlabel("n, tokens")
+        ax.set_ylabel("R")
+        return figure
+
+    label = "R(n), the largest norm of a token at the map's input, against length."
+    return chart(f"radius-{i}", label, draw, wide=480, about="R(n): largest norm of a token")
+
+
+def _laws(curves: Sequence[LengthCurve]) -> str:
+    head = [
+        "layer",
+        "median σ at the largest n",
+        "exponent α",
+        "95 % interval",
+        "rms in log σ",
+        "R(n)",
+    ]
+    lines = []
+    for k, curve in enumerate(curves):
+        law, ends = curve.law, (min(curve.radius), max(curve.radius))
+        fitted = (
+            ["–", "–", "–"]
+            if law is None
+            else [
+                exponent(law.alpha),
+                f"[{exponent(law.low)}, {exponent(law.high)}]",
+                f"{law.rms:.2f}",
+            ]
+        )
+        radii = " → ".join(digits(curve.radius[n]) for n in dict.fromkeys(ends))
+        name = swatch(series(k, len(curves)), marker(k)[1], layer_name(curve.layer))
+        lines.append([name, digits(curve.last.middle), *fitted, radii])
+    return table(head, lines, "Growth of every layer", raw=True)
