@@ -37,6 +37,7 @@ _CONTENTS = {
     "bounds": "theorems.registry",
     "compare_attacks": "audit.attack_comparison",
     "compare_runs": "budget.comparing",
+    "concat": "study.study",
     "convert_model": "convert.models",
     "dynamics": "",
     "error_budget": "budget.prediction",
@@ -84,6 +85,7 @@ __all__ = [
     "bounds",
     "compare_attacks",
     "compare_runs",
+    "concat",
     "convert_model",
     "dynamics",
     "error_budget",
@@ -146,4 +148,5 @@ if TYPE_CHECKING:
     from lipscope.report.page import render as render
     from lipscope.study.run import measure as measure
     from lipscope.study.study import Study as Study
+    from lipscope.study.study import concat as concat
     from lipscope.theorems.registry import bounds as bounds

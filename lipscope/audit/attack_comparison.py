@@ -31,8 +31,9 @@ from lipscope.audit.token_target import output_change
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.study.reading import check_vocabulary, read_file, special_frame
+from lipscope.study.reading import check_vocabulary, special_frame
 from lipscope.study.run import Progress
+from lipscope.study.texts import TextColumn, content
 from lipscope.study.work import threads_for
 
 TOKENS, DIRECTION, GRADIENT, RANDOM = (
@@ -155,10 +156,10 @@ def compare_attacks(
     return trials
 
 
-def texts_in(source: Path | str) -> list[str]:
-    """The non-empty lines of a file or a string, one text per line."""
-    whole = read_file(source) if isinstance(source, Path) else source
-    return [line.strip() for line in whole.splitlines() if line.strip()]
+def texts_in(*sources: Path | str | TextColumn) -> list[str]:
+    """The non-empty lines of files or strings, one text per line."""
+    lines = [line.strip() for source in sources for line in content(source).splitlines()]
+    return [line for line in lines if line]
 
 
 def _default_texts() -> list[str]:

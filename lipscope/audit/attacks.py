@@ -36,7 +36,7 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.study.reading import Text, read
 from lipscope.study.records import Row
-from lipscope.study.run import Progress, measure
+from lipscope.study.run import Progress, Verb, measure_as
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from lipscope.study.work import survey, threads_for
@@ -163,8 +163,18 @@ def attack_model(
         True
     """
     model = model if isinstance(model, Model) else load(model)
-    study = measure(
-        model, text, (plan.length,), 1, plan.layers, None, ("attention",), seed=plan.seed, out=out
+    options = {"--kind": plan.kind, "--length": plan.length, "--swaps": plan.swaps}
+    study = measure_as(
+        Verb("attack", f"{PROBE}{plan.kind}, ", options),
+        model,
+        text,
+        (plan.length,),
+        1,
+        plan.layers,
+        None,
+        ("attention",),
+        seed=plan.seed,
+        out=out,
     )
     inputs = read(model, text, lengths=(plan.length,), seed=plan.seed)
     seen = survey(model, inputs, plan.length, (0,))

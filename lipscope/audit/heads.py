@@ -22,7 +22,7 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.study.reading import Text, WholeInputs, Windows, read
 from lipscope.study.records import Row
-from lipscope.study.run import Progress, measure
+from lipscope.study.run import Progress, Verb, measure_as
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from lipscope.study.work import survey, threads_for
@@ -112,7 +112,10 @@ def audit_model(
     lengths = LENGTHS if lengths is None else lengths
     if radius is not None:
         check_positive("radius", radius)
-    study = measure(model, text, lengths, samples, layers, heads, ("heads",), seed=seed, out=out)
+    verb = Verb("bounds", WORST, {"--radius": radius})
+    study = measure_as(
+        verb, model, text, lengths, samples, layers, heads, ("heads",), seed=seed, out=out
+    )
     inputs = read(model, text, lengths=lengths, samples=samples, seed=seed)
     store = study.store if out is None else Store.create(Path(out), study.info)
     # The search is the expensive part: it is skipped where the study has it for the same radius.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lipscope.cli.terminal import show_table
+from lipscope.cli.terminal import ExitCode, show_table
 
 PAGE = Path("comparison.html")
 
@@ -29,13 +29,16 @@ def compare(
     from lipscope.report.page import write
     from lipscope.study.study import Study
 
-    digests = []
+    digests, damaged = [], False
     for each in directories:
         # One study at a time: a thousand of them do not fit into memory with all their rows.
         study = Study.open(each)
         digests.append(digest(study, cells=len(directories) <= MOST))
+        damaged |= bool(study.damage)
         study.close()
     show_table(comparison_table(find(digests)))
     write(comparison_html(digests), out)
     if sys.stderr.isatty():
         typer.echo(f"The comparison is in {out}.", err=True)
+    if damaged:
+        raise typer.Exit(ExitCode.INCOMPLETE)

@@ -1,12 +1,17 @@
-"""The environment: versions, device, caches, and whether models can be downloaded."""
+"""The environment: versions, device, caches; and whether a study is damaged."""
 
 from __future__ import annotations
 
 import os
 import platform
+import warnings
 from importlib import metadata
+from pathlib import Path
+
+import typer
 
 from lipscope import __version__
+from lipscope._files import for_terminal
 
 PACKAGES = (
     "torch",
@@ -37,6 +42,32 @@ def report() -> dict[str, str]:
         "offline": "yes, by HF_HUB_OFFLINE" if is_offline_mode() else "no",
         "embedded": _embedded(),
     }
+
+
+def check_study(directory: Path, repair: bool) -> bool:
+    """Read all of a study, print what is lost, and write the rest to DIR.repaired if asked to.
+
+    Args:
+        directory: The study, which is never written to.
+        repair: Whether to write a copy.
+
+    Returns:
+        Whether the study is intact.
+    """
+    from lipscope.study.study import DamageWarning, Study, copy_studies
+
+    warnings.simplefilter("ignore", DamageWarning)  # every loss is listed below
+    study = Study.open(directory)
+    lost = study.store.check()
+    for name in lost:
+        typer.echo(for_terminal(f"lost: {name}"))
+    typer.echo(for_terminal(f"{directory} holds {len(study.rows)} intact rows, {len(lost)} losses"))
+    if repair:
+        place = directory.resolve()
+        copy = place.with_name(f"{place.name}.repaired")
+        copy_studies([study], copy)
+        typer.echo(for_terminal(f"{'what is intact' if lost else 'a copy'} is in {copy}"))
+    return not lost
 
 
 def _version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The directory of a study: whether it is one, whether it is the same one, and who may write."""
+"""The directory of a study: whether it is one, and whether it is the same one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from lipscope._types import UserError
 from lipscope.study.records import Identity
+from lipscope.study.salvage import is_damage
 
 FILE = "study.sqlite"
 LOCK = "study.lock"
 APPLICATION_ID = 0x4C495053  # "LIPS" in the file header: this database is a study
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _REMEDY = {
     "weights": "another model, or other weights",
@@ -26,36 +25,6 @@ _REMEDY = {
     "text": "another text",
     "numeric_version": "another numeric version of lipscope",
 }
-
-
-def become_writer(directory: Path) -> FileLock:
-    """Create the directory if needed and lock it until the process ends, however it ends."""
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"{directory} is a file; --out takes a directory")
-    if directory.is_dir() and not (directory / FILE).exists():
-        strangers = sorted(
-            p.name for p in directory.iterdir() if p.name not in (LOCK, f"{FILE}-journal")
-        )
-        if strangers:
-            raise UserError(
-                f"{directory} is neither a study nor empty (it contains {strangers[0]}); "
-                "give --out a new or empty directory"
-            )
-    # The kernel releases the lock when the process dies, so a lock file left behind locks nothing;
-    # a soft lock, which filelock would fall back to, does not have that property.
-    lock = FileLock(directory / LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise UserError(
-            f"another run is writing to {directory}; wait for it, or give another --out"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {directory} ({error.strerror}); give --out a writable directory"
-        ) from error
-    return lock
 
 
 def connect_to_read(directory: Path) -> sqlite3.Connection:
@@ -70,13 +39,14 @@ def connect_to_read(directory: Path) -> sqlite3.Connection:
             f"{directory} is not a study: it contains no {FILE}; "
             "give the --out directory of lipscope measure"
         )
-    uri = path.absolute().as_uri()
-    # On read-only media SQLite cannot create its lock files and must know that nobody writes.
-    writable = os.access(directory, os.W_OK) or path.with_name(f"{FILE}-wal").exists()
+    # A writer that was killed leaves a journal, which the next one to open the file rolls back.
+    writable = os.access(directory, os.W_OK) and os.access(path, os.W_OK)
     with database_errors(directory):
-        db = sqlite3.connect(
-            f"{uri}?mode=ro" + ("" if writable else "&immutable=1"), uri=True, timeout=30
-        )
+        uri = f"{path.absolute().as_uri()}?mode={'rw' if writable else 'ro'}"
+        db = sqlite3.connect(uri, uri=True, timeout=30, check_same_thread=False)
+        db.execute("PRAGMA query_only = 1")
+        # Despite its name: SQLite then reads what is left of a file that was cut.
+        db.execute("PRAGMA writable_schema = 1")
         require_study(db, directory)
     return db
 
@@ -90,8 +60,13 @@ def require_study(db: sqlite3.Connection, directory: Path) -> None:
         raise UserError(f"{directory} is not a study: its {FILE} was not written by lipscope")
     if version > SCHEMA_VERSION:
         raise UserError(
-            f"{directory} was written by a newer lipscope (store {version}, this one reads up to "
+            f"{directory} was written by a newer lipscope (schema {version}, this one reads "
             f"{SCHEMA_VERSION}); update lipscope"
+        )
+    if version < SCHEMA_VERSION:
+        raise UserError(
+            f"{directory} was written by an older lipscope (schema {version}, this one reads "
+            f"{SCHEMA_VERSION}); export it with that one, or measure again"
         )
 
 
@@ -121,8 +96,8 @@ def database_errors(directory: Path | None) -> Iterator[None]:
         yield
     except sqlite3.IntegrityError:
         raise
-    except sqlite3.DatabaseError as error:
-        if "not a database" in str(error) or "malformed" in str(error):
+    except sqlite3.Error as error:
+        if is_damage(error):
             raise UserError(f"{directory} is not a study, or it is damaged ({error})") from error
         raise UserError(
             f"cannot use the study in {directory} ({error}); is the disk full or read-only?"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lipscope._files import for_spreadsheet, whole_file
+from lipscope._files import for_spreadsheet, for_terminal, whole_file
 from lipscope._types import UserError
 from lipscope.study.growth import METHOD
 from lipscope.study.records import COLUMNS
-from lipscope.study.study import Study
+from lipscope.study.study import SUBJECT_COLUMNS, Study
 
 
 @runtime_checkable
@@ -28,17 +29,32 @@ TOKEN_COLUMNS = ("scope", "layer", "head", "n", "sample", "position", "token", "
 
 def records(
     study: Study, tokens: bool = False
-) -> tuple[tuple[str, ...], Iterable[tuple[Any, ...]]]:
-    """Column names and records: the rows, or the tokens with both their norms."""
-    return (TOKEN_COLUMNS, study.token_records()) if tokens else (COLUMNS, study.rows)
+) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+    """Column names and records: the rows, or the tokens with both their norms; what was measured.
+
+    Text is untrusted, and may hold what UTF-8 cannot: that is escaped.
+    """
+    columns, found = (TOKEN_COLUMNS, study.token_records()) if tokens else (COLUMNS, study.rows)
+    encodable = cache(lambda text: text.encode("utf-8", "backslashreplace").decode())
+    whole = ((*record, *study.subject) for record in found)
+    return (*columns, *SUBJECT_COLUMNS), (
+        tuple(encodable(x) if isinstance(x, str) else x for x in record) for record in whole
+    )
 
 
 def write_csv(study: Study, file: Writable, tokens: bool = False) -> None:
-    """Write CSV in a fixed order; every float reads back as the same number."""
+    """Write CSV in a fixed order; every float reads back as the same number.
+
+    Text that a spreadsheet would run, or that would drive a terminal it is written to, is escaped.
+    """
     columns, found = records(study, tokens)
+    terminal = getattr(file, "isatty", bool)()
+    harmless = cache(
+        lambda text: for_terminal(for_spreadsheet(text)) if terminal else for_spreadsheet(text)
+    )
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(_quoted(found) if tokens else found)
+    writer.writerows([harmless(x) if isinstance(x, str) else x for x in record] for record in found)
 
 
 def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
@@ -58,7 +74,17 @@ def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
         "sample": pa.int64(),
         "position": pa.int64(),
     }
-    text = ("probe", "scope", "kind", "norm", "status", "dtype", "device", "token")
+    text = (
+        "probe",
+        "scope",
+        "kind",
+        "norm",
+        "status",
+        "dtype",
+        "device",
+        "token",
+        *SUBJECT_COLUMNS,
+    )
     kept = list(zip(*found, strict=True)) or [()] * len(columns)
     arrays = [
         pa.array(values, pa.string() if name in text else names.get(name, pa.float64()))
@@ -79,7 +105,7 @@ def write_file(study: Study, path: Path, kind: str, tokens: bool = False) -> Non
 
 def as_dict(study: Study) -> dict[str, Any]:
     """The study as JSON-compatible data; NaN and infinities become null."""
-    return _finite(
+    return finite(
         {
             "identity": asdict(study.info.identity),
             "about": asdict(study.info.about),
@@ -90,6 +116,8 @@ def as_dict(study: Study) -> dict[str, Any]:
                 for scope, layer in study.maps
             ],
             "most_sensitive": _most_sensitive(study) if study.sigma else None,
+            "commands": study.commands,
+            "jobs": study.jobs._asdict(),
             "failed": len(study.failed),
             "joint_confidence": study.joint_confidence,
             "rows": [row._asdict() for row in study.rows],
@@ -102,17 +130,10 @@ def _most_sensitive(study: Study) -> dict[str, Any]:
     return {**row._asdict(), "tokens": [token._asdict() for token in study.tokens_of(row)]}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same data with NaN and infinities as null, which JSON has no words for."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _quoted(found: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    # Tokens are untrusted text: a spreadsheet would run one that starts with "=".
-    token = TOKEN_COLUMNS.index("token")
-    return (
-        (*record[:token], for_spreadsheet(record[token]), *record[token + 1 :]) for record in found
-    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lipscope._types import UserError
 from lipscope.study.records import FAILED, SIGMA, Row, RowKey, Sensitivity
@@ -120,6 +120,66 @@ class Request:
                     if lacking
                 ]
         return jobs
+
+
+class Command(NamedTuple):
+    """A command that made a study, or a part of it.
+
+    verb:  measure, bounds or attack
+    line:  the command line; empty if the call was made from Python with more than a text
+    asked: what it measures
+    probe: the beginning of the probes of the rows it writes last at each place
+    """
+
+    verb: str
+    line: str
+    asked: Request
+    probe: str = SIGMA
+
+    def as_json(self) -> dict[str, Any]:
+        """The command as JSON-compatible data."""
+        asked = {**vars(self.asked), "heads": list(self.asked.heads.items())}
+        return {**self._asdict(), "asked": asked}
+
+    @staticmethod
+    def from_json(data: Any) -> Command | None:
+        """The command that `as_json` wrote; None for anything else."""
+        try:
+            asked = Request(
+                groups=tuple((int(n), tuple(samples)) for n, samples in data["asked"]["groups"]),
+                layers=tuple(data["asked"]["layers"]),
+                heads={int(layer): tuple(heads) for layer, heads in data["asked"]["heads"]},
+                scopes=tuple(data["asked"]["scopes"]),
+            )
+            verb, line, probe = (str(data[name]) for name in ("verb", "line", "probe"))
+            return Command(verb=verb, line=line, asked=asked, probe=probe)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+class JobCount(NamedTuple):
+    """How many jobs of a study are done, of how many asked for."""
+
+    done: int
+    asked: int
+
+
+def count_jobs(commands: Iterable[Command], rows: Iterable[Row]) -> JobCount:
+    """The jobs that some commands ask for, each once, and those whose rows are there."""
+    asked = defaultdict[tuple[str, int, int, int | None], set[RowKey]](set)
+    for command in commands:
+        for job in command.asked.jobs(()):
+            # Runs with more samples or scopes extend a job of an earlier run.
+            block = job.samples[0] // max(1, GROUPED_TOKENS // job.n)
+            for probe in {SIGMA, command.probe}:
+                asked[probe, job.n, block, job.layer] |= set(job.row_keys())
+    there = {probe: set[RowKey]() for probe, *_ in asked}
+    for row in rows:
+        for probe, keys in there.items():
+            if row.probe.startswith(probe):
+                keys.add(row[1:6])
+    done = sum(keys <= there[probe] for (probe, *_), keys in asked.items())
+    return JobCount(done, len(asked))
 
 
 def grouped(pairs: Sequence[tuple[int, int]]) -> tuple[Group, ...]:

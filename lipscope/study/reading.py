@@ -15,6 +15,7 @@ from lipscope._types import UserError
 from lipscope.models.embedded import default_text
 from lipscope.models.model import Model
 from lipscope.study.records import SampleTokens
+from lipscope.study.texts import TextColumn, content, read_file, warn_of_unknown
 
 Text = Any
 """str | Path | list[str] | token ids (a list, a list of lists, or a tensor)."""
@@ -119,11 +120,16 @@ def read(
     if text is None:
         parts, name, option = [default_text()], "Python's help topics", ()
     elif isinstance(text, Path):
-        parts, name, option = [read_file(text)], text.name, ("--text", text.name)
+        parts, name, option = [read_file(text)], text.name, _text_option(text)
     elif isinstance(text, str):
         parts, name, option = [text], "text", ("--text", "-")
-    elif isinstance(text, Sequence) and text and all(isinstance(part, str) for part in text):
-        parts, name = list(text), f"{len(text)} texts"
+    elif isinstance(text, TextColumn):
+        parts, name = [text.read()], f"{text.path.name}, column {text.column}"
+        option = (*_text_option(text.path), "--column", text.column)
+    elif isinstance(text, Sequence) and text and all(map(_is_text, text)):
+        parts, name = [content(part) for part in text], f"{len(text)} texts"
+        if all(isinstance(part, Path) for part in text):
+            option = tuple(word for part in text for word in _text_option(part))
     if parts is None:
         rows = _id_rows(text)
         ids, name = tuple(i for row in rows for i in row), f"token ids ({len(rows)} rows)"
@@ -137,6 +143,7 @@ def read(
                 "give one with at least as many tokens as the shortest length"
             )
         ids = tuple(i for part in parts for i in model.encode(part))
+        warn_of_unknown(model, ids)
         digest = _digest(*(part.encode() for part in parts))
     check_vocabulary(model, ids)
     if parts is None and lengths is None:
@@ -157,18 +164,6 @@ def read(
         before=before,
         after=after,
     )
-
-
-def read_file(path: Path) -> str:
-    """The text of a UTF-8 file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text (byte {error.start}); convert it first"
-        ) from error
-    except OSError as error:
-        raise UserError(f"cannot read the text {path}: {error.strerror}") from error
 
 
 def check_vocabulary(model: Model, ids: Sequence[int]) -> None:
@@ -208,6 +203,15 @@ def sample_tokens(
         new = sorted(set(ids) - words.keys())
         words.update(zip(new, model.tokens(new) if model.tokenizer else map(str, new), strict=True))
         yield SampleTokens(n, sample, tuple(words[i] for i in ids))
+
+
+def _text_option(path: Path) -> tuple[str, str]:
+    """The option that gives this file, from whichever directory the command is repeated."""
+    return "--text", str(path.absolute())
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, str | Path | TextColumn)
 
 
 def _id_rows(text: Text) -> list[list[int]]:

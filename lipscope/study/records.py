@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 SIGMA = "sigma"
 """The probe that measures the local Lipschitz constant."""
@@ -58,6 +60,10 @@ class Row(NamedTuple):
 
     def check(self) -> Row:
         """Return this row; raises ValueError if it contradicts itself."""
+        if math.isnan(self.lower) or math.isnan(self.upper):
+            raise ValueError(
+                f"lower <= value <= upper needs numbers, if need be 0 and infinity: {self}"
+            )
         if math.isnan(self.value):
             if not self.failing:
                 raise ValueError(f"status {self.status!r} promises a value, and it is NaN: {self}")
@@ -111,7 +117,7 @@ class Identity:
     tol: float
     seed: int
     numeric_version: int
-    gap: float | None = None  # optional: studies written before the option existed lack it
+    gap: float | None = None
 
     def differences(self, other: Identity) -> list[str]:
         """Names of the fields in which two identities differ."""
@@ -134,6 +140,7 @@ class About:
     confidence: float
     versions: dict[str, str]
     command: str
+    random_init: int | None = None
 
 
 @dataclass(frozen=True)
@@ -142,3 +149,25 @@ class StudyInfo:
 
     identity: Identity
     about: About
+
+
+_EMPTY: dict[str, tuple[tuple[type, ...], Any]] = {
+    "str": ((str,), "unknown"),
+    "int": ((int,), 0),
+    "bool": ((bool,), False),
+    "float": ((int, float), 0.0),
+    "int | None": ((int, type(None)), None),
+    "float | None": ((int, float, type(None)), None),
+    "dict[str, str]": ((dict,), {}),
+}
+"""Per annotation, the types that a field may have and what stands for a lost one."""
+
+
+def record_of(kind: type[T], facts: Any) -> T:
+    """An Identity or About from facts that may lack fields, hold unknown ones, or be lost."""
+    known = facts if isinstance(facts, dict) else {}
+    given = {}
+    for f in fields(kind):  # type: ignore[arg-type]
+        types, empty = _EMPTY[str(f.type)]
+        given[f.name] = known.get(f.name) if isinstance(known.get(f.name), types) else empty
+    return kind(**given)

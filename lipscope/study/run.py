@@ -7,11 +7,11 @@ import json
 import os
 import platform
 import shlex
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,15 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.scopes import SCOPES
 from lipscope.models.sites import Survey
-from lipscope.study.jobs import WHOLE_MODEL, Job, Outcome, Request, grouped, run_in_process
+from lipscope.study.jobs import (
+    WHOLE_MODEL,
+    Command,
+    Job,
+    Outcome,
+    Request,
+    grouped,
+    run_in_process,
+)
 from lipscope.study.reading import Text, WholeInputs, Windows, read, sample_tokens
 from lipscope.study.records import SIGMA, About, Identity, StudyInfo
 from lipscope.study.store import Store
@@ -93,6 +101,58 @@ def measure(
         >>> ls.measure(model, torch.arange(64), lengths=[4, 8, 16], samples=1)
         Study(LlamaModel: 30 values, 0 failed, n = 4 to 16)
     """
+    return measure_as(
+        Verb("measure"),
+        model,
+        text,
+        lengths,
+        samples,
+        layers,
+        heads,
+        scopes,
+        tol=tol,
+        gap=gap,
+        seed=seed,
+        workers=workers,
+        out=out,
+        inputs=inputs,
+        special_tokens=special_tokens,
+        progress=progress,
+    )
+
+
+class Verb(NamedTuple):
+    """The command on whose behalf a model is measured, for the list of commands of the study.
+
+    probe:   the beginning of the probes of the rows that the command writes last at each place
+    options: the options that only this command has
+    """
+
+    name: str
+    probe: str = SIGMA
+    options: Mapping[str, object] = {}
+
+
+def measure_as(
+    verb: Verb,
+    model: Any,
+    text: Text,
+    lengths: Sequence[int] | None,
+    samples: int,
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    scopes: Sequence[str],
+    *,
+    tol: float = 1e-6,
+    gap: float | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    out: str | os.PathLike[str] | None = None,
+    inputs: Tensor | None = None,
+    special_tokens: bool = False,
+    progress: Progress | None = None,
+) -> Study:
+    """`measure` for any command; the arguments are those of `measure`."""
     _check_numbers(samples=samples, tol=tol, gap=gap, seed=seed, workers=workers)
     model = model if isinstance(model, Model) else load(model)
     if gap is not None and model.card.dtype != "float64":
@@ -129,8 +189,14 @@ def measure(
         numeric_version=NUMERIC_VERSION,
         gap=None if gap is None else float(gap),
     )
-    info = StudyInfo(identity, _about(model, given, request, identity))
-    store = Store.create(None if out is None else Path(out), info)
+    command = Command(
+        verb=verb.name,
+        line=_line(verb, model, given, request, identity),
+        asked=request,
+        probe=verb.probe,
+    )
+    info = StudyInfo(identity, _about(model, given, command.line))
+    store = Store.create(None if out is None else Path(out), info, command)
     try:
         jobs = request.jobs(store.done(SIGMA))
         pairs = ((job.n, sample) for job in jobs for sample in job.samples)
@@ -251,9 +317,7 @@ def _config_digest(model: Model) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _about(
-    model: Model, inputs: Windows | WholeInputs, request: Request, identity: Identity
-) -> About:
+def _about(model: Model, inputs: Windows | WholeInputs, line: str) -> About:
     """The description of the study for its readers."""
     card = model.card
     return About(
@@ -269,19 +333,24 @@ def _about(
         # Only float64 solves have an upper bound, and with it a probability to fail.
         confidence=1 - Solver().failure if card.dtype == "float64" else 0.0,
         versions={"lipscope": __version__, "python": platform.python_version(), **card.versions},
-        command=_command(model, inputs, request, identity),
+        command=line,
+        random_init=card.random_init,
     )
 
 
-def _command(
-    model: Model, inputs: Windows | WholeInputs, request: Request, identity: Identity
+def _line(
+    verb: Verb,
+    model: Model,
+    inputs: Windows | WholeInputs,
+    request: Request,
+    identity: Identity,
 ) -> str:
-    """The command that repeats the measurement; empty if the input was not a text."""
+    """The command line that repeats the measurement; empty if the input was not a text."""
     if inputs.option is None:
         return ""
     card, lengths = model.card, sorted({n for n, _ in request.groups})
     heads = request.heads[request.layers[0]] if "heads" in request.scopes else ()
-    options = {
+    options: dict[str, object] = {
         "--revision": card.revision if card.name != embedded.NAME else None,
         "--random-init": card.random_init,
         "--lengths": ",".join(map(str, lengths)),
@@ -295,9 +364,17 @@ def _command(
         "--dtype": identity.dtype,
         "--seed": identity.seed,
     }
-    words = ["lipscope", "measure", card.name, *inputs.option]
+    last = [word for scope in request.scopes for word in ("--scope", scope)]
+    last += ["--special-tokens"] if identity.special_tokens else []
+    if verb.name != "measure":
+        # Other commands fix the number of samples, the accuracy and the scope.
+        fixed = ("--samples", "--tol", "--gap", *(("--lengths",) if verb.name == "attack" else ()))
+        if options["--samples"] != 1 or options["--heads"] is not None:
+            return ""  # only Python can ask for this
+        options = {name: value for name, value in options.items() if name not in fixed}
+        options, last = {**options, **verb.options}, []
+    words = ["lipscope", verb.name, card.name, *inputs.option]
     words += [
         word for name, value in options.items() if value is not None for word in (name, str(value))
     ]
-    words += [word for scope in request.scopes for word in ("--scope", scope)]
-    return shlex.join(words + (["--special-tokens"] if identity.special_tokens else []))
+    return shlex.join(words + last)

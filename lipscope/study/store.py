@@ -1,4 +1,4 @@
-"""The durable store: one SQLite file per study; stored rows survive crashes and power cuts."""
+"""The durable store: one SQLite file per study; rows survive crashes, and damage is noticed."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
+from lipscope._files import claim_folder
+from lipscope._types import UserError
 from lipscope.study.directory import (
     APPLICATION_ID,
     FILE,
+    LOCK,
     SCHEMA_VERSION,
-    become_writer,
     connect_to_read,
     database_errors,
     require_same,
     require_study,
 )
+from lipscope.study.jobs import Command
 from lipscope.study.records import (
     COLUMNS,
+    FAILED,
     About,
     Identity,
     Row,
@@ -33,63 +35,80 @@ from lipscope.study.records import (
     SampleTokens,
     Sensitivity,
     StudyInfo,
+    record_of,
 )
+from lipscope.study.salvage import RECORDS, ROWS, Record, Table, record_checksum, row_checksum
+from lipscope.study.salvage import read as read_table
 
-# In a unique index SQLite treats every NULL as different: ifnull makes "no layer" and "no head"
-# ordinary keys, so that INSERT OR REPLACE replaces their rows too.
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+# Two tables: the numbers, with typed columns for anyone who opens the file, and everything else by
+# kind and key. "No layer" and "no head" are -1, because in a unique index every NULL differs. Both
+# indexes hold the keys a second time: that is how a lost row is noticed, and named.
 _SCHEMA = """
-CREATE TABLE info (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE rows (
-    probe TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER, head INTEGER,
+    probe TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER NOT NULL,
     n INTEGER NOT NULL, sample INTEGER NOT NULL, kind TEXT NOT NULL, norm TEXT NOT NULL,
     value REAL, lower REAL NOT NULL, upper REAL NOT NULL, residual REAL, status TEXT NOT NULL,
-    radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL,
+    radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL, crc INTEGER NOT NULL,
     CHECK (value IS NULL OR (lower <= value AND value <= upper))
 );
-CREATE UNIQUE INDEX rows_key
-    ON rows (probe, scope, ifnull(layer, -1), ifnull(head, -1), n, sample, kind, norm);
-CREATE TABLE samples (n INTEGER, sample INTEGER, tokens TEXT NOT NULL, PRIMARY KEY (n, sample));
-CREATE TABLE sensitivities (
-    scope TEXT NOT NULL, layer INTEGER, head INTEGER, n INTEGER NOT NULL, sample INTEGER NOT NULL,
-    right BLOB NOT NULL, left BLOB NOT NULL
-);
-CREATE UNIQUE INDEX sensitivities_key
-    ON sensitivities (scope, ifnull(layer, -1), ifnull(head, -1), n, sample);
+CREATE UNIQUE INDEX rows_key ON rows (probe, scope, layer, head, n, sample, kind, norm);
+CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, value NOT NULL, crc INTEGER NOT NULL);
+CREATE UNIQUE INDEX records_key ON records (kind, key);
 """
 
-_ORDER = "probe, kind, norm, scope, n, sample, layer, head"
+INFO, COMMAND, TOKENS, NORMS = "info", "command", "tokens", "token norms"
+"""Kinds of records: facts, commands, the tokens of a sample, the token norms of a row."""
 
 
 class Store:
     """Reads a study and, in the process that holds the lock, writes it.
 
     A write is one transaction: all of a job or nothing. When `write` returns, the rows are on disk.
-    Without a directory the study is kept in memory.
+    Without a directory the study is kept in memory. Every row and record carries a checksum, which
+    every read verifies; what does not pass is left out and named in `lost`.
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, directory: Path | None, lock: FileLock | None = None
+        self,
+        connection: sqlite3.Connection,
+        directory: Path | None,
+        lock: BaseFileLock | None = None,
     ) -> None:
         self._db = connection
         self._lock = lock
         self.directory = directory
+        self._lost: dict[str, list[str]] = {}
+        self._lost_keys: set[Record] = set()
+        self._sound: set[str] = set()
 
     @classmethod
-    def create(cls, directory: Path | None, info: StudyInfo) -> Store:
+    def create(
+        cls, directory: Path | None, info: StudyInfo, command: Command | None = None
+    ) -> Store:
         """Open a store for writing: a new one, or that in `directory` if it is the same study."""
-        if directory is None:
-            store = cls(sqlite3.connect(":memory:", isolation_level=None), None)
-            store._initialise(info)
-            return store
-        lock = become_writer(directory)
+        lock = None
+        if directory is not None:
+            lock = claim_folder(directory, "a study", (FILE, f"{FILE}-journal"), LOCK)
+        where = ":memory:" if directory is None else directory / FILE
         store = cls(
-            sqlite3.connect(directory / FILE, isolation_level=None, timeout=30), directory, lock
+            sqlite3.connect(where, isolation_level=None, timeout=30, check_same_thread=False),
+            directory,
+            lock,
         )
         try:
             with database_errors(directory):
-                store._prepare(directory, info)
+                # A rollback journal, which is safe on network file systems and gone after every
+                # transaction. EXTRA: a commit is on disk, its folder entry too, when it returns.
+                store._db.execute("PRAGMA journal_mode = DELETE")
+                store._db.execute("PRAGMA synchronous = EXTRA")
+                store._prepare(info)
+            if command is not None:
+                store.add_command(command)
         except BaseException:
-            store._abandon()
+            store.close()
             raise
         return store
 
@@ -98,122 +117,177 @@ class Store:
         """Open the store in `directory` for reading."""
         return cls(connect_to_read(directory), directory)
 
+    def to_bytes(self) -> bytes:
+        """The content of a store in memory."""
+        return self._db.serialize()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Store:
+        """A store in memory with this content."""
+        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        db.deserialize(content)
+        return cls(db, None)
+
     def close(self) -> None:
         """Close the store and, if it was open for writing, release the lock."""
-        if self._lock is not None:
-            # Without a write-ahead log a study is one plain file, readable on read-only media; a
-            # concurrent reader may prevent the switch, which is harmless.
-            with suppress(sqlite3.OperationalError):
-                self._db.execute("PRAGMA journal_mode = DELETE")
-        self._abandon()
-
-    def _abandon(self) -> None:
         self._db.close()
         if self._lock is not None:
             self._lock.release()
 
     def info(self) -> StudyInfo:
-        """Identity and description of the study."""
-        identity, about = (
-            json.loads(
-                self._db.execute("SELECT value FROM info WHERE key = ?", (key,)).fetchone()[0]
-            )
-            for key in ("identity", "about")
-        )
-        return StudyInfo(Identity(**identity), About(**about))
+        """Identity and description of the study; what is lost is unknown, 0 or empty."""
+        identity = record_of(Identity, _parsed(self.get(INFO, "identity")))
+        about = record_of(About, _parsed(self.get(INFO, "about")))
+        lines = [command.line for command in self.commands() if command.line]
+        return StudyInfo(identity, replace(about, command="\n".join(lines) or about.command))
+
+    def add_command(self, command: Command) -> None:
+        """Note a command that adds to the study; once, however often it is run."""
+        text = json.dumps(command.as_json())
+        if text not in dict(self.records(COMMAND)):
+            self.put(COMMAND, text, text)
+
+    def commands(self) -> list[Command]:
+        """The commands that made the study, in the order of their first run."""
+        found = (Command.from_json(_parsed(value)) for _, value in self.records(COMMAND))
+        return [command for command in found if command is not None]
 
     def write(self, rows: Iterable[Row], sensitivities: Iterable[Sensitivity] = ()) -> None:
         """Store the rows of one job, replacing rows with the same keys; on disk when it returns."""
-        checked = [row.check() for row in rows]
-        # SQLite would store NaN as NULL, and the schema has NOT NULL for bounds.
-        if any(math.isnan(x) for row in checked for x in (row.lower, row.upper)):
-            raise ValueError("lower and upper must be numbers; use 0 and infinity if unknown")
-        marks = ", ".join("?" * len(COLUMNS))
+        stored = [_stored(row.check()) for row in rows]
+        marks = ", ".join("?" * (len(COLUMNS) + 1))
         with self._transaction():
-            self._db.executemany(f"INSERT OR REPLACE INTO rows VALUES ({marks})", checked)
-            # float32: these norms are shown to two digits, and there are n of them per row.
             self._db.executemany(
-                "INSERT OR REPLACE INTO sensitivities VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    (*s[:5], array("f", s.right).tobytes(), array("f", s.left).tobytes())
-                    for s in sensitivities
-                ),
+                f"INSERT OR REPLACE INTO rows VALUES ({marks})",
+                [(*record, row_checksum(record)) for record in stored],
+            )
+            # float32: these norms are shown to two digits, and there are n of them per row.
+            self._put(
+                (NORMS, json.dumps(s[:5]), array("f", (*s.right, *s.left)).tobytes())
+                for s in sensitivities
             )
 
     def write_samples(self, samples: Iterable[SampleTokens]) -> None:
         """Store the tokens of the samples to be measured."""
         with self._transaction():
-            self._db.executemany(
-                "INSERT OR REPLACE INTO samples VALUES (?, ?, ?)",
-                ((s.n, s.sample, json.dumps(s.tokens)) for s in samples),
-            )
+            self._put((TOKENS, json.dumps(s[:2]), json.dumps(s.tokens)) for s in samples)
+
+    def put(self, kind: str, key: str, value: str | bytes) -> None:
+        """Store a record of some kind under a key, replacing one with the same kind and key."""
+        with self._transaction():
+            self._put([(kind, key, value)])
 
     def rows(self, probe: str | None = None) -> list[Row]:
         """All rows, or those of one probe, in an order independent of when they were written."""
-        where, values = ("", ()) if probe is None else (" WHERE probe = ?", (probe,))
-        found = self._db.execute(
-            f"SELECT {', '.join(COLUMNS)} FROM rows{where} ORDER BY {_ORDER}", values
-        )
-        return [_row(record) for record in found]
+        rows = (_row(record) for record in self._read(ROWS))
+        return sorted((row for row in rows if probe in (None, row.probe)), key=_place)
 
     def done(self, probe: str) -> set[RowKey]:
         """(scope, layer, head, n, sample) of every stored row of a probe that has not failed."""
-        found = self._db.execute(
-            "SELECT scope, layer, head, n, sample FROM rows "
-            "WHERE probe = ? AND status NOT LIKE 'failed%'",
-            (probe,),
-        )
-        return set(found)
+        return {row[1:6] for row in self.rows(probe) if not row.status.startswith(FAILED)}
 
-    def sample(self, n: int, sample: int) -> SampleTokens:
-        """The tokens of one sample."""
-        found = self._db.execute(
-            "SELECT tokens FROM samples WHERE n = ? AND sample = ?", (n, sample)
-        ).fetchone()
-        return SampleTokens(n, sample, tuple(json.loads(found[0])) if found else ())
+    def sample(self, n: int, sample: int) -> SampleTokens | None:
+        """The tokens of one sample; empty if it has none, None if they are lost."""
+        key = json.dumps((n, sample))
+        tokens = _parsed(self.get(TOKENS, key))
+        if tokens is None and not self._may_be_lost(TOKENS, key):
+            return SampleTokens(n, sample, ())
+        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+            return None
+        return SampleTokens(n, sample, tuple(tokens)) if len(tokens) == n else None
 
     def sensitivity(
         self, scope: str, layer: int | None, head: int | None, n: int, sample: int
     ) -> Sensitivity | None:
         """The token norms of one row."""
-        key = (scope, -1 if layer is None else layer, -1 if head is None else head, n, sample)
-        where = (
-            "scope = ? AND ifnull(layer, -1) = ? AND ifnull(head, -1) = ? AND n = ? AND sample = ?"
-        )
-        found = self._db.execute(f"SELECT * FROM sensitivities WHERE {where}", key).fetchone()
-        return _sensitivity(found) if found else None
+        key = json.dumps((scope, layer, head, n, sample))
+        return _sensitivity(key, self.get(NORMS, key))
 
-    def sensitivities(self) -> Iterator[Sensitivity]:
+    def sensitivities(self) -> list[Sensitivity]:
         """All token norms, in an order independent of when they were written."""
-        for record in self._db.execute(
-            "SELECT * FROM sensitivities ORDER BY scope, n, sample, layer, head"
-        ):
-            yield _sensitivity(record)
+        every = (_sensitivity(key, value) for key, value in self.records(NORMS))
+        return sorted((s for s in every if s is not None), key=_place)
 
-    def _prepare(self, directory: Path, info: StudyInfo) -> None:
+    def records(self, kind: str) -> list[tuple[str, Any]]:
+        """(key, value) of all records of a kind, in the order in which they were written."""
+        return [(key, value) for _, key, value in self._read(RECORDS, kind)]
+
+    def get(self, kind: str, key: str) -> Any:
+        """The value of one record, or None if there is none."""
+        with database_errors(self.directory), suppress(sqlite3.DatabaseError):
+            found = self._db.execute(
+                "SELECT value, crc FROM records WHERE kind = ? AND key = ?", (kind, key)
+            ).fetchone()
+            if found is not None and record_checksum((kind, key, found[0])) == found[1]:
+                return found[0]
+        # It was never there, or it is lost, or only the index is damaged: read all of its kind.
+        if kind in self._sound:
+            return None
+        return dict(self.records(kind)).get(key)
+
+    def _may_be_lost(self, kind: str, key: str) -> bool:
+        """Whether a record that is not there was there, as far as the last read could tell."""
+        return (kind, key) in self._lost_keys or () in self._lost_keys
+
+    @property
+    def lost(self) -> list[str]:
+        """What the reads so far have found to be lost, each in a few words."""
+        return [name for names in self._lost.values() for name in names]
+
+    def check(self) -> list[str]:
+        """Read everything; what is lost, each in a few words."""
+        for table in (ROWS, RECORDS):
+            self._read(table)
+        return self.lost
+
+    def copy_to(self, other: Store) -> None:
+        """Write everything that is intact to another store, keeping what that has already."""
+        has = {row[:8] for row in other.rows() if not row.failing}
+        other.write(row for row in self.rows() if row[:8] not in has)
+        with other._transaction():
+            known = {record[:2] for record in other._read(RECORDS)}
+            other._put(record for record in self._read(RECORDS) if record[:2] not in known)
+
+    def _read(self, table: Table, kind: str | None = None) -> list[Record]:
+        """The intact records of a table; what is lost is noted."""
+        with database_errors(self.directory):
+            found = read_table(self._db, table, kind)
+        names = [_name(table, key) for key in found.lost]
+        self._lost_keys |= set(found.lost)
+        if found.unknown:
+            names.append(f"an unknown number of {table.name}")
+        if found.only_index:
+            names.append(f"the index of the {table.name}, but none of them")
+        if names:
+            self._lost[f"{table.name} {kind or ''}"] = names
+        elif kind is not None:
+            self._sound.add(kind)
+        return found.intact
+
+    def _prepare(self, info: StudyInfo) -> None:
         """Create the tables of a new study, or check that the existing one is the same."""
-        # FULL: a commit reaches the disk before it returns, at a cost far below that of a solve.
-        self._db.execute("PRAGMA synchronous = FULL")
         if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-            self._initialise(info)
-        else:
-            require_study(self._db, directory)
-            require_same(self.info().identity, info.identity, directory)
-            self._set("about", asdict(info.about))
-        self._db.execute("PRAGMA journal_mode = WAL")
+            statements = [s for s in _SCHEMA.split(";") if s.strip()]
+            with self._transaction():
+                for statement in statements:
+                    self._db.execute(statement)
+                self._put([(INFO, "identity", json.dumps(asdict(info.identity)))])
+                self._put([(INFO, "about", json.dumps(asdict(info.about)))])
+                self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            return
+        assert self.directory is not None
+        require_study(self._db, self.directory)
+        if self.check():
+            raise UserError(damage(self))
+        require_same(self.info().identity, info.identity, self.directory)
+        self.put(INFO, "about", json.dumps(asdict(info.about)))
 
-    def _initialise(self, info: StudyInfo) -> None:
-        statements = [s for s in _SCHEMA.split(";") if s.strip()]
-        with self._transaction():
-            for statement in statements:
-                self._db.execute(statement)
-            self._set("identity", asdict(info.identity))
-            self._set("about", asdict(info.about))
-            self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-    def _set(self, key: str, value: object) -> None:
-        self._db.execute("INSERT OR REPLACE INTO info VALUES (?, ?)", (key, json.dumps(value)))
+    def _put(self, records: Iterable[tuple[str, str, str | bytes]]) -> None:
+        self._db.executemany(
+            "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
+            ((*record, record_checksum(record)) for record in records),
+        )
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -228,31 +302,94 @@ class Store:
                 raise
 
 
-def _row(record: tuple[Any, ...]) -> Row:
-    row = Row._make(record)
-    # SQLite stores NaN as NULL, which comes back as None.
-    if row.value is None or row.residual is None or row.radius is None or row.seconds is None:
-        nans = {
-            k: math.nan
-            for k in ("value", "residual", "radius", "seconds")
-            if getattr(row, k) is None
-        }
-        return row._replace(**nans)
-    return row
-
-
-def _sensitivity(record: tuple[Any, ...]) -> Sensitivity:
-    scope, layer, head, n, sample, right, left = record
-    return Sensitivity(
-        scope=scope,
-        layer=layer,
-        head=head,
-        n=n,
-        sample=sample,
-        right=_unpack(right),
-        left=_unpack(left),
+def damage(store: Store) -> str:
+    """What has been found to be lost, in one sentence; empty if nothing has."""
+    lost = store.lost
+    if not lost:
+        return ""
+    named = "; ".join(lost[:3]) + (f"; and {len(lost) - 3} more" if len(lost) > 3 else "")
+    return (
+        f"{store.directory} is damaged: lost {named}; the rest is intact: "
+        f"`lipscope doctor {store.directory} --repair` writes a copy of it"
     )
 
 
-def _unpack(blob: bytes) -> tuple[float, ...]:
-    return tuple(array("f", blob))
+def _name(table: Table, key: Record) -> str:
+    """A lost row or record, in a few words."""
+    where = _parsed(key[1]) if len(key) == len(RECORDS.key) else None
+    if len(key) == len(ROWS.key):
+        what, where = key[0], key[1:6]
+    elif key and key[0] == NORMS and isinstance(where, list) and len(where) == 5:
+        what = NORMS
+    else:
+        return f"{key[0]} {key[1]}" if key else f"one of the {table.name}"
+    scope, layer, head, n, sample = (None if x == -1 else x for x in where)
+    place = "" if layer is None else f", layer {layer}" + ("" if head is None else f", head {head}")
+    return f"{what} of {scope}{place}, n = {n}, sample {sample}"
+
+
+def _place(record: Row | Sensitivity) -> tuple[Any, ...]:
+    """What rows and token norms are sorted by; no layer and no head come first."""
+    layer, head = (-1 if x is None else x for x in (record.layer, record.head))
+    at = (record.scope, record.n, record.sample, layer, head)
+    return (record.probe, record.kind, record.norm, *at) if isinstance(record, Row) else at
+
+
+def _stored(row: Row) -> Record:
+    """A row as it is stored: NaN is NULL, "none" is -1, zeros have no sign, text is UTF-8."""
+    layer, head = (-1 if x is None else int(x) for x in (row.layer, row.head))
+    value, lower, upper, residual, radius, seconds = (
+        None if math.isnan(x) else float(x) + 0.0
+        for x in (row.value, row.lower, row.upper, row.residual, row.radius, row.seconds)
+    )
+    probe, scope, kind, norm, status, dtype, device = (
+        x.encode("utf-8", "backslashreplace").decode()
+        for x in (row.probe, row.scope, row.kind, row.norm, row.status, row.dtype, row.device)
+    )
+    where = (probe, scope, layer, head, int(row.n), int(row.sample), kind, norm)
+    return (*where, value, lower, upper, residual, status, radius, dtype, device, seconds)
+
+
+def _row(record: Record) -> Row:
+    nan = math.nan
+    probe, scope, layer, head, n, sample, kind, norm, value, lower, upper, residual, *rest = record
+    status, radius, dtype, device, seconds = rest
+    return Row(
+        probe=probe,
+        scope=scope,
+        layer=None if layer == -1 else layer,
+        head=None if head == -1 else head,
+        n=n,
+        sample=sample,
+        kind=kind,
+        norm=norm,
+        value=nan if value is None else value,
+        lower=lower,
+        upper=upper,
+        residual=nan if residual is None else residual,
+        status=status,
+        radius=nan if radius is None else radius,
+        dtype=dtype,
+        device=device,
+        seconds=nan if seconds is None else seconds,
+    )
+
+
+def _sensitivity(key: str, blob: Any) -> Sensitivity | None:
+    """The token norms in a record; None if there is none, or none that fits its key."""
+    where = _parsed(key)
+    if not isinstance(blob, bytes) or len(where) != 5 or len(blob) != 8 * where[3]:
+        return None
+    scope, layer, head, n, sample = where
+    norms = tuple(array("f", blob))
+    return Sensitivity(
+        scope=scope, layer=layer, head=head, n=n, sample=sample, right=norms[:n], left=norms[n:]
+    )
+
+
+def _parsed(text: Any) -> Any:
+    """The JSON in a record; None if there is no record, or no JSON in it."""
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,15 +14,24 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope._types import UserError
+from lipscope.study.directory import FILE
 from lipscope.study.growth import Growth, check_lengths, fit
+from lipscope.study.jobs import JobCount, count_jobs
 from lipscope.study.records import COLUMNS, SIGMA, Row, StudyInfo
-from lipscope.study.store import Store
+from lipscope.study.store import Store, damage
 
 if TYPE_CHECKING:
     import pandas as pd
 
+SUBJECT_COLUMNS = ("model", "revision", "weights", "text")
+"""Columns of an export that follow those of the rows."""
+
 CERTIFIED = "local"
 """The kind of a row whose bounds come from a solve, whatever the input."""
+
+
+class DamageWarning(UserWarning):
+    """A part of a study is lost; what is left is intact."""
 
 
 class Token(NamedTuple):
@@ -67,10 +77,33 @@ class Study:
     def __init__(self, store: Store) -> None:
         self._store = store
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.directory is not None:
+            return Study.open, (self.directory.absolute(),)
+        return _from_memory, (self._store.to_bytes(),)
+
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Study:
         """Open the study that `measure(..., out=directory)` saved."""
         return cls(Store.open(Path(directory)))
+
+    def close(self) -> None:
+        """Close the file of the study; nothing can be read from it afterwards."""
+        self._store.close()
+
+    def save(self, directory: str | os.PathLike[str]) -> Study:
+        """Write a copy of the study to a new or empty directory, and open it.
+
+        Args:
+            directory: Where to; ``measure(..., out=directory)`` can add to it later.
+
+        Returns:
+            The copy.
+
+        Raises:
+            UserError: If the directory holds something, or cannot be written.
+        """
+        return copy_studies([self], Path(directory))
 
     @property
     def store(self) -> Store:
@@ -85,12 +118,53 @@ class Study:
     @cached_property
     def info(self) -> StudyInfo:
         """Identity and description of the study."""
-        return self._store.info()
+        info = self._store.info()
+        self._warn()
+        return info
+
+    def _warn(self) -> None:
+        """Warn of what has been found to be lost: a part is not the whole."""
+        if self.damage:
+            warnings.warn(self.damage, DamageWarning, stacklevel=3)
 
     @cached_property
     def rows(self) -> list[Row]:
         """All rows, of all probes, in a fixed order."""
-        return self._store.rows()
+        rows = self._store.rows()
+        self._warn()
+        return rows
+
+    @property
+    def damage(self) -> str:
+        """What the reads so far have found to be lost, in one sentence; empty if nothing is."""
+        return damage(self._store)
+
+    @cached_property
+    def commands(self) -> list[str]:
+        """The command lines that made the study, without those that a later one includes."""
+        made = self._store.commands()
+        keys = [{k for job in one.asked.jobs(()) for k in job.row_keys()} for one in made]
+        return [
+            one.line
+            for i, one in enumerate(made)
+            if one.line
+            and not any(
+                (one.verb, one.probe) == (later.verb, later.probe) and keys[i] <= keys[j]
+                for j, later in enumerate(made)
+                if j > i
+            )
+        ]
+
+    @cached_property
+    def jobs(self) -> JobCount:
+        """How many jobs are done, of how many that were asked for."""
+        return count_jobs(self._store.commands(), self.rows)
+
+    @property
+    def unfinished(self) -> str:
+        """ "18 of 42 jobs are done" for a run that was interrupted; empty if all are."""
+        done, asked = self.jobs
+        return f"{done} of {asked} jobs are done" if done < asked else ""
 
     @cached_property
     def sigma(self) -> list[Row]:
@@ -237,13 +311,15 @@ class Study:
     def tokens_of(self, row: Row) -> list[Token]:
         """The tokens behind one row."""
         found = self._store.sensitivity(row.scope, row.layer, row.head, row.n, row.sample)
+        self._warn()
         if found is None:
             raise UserError(
                 f"the study has no token norms for layer {row.layer}, scope {row.scope}, "
                 f"n = {row.n}"
             )
         # Embeddings and pixels have no text: their tokens are named by position.
-        words = self._store.sample(row.n, row.sample).tokens or tuple(f"#{i}" for i in range(row.n))
+        sample = self._store.sample(row.n, row.sample)
+        words = (sample and sample.tokens) or tuple(f"#{i}" for i in range(row.n))
         return [
             Token(i, *item)
             for i, item in enumerate(zip(words, found.right, found.left, strict=True))
@@ -251,21 +327,36 @@ class Study:
 
     def token_records(self) -> Iterator[tuple[Any, ...]]:
         """(scope, layer, head, n, sample, position, token, right, left) of every token and map."""
-        words_of = cache(lambda n, sample: self._store.sample(n, sample).tokens)
-        for found in self._store.sensitivities():
-            words = words_of(found.n, found.sample) or ("",) * found.n
+        sample_of, every = cache(self._store.sample), self._store.sensitivities()
+        self._warn()
+        for found in every:
+            sample = sample_of(found.n, found.sample)
+            if sample is None:  # lost, and said to be
+                continue
+            words = sample.tokens or ("",) * found.n
             for position, norms in enumerate(zip(words, found.right, found.left, strict=True)):
                 yield (*found[:5], position, *norms)
 
+    @property
+    def subject(self) -> tuple[str, ...]:
+        """Model, revision, weights (the first digits of their digest) and text."""
+        identity, about = self.info.identity, self.info.about
+        return about.model, identity.revision, identity.weights[:12], about.text
+
     def to_dataframe(self) -> pd.DataFrame:
-        """The rows as a pandas DataFrame, with `layer` and `head` as nullable integers."""
+        """The rows as a pandas DataFrame, with `layer` and `head` as nullable integers.
+
+        The last columns, the same in every row, say what was measured: frames of several studies
+        can be concatenated.
+        """
         try:
             import pandas as pd
         except ImportError as error:
             raise UserError(
                 "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
             ) from error
-        frame = pd.DataFrame.from_records(self.rows, columns=list(COLUMNS))
+        records = [(*row, *self.subject) for row in self.rows]
+        frame = pd.DataFrame.from_records(records, columns=[*COLUMNS, *SUBJECT_COLUMNS])
         return frame.astype({"layer": "Int64", "head": "Int64"})
 
     def plot_heatmap(self, ax: Any = None, *, n: int | None = None) -> Any:
@@ -320,6 +411,67 @@ class Study:
         span = f", n = {lengths[0]} to {lengths[-1]}" if lengths else ""
         counts = f"{len(self.sigma)} values, {len(self.failed)} failed"
         return f"Study({self.info.about.model}: {counts}{span}{at})"
+
+
+def concat(studies: Sequence[Study]) -> Study:
+    """Join studies of one model, text and set of options, as several machines measure them.
+
+    Args:
+        studies: Any number of studies. Where several have a row, the first one counts.
+
+    Returns:
+        A study in memory, with the rows of all; :meth:`Study.save` writes it to a directory.
+
+    Raises:
+        UserError: If the studies differ in something that decides their numbers. To compare such
+            studies, concatenate their data frames, whose last columns say what was measured.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> _ = torch.manual_seed(0)
+        >>> model = LlamaModel(LlamaConfig(
+        ...     vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...     num_hidden_layers=2, num_attention_heads=4))
+        >>> parts = [ls.measure(model, torch.arange(64), [8], 1, layers=[i]) for i in range(2)]
+        >>> ls.concat(parts)
+        Study(LlamaModel: 10 values, 0 failed, n = 8 to 8)
+    """
+    given = list(studies)
+    if not given or not all(isinstance(study, Study) for study in given):
+        raise UserError("concat takes a list of at least one Study")
+    for other in given[1:]:
+        differences = given[0].info.identity.differences(other.info.identity)
+        if differences:
+            raise UserError(
+                f"the studies differ in {', '.join(differences)}, so they are not parts of one; "
+                "concatenate their data frames instead: "
+                "pandas.concat([study.to_dataframe() for study in studies])"
+            )
+    return copy_studies(given, None)
+
+
+def copy_studies(studies: Sequence[Study], directory: Path | None) -> Study:
+    """Everything intact in some studies, in a new directory or in memory."""
+    if directory is not None and (directory / FILE).exists():
+        raise UserError(f"{directory} holds a study; give a new or empty directory")
+    store = Store.create(directory, studies[0].info)
+    try:
+        for study in studies:
+            study.store.copy_to(store)
+    except BaseException:
+        store.close()
+        raise
+    if directory is None:
+        return Study(store)
+    store.close()
+    return Study.open(directory)
+
+
+def _from_memory(content: bytes) -> Study:
+    """A study in memory, from the pickle of one."""
+    return Study(Store.from_bytes(content))
 
 
 def _default_confidence() -> float:

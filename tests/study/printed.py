@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import io
 
 from rich.console import Console
 
 from lipscope.report.study_table import summary
 from lipscope.study.export import write_csv
+from lipscope.study.records import COLUMNS
 from lipscope.study.study import Study
 
 
@@ -15,7 +17,9 @@ def exported(study: Study) -> list[str]:
     """The CSV, timing aside."""
     out = io.StringIO()
     write_csv(study, out)
-    return [line.rsplit(",", 1)[0] for line in out.getvalue().splitlines()]
+    seconds = COLUMNS.index("seconds")
+    lines = csv.reader(io.StringIO(out.getvalue()))
+    return [",".join(line[:seconds] + line[seconds + 1 :]) for line in lines]
 
 
 def shown(study: Study) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from lipscope.linalg.differentiate import jacobian
 from lipscope.models.loading import load
 from lipscope.study.reading import Windows
 from lipscope.study.run import measure
-from lipscope.study.store import Store
+from lipscope.study.store import INFO, Store
 from lipscope.study.study import Study
 from lipscope.study.work import start_sigma_work
 from tests.study.fakes import info, row, sensitivity
@@ -92,11 +91,11 @@ def test_another_gap_is_another_study(model, prose, tmp_path, kept, asked, told)
 
 def test_a_study_from_before_there_were_gaps_is_read_and_resumed(model, prose, tmp_path):
     measure(model, prose, (4,), 1, out=tmp_path / "s")
-    with sqlite3.connect(tmp_path / "s" / "study.sqlite") as db:
-        (text,) = db.execute("SELECT value FROM info WHERE key = 'identity'").fetchone()
-        identity = json.loads(text)
-        assert identity.pop("gap") is None
-        db.execute("UPDATE info SET value = ? WHERE key = 'identity'", (json.dumps(identity),))
+    store = Store.create(tmp_path / "s", Study.open(tmp_path / "s").info)
+    identity = json.loads(store.get(INFO, "identity"))
+    assert identity.pop("gap") is None
+    store.put(INFO, "identity", json.dumps(identity))
+    store.close()
     assert Study.open(tmp_path / "s").info.identity.gap is None
     grown = measure(model, prose, (4, 6), 1, out=tmp_path / "s")
     assert {row.n for row in grown.rows} == {4, 6} and "--gap" not in grown.info.about.command
@@ -134,17 +133,17 @@ def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
         (
             {"dtype": "float32"},
             (math.inf, math.inf),
-            "Every σ has a lower bound and no upper one; an upper bound needs --dtype",
+            "Every σ has a lower bound but no upper bound; an upper bound needs --dtype",
         ),
         (
             {},
             (2.2, math.inf),
-            "a factor 1.1 apart, but 1 have no upper one; --gap iterates until there is one.",
+            "a factor 1.1 apart; 1 has no upper bound; --gap iterates until there is one.",
         ),
         (
             {"gap": 0.1},
             (2.2, math.inf),
-            "at most a factor 1.1 apart, but 1 have no upper one. The upper bound holds",
+            "at most a factor 1.1 apart; 1 has no upper bound. The upper bound holds",
         ),
         (
             {},
@@ -201,7 +200,7 @@ def test_rows_that_rounding_drowns_are_counted():
     store.write(rows, map(sensitivity, rows))
     said = on_one_line(Study(store))
     assert (
-        "at most a factor 1.01 apart, but 1 have no upper one; --gap iterates until there is one"
+        "at most a factor 1.01 apart; 1 has no upper bound; --gap iterates until there is one"
         in said
     )
     assert "; 1 have no lower bound above 0, because rounding may exceed them." in said

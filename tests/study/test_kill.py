@@ -1,6 +1,5 @@
 """SIGKILL at any moment: no stored row is lost, and the final table is that of a full run."""
 
-import io
 import multiprocessing
 import os
 import random
@@ -14,19 +13,12 @@ import pytest
 
 from lipscope._types import UserError
 from lipscope.cli import main
-from lipscope.study.export import write_csv
 from lipscope.study.study import Study
 from tests.study.fakes import keep_slowly
+from tests.study.printed import exported
 from tests.study.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def exported(directory: Path) -> str:
-    """The CSV, timing aside."""
-    out = io.StringIO()
-    write_csv(Study.open(directory), out)
-    return "\n".join(line.rsplit(",", 1)[0] for line in out.getvalue().splitlines())
 
 
 def test_a_few_kills(tmp_path, capsys):
@@ -51,7 +43,7 @@ def test_a_few_kills(tmp_path, capsys):
     assert 0 < kept < 60
     keep_slowly(str(tmp_path / "killed"), 60)
     keep_slowly(str(tmp_path / "calm"), 60)
-    assert exported(tmp_path / "killed") == exported(tmp_path / "calm")
+    assert exported(Study.open(tmp_path / "killed")) == exported(Study.open(tmp_path / "calm"))
 
 
 @pytest.mark.slow
@@ -92,7 +84,7 @@ def test_fifty_kills_of_two_hundred_jobs(tmp_path, prose, capsys):
         assert known <= now
         known = now
     assert main([*command, str(killed)]) == 0
-    assert exported(killed) == exported(tmp_path / "calm")
+    assert exported(Study.open(killed)) == exported(Study.open(tmp_path / "calm"))
 
 
 def wait_for_growth(directory: Path, rows: int) -> None:

@@ -34,7 +34,7 @@ def test_a_string_a_file_a_list_and_ids_are_the_same_text(model, prose, tmp_path
     assert [reading.tokens for reading in readings] == [300] * 4
     assert [reading.option for reading in readings] == [
         ("--text", "-"),
-        ("--text", "prose.txt"),
+        ("--text", str(path)),
         None,
         None,
     ]

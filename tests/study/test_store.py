@@ -2,6 +2,8 @@
 
 import math
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from lipscope.study.directory import FILE, SCHEMA_VERSION
 from lipscope.study.records import SampleTokens
 from lipscope.study.store import Store
 from tests.study.fakes import info, row, sensitivity
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_was_written_is_read_back_exactly(tmp_path):
@@ -36,7 +40,8 @@ def test_what_was_written_is_read_back_exactly(tmp_path):
     again = Store.open(tmp_path / "s")
     assert again.info() == info()
     assert {repr(r) for r in again.rows()} == {repr(r) for r in rows}
-    assert again.sample(8, 0).tokens[:3] == ("=1+1", "\x1b[31m", "ü")
+    sample = again.sample(8, 0)
+    assert sample is not None and sample.tokens[:3] == ("=1+1", "\x1b[31m", "ü")
     kept = again.sensitivity("heads", 1, 0, 8, 0)
     assert kept is not None and kept.right == pytest.approx(sensitivity(rows[0]).right, rel=1e-6)
     assert again.sensitivity("heads", 1, 1, 8, 0) is None
@@ -60,8 +65,8 @@ def test_a_job_is_kept_whole_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match="lower <= value <= upper"):
         store.write([row(layer=0), row(layer=1, lower=9.0)])
     assert store.rows() == []
-    with pytest.raises(sqlite3.Error):
-        store.write([row(layer=0)], [sensitivity(row())._replace(scope=None)])  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(TypeError):
+        store.write([row(layer=0)], [sensitivity(row())._replace(right=("a",))])  # type: ignore[arg-type]  # on purpose
     assert store.rows() == []
 
 
@@ -122,6 +127,12 @@ def test_readers_see_what_a_living_writer_has_acknowledged(tmp_path):
     assert len(reader.rows()) == 2
 
 
+def with_version(place: Path, version: int) -> None:
+    Store.create(place, info()).close()
+    with sqlite3.connect(place / FILE) as db:
+        db.execute(f"PRAGMA user_version = {version}")
+
+
 def broken(directory: Path, case: str) -> Path:
     """A directory that is no study, in one of many ways."""
     place = directory / case
@@ -141,9 +152,9 @@ def broken(directory: Path, case: str) -> Path:
         with sqlite3.connect(place / FILE) as db:
             db.execute("CREATE TABLE rows (a)")
     elif case == "newer":
-        Store.create(place, info()).close()
-        with sqlite3.connect(place / FILE) as db:
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+        with_version(place, SCHEMA_VERSION + 1)
+    elif case == "older":
+        with_version(place, SCHEMA_VERSION - 1)
     elif case == "truncated":
         Store.create(place, info()).close()
         (place / FILE).write_bytes((place / FILE).read_bytes()[:5000])
@@ -159,8 +170,8 @@ def broken(directory: Path, case: str) -> Path:
         ("not sqlite", "is not a study"),
         ("empty database", "is not a study"),
         ("foreign database", "is not a study"),
-        ("newer", "newer lipscope"),
-        ("truncated", "damaged|is not a study"),
+        ("newer", rf"newer lipscope \(schema {SCHEMA_VERSION + 1}"),
+        ("older", rf"older lipscope \(schema {SCHEMA_VERSION - 1}"),
     ],
 )
 def test_what_is_not_a_study_is_told(tmp_path, case, told):
@@ -168,7 +179,9 @@ def test_what_is_not_a_study_is_told(tmp_path, case, told):
         Store.open(broken(tmp_path, case)).rows()
 
 
-@pytest.mark.parametrize("case", ["a file", "not sqlite", "foreign database", "newer", "truncated"])
+@pytest.mark.parametrize(
+    "case", ["a file", "not sqlite", "foreign database", "newer", "older", "truncated"]
+)
 def test_what_is_not_a_study_is_not_written_to(tmp_path, case):
     place = broken(tmp_path, case)
     before = place.read_bytes() if place.is_file() else (place / FILE).read_bytes()
@@ -191,13 +204,49 @@ def test_a_start_that_was_cut_short_is_begun_again(tmp_path):
     assert store.rows() == [row()]
 
 
-def test_a_study_at_rest_is_one_plain_file(tmp_path):
+def test_a_study_is_one_plain_file_after_every_write(tmp_path):
+    store = Store.create(tmp_path / "s", info())
+    for layer in range(3):
+        store.write([row(layer=layer)])
+        assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["study.lock", FILE]
+        copy = tmp_path / f"copy{layer}"
+        copy.mkdir()
+        (copy / FILE).write_bytes((tmp_path / "s" / FILE).read_bytes())
+        assert len(Store.open(copy).rows()) == layer + 1
+    del store  # neither closed nor killed: collected
+    assert len(Store.open(tmp_path / "s").rows()) == 3
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["study.lock", FILE]
+
+
+def test_a_study_on_read_only_media_is_read(tmp_path):
     store = Store.create(tmp_path / "s", info())
     store.write([row()])
-    assert (tmp_path / "s" / f"{FILE}-wal").exists()
     store.close()
-    assert len(Store.open(tmp_path / "s").rows()) == 1
-    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["study.lock", FILE]
+    (tmp_path / "s" / FILE).chmod(0o444)
+    (tmp_path / "s").chmod(0o555)
+    try:
+        assert Store.open(tmp_path / "s").rows() == [row()]
+    finally:
+        (tmp_path / "s").chmod(0o755)
+
+
+def test_a_hot_journal_is_rolled_back_by_whoever_reads_next(tmp_path):
+    """A writer killed inside a transaction: the pages it had written are undone."""
+    code = (
+        "import os, sys; from pathlib import Path; from tests.study.fakes import info, row\n"
+        "from lipscope.study.store import Store\n"
+        "store = Store.create(Path(sys.argv[1]), info()); store.write([row()])\n"
+        "store._db.execute('PRAGMA cache_spill = 1'); store._db.execute('PRAGMA cache_size = 1')\n"
+        "store._db.execute('BEGIN IMMEDIATE')\n"
+        "for i in range(2000): store._put([('kind', str(i), 'x' * 500)])\n"
+        "os._exit(9)"
+    )
+    place = tmp_path / "s"
+    subprocess.run([sys.executable, "-c", code, str(place)], check=False, cwd=ROOT)
+    assert (place / f"{FILE}-journal").exists()
+    store = Store.open(place)
+    assert store.rows() == [row()] and store.records("kind") == [] and store.check() == []
+    assert not (place / f"{FILE}-journal").exists()
 
 
 def test_a_full_disk_is_told_and_costs_nothing_that_was_kept(tmp_path):

@@ -13,7 +13,7 @@ from lipscope._types import UserError
 from lipscope.study.export import write_csv, write_parquet
 from lipscope.study.records import COLUMNS, Row, SampleTokens
 from lipscope.study.store import Store
-from lipscope.study.study import Study
+from lipscope.study.study import SUBJECT_COLUMNS, Study
 from tests.study.fakes import info, row, sensitivity
 from tests.study.printed import shown
 
@@ -111,7 +111,9 @@ def test_tokens_of_what_was_not_measured(study, wanted):
 
 def test_dataframe(study):
     frame = study.to_dataframe()
-    assert tuple(frame.columns) == COLUMNS and len(frame) == 55
+    assert tuple(frame.columns) == (*COLUMNS, *SUBJECT_COLUMNS) and len(frame) == 55
+    subject = frame[list(SUBJECT_COLUMNS)].drop_duplicates().values.tolist()
+    assert subject == [["fake/model", "none", "w" * 12, "a text"]]
     assert str(frame["head"].dtype) == "Int64" and frame["head"].isna().sum() == 19
     heads = frame[
         (frame.scope == "heads") & (frame.n == 32) & (frame["sample"] == 1) & (frame["head"] == 1)
@@ -129,14 +131,15 @@ def test_csv_reads_back_to_the_same_rows(study):
     out = io.StringIO()
     write_csv(study, out)
     header, *lines = csv.reader(io.StringIO(out.getvalue()))
-    assert tuple(header) == COLUMNS
+    assert tuple(header) == (*COLUMNS, *SUBJECT_COLUMNS)
+    assert {tuple(line[len(COLUMNS) :]) for line in lines} == {study.subject}
     numbers: dict[str, type] = {"layer": int, "head": int, "n": int, "sample": int}
     numbers |= dict.fromkeys(("value", "lower", "upper", "residual", "radius", "seconds"), float)
 
     def read(column: str, cell: str) -> Any:
         return None if cell == "" else numbers.get(column, str)(cell)
 
-    back = [Row._make(map(read, COLUMNS, line)) for line in lines]
+    back = [Row._make(map(read, COLUMNS, line[: len(COLUMNS)])) for line in lines]
     assert [repr(r) for r in back] == [repr(r) for r in study.rows]
 
 
@@ -155,7 +158,8 @@ def test_parquet_reads_back(study, tmp_path):
     write_parquet(study, tmp_path / "rows.parquet")
     write_parquet(study, tmp_path / "tokens.parquet", tokens=True)
     rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
-    assert [repr(Row(**r)) for r in rows] == [repr(r) for r in study.rows]
+    kept = [repr(Row(**{name: r[name] for name in COLUMNS})) for r in rows]
+    assert kept == [repr(r) for r in study.rows] and rows[0]["text"] == "a text"
     assert pq.read_table(tmp_path / "tokens.parquet")["token"][0].as_py() == HOSTILE[0]
 
 

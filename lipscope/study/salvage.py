@@ -1,0 +1,154 @@
+"""Checksums of what a study stores, and reads that keep what is intact and name what is lost."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Record = tuple[Any, ...]
+
+# What SQLite reports when its surroundings fail: locked, read-only, interrupted, I/O, full, cannot
+# open, permissions. Any other error of a fixed SELECT comes from the content of the file.
+_NOT_DAMAGE = (3, 5, 6, 8, 9, 10, 13, 14, 23)
+_SHORT_READ = 522
+
+_NUMBERS = struct.Struct("<4q6d")
+
+
+def row_checksum(record: Record) -> int:
+    """CRC-32 of a row as it is stored, without the checksum; -1 if a type is wrong.
+
+    The seven texts as UTF-8, joined by NUL; then layer, head, n, sample as 64-bit integers and
+    value, lower, upper, residual, radius, seconds as doubles, little-endian, NaN where NULL.
+    """
+    probe, scope, layer, head, n, sample, kind, norm, *rest = record
+    value, lower, upper, residual, status, radius, dtype, device, seconds = rest
+    try:
+        texts = zlib.crc32("\0".join((probe, scope, kind, norm, status, dtype, device)).encode())
+        numbers = _NUMBERS.pack(
+            layer,
+            head,
+            n,
+            sample,
+            math.nan if value is None else value,
+            lower,
+            upper,
+            math.nan if residual is None else residual,
+            math.nan if radius is None else radius,
+            math.nan if seconds is None else seconds,
+        )
+    except (TypeError, UnicodeError, struct.error):
+        return -1
+    return zlib.crc32(numbers, texts)
+
+
+def record_checksum(record: Record) -> int:
+    """CRC-32 of kind, key and value, joined by NUL; -1 if a type is wrong."""
+    kind, key, value = record
+    try:
+        content = value.encode() if isinstance(value, str) else bytes(memoryview(value))
+        return zlib.crc32(b"\0".join((kind.encode(), key.encode(), content)))
+    except (AttributeError, TypeError, UnicodeError):
+        return -1
+
+
+class Table(NamedTuple):
+    """A table whose last column is a checksum, and whose index NAME_key holds every key again."""
+
+    name: str
+    key: tuple[str, ...]
+    checksum: Callable[[Record], int]
+
+
+ROWS = Table(
+    "rows", ("probe", "scope", "layer", "head", "n", "sample", "kind", "norm"), row_checksum
+)
+RECORDS = Table("records", ("kind", "key"), record_checksum)
+
+
+class Found(NamedTuple):
+    """The intact records of a table, in the order they were written, and what is lost.
+
+    lost:       the keys of lost records; () for one that cannot be named
+    unknown:    whether more may be lost: neither the table nor its index can be read through
+    only_index: whether only the index is damaged
+    """
+
+    intact: list[Record]
+    lost: list[Record]
+    unknown: bool = False
+    only_index: bool = False
+
+
+def read(db: sqlite3.Connection, table: Table, kind: str | None = None) -> Found:
+    """All records of a table, or those of one kind, each verified."""
+    where, values = ("", ()) if kind is None else (" WHERE kind = ?", (kind,))
+    try:
+        rows = db.execute(f"SELECT * FROM {table.name} NOT INDEXED{where}", values).fetchall()
+        intact = [row[:-1] for row in rows if table.checksum(row[:-1]) == row[-1]]
+        (keys,) = db.execute(
+            f"SELECT count(*) FROM {table.name} INDEXED BY {table.name}_key{where}", values
+        ).fetchone()
+        if len(rows) == len(intact) == keys:
+            return Found(intact, [])
+    except sqlite3.Error as error:
+        if not is_damage(error):
+            raise
+    return _salvage(db, table, kind)
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error of SQLite comes from the content of the file, not from its surroundings."""
+    code = getattr(error, "sqlite_errorcode", 1)
+    return code == _SHORT_READ or code & 0xFF not in _NOT_DAMAGE
+
+
+def _salvage(db: sqlite3.Connection, table: Table, kind: str | None) -> Found:
+    """Read a damaged table from both ends and row by row, through the table and its index."""
+    # Damaged text must not stop a read; its checksum will not match.
+    db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    name, width = table.name, len(table.key)
+    keys, rows = dict[int, Record](), dict[int, Record]()
+    through = [False, False]
+    for way in ("ASC", "DESC"):
+        order = ", ".join(f"{column} {way}" for column in table.key)
+        by_key = f"SELECT rowid, {', '.join(table.key)} FROM {name} INDEXED BY {name}_key"
+        through[0] |= _read_into(keys, db, f"{by_key} ORDER BY {order}")
+        by_row = f"SELECT rowid, * FROM {name} NOT INDEXED ORDER BY rowid {way}"
+        through[1] |= _read_into(rows, db, by_row)
+    for missing in keys.keys() - rows.keys():
+        _read_into(rows, db, f"SELECT rowid, * FROM {name} NOT INDEXED WHERE rowid = {missing}")
+    db.text_factory = str
+    good = {
+        rowid: row[:-1]
+        for rowid, row in sorted(rows.items())
+        if len(row) > width and table.checksum(row[:-1]) == row[-1]
+    }
+    intact = {row[:width]: row for row in good.values()}
+    # The rowid tells a lost row from an index entry that names an intact one wrongly.
+    lost = [k for rowid, k in sorted(keys.items()) if rowid not in good and k not in intact]
+    lost += [() for rowid in rows if rowid not in good and rowid not in keys]
+    unknown = not any(through)
+    only_index = not lost and not unknown
+    if kind is not None:
+        lost = [key for key in lost if not key or key[0] == kind]
+        intact = {key: row for key, row in intact.items() if key[0] == kind}
+    return Found(list(intact.values()), lost, unknown=unknown, only_index=only_index)
+
+
+def _read_into(found: dict[int, Record], db: sqlite3.Connection, query: str) -> bool:
+    """Collect the records of a query by rowid, up to the first damage; whether there was none."""
+    try:
+        for rowid, *record in db.execute(query):
+            found.setdefault(rowid, tuple(record))
+    except sqlite3.Error as error:
+        if not is_damage(error):
+            raise
+        return False
+    except MemoryError:  # a damaged length
+        return False
+    return True
