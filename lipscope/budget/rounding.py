@@ -118,6 +118,9 @@ class RoundingTrace(TorchFunctionMode):
             return low
         local = local or self._raised((args, kwargs))
         exact_args = tree_map(lambda x: self.exact(x) if _is_float(x) else x, (args, kwargs))
+        if in_place:
+            # Into a copy: what was noted about the tensor before the change must stay as it is.
+            exact_args = ((exact_args[0][0].clone(), *exact_args[0][1:]), exact_args[1])
         with arithmetic(self.high):
             with torch.no_grad():
                 rounded_away = func(*local[0], **local[1])

@@ -1,0 +1,54 @@
+"""Intervals: how often they contain the truth, over many draws of probes."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from lipscope.budget.intervals import degrees_of_freedom, largest_ratio, of_squares, of_sums
+
+DRAWS = 4000
+
+
+def test_one_sequence_has_the_exact_interval_of_chi_square():
+    t = torch.randn(8, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    got, mean = of_squares(t), t.square().mean().item()
+    assert math.isclose(got.value, mean)
+    assert math.isclose(got.low, mean * 8 / stats.chi2(8).ppf(0.975), rel_tol=1e-9)
+    assert math.isclose(got.high, mean * 8 / stats.chi2(8).ppf(0.025), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("probes", [8, 32])
+@pytest.mark.parametrize("weights", [[1.0], [1.0] * 4, [1.0, 0.5, 0.3, 0.2], [1.0, 0.01]])
+def test_intervals_contain_the_truth_in_95_percent_of_draws(probes, weights):
+    g = torch.Generator().manual_seed(probes + len(weights))
+    w = torch.tensor(weights, dtype=torch.float64)
+    hits = 0
+    for _ in range(DRAWS):
+        t = torch.randn(probes, len(w), generator=g, dtype=torch.float64) * w.sqrt()
+        got = of_squares(t)
+        hits += got.low <= w.sum() <= got.high
+    assert 0.93 <= hits / DRAWS <= 0.97
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_sums_of_many_squares_are_covered_too(decay):
+    g = torch.Generator().manual_seed(1)
+    spectrum = torch.arange(1, 31, dtype=torch.float64) ** -decay
+    hits = 0
+    for _ in range(DRAWS):
+        q = (torch.randn(8, 3, 30, generator=g, dtype=torch.float64).square() * spectrum).sum(-1)
+        got = of_sums(torch.zeros(8, 3, dtype=torch.float64), q)
+        hits += got.low <= 3 * spectrum.sum() <= got.high
+    assert 0.93 <= hits / DRAWS <= 0.97
+
+
+def test_degrees_of_freedom_and_the_largest_ratio_are_those_of_chi_square():
+    g = torch.Generator().manual_seed(2)
+    q = torch.randn(20000, 1, 5, generator=g, dtype=torch.float64).square().sum(-1)
+    assert math.isclose(degrees_of_freedom(q), 5, rel_tol=0.1)
+    error = torch.randn(20000, 5, generator=g, dtype=torch.float64).square().mean(-1)
+    estimate = torch.randn(20000, 4, 5, generator=g, dtype=torch.float64).square().mean((1, 2))
+    limit = largest_ratio(5, 4, 0.99)
+    assert 0.007 <= (error / estimate > limit).double().mean() <= 0.013

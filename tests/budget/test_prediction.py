@@ -1,0 +1,171 @@
+"""Budgets of whole models: against exact first-order errors and against real runs."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lipscope as ls
+from lipscope.budget.formats import read_format
+from lipscope.budget.metrics import read_metric
+from lipscope.budget.result import BudgetRow
+from lipscope.budget.subject import read_subject
+from tests.budget.test_sites import derivative
+from tests.budget.tiny import some_ids, tiny
+
+
+@pytest.fixture(scope="module")
+def budget():
+    return ls.error_budget(
+        tiny("llama"), some_ids(3, 24), formats="bf16,int8,w8a8,kv8", probes=48, observe=True
+    )
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "w8a8", "kv8"])
+def test_predictions_are_close_to_real_runs(budget, name):
+    total = budget.total(name)
+    assert total.low < total.value < total.high
+    assert 0.85 <= budget.observed[name] / total.value <= 1.15
+
+
+def test_a_linear_layer_has_the_error_of_its_weight():
+    layer = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 8, bias=False)).double()
+    ids = torch.arange(40)
+    got = ls.error_budget(layer, ids, formats="int4:16", probes=2000, observe=True)
+    quantise = read_format("int4:16").weight
+    x, W = layer[0].weight[:40], layer[1].weight
+    expected = ((x @ (quantise(W) - W).T).norm() / (x @ W.T).norm()).item()
+    assert math.isclose(got.observed["int4:16"], expected, rel_tol=1e-9)
+    assert math.isclose(got.total("int4:16").value, expected, rel_tol=0.06)
+    assert got.second_order["int4:16"] < 1e-9
+
+
+def test_intervals_contain_the_first_order_error():
+    """The exact first-order error, by differences, lies inside in 93 to 97 % of draws."""
+    model, ids = tiny("gpt2"), some_ids(2, 12)
+    subject = read_subject(model, ids, head=False, length=64, samples=2)
+    metric, f = read_metric("output"), read_format("int8")
+    exact = sum(dy.square().sum().item() for dy in derivative(subject, f, metric))
+    with torch.no_grad(), subject.ready():
+        size = sum(subject.module(row)[0].square().sum().item() for row in subject.sequences)
+    truth, draws = math.sqrt(exact / size), 250
+    # 250 sets of 8 probes from one call: the products of all probes are independent.
+    from lipscope.budget.intervals import of_squares
+    from lipscope.budget.sites import collect_products
+
+    t = collect_products(subject, [f], metric, 8 * draws, 0)["int8"].t.sum(-1)
+    hits = 0
+    for part in t.reshape(draws, 8, -1):
+        interval = metric.interval(of_squares(part), size)
+        hits += interval.low <= truth <= interval.high
+    assert 0.92 <= hits / draws <= 0.98
+
+
+def test_kl_is_predicted_in_nats_per_token():
+    for kind in ("gpt2_lm", "llama_lm"):
+        got = ls.error_budget(
+            tiny(kind), some_ids(3, 24), formats="int8,int6:16", metric="kl", probes=48, observe=True
+        )
+        for name in got.formats:
+            assert 0.75 <= got.observed[name] / got.total(name).value <= 1.3, (kind, name)
+        assert "nats per token" in repr(got)
+
+
+def test_a_metric_of_the_users_own():
+    def last_token(output):
+        return output.last_hidden_state[:, -1]
+
+    got = ls.error_budget(
+        tiny("llama"), some_ids(4, 16), formats=["int8"], metric=last_token, probes=64, observe=True
+    )
+    assert got.metric == "last_token"
+    assert 0.8 <= got.observed["int8"] / got.total("int8").value <= 1.25
+
+
+def test_a_format_of_the_users_own_is_applied_to_out_by_in():
+    seen = []
+
+    def flipped(W):
+        seen.append(tuple(W.shape))
+        return -W
+
+    got = ls.error_budget(
+        tiny("gpt2"), some_ids(1, 8), formats={"flipped": flipped}, probes=2, observe=True
+    )
+    assert (96, 32) in seen  # c_attn, stored as [in, out] = [32, 96]
+    assert got.second_order["flipped"] > 0.5
+    assert "flipped" in got.warnings()[0] and "observe=True" in got.warnings()[0]
+
+
+def test_the_model_is_left_alone():
+    model = tiny("llama").train()
+    before = {name: (p.clone(), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    ls.error_budget(model, some_ids(1, 8), formats="bf16,w8a8,kv8", probes=2, observe=True)
+    assert model.training and model.config._attn_implementation == "eager"
+    for name, p in model.named_parameters():
+        old, dtype, wanted = before[name]
+        assert torch.equal(p, old) and p.dtype == dtype and p.requires_grad == wanted
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_rows_shares_and_exports(budget, tmp_path):
+    for name in budget.formats:
+        rows = [row for row in budget.rows if row.format == name]
+        assert math.isclose(sum(row.share for row in rows), 1.0, rel_tol=1e-9)
+        for by in ("layer", "head", "kind"):
+            assert math.isclose(sum(budget.shares(name, by).values()), 1.0, rel_tol=1e-9)
+        assert all(row.low <= row.predicted <= row.high for row in rows)
+        assert budget.keep_high(name, 1e-9) != [] and len(budget.keep_high(name, 1.0)) == len(rows)
+    frame = budget.to_dataframe()
+    assert list(frame.columns) == list(BudgetRow._fields)
+    total = frame[(frame.kind == "total") & (frame.format == "int8")].iloc[0]
+    assert total.predicted == budget.total("int8").value
+    assert total.observed == budget.observed["int8"]
+    budget.to_csv(tmp_path / "b.csv")
+    assert (tmp_path / "b.csv").read_text().count("\n") == len(frame) + 1
+    budget.to_json(tmp_path / "b.json")
+    assert json.loads((tmp_path / "b.json").read_text())["rows"][0]["format"] == "bf16"
+    assert "int8" in repr(budget) and "<table>" in budget._repr_html_()
+    assert len(budget.plot().lines) >= 4
+
+
+def test_tolerances_hold_for_a_correct_run_and_not_for_a_wrong_one(budget):
+    ids, right = some_ids(3, 24), tiny("llama").double()
+    port = tiny("llama").bfloat16()
+    exact = right(ids, output_hidden_states=True).hidden_states
+    for layer in (1, 2, -1):
+        got = port(ids, output_hidden_states=True).hidden_states[layer].double()
+        torch.testing.assert_close(got, exact[layer], **budget.tolerance(layer, "bf16"))
+    port.layers[1].mlp.down_proj.weight.data *= 1.2
+    wrong = port(ids, output_hidden_states=True).hidden_states[2].double()
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(wrong, exact[2], **budget.tolerance(2, "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"probes": 1}, "probes must be at least 2"),
+        ({"probes": -3}, "probes must be a positive number"),
+        ({"formats": "int99"}, "there is no format"),
+        ({"metric": "kl"}, "needs logits"),
+        ({"text": "some words"}, "token ids"),
+        ({"text": torch.zeros(3)}, "token ids must be integers"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    arguments = {"text": some_ids(1, 8), "formats": "int8", **options}
+    text = arguments.pop("text")
+    with pytest.raises(ls.UserError, match=message):
+        ls.error_budget(tiny("llama"), text, **arguments)
+
+
+def test_questions_about_other_formats_are_errors(budget):
+    with pytest.raises(ls.UserError, match="this budget has no format 'int4'"):
+        budget.total("int4")
+    with pytest.raises(ls.UserError, match="tolerances exist for runs in"):
+        budget.tolerance(0, "int8")
+    with pytest.raises(ls.UserError, match="shares are by layer"):
+        budget.shares("int8", "site")

@@ -1,0 +1,136 @@
+"""Rounding followed operation by operation, against runs that really round."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lipscope.budget.formats import DTYPES
+from lipscope.budget.rounding import WEIGHT, RoundingTrace, follow_run, squared_errors
+from lipscope.budget.subject import read_subject
+from tests.budget.tiny import some_ids, tiny
+
+KINDS = ["bert", "llama", "qwen3", "gpt2"]
+
+
+def followed(kind, format, attention="eager", n=24, seed=1):
+    ids = some_ids(1, n, seed)
+    subject = read_subject(tiny(kind, attention), ids, head=False, length=64, samples=1)
+    return follow_run(subject, subject.in_dtype(DTYPES[format]), subject.sequences[0])
+
+
+def test_the_error_of_an_operation_is_what_it_rounded_away():
+    trace = RoundingTrace(torch.bfloat16, torch.float64)
+    x = torch.randn(50, dtype=torch.bfloat16)
+    with trace:
+        y = x * 3
+    (rounding,) = trace.roundings
+    assert torch.equal(rounding.error, y.double() - x.double() * 3)
+    assert torch.equal(rounding.exact.detach(), x.double() * 3)
+
+
+def test_exact_operations_round_nothing():
+    trace = RoundingTrace(torch.bfloat16, torch.float64)
+    x = torch.randn(4, 6, dtype=torch.bfloat16)
+    with trace:
+        y = torch.cat([-x[..., 3:], x[..., :3]], dim=-1).transpose(0, 1).contiguous()
+        z = (y.float() * 2).to(torch.bfloat16).abs()
+        w = z.view(3, 8).expand(2, 3, 8).clone()
+    assert trace.roundings == []
+    assert torch.equal(trace.exact(w), w.double())
+
+
+def test_results_wider_than_the_format_are_not_rounded():
+    trace = RoundingTrace(torch.bfloat16, torch.float64)
+    x = torch.randn(50, dtype=torch.bfloat16)
+    with trace:
+        wide = torch.softmax(x, dim=-1, dtype=torch.float32)
+        back = wide.to(torch.bfloat16)
+    (rounding,) = trace.roundings
+    assert rounding.kind == "to"
+    assert torch.equal(rounding.error, back.double() - wide.double())
+
+
+def test_in_place_operations_are_followed():
+    trace = RoundingTrace(torch.bfloat16, torch.float64)
+    x, y = torch.randn(2, 50, dtype=torch.bfloat16)
+    before = x.double()
+    with trace:
+        z = x.clone()
+        z += y
+        z[:3] = y[:3] * 3
+    assert torch.equal(trace.exact(z).detach()[3:], (before + y.double())[3:])
+    assert torch.equal(trace.exact(z).detach()[:3], y.double()[:3] * 3)
+    assert trace.roundings
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "lipscope"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_of_operations_add_up_to_the_error_of_the_run(kind, attention):
+    """To first order, <v, dy> is the sum of <g, e>: no operation may be missed or counted twice."""
+    run = followed(kind, "fp16", attention)
+    g = torch.Generator().manual_seed(0)
+    for exact, rounded in zip(run.states[1:], run.run[1][1:], strict=True):
+        dy = rounded.double() - exact.detach()
+        for _ in range(3):
+            v = torch.randn(dy.shape, generator=g, dtype=torch.float64)
+            linear = sum(product for _, product in squared_errors(exact, v, run.roundings))
+            assert abs(linear - (v * dy).sum()) <= 0.05 * dy.norm()
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_expected_errors_are_those_observed(kind, format):
+    """Over four sequences the observed error of each hidden state is close to its expectation."""
+    g = torch.Generator().manual_seed(0)
+    expected = observed = 0.0
+    for seed in range(4):
+        run = followed(kind, format, n=40, seed=seed)
+        for exact, rounded in zip(run.states[1:], run.run[1][1:], strict=True):
+            v = torch.randn(exact.shape, generator=g, dtype=torch.float64)
+            squares = sum(square for square, _ in squared_errors(exact, v, run.roundings))
+            # Relative to the state, so that every layer counts.
+            expected += squares / exact.square().sum().item()
+            observed += (rounded.double() - exact).square().sum().item() / exact.square().sum().item()
+    assert 0.85 <= math.sqrt(observed / expected) <= 1.15
+
+
+def test_the_reference_is_the_model_in_float64():
+    model = tiny("llama")
+    ids = some_ids(1, 24)
+    subject = read_subject(model, ids, head=False, length=64, samples=1)
+    run = follow_run(subject, subject.in_dtype(torch.bfloat16), ids)
+    with torch.no_grad(), subject.ready():
+        exact = subject.module(ids, output_hidden_states=True).hidden_states
+    assert len(run.states) == len(exact)
+    for got, right in zip(run.states, exact, strict=True):
+        assert (got - right).norm() <= 1e-12 * right.norm()
+    low = tiny("llama")
+    for p in low.parameters():
+        p.data = p.data.bfloat16()
+    rounded = low(ids, output_hidden_states=True).hidden_states
+    assert all(torch.equal(a, b) for a, b in zip(run.run[1], rounded, strict=True))
+
+
+def test_only_the_rows_of_an_embedding_in_use_are_sites():
+    model = nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 4))
+    subject = read_subject(model, torch.tensor([3, 5, 3]), head=False, length=9, samples=1)
+    run = follow_run(subject, subject.in_dtype(torch.bfloat16), subject.sequences[0])
+    y = run.output
+    v = torch.randn(y.shape, dtype=torch.float64)
+    hit = [
+        rounding
+        for rounding, (square, _) in zip(
+            run.roundings, squared_errors(y, v, run.roundings), strict=True
+        )
+        if square and rounding.kind == WEIGHT
+    ]
+    assert [tuple(r.exact.shape) for r in hit] == [(4, 8), (4,), (2, 8)]
+
+
+def test_weights_stored_in_the_format_round_nothing():
+    model = tiny("llama").bfloat16()
+    subject = read_subject(model, some_ids(1), head=False, length=64, samples=1)
+    run = follow_run(subject, subject.in_dtype(torch.bfloat16), subject.sequences[0])
+    assert all(not r.error.any() for r in run.roundings if r.kind == WEIGHT)
