@@ -57,16 +57,20 @@ def check_numbers(content: Any, name: str, key: str = "") -> None:
 
 def check_size(
     kind: type[PreTrainedModel], config: PretrainedConfig, name: str, itemsize: int
-) -> None:
-    """Raise UserError if the weights do not fit into memory; builds the model without any."""
+) -> int | None:
+    """The number of weights, if they fit into memory; else raises UserError. None if unknown.
+
+    Builds the model without any memory for its weights.
+    """
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), _counting(name, itemsize):
-            random_model(kind, copy.deepcopy(config))  # building writes its dtype into it
+            empty = random_model(kind, copy.deepcopy(config))  # building writes its dtype into it
     except UserError:
         raise
     except Exception:
         # A class that needs real tensors to be built says so here; the build itself will tell.
-        return
+        return None
+    return sum(p.numel() for p in empty.parameters())
 
 
 @contextmanager

@@ -37,6 +37,9 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+FEWEST = 8
+"""A file with less than this fraction of a model's weights is not that model's."""
+
 
 def load(
     source: str | os.PathLike[str] | nn.Module | None = None,
@@ -182,7 +185,8 @@ def _read(repository: Repository, random_init: int | None, dtype: torch.dtype) -
                 "lipscope needs its weights in floating point"
             )
         del config.quantization_config
-    check_size(kinds[0], config, repository.name, max(dtype.itemsize, torch.float32.itemsize))
+    itemsize = max(dtype.itemsize, torch.float32.itemsize)
+    expected = check_size(kinds[0], config, repository.name, itemsize)
     if random_init is not None:
         return _in_force(_random(kinds[0], config, random_init))
     state = repository.weights()
@@ -194,6 +198,13 @@ def _read(repository: Repository, random_init: int | None, dtype: torch.dtype) -
                 f"{repository.name} has weights in {tensor.dtype} ({for_terminal(key, 80)}); "
                 "lipscope needs float16 or finer"
             )
+    stored = sum(tensor.numel() for tensor in state.values())
+    # An encoder stored alone is about half of its model; far less than that is another model.
+    if expected is not None and stored < expected / FEWEST:
+        raise UserError(
+            f"{repository.name} has {stored} weights in its files, and its configuration describes "
+            f"{expected}: they do not belong together; download both again"
+        )
     try:
         kind: Any = kinds[0]
         model, report = kind.from_pretrained(
@@ -206,11 +217,17 @@ def _read(repository: Repository, random_init: int | None, dtype: torch.dtype) -
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below
         )
     except Exception as error:  # each model class raises its own kind of error
         raise UserError(
             f"the weights of {repository.name} do not fit its configuration ({on_one_line(error)})"
         ) from error
+    for key, found, wanted in report["mismatched_keys"]:
+        raise UserError(
+            f"the weights of {repository.name} do not fit its configuration: "
+            f"{for_terminal(key, 80)} has shape {tuple(found)}, expected {tuple(wanted)}"
+        )
     for key in report["missing_keys"]:
         # transformers fills missing weights at random, and random weights must never pass for
         # trained ones. NaN shows up in the preflight; in an unused part (a pooler) it is harmless.

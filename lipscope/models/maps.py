@@ -71,8 +71,9 @@ def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tenso
         if error.norm() <= GROSS * expected.norm() or not error.isfinite().all():
             return
     raise UserError(
-        "part of this map is hidden from autograd: its derivative disagrees with finite "
-        "differences of its values; remove no_grad, detach and straight-through estimators from it"
+        "part of this map is hidden from autograd, or its weights are extreme: its derivative "
+        "disagrees with finite differences of its values; remove no_grad, detach and "
+        "straight-through estimators from it"
     )
 
 

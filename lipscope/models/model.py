@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,12 @@ from lipscope.models.trace import record
 
 WITHOUT_ROUTE = ("block", "model")
 """The scopes available for a model that does not run on lipscope's attention."""
+
+RANKS = {"inputs_embeds": 3, "pixel_values": 4}
+"""Number of dimensions of an input, samples first."""
+
+LENGTHS_FIRST = {"input_ids", "inputs_embeds"}
+"""Inputs [samples, tokens, ...], which can be cut to fewer tokens."""
 
 COMPARED = 2048
 """Maximum number of tokens on which lipscope's attention and eager attention are compared."""
@@ -78,7 +84,7 @@ class Model:
         self.trunk, self.tokenizer, self.card, self.dtype = trunk, tokenizer, card, dtype
         self._owned = owned
         # Preflights by input shape: a model may route attention differently at another length.
-        self._checks: dict[tuple[int, ...], Preflight] = {}
+        self._checks: dict[tuple[Any, ...], Preflight] = {}
         self._layers: list[Layer] | None = None
         self._memory = Memory()
 
@@ -112,7 +118,7 @@ class Model:
     @property
     def max_positions(self) -> int | None:
         """The longest input the model has positions for; None if there is no limit."""
-        limit = getattr(self.trunk.config, "max_position_embeddings", None)
+        limit = getattr(self._text_config(), "max_position_embeddings", None)
         for module in self.trunk.modules():
             # RoBERTa counts its positions from padding_idx + 1.
             if (
@@ -140,6 +146,7 @@ class Model:
         *,
         inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
+        inputs: Mapping[str, Any] | None = None,
         scopes: Sequence[str] = ("heads", "attention"),
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
@@ -150,6 +157,8 @@ class Model:
             input_ids: Token ids [B, n] or [n].
             inputs_embeds: Embeddings [B, n, d], in place of token ids.
             pixel_values: Images [B, c, h, w], for vision models.
+            inputs: All arguments of the model by name, samples first, for models that read
+                something else (sound, for instance) or need more than one input.
             scopes: The maps to take at each layer; see docs/scopes.md.
             layers: Layer numbers, from 0. Default: all layers.
             heads: Head numbers, for the scope heads. Default: all heads.
@@ -158,7 +167,9 @@ class Model:
             One :class:`Site` per layer and scope. A site of the scope heads is a batch over samples
             and heads.
         """
-        survey = self.survey(input_ids, inputs_embeds=inputs_embeds, pixel_values=pixel_values)
+        survey = self.survey(
+            input_ids, inputs_embeds=inputs_embeds, pixel_values=pixel_values, inputs=inputs
+        )
         self.check_scopes(scopes)
         chosen = self._chosen_layers(layers)
         self.check_heads(heads, chosen)
@@ -173,14 +184,27 @@ class Model:
         *,
         inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> Survey:
         """Run one forward pass, from which sites can be taken one by one."""
-        inputs = self._inputs(input_ids, inputs_embeds, pixel_values)
-        single = inputs.at(inputs.hidden[:1])
+        given = {
+            "input_ids": input_ids,
+            "inputs_embeds": inputs_embeds,
+            "pixel_values": pixel_values,
+            "inputs": inputs,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) != 1:
+            raise UserError(
+                "give one of input_ids, inputs_embeds, pixel_values and inputs, "
+                f"got {', '.join(given) or 'none'}"
+            )
+        whole = self._call(given if inputs is None else inputs)
+        single = whole.of_first()
         self._prepare(single)
         host = self._host(NAME if self.preflight.routed else "eager")
         layers = self._known_layers()
-        return Survey(host, layers, record(host, layers, inputs, single), self._memory)
+        return Survey(host, layers, record(host, layers, whole, single), self._memory)
 
     def check_scopes(self, scopes: Sequence[str]) -> None:
         """Raise UserError for a scope that does not exist, or not for this model."""
@@ -212,44 +236,69 @@ class Model:
                 )
         return range(self.layers) if layers is None else layers
 
-    def _inputs(
-        self, input_ids: Any, inputs_embeds: Tensor | None, pixel_values: Tensor | None
-    ) -> ModuleCall:
-        given = {
-            "input_ids": input_ids,
-            "inputs_embeds": inputs_embeds,
-            "pixel_values": pixel_values,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        if len(given) != 1:
+    def _call(self, inputs: Mapping[str, Any]) -> ModuleCall:
+        """The call of the trunk with these arguments, checked, on its device and in its dtype."""
+        if not isinstance(inputs, Mapping) or not inputs:
             raise UserError(
-                f"give one of input_ids, inputs_embeds and pixel_values, "
-                f"got {', '.join(given) or 'none'}"
+                "inputs must map the names of the model's arguments to tensors, "
+                f"got {type(inputs).__name__}"
             )
-        ((name, value),) = given.items()
+        kwargs = {name: self._argument(name, value) for name, value in inputs.items()}
+        tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        if not tensors:
+            raise UserError(f"inputs must contain a tensor, got {', '.join(map(repr, inputs))}")
+        main = self.trunk.main_input_name
+        hidden = kwargs[main if main in tensors else tensors[0]]
+        return ModuleCall((), kwargs, hidden)
+
+    def _argument(self, name: str, value: Any) -> Any:
         if name == "input_ids":
-            ids = torch.as_tensor(value, device=self.device)
-            if ids.dtype.is_floating_point or ids.ndim not in (1, 2) or ids.numel() == 0:
+            value = torch.as_tensor(value)
+            if value.dtype.is_floating_point or value.ndim not in (1, 2) or value.numel() == 0:
                 raise UserError(
-                    f"input_ids must be integers [B, n] or [n], got {ids.dtype} {tuple(ids.shape)}"
+                    "input_ids must be integers [B, n] or [n], "
+                    f"got {value.dtype} {tuple(value.shape)}"
                 )
-            tensor = ids.long() if ids.ndim == 2 else ids.long()[None]
-        else:
-            ranks = {"inputs_embeds": 3, "pixel_values": 4}
-            tensor = value.to(self.device, self.dtype)
-            tensor = tensor[None] if tensor.ndim == ranks[name] - 1 else tensor
-            if tensor.ndim != ranks[name]:
+            value = value.long() if value.ndim == 2 else value.long()[None]
+            self._check_ids(value)
+        elif name in RANKS:
+            if not isinstance(value, Tensor) or value.ndim not in (RANKS[name] - 1, RANKS[name]):
+                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise UserError(
-                    f"{name} must have {ranks[name]} dimensions, samples first, "
-                    f"got {tuple(value.shape)}"
+                    f"{name} must have {RANKS[name]} dimensions, samples first, got {found}"
                 )
-        limit = self.max_positions if name != "pixel_values" else None
-        if limit is not None and tensor.shape[1] > limit:
+            value = value[None] if value.ndim < RANKS[name] else value
+        if not isinstance(value, Tensor):
+            return value
+        limit = self.max_positions if name in ("input_ids", "inputs_embeds") else None
+        if limit is not None and value.shape[1] > limit:
             raise UserError(
-                f"{tensor.shape[1]} tokens are more than the {limit} positions of "
+                f"{value.shape[1]} tokens are more than the {limit} positions of "
                 f"{self.card.name}; give a shorter input"
             )
-        return ModuleCall((), {name: tensor}, tensor)
+        return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Raise UserError for token ids that the model has no embedding for."""
+        count = getattr(self._text_config(), "vocab_size", None)
+        # A model may hash its ids (CANINE): only a table of this very size tells.
+        table = any(
+            isinstance(module, nn.Embedding) and module.num_embeddings == count
+            for module in self.trunk.modules()
+        )
+        low, high = int(ids.min()), int(ids.max())
+        if table and count is not None and not 0 <= low <= high < count:
+            raise UserError(
+                f"token id {low if low < 0 else high} is not in the vocabulary of "
+                f"{self.card.name}, 0 to {count - 1}; was the text encoded with its own tokenizer?"
+            )
+
+    def _text_config(self) -> Any:
+        """The configuration of the part that reads tokens."""
+        try:
+            return self.trunk.config.get_text_config()
+        except ValueError:  # several parts read tokens
+            return self.trunk.config
 
     def _host(self, implementation: str = NAME) -> Host:
         return Host(self.trunk, self.dtype, self._owned, implementation)
@@ -257,9 +306,9 @@ class Model:
     def _prepare(self, single: ModuleCall) -> None:
         """Run the preflight for inputs of this shape; the first time, also find the layers."""
         # Eager attention needs n^2 memory, so only the first tokens of a long text are compared.
-        if "pixel_values" not in single.kwargs and single.hidden.shape[1] > COMPARED:
+        if single.kwargs.keys() <= LENGTHS_FIRST and single.hidden.shape[1] > COMPARED:
             single = single.at(single.hidden[:, :COMPARED])
-        shape = tuple(single.hidden.shape)
+        shape = tuple((name, getattr(x, "shape", x)) for name, x in single.kwargs.items())
         if shape not in self._checks:
             check = preflight(self._host(), single)
             if self._layers is None:
@@ -293,15 +342,15 @@ class Model:
             pixels = torch.randn(
                 1, getattr(config, "num_channels", 3), height, width, generator=generator
             )
-            return self._inputs(None, None, pixels)
+            return self._call({"pixel_values": pixels})
         if kind != "input_ids":
             raise UserError(
-                f"{self.card.architecture} reads {kind}; "
-                "lipscope measures models that read tokens or pixels"
+                f"{self.card.architecture} reads {kind}, not tokens; in Python, give it what it "
+                f"reads: load(...).sites(inputs={{{kind!r}: tensor, ...}})"
             )
         n = min(8, self.max_positions or 8)
-        vocabulary = getattr(config, "vocab_size", 256)
-        return self._inputs(torch.randint(vocabulary, (1, n), generator=generator), None, None)
+        vocabulary = getattr(self._text_config(), "vocab_size", 256)
+        return self._call({"input_ids": torch.randint(vocabulary, (1, n), generator=generator)})
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:

@@ -19,7 +19,7 @@ from lipscope.linalg.basis import memory_of
 
 MEBIBYTE = 1 << 20
 
-LIMITS = {"config.json": 16 * MEBIBYTE, ".json": 64 * MEBIBYTE, "": 256 * MEBIBYTE}
+LIMITS = {"config.json": 16 * MEBIBYTE, "": 256 * MEBIBYTE}
 """Largest size by the end of a file's name, first match; real ones stay below a quarter of it."""
 
 DEPTH = 64

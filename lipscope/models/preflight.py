@@ -43,8 +43,14 @@ def preflight(host: Host, inputs: ModuleCall) -> Preflight:
             eager = _last_hidden_state(replace(host, implementation="eager"), inputs)
     except Exception as error:  # each model raises its own kind of error
         raise UserError(
-            f"{name} does not run on {', '.join(inputs.kwargs)} ({on_one_line(error)})"
+            f"{name} does not run on {', '.join(inputs.kwargs)} ({on_one_line(error)}); "
+            "if it needs more inputs, give them all: load(...).sites(inputs={...})"
         ) from error
+    if eager.ndim < 2:
+        raise UserError(
+            f"{name} gives a tensor of shape {tuple(eager.shape)}, not hidden states of tokens; "
+            "choose a model with a transformer trunk"
+        )
     n = eager.shape[1]
     if not eager.isfinite().all():
         raise UserError(

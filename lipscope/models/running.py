@@ -66,6 +66,19 @@ class ModuleCall:
         args, kwargs = _map((self.args, self.kwargs), lambda leaf: x if leaf is old else leaf)
         return ModuleCall(args, kwargs, x)
 
+    def of_first(self) -> ModuleCall:
+        """The call for the first member of its batch; samples come first in all its tensors."""
+        batch, first = len(self.hidden), self.hidden[:1]
+
+        def pick(leaf: Any) -> Any:
+            if leaf is self.hidden:
+                return first
+            alike = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch
+            return leaf[:1] if alike else leaf
+
+        args, kwargs = _map((self.args, self.kwargs), pick)
+        return ModuleCall(args, kwargs, first)
+
     def of_members(self, members: Tensor, single: ModuleCall) -> ModuleCall:
         """The call for some members of its batch.
 
