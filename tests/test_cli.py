@@ -4,15 +4,18 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 from lipscope import __version__
+from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.models.scopes import SCOPES
 from lipscope.study.records import COLUMNS
@@ -65,7 +68,9 @@ def big(tmp_path_factory) -> Path:
 def run(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(words) == 0
     said = capsys.readouterr()
-    assert said.err == ""
+    # Said beside the output: where the page is, and on a slow machine how long it takes.
+    beside = re.compile(r"lipscope: (the report is in .*|measuring, \d+ %, about \d+:\d\d left)")
+    assert all(beside.fullmatch(line) for line in said.err.splitlines())
     return said.out
 
 
@@ -96,7 +101,7 @@ def test_measure_show_and_export_agree(tiny, text, tmp_path, capsys):
         assert piece in shown
     assert max(map(len, shown.splitlines())) <= 80
     table = list(csv.DictReader(io.StringIO(run("export", out, "--csv", capsys=capsys))))
-    assert tuple(table[0]) == COLUMNS and len(table) == 3 * 2 * 2 * 3
+    assert tuple(table[0])[: len(COLUMNS)] == COLUMNS and len(table) == 3 * 2 * 2 * 3
     written = tmp_path / "rows.csv"
     run("export", out, str(written), capsys=capsys)
     assert written.read_text() == run("export", out, capsys=capsys)
@@ -186,19 +191,28 @@ def test_text_from_stdin(tiny, text, tmp_path):
         "--lengths",
         "4",
         "--json",
+        "--quiet",
     ]
     done = subprocess.run(command, input=PROSE.encode(), capture_output=True, cwd=ROOT, check=True)
     assert json.loads(done.stdout)["about"]["text_tokens"] == 300
     assert done.stderr == b""
 
 
-def test_failed_rows_make_the_exit_code_1(tiny, text, monkeypatch, capsys):
+def test_failed_rows_make_the_exit_code_3(tiny, text, monkeypatch, capsys):
     def fail(*_: object) -> None:
         raise MemoryError("too big")
 
     monkeypatch.setattr("lipscope.study.work.sigma", fail)
-    assert main(["measure", tiny, "--text", text, "--lengths", "4"]) == 1
+    assert main(["measure", tiny, "--text", text, "--lengths", "4"]) == 3
     assert "the first reason: failed: MemoryError: too big" in capsys.readouterr().out
+
+
+def rows_in(out: Path) -> int:
+    """The number of rows so far; 0 before there is a study."""
+    try:
+        return len(Study.open(out).rows)
+    except UserError:
+        return 0
 
 
 def test_ctrl_c_says_how_to_go_on(tiny, text, tmp_path):
@@ -220,14 +234,14 @@ def test_ctrl_c_says_how_to_go_on(tiny, text, tmp_path):
     child = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    while not out.joinpath("study.sqlite-wal").exists() or not Study.open(out).rows:
+    while not rows_in(out):
         time.sleep(0.02)
         assert child.poll() is None
     os.kill(child.pid, signal.SIGINT)
     printed, said = child.communicate(timeout=60)
     assert child.returncode == 130 and printed == ""
     assert "of 74 jobs are saved in" in said and "Run the same command again" in said
-    assert len(said.splitlines()) == 1
+    assert [line for line in said.splitlines() if " left" not in line] == [said.splitlines()[-1]]
     assert 0 < len(Study.open(out).rows) < 37 * 3 * 2 * 3
 
 
@@ -267,3 +281,62 @@ def test_help_needs_no_torch():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert not {"torch", "transformers"} & set(done.stdout.split())
+
+
+def test_a_threshold_decides_the_exit_code(tiny, text, capsys):
+    measure = ["measure", tiny, "--text", text, "--lengths", "4", "--samples", "1", "--quiet"]
+    assert main([*measure, "--fail-above", "1e9"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main([*measure, "--json"]) == 0
+    largest = max(row["value"] for row in json.loads(capsys.readouterr().out)["rows"])
+    assert main([*measure, "--fail-above", str(largest)]) == 0  # not above it
+    assert main([*measure, "--fail-above", str(largest * 0.999)]) == 1
+    assert f"1 of 6 measured σ are above {largest * 0.999:g}" in capsys.readouterr().err
+    assert main([*measure, "--fail-above", "nan"]) == 2
+
+
+def test_all_texts_are_used_and_columns_are_read(tiny, tmp_path, capsys):
+    half = len(PROSE) // 6 * 3
+    table = "label,body\n1," + PROSE[:half] + "\n2," + PROSE[half:] + "\n"
+    lines = "".join(json.dumps({"body": part}) + "\n" for part in (PROSE[:half], PROSE[half:]))
+    for name, content in (("a.csv", table), ("a.jsonl", lines), ("first", PROSE[:half])):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "second").write_text("\ufeff" + PROSE[half:])
+    measure = ["measure", tiny, "--lengths", "4", "--samples", "1", "--json", "--quiet"]
+    counts = []
+    for words in (
+        ["--text", "a.csv", "--column", "body"],
+        ["--text", "a.jsonl", "--column", "body"],
+        ["--text", "first", "--text", "second"],
+    ):
+        paths = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
+        assert main([*measure, *paths]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["about"]["text_tokens"])
+    assert counts == [300, 300, 300]
+    assert main([*measure, "--text", str(tmp_path / "a.csv"), "--column", "title"]) == 2
+    assert "has no column 'title'; its columns are label, body" in capsys.readouterr().err
+
+
+def test_text_that_is_none_is_warned_of(tiny, tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("words that nobody knows " * 8)
+    measure = ["measure", tiny, "--text", str(tmp_path / "a.csv"), "--lengths", "4"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(measure) == 0
+    said = capsys.readouterr().err
+    assert "a.csv is read as prose, CSV and all; --column NAME reads one column" in said
+    assert "32 of 32 tokens are unknown to the tokenizer" in said and "Traceback" not in said
+
+
+def test_without_a_report_there_is_none(tiny, text, tmp_path):
+    measure = ["measure", tiny, "--text", text, "--lengths", "4", "--samples", "1"]
+    assert main([*measure, "--out", str(tmp_path / "s"), "--no-report"]) == 0
+    assert not list((tmp_path / "s").glob("*.html"))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_offered(shell):
+    environment = {**os.environ, "_LIPSCOPE_COMPLETE": f"source_{shell}"}
+    command = [sys.executable, "-m", "lipscope"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "lipscope" in done.stdout and "Traceback" not in done.stderr

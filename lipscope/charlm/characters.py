@@ -86,7 +86,7 @@ class CharacterText:
 def read_characters(text: str | Path, context: int) -> CharacterText:
     """Encode a text or a UTF-8 file; line endings are translated, as in `lipscope measure`."""
     try:
-        words = text if isinstance(text, str) else text.read_text(encoding="utf-8")
+        words = text if isinstance(text, str) else text.read_text(encoding="utf-8-sig")
         return CharacterText.of(words, context)
     except OSError as error:
         raise UserError(f"the text {text} cannot be read: {error.strerror}") from error

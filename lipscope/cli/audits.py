@@ -8,102 +8,150 @@ from typing import Annotated
 import typer
 
 from lipscope._types import UserError
-from lipscope.cli.terminal import numbers, progress, read_text, show_table
+from lipscope.cli.options import (
+    AsJson,
+    Column,
+    Device,
+    Layers,
+    ModelName,
+    Quiet,
+    RandomInit,
+    Revision,
+    Seed,
+    StudyOut,
+    Texts,
+    Tokenizer,
+)
+from lipscope.cli.terminal import numbers, progress, read_texts, show_json, show_table
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float64 is most accurate.", show_default="float64; compare: float32"),
+]
 
 
 def bounds(
-    model: Annotated[
-        str | None, typer.Argument(help="Model id or directory.", show_default="embedded MiniLM")
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-", help="UTF-8 text; - reads stdin.", show_default="embedded prose"
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
-    ] = None,
+    model: ModelName = None,
+    text: Texts = None,
+    column: Column = None,
+    layers: Layers = None,
     lengths: Annotated[
         str | None, typer.Option(help="Tokens per sample.", show_default="64")
     ] = None,
     radius: Annotated[
         float | None, typer.Option(help="Radius of the ball of inputs.", show_default="the text's")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory to save the study in; rerun to resume."),
-    ] = None,
+    random_init: RandomInit = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(help="float64 is most accurate.")] = "float64",
+    seed: Seed = 0,
+    out: StudyOut = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compare every theorem with the measured constant of each head and the worst input found."""
-    sizes, where, words = (
-        numbers("lengths", lengths),
-        numbers("layers", layers),
-        text and read_text(text),
-    )
-    with progress() as report:
+    sizes, where = numbers("lengths", lengths), numbers("layers", layers)
+    words = read_texts(text, column, quiet)
+    with progress(quiet=quiet) as report:
         from lipscope.audit.heads import audit_model
+        from lipscope.models.loading import load
         from lipscope.report.bound_table import bound_summary
 
-        found = audit_model(model, words, sizes, where, radius=radius, out=out, progress=report)
-    show_table(bound_summary(found))
+        loaded = load(
+            model,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            random_init=random_init,
+        )
+        found = audit_model(
+            loaded,
+            words,
+            sizes,
+            where,
+            radius=radius,
+            seed=seed,
+            out=out,
+            progress=report,
+        )
+    if as_json:
+        from lipscope.study.export import as_dict
+
+        show_json({**as_dict(found.study), "not_offered": found.not_offered})
+    else:
+        show_table(bound_summary(found), quiet)
 
 
 def attack(
     kind: Annotated[
         str, typer.Option(help="One of construction, ascent, direction, tokens, compare.")
     ],
-    model: Annotated[
-        str | None, typer.Argument(help="Model id or directory.", show_default="embedded MiniLM")
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-", help="UTF-8 text; - reads stdin.", show_default="embedded prose"
-        ),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
-    ] = None,
+    model: ModelName = None,
+    text: Texts = None,
+    column: Column = None,
+    layers: Layers = None,
     length: Annotated[int, typer.Option(help="Number of tokens taken from the text.")] = 32,
     swaps: Annotated[int, typer.Option(help="Maximum number of tokens to replace.")] = 3,
+    random_init: RandomInit = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    seed: Seed = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory to save the results in.")
     ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Search for inputs, or replacement words, that attention is most sensitive to.
 
     The kind `compare` compares attacks on the whole model at equal norm, one text per line.
     """
-    if kind == "compare":
-        if layers is not None:
-            raise UserError("--kind compare attacks the whole model; leave --layers out")
-        return _compare(model, text, length, swaps, out)
-    with progress() as report:
-        from lipscope.audit.attacks import Plan, attack_model, attack_table
-
-        plan = Plan(kind=kind, length=length, swaps=swaps, layers=numbers("layers", layers))
-        found = attack_model(model, text and read_text(text), plan, out=out, progress=report)
-    show_table(attack_table(*found))
-
-
-def _compare(
-    model: str | None, text: str | None, length: int, swaps: int, out: Path | None
-) -> None:
-    """Print the table; with `out`, also write attacks.csv and attacks.png there."""
-    with progress() as report:
+    compare = kind == "compare"
+    if compare and layers is not None:
+        raise UserError("--kind compare attacks the whole model; leave --layers out")
+    where = numbers("layers", layers)
+    words = read_texts(text, column, quiet)
+    with progress(quiet=quiet) as report:
         from lipscope.audit.attack_comparison import (
             Contest,
             compare_attacks,
             comparison_table,
             texts_in,
-            write_trials,
         )
+        from lipscope.audit.attacks import Plan, attack_model, attack_table
+        from lipscope.models.loading import load
 
-        texts = None if text is None else texts_in(read_text(text))
-        trials = compare_attacks(model, texts, Contest(swaps, length), progress=report)
-    show_table(comparison_table(trials))
-    if out is not None:
+        # Settings are checked before a model is loaded, which may take a while.
+        contest = Contest(swaps, length, seed) if compare else None
+        plan = None if compare else Plan(kind, length, swaps, where, seed)
+        loaded = load(
+            model,
+            tokenizer,
+            # Swapped words change the output far more than float32 rounds it.
+            dtype=dtype or ("float32" if compare else "float64"),
+            device=device,
+            revision=revision,
+            random_init=random_init,
+        )
+        if plan is not None:
+            study, lines = attack_model(loaded, words, plan, out=out, progress=report)
+            table, found = attack_table(study, lines), [line._asdict() for line in lines]
+        else:
+            sources = words if isinstance(words, list) else [words]
+            texts = None if words is None else texts_in(*sources)
+            trials = compare_attacks(loaded, texts, contest, progress=report)
+            table, found = comparison_table(trials), [trial._asdict() for trial in trials]
+    if as_json:
+        show_json(found)
+    else:
+        show_table(table, quiet)
+    if compare and out is not None:
+        from lipscope.audit.attack_comparison import write_trials
         from lipscope.report.attack_figures import contest_figure
 
         out.mkdir(parents=True, exist_ok=True)

@@ -1,23 +1,34 @@
-"""The commands in one application, and how each ends: done, or with an error of the user."""
+"""The commands in one application, and how each ends: done, or with one line that says why not."""
 
 from __future__ import annotations
 
+import codecs
+import os
+import sys
+import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, Any
 
 import typer
 
 from lipscope import __version__
 from lipscope._types import UserError
-from lipscope.cli import audits, interruption, simulating, studies, training
-from lipscope.cli.terminal import ExitCode, tell
+from lipscope.cli import audits, comparing, interruption, simulating, studies, training
+from lipscope.cli.terminal import ExitCode, tell, warn
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 done; 1 the answer is no (a threshold, a check); 2 bad input; "
+    "3 some rows failed or were lost; 130, 143 interrupted.",
+)
 app.command(cls=studies.MeasureCommand)(studies.measure)
 app.command(cls=simulating.SimulateCommand)(simulating.simulate)
 for command in (
     studies.show,
     studies.report,
+    comparing.compare,
     studies.export,
     audits.bounds,
     audits.attack,
@@ -37,20 +48,80 @@ def root(
         raise typer.Exit()
 
 
+PLAIN = {"σ": "sigma", "α": "alpha", "ᵅ": "^alpha", "→": "->", "…": "...", "“": '"', "”": '"'}
+"""What a terminal that has no such character is shown in its place."""
+
+
 def run(arguments: Sequence[str] | None) -> int:
-    """Run a command and return its exit code; an error of the user prints a message and gives 2."""
+    """Run a command and return its exit code; whatever the user can mend is one line on stderr."""
+    codecs.register_error("lipscope", _in_plain_letters)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):  # None when closed, and a host may have put its own there
+            stream.reconfigure(errors="lipscope")  # type: ignore[union-attr]
     # standalone_mode=False: typer must neither print errors itself nor call sys.exit.
     try:
-        code = app(args=arguments, prog_name="lipscope", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _in_one_line
+            code = app(args=arguments, prog_name="lipscope", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a full disk can still be reported
+    except SystemExit as stop:
+        # Typer ends the process when the reader of a pipe has left.
+        if isinstance(stop.__context__, BrokenPipeError):
+            return ExitCode.PIPE_CLOSED
+        raise
     except Exception as error:
         # A library may have turned Ctrl-C into an error of its own; the handler knows better.
         interruption.check()
-        if isinstance(error, UserError):
-            return tell(str(error), ExitCode.BAD_INPUT)
-        # Typer does not export the class of its parser's errors; this method is what they have.
-        if not hasattr(error, "format_message"):
+        message = _message(error)
+        if message is None:
             raise
-        context = getattr(error, "ctx", None)
-        remedy = f" Try `{context.command_path} --help`." if context else ""
-        return tell(f"{error.format_message().rstrip('.')}.{remedy}", ExitCode.BAD_INPUT)
+        if isinstance(error, OSError):
+            _drop_output()
+        return tell(message, ExitCode.BAD_INPUT)
     return int(code or 0)
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the user; None for an error of ours, which deserves its traceback."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}; is a disk full, or a directory not writable?"
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return "there is not enough memory for this; try smaller sizes"
+    # Typer does not export the class of its parser's errors; this method is what they have.
+    if not hasattr(error, "format_message"):
+        return None
+    context = getattr(error, "ctx", None)
+    remedy = f" Try `{context.command_path} --help`." if context else ""
+    return f"{error.format_message().rstrip('.')}.{remedy}"
+
+
+def _drop_output() -> None:
+    """Forget what stdout still holds: Python would try to write it at exit, and fail again."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        return
+    with suppress(Exception):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    return "".join(PLAIN.get(c, ascii(c)[1:-1]) for c in missing), error.end
+
+
+def _in_one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    """Show a warning of lipscope as its error messages are shown; libraries' own are left out."""
+    if category.__module__.startswith("lipscope."):
+        warn(str(message))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from lipscope.cli.terminal import progress, show_table
+from lipscope.cli.options import AsJson, Quiet
+from lipscope.cli.terminal import progress, show_json, show_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,9 +51,11 @@ def simulate(
             metavar="DIR", help="Directory to write to.", show_default="simulation-PRESET"
         ),
     ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Simulate tokens flowing through infinitely many layers; write an animation and a figure."""
-    with progress("simulating") as report:
+    with progress("simulating", quiet) as report:
         from lipscope.dynamics.simulation import simulate as run
         from lipscope.report.simulation_files import check_simulation_folder, write_simulation
 
@@ -69,7 +72,12 @@ def simulate(
             progress=lambda done, total: report(done / total, 2),
         )
         paths = write_simulation(found, folder, lambda done, total: report(1 + done / total, 2))
-    show_table(_table(found, paths))
+    if as_json:
+        from lipscope.report.simulation_files import numbers_of
+
+        show_json(numbers_of(found))
+    else:
+        show_table(_table(found, paths), quiet)
 
 
 def _table(found: Simulation, paths: list[Path]) -> Table:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,31 @@ import typer
 from typer.core import TyperCommand
 
 from lipscope._types import UserError
-from lipscope.cli.terminal import ExitCode, numbers, progress, read_text, show_table
+from lipscope.cli.options import (
+    AsJson,
+    Column,
+    Device,
+    Dtype,
+    Layers,
+    ModelName,
+    Quiet,
+    RandomInit,
+    Revision,
+    Seed,
+    StudyDirectory,
+    StudyOut,
+    Texts,
+    Tokenizer,
+)
+from lipscope.cli.terminal import (
+    ExitCode,
+    numbers,
+    progress,
+    read_texts,
+    show_json,
+    show_table,
+    tell,
+)
 
 if TYPE_CHECKING:
     from lipscope.study.study import Study
@@ -32,22 +57,14 @@ class MeasureCommand(TyperCommand):
 
 
 def measure(
-    model: Annotated[
-        str | None, typer.Argument(help="Model id or directory.", show_default="embedded MiniLM")
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-", help="UTF-8 text; - reads stdin.", show_default="embedded prose"
-        ),
-    ] = None,
+    model: ModelName = None,
+    text: Texts = None,
+    column: Column = None,
     lengths: Annotated[
         str | None, typer.Option(help="Tokens per sample.", show_default="8,16,...,256")
     ] = None,
     samples: Annotated[int, typer.Option(help="Samples per length.")] = 3,
-    layers: Annotated[
-        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
-    ] = None,
+    layers: Layers = None,
     heads: Annotated[
         str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
     ] = None,
@@ -57,44 +74,52 @@ def measure(
             help="Map to measure, listed below; repeatable.", show_default="heads, attention"
         ),
     ] = None,
-    random_init: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Use random weights.")
-    ] = None,
+    random_init: RandomInit = None,
     special_tokens: Annotated[
         bool, typer.Option("--special-tokens", help="Add special tokens to samples.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
     tol: Annotated[float, typer.Option(help="Relative residual at which the solver stops.")] = 1e-6,
     gap: Annotated[
         float | None, typer.Option(help="Iterate until upper / lower - 1 is at most this.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="For example cpu, cuda or cuda:1.", show_default="cpu")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="float64 is most accurate; float32 is faster.")
-    ] = "float64",
-    seed: Annotated[int, typer.Option(help="Seed of samples and solver starts.")] = 0,
+    device: Device = None,
+    dtype: Dtype = "float64",
+    seed: Seed = 0,
     workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory to save the study in; rerun to resume."),
+    out: StudyOut = None,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", help="Write no report.html beside the study.")
+    ] = False,
+    fail_above: Annotated[
+        float | None, typer.Option(metavar="X", help="Exit with 1 if a measured σ is above X.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Measure how smooth every attention layer of a model is, and how that changes with length."""
+    if fail_above is not None and not fail_above > 0:  # negated: NaN is no threshold either
+        raise UserError(f"--fail-above takes a positive number, got {fail_above}")
     sizes, where, which = (
         numbers("lengths", lengths),
         numbers("layers", layers),
         numbers("heads", heads),
     )
-    words = None if text is None else read_text(text)
-    with progress() as report:
+    words = read_texts(text, column, quiet)
+    with progress(quiet=quiet) as report:
         from lipscope.models.loading import load
         from lipscope.study.run import measure as run
 
         study = run(
-            load(model, dtype=dtype, device=device, revision=revision, random_init=random_init),
+            load(
+                model,
+                tokenizer,
+                dtype=dtype,
+                device=device,
+                revision=revision,
+                random_init=random_init,
+            ),
             words,
             sizes,
             samples,
@@ -109,30 +134,33 @@ def measure(
             special_tokens=special_tokens,
             progress=report,
         )
-    _print(study, as_json)
+    _print(study, as_json, quiet)
     # After the table: a failure to draw must not hide the numbers.
-    if out is not None:
-        _write_report(study, out / REPORT)
+    if out is not None and not no_report:
+        _write_report(study, out / REPORT, quiet=quiet)
+    above = [row for row in study.sigma if row.value > (fail_above or math.inf)]
+    if above:
+        worst = max(above, key=lambda row: row.value)
+        where_it_is = "the whole model" if worst.layer is None else f"layer {worst.layer}"
+        tell(
+            f"{len(above)} of {len(study.sigma)} measured σ are above {fail_above:g}; the largest "
+            f"is {worst.value:.4g}, of {where_it_is} ({worst.scope}) at n = {worst.n}",
+            0,
+        )
+        raise typer.Exit(ExitCode.ANSWER_IS_NO)
     if any(row.status.startswith("failed") for row in study.failed):
-        raise typer.Exit(ExitCode.SOME_FAILED)
+        raise typer.Exit(ExitCode.INCOMPLETE)
 
 
-def show(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory that `measure --out` wrote.")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
+def show(directory: StudyDirectory, as_json: AsJson = False) -> None:
     """Print a study again."""
-    from lipscope.study.study import Study
-
-    _print(Study.open(directory), as_json)
+    study = _open(directory)
+    _print(study, as_json)
+    _end_damaged(study)
 
 
 def report(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory that `measure --out` wrote.")
-    ],
+    directory: StudyDirectory,
     other: Annotated[
         Path | None, typer.Argument(metavar="[DIR2]", help="A second study to show side by side.")
     ] = None,
@@ -140,22 +168,21 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="File to write.", show_default="DIR/report.html"),
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Write a study, or two side by side, as one self-contained HTML page."""
-    from lipscope.study.study import Study
-
-    against = None if other is None else Study.open(other)
+    study, against = _open(directory), None if other is None else _open(other)
     _write_report(
-        Study.open(directory),
+        study,
         out or directory / (REPORT if against is None else COMPARISON),
         against,
+        quiet,
     )
+    _end_damaged(study, against)
 
 
 def export(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory that `measure --out` wrote.")
-    ],
+    directory: StudyDirectory,
     file: Annotated[
         Path | None, typer.Argument(help="File to write.", show_default="stdout")
     ] = None,
@@ -167,42 +194,78 @@ def export(
 ) -> None:
     """Write a study as CSV or Parquet."""
     from lipscope.study.export import write_csv, write_file
-    from lipscope.study.study import Study
 
     if csv and parquet:
         raise UserError("--csv and --parquet exclude each other; give one of them")
     if parquet and file is None:
         raise UserError("--parquet needs a file to write to: lipscope export DIR --parquet FILE")
-    study = Study.open(directory)
+    study = _open(directory)
     if file is None:
         write_csv(study, sys.stdout, tokens)
     else:
         write_file(study, file, "parquet" if parquet else "csv", tokens)
+    _end_damaged(study)
 
 
-def doctor() -> None:
-    """Print installed versions, the device, and whether models can be downloaded."""
-    from lipscope.cli.doctor import report
+def doctor(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="A study to check for damage.")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Write what is intact to DIR.repaired.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print versions, the device, and whether models can be downloaded; or check a study."""
+    from lipscope.cli.doctor import check_study, report
 
+    if directory is not None:
+        if not check_study(directory, repair):
+            raise typer.Exit(ExitCode.INCOMPLETE)
+        return
+    if repair:
+        raise UserError("--repair needs the directory of a study: lipscope doctor DIR --repair")
+    if as_json:
+        show_json(report())
+        return
     for name, value in report().items():
         typer.echo(f"{name:<14} {value}")
 
 
-def _write_report(study: Study, path: Path, against: Study | None = None) -> None:
-    """Write the page; on a terminal, print where."""
+def _open(directory: Path) -> Study:
+    """Open a study for a command that ends with `_end_damaged`, which tells of damage once."""
+    from lipscope.study.study import DamageWarning, Study
+
+    warnings.simplefilter("ignore", DamageWarning)
+    return Study.open(directory)
+
+
+def _end_damaged(*studies: Study | None) -> None:
+    """End with 3 and one sentence if a read has found that rows are lost."""
+    damaged = [study.damage for study in studies if study is not None and study.damage]
+    for sentence in damaged:
+        tell(sentence, ExitCode.INCOMPLETE)
+    if damaged:
+        raise typer.Exit(ExitCode.INCOMPLETE)
+
+
+def _write_report(
+    study: Study, path: Path, against: Study | None = None, quiet: bool = False
+) -> None:
+    """Write the page, and say where it is."""
     from lipscope.report.page import render
 
     render(study, path, against)
-    if sys.stderr.isatty():
-        typer.echo(f"The report is in {path}.", err=True)
+    if not quiet:
+        tell(f"the report is in {path}", 0)
 
 
-def _print(study: Study, as_json: bool) -> None:
+def _print(study: Study, as_json: bool, quiet: bool = False) -> None:
     if as_json:
         from lipscope.study.export import as_dict
 
-        typer.echo(json.dumps(as_dict(study), indent=1, allow_nan=False))
+        show_json(as_dict(study))
         return
     from lipscope.report.study_table import summary
 
-    show_table(summary(study))
+    show_table(summary(study), quiet)

@@ -1,14 +1,17 @@
-"""What the commands share: parsing of arguments, the progress bar, tables, error messages."""
+"""What the commands share: exit codes, parsing of arguments, progress, tables, messages."""
 
 from __future__ import annotations
 
 import io
+import json
 import sys
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,18 +19,33 @@ from lipscope._types import UserError
 from lipscope.cli import interruption
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.progress import Progress
 
 
 class ExitCode(IntEnum):
-    """How a command ends."""
+    """How a command ends; the table in docs/command_line.md says it in words."""
 
     DONE = 0
-    SOME_FAILED = 1
+    ANSWER_IS_NO = 1
     BAD_INPUT = 2
+    INCOMPLETE = 3
     INTERRUPTED = 130
+    PIPE_CLOSED = 141
     TERMINATED = 143
+
+
+LARGEST, MOST = 10**9, 100_000
+"""The largest number in a list such as --layers 0,2,5-7, and how many it may hold."""
+
+LINE_EVERY = 10.0
+"""Seconds between two progress lines in a log file."""
+
+NARROWEST = 40
+"""Columns below which a table is not readable; a terminal may claim to have 0."""
+
+TABLES = {".csv": "CSV", ".tsv": "TSV", ".jsonl": "JSONL", ".ndjson": "JSONL"}
+"""File names of tables, which people give in place of prose."""
 
 
 def tell(message: str, code: int) -> int:
@@ -37,6 +55,10 @@ def tell(message: str, code: int) -> int:
     return code
 
 
+def warn(message: str) -> None:
+    tell(f"warning: {message}", 0)
+
+
 def numbers(name: str, value: str | None) -> list[int] | None:
     """Parse 0,2,5-7 into a list of integers."""
     if value is None:
@@ -44,16 +66,43 @@ def numbers(name: str, value: str | None) -> list[int] | None:
     found: list[int] = []
     for part in value.split(","):
         first, dash, last = part.strip().partition("-")
+        shown = part.strip() if len(part) < 40 else f"{part.strip()[:40]}…"
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UserError(
-                f"--{name} takes integers and ranges such as 0,2,5-7; {part.strip()!r} is neither"
+                f"--{name} takes integers and ranges such as 0,2,5-7; {shown!r} is neither"
             )
+        # Digits are counted before int() sees them: Python refuses to convert thousands of them.
+        if max(len(first), len(last)) > len(str(LARGEST)) or int(last or first) > LARGEST:
+            raise UserError(f"--{name}: {shown} is too large; numbers end at {LARGEST}")
         if dash and int(last) < int(first):
-            raise UserError(
-                f"--{name}: the range {part.strip()} is empty; write the smaller number first"
-            )
-        found += range(int(first), int(last or first) + 1)
+            raise UserError(f"--{name}: the range {shown} is empty; write the smaller number first")
+        # The range is a few bytes; a list of its numbers could be all the memory there is.
+        chosen = range(int(first), int(last or first) + 1)
+        if len(found) + len(chosen) > MOST:
+            raise UserError(f"--{name} names more than {MOST} numbers; give fewer")
+        found += chosen
     return found
+
+
+def read_texts(
+    sources: Sequence[str] | None, column: str | None = None, quiet: bool = False
+) -> Any:
+    """What `--text` names: None, one text, or a list of them."""
+    if column is not None and (not sources or "-" in sources):
+        raise UserError("--column chooses a column of a table; give it with --text FILE")
+    if not sources:
+        return None
+    if column is None:
+        found: list[Any] = [read_text(source) for source in sources]
+        for source in () if quiet else sources:
+            if kind := TABLES.get(Path(source).suffix.lower()):
+                warn(f"{source} is read as prose, {kind} and all; --column NAME reads one column")
+    else:
+        from lipscope.study.texts import TextColumn
+
+        found = [TextColumn(Path(source), column) for source in sources]
+    # A single text by itself: a study names it after its file, where a list has no name.
+    return found[0] if len(found) == 1 else found
 
 
 def read_text(source: str) -> str | Path:
@@ -61,7 +110,7 @@ def read_text(source: str) -> str | Path:
     if source != "-":
         return Path(source)
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8-sig")  # without a byte order mark
         # Path.read_text translates line endings; bytes from a pipe need it done by hand.
         return io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)
     except UnicodeDecodeError as error:
@@ -71,21 +120,56 @@ def read_text(source: str) -> str | Path:
 
 
 class Report:
-    """Updates the progress bar; also raises a Ctrl-C that a library has swallowed."""
+    """Shows progress; also raises a Ctrl-C that a library has swallowed."""
 
-    def __init__(self, bar: Progress, doing: str) -> None:
-        self.doing, self._bar, self._task = doing, bar, bar.add_task("loading", total=None)
+    def __init__(self, doing: str, show: Any) -> None:
+        self.doing, self._show = doing, show
 
     def __call__(self, done: float, total: float) -> None:
         # Some libraries catch KeyboardInterrupt while they load; the handler remembers it for us.
         interruption.check()
-        self._bar.update(self._task, description=self.doing, completed=done, total=total)
+        self._show(self.doing, done, total)
+
+
+class Lines:
+    """Progress for a log file: one line every few seconds, so that a short run has none."""
+
+    def __init__(self) -> None:
+        self._start, self._last = 0.0, time.monotonic()
+
+    def __call__(self, doing: str, done: float, total: float) -> None:
+        now = time.monotonic()
+        # Loading is over at the first call, and must not count as the time that work takes.
+        self._start = self._start or now
+        if now - self._last < LINE_EVERY or not 0 < done < total:
+            return
+        self._last = now
+        left = round((now - self._start) * (total - done) / done)
+        tell(f"{doing}, {100 * done / total:.0f} %, about {left // 60}:{left % 60:02d} left", 0)
 
 
 @contextmanager
-def progress(doing: str = "measuring") -> Iterator[Report]:
-    """A progress bar on stderr, shown on a terminal only; stdout stays clean."""
+def progress(doing: str = "measuring", quiet: bool = False) -> Iterator[Report]:
+    """Progress on stderr, as a bar on a terminal and as lines elsewhere; stdout stays clean."""
     from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet:
+        warnings.simplefilter("ignore", UserWarning)
+    if quiet or not console.is_terminal:
+        yield Report(doing, (lambda *_: None) if quiet else Lines())
+        return
+    with _bar(console) as bar:
+        task = bar.add_task("loading", total=None)
+        yield Report(
+            doing,
+            lambda doing, done, total: bar.update(
+                task, description=doing, completed=done, total=total
+            ),
+        )
+
+
+def _bar(console: Console) -> Progress:
     from rich.progress import (
         BarColumn,
         Progress,
@@ -94,21 +178,29 @@ def progress(doing: str = "measuring") -> Iterator[Report]:
         TimeRemainingColumn,
     )
 
-    # On stderr, so that stdout can be piped into a file or another program.
-    console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        yield Report(bar, doing)
+    return Progress(*columns, console=console, transient=True)
 
 
-def show_table(table: RenderableType) -> None:
+def show_table(table: RenderableType, quiet: bool = False) -> None:
+    """Print a table on stdout."""
     from rich.console import Console
 
-    Console(highlight=False).print(table)
+    if quiet:
+        return
+    console = Console(highlight=False)
+    if console.width < NARROWEST:
+        console.width = 80
+    console.print(table)
+
+
+def show_json(content: Any) -> None:
+    """Print JSON on stdout; NaN and infinities become null."""
+    from lipscope.study.export import finite
+
+    typer.echo(json.dumps(finite(content), indent=1, allow_nan=False))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipscope.cli.terminal import progress, read_text, show_table
+from lipscope.cli.options import AsJson, Quiet
+from lipscope.cli.terminal import progress, read_text, show_json, show_table, tell
 
 if TYPE_CHECKING:
     from lipscope.charlm.training import Training
@@ -21,7 +22,8 @@ of_run = partial(typer.Option, rich_help_panel="The run")
 
 def train(
     text: Annotated[
-        str, typer.Option(metavar="FILE|-", help="UTF-8 text to train on; - reads stdin.")
+        list[str],
+        typer.Option(metavar="FILE|-", help="UTF-8 text to train on; repeatable; - reads stdin."),
     ],
     attention: Annotated[
         str, of_model(help="dot, l2, ball, contractive, contractive-ball or cosine.")
@@ -55,9 +57,11 @@ def train(
             show_default="trained-ATTENTION",
         ),
     ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a character language model that `lipscope measure` can load; reruns resume."""
-    with progress("training") as report:
+    with progress("training", quiet) as report:
         from lipscope.charlm.training import train_character_model
         from lipscope.report.training import write_curves
 
@@ -70,7 +74,7 @@ def train(
                 write_curves(now.curve, directory, now.text.unigram_loss)
 
         training = train_character_model(
-            read_text(text),
+            read_text(text[0]) if len(text) == 1 else _joined(text),
             out=directory,
             attention=attention,
             depth=depth,
@@ -92,11 +96,17 @@ def train(
             progress=report,
             kept=kept,
         )
+    if as_json:
+        show_json([asdict(point) for point in training.curve])
+        return
     from lipscope.report.training import curve_table
 
-    show_table(curve_table(training.curve, training.text.unigram_loss))
-    if sys.stderr.isatty():
-        typer.echo(
-            f"The model and its curves are in {directory}; try `lipscope measure {directory}`.",
-            err=True,
-        )
+    show_table(curve_table(training.curve, training.text.unigram_loss), quiet)
+    if not quiet:
+        tell(f"the model and its curves are in {directory}; try `lipscope measure {directory}`", 0)
+
+
+def _joined(sources: list[str]) -> str:
+    from lipscope.study.texts import content
+
+    return "\n".join(content(read_text(source)) for source in sources)

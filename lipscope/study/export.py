@@ -127,7 +127,11 @@ def as_dict(study: Study) -> dict[str, Any]:
 
 def _most_sensitive(study: Study) -> dict[str, Any]:
     row = study.peak()
-    return {**row._asdict(), "tokens": [token._asdict() for token in study.tokens_of(row)]}
+    try:
+        tokens = study.tokens_of(row)
+    except UserError:  # the study has no token norms, or they are lost
+        tokens = []
+    return {**row._asdict(), "tokens": [token._asdict() for token in tokens]}
 
 
 def finite(value: Any) -> Any:

@@ -17,6 +17,10 @@ MANY_UNKNOWN = 0.05
 """Share of unknown tokens above which a text is not what the model was made for."""
 
 
+class TextWarning(UserWarning):
+    """A text that can be measured, but hardly as its owner means it."""
+
+
 @dataclass(frozen=True)
 class TextColumn:
     """One column of a table of texts: CSV or TSV with a header line, or JSONL, by the suffix."""
@@ -81,5 +85,6 @@ def warn_of_unknown(model: Model, ids: Sequence[int]) -> None:
         warnings.warn(
             f"{count} of {len(ids)} tokens are unknown to the tokenizer of {model.card.name}; "
             "is it the tokenizer of this model, and the language of this text?",
+            TextWarning,
             stacklevel=2,
         )

@@ -1,0 +1,47 @@
+"""The options that several commands share, each defined once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelName = Annotated[
+    str | None, typer.Argument(help="Model id or directory.", show_default="all-MiniLM-L6-v2")
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE|-",
+        help="UTF-8 text; repeatable; - reads stdin.",
+        show_default="embedded prose",
+    ),
+]
+Column = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Column of a CSV, TSV or JSONL text to read."),
+]
+Layers = Annotated[str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")]
+RandomInit = Annotated[int | None, typer.Option(metavar="SEED", help="Use random weights.")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(metavar="ID|DIR", help="Tokenizer id or directory.", show_default="the model's"),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+Device = Annotated[
+    str | None, typer.Option(help="For example cpu, cuda or cuda:1.", show_default="cpu")
+]
+Dtype = Annotated[str, typer.Option(help="float64 is most accurate; float32 is faster.")]
+Seed = Annotated[int, typer.Option(help="Seed of samples and searches.")]
+StudyOut = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory to save the study in; rerun to resume."),
+]
+StudyDirectory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Directory that `measure --out` wrote.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print errors alone, and what --json asks for.")
+]
