@@ -52,9 +52,11 @@ def draw_breaking(results: dict[str, Any]) -> Figure:
 
     plans = breaking_plans(results)
     figure = Figure(figsize=(11, 8), layout="constrained")
-    panels = figure.subplots(2, -(-len(plans) // 2), sharey=True).flat
+    panels = list(figure.subplots(2, -(-len(plans) // 2), sharey=True).flat)
     for name, panel in zip(plans, panels, strict=False):
         _draw_plan(panel, results, name)
+    for spare in panels[len(plans) :]:
+        spare.remove()
     return figure
 
 

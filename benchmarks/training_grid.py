@@ -2,6 +2,7 @@
 
     python -m benchmarks.training_grid TEXT --file benchmarks/results/training_h200.json  # resumes
     python -m benchmarks.training_grid TEXT --file small.json --size small --match "pre norm"  # CPU
+    python -m benchmarks.training_grid TEXT --file FILE --match "^balls/" --seconds 420  # 9 minutes
 
 A cell is one architecture; its seeds and learning rates are trained together. Training "breaks"
 when the test loss at the end is not finite, or above the unigram baseline, or more than 0.5 nats
@@ -177,11 +178,14 @@ def main() -> None:
     content = {"settings": strict(settings(text, plans, device)), "cells": {}}
     if options.file.exists():
         found = json.loads(options.file.read_text())
-        if found["settings"] != content["settings"]:
+        # Plans may be added to an experiment; what is there already must be what it was.
+        older = {**content["settings"], "plans": {**found["settings"]["plans"]}}
+        planned = content["settings"]["plans"]
+        if found["settings"] != older or not older["plans"].items() <= planned.items():
             raise SystemExit(
                 f"{options.file} holds an experiment with other settings; give another --file"
             )
-        content = found
+        content = {**found, "settings": content["settings"]}
     content["bigram_loss"] = strict(text.bigram_loss)
     start = time.perf_counter()
     for name, plan in plans.items():

@@ -14,6 +14,10 @@ NAMES = {
     "invertible": "contractive L2, 0.9, invertible blocks",
     "dot, l2 values": "dot scores, L2 values",
     "l2, dot values": "L2 scores, dot values",
+    "sharper contractive": "contractive L2, 0.9, sharper bound",
+    "ball": "L2 in a ball",
+    "contractive ball": "contractive L2 in a ball, 0.9",
+    "invertible ball": "contractive L2 in a ball, 0.9, invertible blocks",
 }
 
 

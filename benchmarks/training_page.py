@@ -26,7 +26,8 @@ from benchmarks.training_outcomes import (
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "training_h200.json"
 PAGE, GALLERY = ROOT / "docs" / "training.md", ROOT / "docs" / "gallery"
-SHORT = {**NAMES, "dot": "dot", "contractive": "contractive", "invertible": "invertible"}
+LONG = ("l2", "dot, l2 values", "l2, dot values")
+SHORT = {name: words if name in LONG else name for name, words in NAMES.items()}
 NOT_RUN = "not run"
 
 
@@ -193,7 +194,11 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     """The generated parts of the page, by the names of their marks."""
     return {
         "settings": settings_table(results),
-        **{name: grid_table(results, name) for name in ("grid", "halves")},
+        **{
+            name: grid_table(results, name)
+            for name in ("grid", "balls", "halves")
+            if name in results["settings"]["plans"]
+        },
         "long": long_table(results),
         **{name: breaking_table(results, name) for name in breaking_plans(results)},
         "largest rates": largest_rates(results),

@@ -8,6 +8,18 @@ from typing import Any
 
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
 from lipscope.charlm.language_model import Architecture, MakeAttention, make_attention
+from lipscope.nn.contractive import ContractiveL2Attention
+from lipscope.nn.l2_attention import reaction
+
+FORMER = {8: 6.40629, 16: 9.23277, 32: 12.98099, 128: 23.79452}
+"""The bound of causal L2 attention with identity weights before it was logarithmic, by context."""
+
+
+def make_former(a: Architecture) -> ContractiveL2Attention:
+    """Contractive attention as it was with the former bound, which made it weaker."""
+    now = reaction(a.context, a.width // a.heads, True, "2")
+    constant = a.constant * min(1.0, now / FORMER[a.context])
+    return ContractiveL2Attention(a.width, a.heads, constant, causal=True)
 
 
 @dataclass(frozen=True)
@@ -22,8 +34,12 @@ class Variant:
 VARIANTS = {
     "dot": Variant("dot"),
     "l2": Variant("l2"),
-    "contractive": Variant("contractive"),
-    "invertible": Variant("contractive", invertible=True),
+    "contractive": Variant("contractive", make=make_former),
+    "invertible": Variant("contractive", invertible=True, make=make_former),
+    "sharper contractive": Variant("contractive"),
+    "ball": Variant("ball"),
+    "contractive ball": Variant("contractive-ball"),
+    "invertible ball": Variant("contractive-ball", invertible=True),
     "dot, l2 values": Variant("dot", make=lambda a: DotScoresL2Values(a.width, a.heads)),
     "l2, dot values": Variant("l2", make=lambda a: L2ScoresDotValues(a.width, a.heads)),
 }
@@ -69,6 +85,7 @@ class Plan:
 GRID = Plan(
     depths=(2, 6, 12), rates=(1e-3, 3e-3, 1e-2), variants=("dot", "l2", "contractive", "invertible")
 )
+BALLS = ("sharper contractive", "ball", "contractive ball", "invertible ball")
 HYBRIDS = ("dot, l2 values", "l2, dot values")
 HARD = Plan(
     depths=(12, 24),
@@ -93,9 +110,14 @@ PLANS = {
     ),
     "pre norm": replace(HARD, rates=HARD.rates[1:], variants=("dot", "l2"), norm="pre"),
     "no norm": HARD,
+    "balls": replace(GRID, rates=GRID.rates[1:], variants=BALLS),
+    "balls, no norm": replace(HARD, variants=BALLS),
     "why": replace(HARD, depths=(12,), rates=FINE, variants=("dot", *HYBRIDS, "l2")),
 }
-"""Equal budgets with the usual choices, what L2 attention loses there; then none, by norms."""
+"""Equal budgets with the usual choices, what L2 attention loses there; then none, by norms.
+
+The plans "balls" repeat the first and the last of them with what came later.
+"""
 
 SIZES: dict[str, dict[str, Any]] = {
     "full": {},
