@@ -38,7 +38,7 @@ HOMES = {
     ("transformers",): {"models", "convert", "monitor", "charlm"},
     ("lightning", "pytorch_lightning"): {"monitor"},
     ("triton",): {"attention"},
-    ("matplotlib", "plotly", "altair", "bokeh"): {"report"},
+    ("matplotlib",): {"report"},
     ("ot",): {"mean_field"},
     ("torchode", "torchdiffeq"): {"dynamics"},
     ("pandas", "pyarrow"): {"study", "budget", "report"},

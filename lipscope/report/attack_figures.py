@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from lipscope._types import UserError
 from lipscope.audit.attack_comparison import DIRECTION, GRADIENT, RANDOM, TOKENS, Trial
+from lipscope.report.palette import colour, marker, series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOOKS = {
-    GRADIENT: ("#1b4f8a", "o-"),
-    DIRECTION: ("#4c9bd6", "s-"),
-    TOKENS: ("#c0392b", "D--"),
-    RANDOM: ("0.55", "^:"),
+    GRADIENT: (colour("s0"), "o-"),
+    DIRECTION: (colour("s2"), "s-"),
+    TOKENS: (colour("s1"), "D--"),
+    RANDOM: (colour("muted"), "^:"),
 }
 """Colour and marker of each attack; the markers distinguish them without colour."""
 
@@ -29,7 +30,7 @@ def contest_figure(trials: Sequence[Trial]) -> Figure:
         raise UserError("there are no trials to draw; run compare_attacks to get some")
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
     count = len({t.text for t in trials})
-    for attack, (colour, mark) in LOOKS.items():
+    for attack, (tint, mark) in LOOKS.items():
         here = {
             b: [t for t in trials if (t.attack, t.budget) == (attack, b)]
             for b in sorted({t.budget for t in trials})
@@ -39,19 +40,17 @@ def contest_figure(trials: Sequence[Trial]) -> Figure:
             continue
         norms = [median(t.norm for t in rows) for rows in here.values()]
         changes = [sorted(t.change for t in rows) for rows in here.values()]
-        left.plot(
-            norms, [median(c) for c in changes], mark, color=colour, markersize=4, label=attack
-        )
+        left.plot(norms, [median(c) for c in changes], mark, color=tint, markersize=4, label=attack)
         left.fill_between(
             norms,
             [c[0] for c in changes],
             [c[-1] for c in changes],
-            color=colour,
+            color=tint,
             alpha=0.12,
             linewidth=0,
         )
         shares = [100 * sum(t.success for t in rows) / len(rows) for rows in here.values()]
-        right.plot(norms, shares, mark, color=colour, markersize=4, label=attack)
+        right.plot(norms, shares, mark, color=tint, markersize=4, label=attack)
     left.set(
         xscale="log", yscale="log", ylabel="‖F(X+E) − F(X)‖ / ‖F(X)‖", title="change of the output"
     )
@@ -76,9 +75,9 @@ def adversarial_growth_figure(curves: Mapping[str, Mapping[int, float]], title: 
         ax.plot(
             at,
             [curve[n] for n in at],
-            "osD^vxP*"[i % 8] + "-",
+            marker(i)[0] + "-",
             markersize=4,
-            color=f"C{i}",
+            color=colour(series(i, len(curves))),
             label=name,
         )
     lowest = min(min(curve.values()) for curve in curves.values())
@@ -86,7 +85,7 @@ def adversarial_growth_figure(curves: Mapping[str, Mapping[int, float]], title: 
         lengths,
         [0.8 * lowest * (n / lengths[0]) ** 0.5 for n in lengths],
         "--",
-        color="0.5",
+        color=colour("muted"),
         label="slope 1/2",
     )
     ax.set(xscale="log", yscale="log", xlabel="n, tokens", ylabel="σ, local Lipschitz constant")

@@ -146,6 +146,7 @@ def heat_map(ax: Axes, grid: Grid, marks: Marks, texts: bool = True, size: float
                     size=size,
                     color=text_on(face),
                     gid=f"text-{spot}",
+                    parse_math=False,
                 )
                 marks[f"text-{spot}"] = Mark(kind=f"on {step}", coloured=True)
     ax.set_xlim(0, len(grid.columns))

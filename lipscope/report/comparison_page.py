@@ -85,9 +85,9 @@ def _chosen(found: Comparison) -> list[int]:
     count = len(found.names)
     if count <= MOST:
         return list(range(count))
-    ranked = found.ranked()
-    spaced = [ranked[round(k * (count - 1) / (MOST - 2))] for k in range(MOST - 1)]
-    return list(dict.fromkeys([0, *spaced]))
+    others = [i for i in found.ranked() if i != 0]
+    # Evenly over the ranking, with both ends.
+    return [0, *(others[round(k * (len(others) - 1) / (MOST - 2))] for k in range(MOST - 1))]
 
 
 def _differences(found: Comparison) -> str:

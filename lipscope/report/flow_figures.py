@@ -13,6 +13,7 @@ from torch import Tensor
 from lipscope.dynamics.clusters import Clusters
 from lipscope.dynamics.depth_growth import DepthGrowth
 from lipscope.dynamics.simulation import Moments, Simulation
+from lipscope.report.palette import colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,7 @@ BELOW: dict[str, Any] = {
     "ncols": 2,
     "frameon": False,
 }
-BLUE, ORANGE, GREY = "#1f5fa8", "#d1690e", "0.45"
+BLUE, ORANGE, GREY = colour("s0"), colour("s1"), colour("muted")
 
 
 def draw(simulation: Simulation) -> Figure:
@@ -106,13 +107,13 @@ def _paths(ax: Axes, simulation: Simulation) -> None:
     """The initial tokens and their paths."""
     z, times = simulation.shown.numpy(), simulation.flow.times.numpy()
     chosen = np.linspace(0, simulation.n - 1, min(simulation.n, PATHS)).round().astype(int)
-    colour = colours(simulation)
+    tint = colours(simulation)
     for i in chosen:
-        own = colour if isinstance(colour, str) else colour[i]
+        own = tint if isinstance(tint, str) else tint[i]
         along = (times, z[:, i, 0]) if simulation.dim == 1 else (z[:, i, 0], z[:, i, 1])
         ax.plot(*along, color=own, linewidth=0.6, alpha=0.45)
     if simulation.dim > 1:
-        ax.scatter(z[0, :, 0], z[0, :, 1], s=6, c=colour, alpha=0.7, label="tokens at t = 0")
+        ax.scatter(z[0, :, 0], z[0, :, 1], s=6, c=tint, alpha=0.7, label="tokens at t = 0")
     label_axes(ax, simulation)
 
 
@@ -145,7 +146,7 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
             first[1],
             marker="x",
             s=90,
-            c="crimson",
+            c=colour("s5"),
             zorder=4,
             label="first token, at rest",
         )
@@ -208,9 +209,9 @@ def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
     largest = theirs[theirs < LARGEST]
     top = 3 * (largest if len(largest) else ours[0]).max().item()
     for i in range(min(simulation.dim, 2)):
-        colour = (BLUE, ORANGE)[i]
+        tint = (BLUE, ORANGE)[i]
         _curve(
-            ax, closed.times, ours[:, i], color=colour, label=f"coordinate {i + 1}, closed equation"
+            ax, closed.times, ours[:, i], color=tint, label=f"coordinate {i + 1}, closed equation"
         )
         if simulation.n > 1:
             times, values = simulation.flow.times[::4], theirs[::4, i]
@@ -221,7 +222,7 @@ def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
                 marker="o",
                 linestyle="",
                 markersize=3,
-                color=colour,
+                color=tint,
                 label="particles",
             )
     if found.blow_up is not None:
@@ -246,8 +247,8 @@ def _growth(ax: Axes, found: DepthGrowth) -> None:
         (found.product, "product of the layers' constants", "--", ORANGE),
         (found.sigma, "σ, the whole network", "-", BLUE),
     )
-    for values, name, style, colour in curves:
-        _curve(ax, found.times, values, linestyle=style, color=colour, label=name)
+    for values, name, style, tint in curves:
+        _curve(ax, found.times, values, linestyle=style, color=tint, label=name)
     ax.set_yscale("log")
     ax.set_xlabel("depth t")
     ax.set_ylabel("largest growth of a small change")

@@ -19,31 +19,34 @@ from lipscope.mean_field.hardy import averaging
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.splitting_maps import SplittingMap
 from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023
+from lipscope.report.palette import colour, series
 from lipscope.theorems.geshkovski2023 import masked_wasserstein_upper
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PALETTE = "viridis"  # monotone lightness: readable in greyscale and by colour-blind eyes
-
 
 def draw_transitions(found: Mapping[float, Transition], ax: Axes) -> Axes:
     """sigma(n) of the adversarial family for each radius R, with sqrt n and n = e^{2 gamma R^2}."""
-    from matplotlib import colormaps
-
     ends = [float(n) for n in max(found.values(), key=lambda curve: curve.n[-1]).n]
-    ax.plot(ends, [math.sqrt(n) for n in ends], "--", color="0.5", label="√n")
+    ax.plot(ends, [math.sqrt(n) for n in ends], "--", color=colour("muted"), label="√n")
     for i, (R, curve) in enumerate(found.items()):
-        colour = colormaps[PALETTE](0.85 * i / max(1, len(found) - 1))
+        tint = colour(series(i, len(found)))
         n = [float(count) for count in curve.n]
         ax.plot(
-            n, curve.sigma.tolist(), color=colour, label=f"R = {R:g}, plateau {curve.plateau:.3g}"
+            n, curve.sigma.tolist(), color=tint, label=f"R = {R:g}, plateau {curve.plateau:.3g}"
         )
         if curve.predicted <= n[-1]:
-            ax.vlines(curve.predicted, 1, curve.plateau, color=colour, linewidth=0.8, linestyle=":")
-            ax.plot([curve.predicted], [curve.plateau], "o", color=colour, markersize=5)
+            ax.vlines(curve.predicted, 1, curve.plateau, color=tint, linewidth=0.8, linestyle=":")
+            ax.plot([curve.predicted], [curve.plateau], "o", color=tint, markersize=5)
     ax.plot(
-        [], [], "o:", color="0.3", markersize=5, linewidth=0.8, label="n = exp(2γR²), predicted"
+        [],
+        [],
+        "o:",
+        color=colour("muted"),
+        markersize=5,
+        linewidth=0.8,
+        label="n = exp(2γR²), predicted",
     )
     # sqrt n has no end: the axes follow the other curves.
     ax.set_xlim(2, ends[-1])
@@ -83,17 +86,20 @@ def draw_two_diracs(
         radii,
         [w2_bound_geshkovski2023(f, R) for R in radii],
         "--",
-        color="0.5",
+        color=colour("muted"),
         label="published: ‖V‖(1+3a)exp(2a)",
     )
     ax.plot(
-        radii, [w2_bound(f, R) for R in radii], color="tab:red", label="sharper: ‖V‖(a+(1+a)exp(a))"
+        radii,
+        [w2_bound(f, R) for R in radii],
+        color=colour("s1"),
+        label="sharper: ‖V‖(a+(1+a)exp(a))",
     )
-    ax.plot(radii, sigma, "o", color="black", markersize=3, label="‖D_μF‖ at p = exp(-2γR²)")
+    ax.plot(radii, sigma, "o", color=colour("ink"), markersize=3, label="‖D_μF‖ at p = exp(-2γR²)")
     ax.plot(
         radii,
         [w.guaranteed for w in worst],
-        color="tab:blue",
+        color=colour("s0"),
         label="proved from below: |Vu| (γ/2) R² exp(γR²)",
     )
     ax.set_yscale("log")
@@ -105,10 +111,8 @@ def draw_two_diracs(
 
 def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) -> Axes:
     """The d_p constants of causal averaging of n tokens, their limits, and the unmasked bound."""
-    from matplotlib import colormaps
-
     for i, p in enumerate(exponents):
-        colour = colormaps[PALETTE](0.85 * i / max(1, len(exponents) - 1))
+        tint = colour(series(i, len(exponents)))
         constants = [averaging(n, p).constant for n in counts]
         limit = math.inf if p == 1 else 1.0 if math.isinf(p) else p / (p - 1)
         name = "∞" if math.isinf(p) else f"{p:g}"
@@ -116,13 +120,13 @@ def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) 
             counts,
             constants,
             ".-",
-            color=colour,
+            color=tint,
             label=f"p = {name}, limit {'∞' if p == 1 else f'{limit:.3g}'}",
         )
         if math.isfinite(limit):
-            ax.axhline(limit, color=colour, linewidth=0.8, linestyle=":")
+            ax.axhline(limit, color=tint, linewidth=0.8, linestyle=":")
     ax.axhline(
-        1.0, color="tab:red", linestyle="--", label="bound without mask, (1+3a)exp(2a) at a = 0"
+        1.0, color=colour("s1"), linestyle="--", label="bound without mask, (1+3a)exp(2a) at a = 0"
     )
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -142,15 +146,17 @@ def draw_masked_bounds(f: SelfAttention, radii: Sequence[float], X: torch.Tensor
     ]
     without = [w2_bound_geshkovski2023(replace(f, causal=False), R) for R in radii]
     hardy = [masked_wasserstein_upper(f.double(), Ball(R, 1)) for R in radii]
-    ax.plot(radii, without, "--", color="tab:red", label="bound without mask: ‖V‖(1+3a)exp(2a)")
-    ax.plot(radii, hardy, color="tab:green", label="corrected: ‖V‖(a+2(1+2a)exp(2a))")
+    ax.plot(radii, without, "--", color=colour("s1"), label="bound without mask: ‖V‖(1+3a)exp(2a)")
+    ax.plot(radii, hardy, color=colour("s2"), label="corrected: ‖V‖(a+2(1+2a)exp(2a))")
     ax.plot(
         radii,
         [d_p_bound(f, R, 2) for R in radii],
-        color="tab:blue",
+        color=colour("s0"),
         label="corrected, exponent halved",
     )
-    ax.plot(radii, sigma, "o-", color="black", markersize=3, label=f"‖D_μF‖ of {len(X)} tokens")
+    ax.plot(
+        radii, sigma, "o-", color=colour("ink"), markersize=3, label=f"‖D_μF‖ of {len(X)} tokens"
+    )
     ax.set_yscale("log")
     ax.set_xlabel("R, radius")
     ax.set_ylabel("Lipschitz constant in d₂")

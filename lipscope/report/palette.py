@@ -7,6 +7,9 @@ from functools import cache
 LEVELS = 32
 """Number of steps of a colour ramp."""
 
+FIRST_LINE = 21
+"""The first step of a ramp with a contrast of 3 with the paper, which a line needs."""
+
 LIGHT = {
     "paper": "#ffffff",
     "panel": "#f5f7f9",
@@ -67,9 +70,7 @@ def series(i: int, count: int) -> str:
     """The name of the colour of curve i of `count`: distinct if there are few, else by depth."""
     if count <= len(SERIES_LIGHT):
         return f"s{i}"
-    # The pale half of the ramp is too close to the paper for a line.
-    first = LEVELS // 2
-    return f"c{first + round((LEVELS - 1 - first) * i / (count - 1))}"
+    return f"c{FIRST_LINE + round((LEVELS - 1 - FIRST_LINE) * i / (count - 1))}"
 
 
 def marker(i: int) -> tuple[str, str]:

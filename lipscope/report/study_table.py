@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope._files import for_terminal
+from lipscope._types import UserError
+from lipscope.report.formats import counted, digits, exponent_range, interval
 from lipscope.study.growth import MIN_LENGTHS, Growth
 from lipscope.study.records import Identity, Row
 from lipscope.study.study import Study, Token
@@ -21,7 +23,7 @@ IMPRECISE = "imprecise"
 
 def summary(study: Study) -> RenderableType:
     """The output of `lipscope measure` and `lipscope show`, within 80 columns."""
-    about, dtype = study.info.about, study.info.identity.dtype
+    about, dtype = study.info.about, for_terminal(study.info.identity.dtype)
     parts: list[RenderableType] = [
         Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}, {dtype}\n", style="bold")
     ]
@@ -31,10 +33,11 @@ def summary(study: Study) -> RenderableType:
         parts.append(Text("No value has been measured yet."))
     if study.failed:
         reason = for_terminal(study.failed[0].status, 200)
+        missing = counted(len(study.failed), "row")
+        parts.append(Text(f"\nWithout a value: {missing}; the first reason: {reason}", style="red"))
+    if study.unfinished:
         parts.append(
-            Text(
-                f"\n{len(study.failed)} rows have no value; the first reason: {reason}", style="red"
-            )
+            Text(f"\n{study.unfinished}; run the same command again to resume.", style="yellow")
         )
     return Group(*parts)
 
@@ -54,27 +57,26 @@ def _table(study: Study) -> Table:
         name = "" if layer == before else "all" if layer is None else str(layer)
         sigma = _spread([row.value for row in rows if row.n == longest])
         growth = _exponent(study.law(scope, layer))
-        table.add_row(name, scope, sigma, *growth, _ends(study.radius(scope, layer)))
+        ends = _ends(study.radius(scope, layer))
+        table.add_row(name, for_terminal(scope), sigma, *growth, ends)
         before = layer
     return table
 
 
 def _spread(values: list[float]) -> str:
-    return f"{median(values):.3g} [{min(values):.3g}, {max(values):.3g}]" if values else "-"
+    return f"{digits(median(values))} {interval(min(values), max(values))}" if values else "-"
 
 
 def _exponent(law: Growth | None) -> tuple[str, str]:
     if law is None:
         return "-", ""
-    # Adding 0.0 turns -0.0 into 0.0, which prints without a minus sign.
-    alpha, low, high = (round(x, 2) + 0.0 for x in (law.alpha, law.low, law.high))
-    return f"{alpha:.2f} [{low:.2f}, {high:.2f}]", f"{law.rms:.2f}"
+    return exponent_range(law.alpha, law.low, law.high), f"{law.rms:.2f}"
 
 
 def _ends(radius: dict[int, float]) -> str:
     """R at the smallest and at the largest length."""
     ends = dict.fromkeys((min(radius), max(radius)))
-    return " → ".join(f"{radius[n]:.3g}" for n in ends)
+    return " → ".join(digits(radius[n]) for n in ends)
 
 
 def _legend(study: Study) -> str:
@@ -108,19 +110,22 @@ def certificate(study: Study) -> str:
     bounded = [ratio for row in study.sigma if (ratio := width(row)) < math.inf]
     unbounded = sum(row.upper == math.inf for row in study.sigma)
     drowned = len(study.sigma) - len(bounded) - unbounded
-    text = "Every σ has a lower bound and no upper one"
+    who = (
+        "Every σ" if len(bounded) == len(study.sigma) else f"{len(bounded)} of {len(study.sigma)} σ"
+    )
+    text = "Every σ has a lower bound but no upper bound"
     if bounded:
-        text = (
-            "Every σ lies between its lower and upper bound, at most a factor "
-            f"{max(bounded):.4g} apart"
-        )
-    if bounded and unbounded:
-        text += f", but {unbounded} have no upper one"
-    if unbounded:
-        text += _remedy(study.info.identity)
+        verb = "lies between its" if who.startswith("Every") else "lie between their"
+        text = f"{who} {verb} lower and upper bound, at most a factor {max(bounded):.4g} apart"
+        text += f"; {_have(unbounded)} no upper bound" if unbounded else ""
+    text += _remedy(study.info.identity) if unbounded else ""
     if drowned:
-        text += f"; {drowned} have no lower bound above 0, because rounding may exceed them"
+        text += f"; {_have(drowned)} no lower bound above 0, because rounding may exceed them"
     return f"{text}.{joint(study)}{_imprecise(study)}{_missed(study)}"
+
+
+def _have(count: int) -> str:
+    return f"{count:,} has" if count == 1 else f"{count:,} have"
 
 
 def joint(study: Study) -> str:
@@ -175,11 +180,15 @@ def _peak(study: Study) -> Text:
     row = study.peak()
     where = "the whole model" if row.layer is None else f"layer {row.layer}"
     text = Text(
-        f"Most sensitive: {where} ({row.scope}), σ = {row.value:.4g} at n = {row.n}, "
+        f"Most sensitive: {where} ({for_terminal(row.scope)}), σ = {row.value:.4g} at n = {row.n}, "
         f"sample {row.sample}."
     )
+    try:
+        found = study.tokens_of(row)
+    except UserError:  # the study has no token norms, or they are lost
+        return text
     for verb, part in (("It reacts most to", "right"), ("The change shows most at", "left")):
-        tokens = sorted(study.tokens_of(row), key=lambda token: -getattr(token, part))[:TOP_TOKENS]
+        tokens = sorted(found, key=lambda token: -getattr(token, part))[:TOP_TOKENS]
         text.append(
             f"\n{verb} " + ", ".join(_named(token, getattr(token, part)) for token in tokens) + "."
         )

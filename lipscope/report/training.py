@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipscope._files import whole_file
+from lipscope.report import charts
+from lipscope.report.palette import colour, series
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
@@ -43,37 +44,30 @@ def curves_csv(curve: Sequence[CurvePoint]) -> str:
 
 def draw_curves(curve: Sequence[CurvePoint], unigram_loss: float) -> Figure:
     """Losses on the left, constants on the right."""
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
+    for ax in (left, right):
+        charts.style(ax, 10)
     steps = [r.step for r in curve]
-    left.plot(steps[1:], [r.learned for r in curve[1:]], label="training", color="C0", alpha=0.5)
-    left.plot(steps, [r.test for r in curve], label="test", color="C0")
-    left.axhline(unigram_loss, color="gray", linestyle=":", label="unigram baseline")
+    # The first evaluation comes before any step, and has no training loss.
+    left.plot(steps[1:], [r.learned for r in curve[1:]], ":", label="training", color=colour("s1"))
+    left.plot(steps, [r.test for r in curve], label="test", color=colour("s0"))
+    left.axhline(unigram_loss, color=colour("muted"), linestyle="--", label="unigram baseline")
     left.set(xlabel="step", ylabel="loss (nats per character)")
     left.legend()
     layers = len(curve[0].constants)
     for i in range(layers):
-        color = colormaps["viridis"](i / layers)
-        right.plot(steps, [r.constants[i] for r in curve], label=f"layer {i}", color=color)
+        tint = colour(series(i, layers))
+        right.plot(steps, [r.constants[i] for r in curve], label=f"layer {i}", color=tint)
     right.set(xlabel="step", ylabel="local Lipschitz constant of attention")
-    _scale(right, [sigma for r in curve for sigma in r.constants])
+    values = [sigma for r in curve for sigma in r.constants]
+    if max(values) > 4 * min(values):
+        right.set_yscale("log")
+        charts.log_ticks(right.yaxis, values)
     right.legend(fontsize="small", ncols=1 + layers // 8)
     return figure
-
-
-def _scale(axes: Axes, values: Sequence[float]) -> None:
-    """A log scale with plain tick labels if values differ by more than a factor of 4."""
-    from matplotlib.ticker import LogLocator
-
-    least, most = min(values), max(values)
-    if most > 4 * least:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if most < 1000 * least else (1,)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
 
 
 def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:

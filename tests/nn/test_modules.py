@@ -221,6 +221,5 @@ def test_nn_needs_torch_alone():
         "typer",
         "pandas",
         "matplotlib",
-        "plotly",
         "triton",
     }

@@ -31,7 +31,7 @@ def study(
     *,
     right: tuple[float, ...] | None = None,
     identity: dict | None = None,
-    **about: str,
+    **about: object,
 ) -> Study:
     """A study in a directory, with token norms for every row that has a value."""
     facts = info(**(identity or {}))

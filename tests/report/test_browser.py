@@ -197,7 +197,8 @@ def test_it_fits_the_window(visit, plain, several, width, scheme):
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 27)")
         sizes = page.evaluate(
-            "[...document.querySelectorAll('.canvas text')].filter((t) => t.getClientRects().length)"
+            "[...document.querySelectorAll('.canvas text')]"
+            ".filter((t) => t.getClientRects().length)"
             ".map((t) => { const m = t.getScreenCTM();"
             " return parseFloat(getComputedStyle(t).fontSize) * Math.hypot(m.a, m.b); })"
         )

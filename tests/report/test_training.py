@@ -51,9 +51,14 @@ def test_constants_are_read_off_an_axis_of_plain_numbers(most, scale):
         if low <= label.get_position()[1] <= high
     ]
     assert axis.get_scale() == scale and len(shown) >= 3
-    assert all(
-        "$" not in words and float(words.replace("\N{MINUS SIGN}", "-")) >= 0 for words in shown
-    )
+    values = [parse(words) for words in shown]
+    assert values == sorted(values) and all(value >= 0 for value in values)
+
+
+def parse(text):
+    """A number as the figure writes it: 20, 1,000 or 1.0 × 10⁻³⁰."""
+    plain = text.replace(",", "").replace("\N{MINUS SIGN}", "-").replace(" × 10", "e")
+    return float(plain.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
 
 
 def test_both_files_are_written(tmp_path):

@@ -203,5 +203,5 @@ def test_rows_that_rounding_drowns_are_counted():
         "at most a factor 1.01 apart; 1 has no upper bound; --gap iterates until there is one"
         in said
     )
-    assert "; 1 have no lower bound above 0, because rounding may exceed them." in said
+    assert "; 1 has no lower bound above 0, because rounding may exceed them." in said
     assert "1 of 3 rows are imprecise: rounding may exceed 1 % of σ." in said

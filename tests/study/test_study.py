@@ -174,7 +174,7 @@ def test_the_summary_fits_80_columns_and_says_it_all(study):
         "layer 2 (attention)",
     ):
         assert piece in text
-    assert "1 rows have no value; the first reason: failed: no\\x1b[5m" in text.replace("\n", " ")
+    assert "Without a value: 1 row; the first reason: failed: no\\x1b[5m" in text.replace("\n", " ")
 
 
 def test_no_token_drives_the_terminal(study):
@@ -186,7 +186,7 @@ def test_a_study_with_nothing_or_only_failures_still_shows():
     store = Store.create(None, info())
     assert "No value has been measured yet" in shown(Study(store))
     store.write([row(value=math.nan, lower=0.0, upper=math.inf, status="non_finite")])
-    assert "1 rows have no value; the first reason: non_finite" in shown(Study(store))
+    assert "Without a value: 1 row; the first reason: non_finite" in shown(Study(store))
     assert Study(store).growth() == []
 
 

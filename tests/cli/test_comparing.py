@@ -1,0 +1,24 @@
+"""The command `compare`: a table on the terminal, a page on disk, and errors that help."""
+
+from lipscope.cli import main
+from tests.report.made import grid, study
+
+
+def test_it_prints_a_table_and_writes_a_page(tmp_path, capsys):
+    for name, layers in (("a", 2), ("b", 1), ("c", 2)):
+        study(tmp_path / name, grid(layers=layers))
+    directories = [str(tmp_path / name) for name in "abc"]
+    page = tmp_path / "page.html"
+    assert main(["compare", *directories, "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "3 studies: fake/model" in said
+    assert all(f"fake/model, {name}" in said for name in "abc")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_it_needs_two_studies(tmp_path, capsys):
+    study(tmp_path / "a", grid())
+    assert main(["compare", str(tmp_path / "a")]) == 2
+    assert "at least two studies" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
+    assert "is not a study" in capsys.readouterr().err
