@@ -49,9 +49,12 @@ TABLES = {".csv": "CSV", ".tsv": "TSV", ".jsonl": "JSONL", ".ndjson": "JSONL"}
 
 
 def tell(message: str, code: int) -> int:
+    """Print one line on stderr and return the exit code."""
     from lipscope._files import for_terminal
 
-    typer.echo("lipscope: " + for_terminal(" ".join(message.split())), err=True)
+    # A path of thousands of characters would bury what is said about it.
+    words = (word if len(word) <= 200 else f"{word[:100]}…{word[-60:]}" for word in message.split())
+    typer.echo("lipscope: " + for_terminal(" ".join(words)), err=True)
     return code
 
 
