@@ -130,7 +130,7 @@ def test_small_tokens_need_no_factor():
     Q = matrix([[1.0, 0, 0], [0, 1e-8, 0]])
     V = matrix([[0.0, 1, 0], [0, 0, 1.0]])
     f = tied(Q, V)
-    assert tighter_distance_upper(f, Ball(1e-6, 4)) == pytest.approx(math.sqrt(2), rel=1e-5)
+    assert tighter_distance_upper(f, Ball(1e-6, 4)) == pytest.approx(2 / math.sqrt(3), rel=1e-5)
     assert near_split(head_of(f)).M.abs().max() > 1e7
 
 
