@@ -15,7 +15,16 @@ from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
 from lipscope.budget.intervals import largest_ratio
 from lipscope.budget.states import FALSE_ALARMS, StateBudget, state_budgets
-from lipscope.budget.subject import Source, Subject, Text, hidden_states, read_subject, with_last
+from lipscope.budget.subject import (
+    Source,
+    Subject,
+    Text,
+    hidden_states,
+    own_attention,
+    read_subject,
+    with_last,
+)
+from lipscope.models.loading import load
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -183,14 +192,14 @@ def compare_runs(
         run = _runner(b, reference, format)
         name = format or _format_of(next(run.module.parameters()).dtype)
         found = [_states_of(run, row) for row in reference.sequences]
-        attention = run.attention
+        own = run.attention
     else:
         name = format or _format_of(states[0].dtype)
         found = [[h[i : i + 1] for h in states] for i in range(len(states[0]))]
-        attention = reference.attention
+        own = reference.own
     if name not in DTYPES:
         raise UserError(f"format must be one of {', '.join(DTYPES)}, got {name!r}")
-    low = replace(reference, attention=attention).in_dtype(DTYPES[name])
+    low = replace(reference, own=own).in_dtype(DTYPES[name])
     budgets, exact = state_budgets(reference, low, probes, seed)
     _check_shapes(exact, found)
     rows = [
@@ -261,12 +270,9 @@ def _runner(b: Source | Path, reference: Subject, format: str | None) -> Subject
             samples=1,
         )  # fmt: skip
         return other.in_dtype(DTYPES[format or "bf16"])
-    from lipscope.models.loading import load
-
     module = copy.deepcopy(load(b).trunk).eval()
-    attention = str(getattr(module.config, "_attn_implementation", "eager") or "eager")
     dtype = next(module.parameters()).dtype
-    return replace(reference, module=module, dtype=dtype, attention=attention)
+    return replace(reference, module=module, dtype=dtype, attention=own_attention(module))
 
 
 def _states_of(run: Subject, ids: Tensor) -> list[Tensor]:

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from lipscope._torch_internals import tree_leaves, tree_map
 from lipscope.budget.subject import (
-    NAME,
     Subject,
     arithmetic,
     blocks,
@@ -33,7 +32,7 @@ from lipscope.budget.subject import (
     layer_of,
     with_last,
 )
-from lipscope.models.plug import AttentionCall, listening, plugged
+from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 
 IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 WEIGHT = "weight"

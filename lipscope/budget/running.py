@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from lipscope.budget.formats import Format, Quantiser
 from lipscope.budget.metrics import Metric
 from lipscope.budget.sites import Site, check_routed, linears, weight_error
-from lipscope.budget.subject import NAME, Subject, changing_cache
+from lipscope.budget.subject import Subject, changing_cache
 from lipscope.models.plug import AttentionCall
 
 
-def exact_outputs(subject: Subject, metric: Metric, attention: str | None = None) -> list[Tensor]:
+def exact_outputs(subject: Subject, metric: Metric) -> list[Tensor]:
     """What the metric reads in the reference, per sequence."""
-    with torch.no_grad(), subject.ready(attention):
+    with torch.no_grad(), subject.ready():
         return [metric.read(subject.module(ids)) for ids in subject.sequences]
 
 
@@ -60,6 +60,19 @@ def second_order_share(subject: Subject, format: Format, metric: Metric) -> floa
     return float(((twice - exact) / 2 - (once - exact)).norm()) / total if total else 0.0
 
 
+def first_order_errors(
+    subject: Subject, format: Format, metric: Metric, only: Site | None = None, step: float = 1e-4
+) -> list[Tensor]:
+    """J e per sequence: what a format adds to the output to first order, by central differences."""
+    found = []
+    for ids in subject.sequences:
+        one, kept = replace(subject, sequences=(ids,)), dict[int, Tensor]()
+        _outputs(one, format, metric, only, 0.0, kept)
+        (up,), (down,) = (_outputs(one, format, metric, only, s, kept) for s in (step, -step))
+        found.append((up - down) / (2 * step))
+    return found
+
+
 def _outputs(
     subject: Subject,
     format: Format,
@@ -70,7 +83,7 @@ def _outputs(
     embeddings: bool = False,
 ) -> list[Tensor]:
     with _errors(subject, format, only, strength, kept, embeddings):
-        return exact_outputs(subject, metric, NAME if format.cache else None)
+        return exact_outputs(subject, metric)
 
 
 @contextmanager
@@ -150,7 +163,7 @@ def _attention_calls(subject: Subject) -> int:
         calls += 1
         return call
 
-    with torch.no_grad(), subject.ready(NAME), changing_cache(note):
+    with torch.no_grad(), subject.ready(), changing_cache(note):
         subject.module(subject.sequences[0][:, :2])
     return max(calls, 1)
 

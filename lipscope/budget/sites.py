@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser
 from lipscope.budget.metrics import Metric
-from lipscope.budget.subject import NAME, Subject, changing_cache, layer_of
+from lipscope.budget.subject import Subject, changing_cache, layer_of
 from lipscope.models.plug import AttentionCall
 
 
@@ -135,11 +135,10 @@ def _graph(
             for name, part in layers.items():
                 handle = part.register_forward_pre_hook(_take_input(graph, name))
                 stack.callback(handle.remove)
-        caching = any(f.cache for f in formats)
-        if caching:
+        if any(f.cache for f in formats):
             check_routed(subject)
             stack.enter_context(changing_cache(_take_cache(graph)))
-        with subject.ready(NAME if caching else None), torch.enable_grad():
+        with subject.ready(), torch.enable_grad():
             graph.output = subject.module(ids)
         yield graph
 

@@ -29,15 +29,17 @@ class Subject:
     """A model that runs in `dtype`, sequence by sequence.
 
     module:    a copy of the model, in evaluation mode, without gradients
-    attention: the attention function it runs on, by transformers' name
-    routed:    whether lipscope's attention can stand in for its own
     sequences: token ids [1, n] of every sample
+    attention: the attention function it runs on, by transformers' name
+    own:       the attention function of a run in low precision
+    routed:    whether lipscope's attention can stand in for its own
     """
 
     module: nn.Module
     sequences: tuple[Tensor, ...]
     dtype: torch.dtype
     attention: str
+    own: str
     routed: bool
     name: str
 
@@ -46,9 +48,9 @@ class Subject:
         return sum(ids.shape[1] for ids in self.sequences)
 
     @contextmanager
-    def ready(self, attention: str | None = None) -> Iterator[None]:
+    def ready(self) -> Iterator[None]:
         """Set attention and arithmetic for the runs inside."""
-        with plugged(self.module, attention or self.attention), arithmetic(self.dtype):
+        with plugged(self.module, self.attention), arithmetic(self.dtype):
             yield
 
     def in_dtype(self, dtype: torch.dtype) -> Subject:
@@ -62,7 +64,7 @@ class Subject:
         for buffer in module.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.float()
-        return replace(self, module=module, dtype=dtype)
+        return replace(self, module=module, dtype=dtype, attention=self.own)
 
 
 def read_subject(
@@ -87,25 +89,27 @@ def read_subject(
     """
     if isinstance(source, nn.Module) and not hasattr(source, "base_model_prefix"):
         module, model = source, None
-        attention, routed, wanted = "eager", False, dtype or torch.float64
+        own, routed, wanted = "eager", False, dtype or torch.float64
         name, tokenizer, limit = type(source).__name__, None, None
     else:
         model = source if isinstance(source, Model) else load(source)
         module = _with_head(source, model) if head else model.trunk
-        attention = str(getattr(model.trunk.config, "_attn_implementation", "eager") or "eager")
+        own = own_attention(model.trunk)
         routed, wanted = model.preflight.routed, dtype or model.dtype
         name, tokenizer, limit = model.card.name, model, model.max_positions
-    own = copy.deepcopy(module).eval().requires_grad_(False)
-    for tensor in [*own.parameters(), *own.buffers()]:
+    module = copy.deepcopy(module).eval().requires_grad_(False)
+    for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(wanted)
-    device = next(own.parameters()).device
+    device = next(module.parameters()).device
     rows = read_sequences(text, tokenizer, min(length, limit or length), samples)
     return Subject(
-        module=own,
+        module=module,
         sequences=tuple(row.to(device) for row in rows),
         dtype=wanted,
-        attention=attention,
+        # Exact, differentiable twice, and linear in memory; the model's own need not be.
+        attention=NAME if routed else own,
+        own=own,
         routed=routed,
         name=name,
     )
@@ -136,6 +140,11 @@ def read_sequences(text: Text, model: Model | None, length: int, samples: int) -
     if not rows:
         raise UserError("the text has no tokens; give a longer text")
     return [torch.tensor([row]) for row in rows]
+
+
+def own_attention(module: nn.Module) -> str:
+    """The attention function that a transformers model is set to use."""
+    return str(getattr(module.config, "_attn_implementation", None) or "eager")
 
 
 def arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -218,6 +227,3 @@ def _content(text: Any) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read {text} as UTF-8 text ({error})") from error
     return str(text)
-
-
-__all__ = ["NAME", "Subject", "read_subject"]

@@ -36,7 +36,7 @@ class Relu(nn.Module):
 BUGS = {
     "down projection off by 4 %": (lambda m: scaled(m.layers[1].mlp.down_proj, 1.04), 1),
     "swapped heads": (lambda m: swapped_heads(m.layers[0].self_attn), 0),
-    "scale of the scores": (lambda m: setattr(m.layers[1].self_attn, "scaling", 0.3), 1),
+    "scale of the scores": (lambda m: setattr(m.layers[1].self_attn, "scaling", 0.1), 1),
     "another activation": (lambda m: setattr(m.layers[2].mlp, "act_fn", Relu()), 2),
     "another RoPE base": (other_base, 0),
     "wrong eps": (lambda m: set_eps(m.layers[1].input_layernorm, 3e-1), 1),

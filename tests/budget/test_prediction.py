@@ -11,8 +11,8 @@ import lipscope as ls
 from lipscope.budget.formats import read_format
 from lipscope.budget.metrics import read_metric
 from lipscope.budget.result import BudgetRow
+from lipscope.budget.running import first_order_errors
 from lipscope.budget.subject import read_subject
-from tests.budget.test_sites import derivative
 from tests.budget.tiny import some_ids, tiny
 
 
@@ -47,7 +47,7 @@ def test_intervals_contain_the_first_order_error():
     model, ids = tiny("gpt2"), some_ids(2, 12)
     subject = read_subject(model, ids, head=False, length=64, samples=2)
     metric, f = read_metric("output"), read_format("int8")
-    exact = sum(dy.square().sum().item() for dy in derivative(subject, f, metric))
+    exact = sum(dy.square().sum().item() for dy in first_order_errors(subject, f, metric))
     with torch.no_grad(), subject.ready():
         size = sum(subject.module(row)[0].square().sum().item() for row in subject.sequences)
     truth, draws = math.sqrt(exact / size), 250
@@ -66,7 +66,12 @@ def test_intervals_contain_the_first_order_error():
 def test_kl_is_predicted_in_nats_per_token():
     for kind in ("gpt2_lm", "llama_lm"):
         got = ls.error_budget(
-            tiny(kind), some_ids(3, 24), formats="int8,int6:16", metric="kl", probes=48, observe=True
+            tiny(kind),
+            some_ids(3, 24),
+            formats="int8,int6:16",
+            metric="kl",
+            probes=48,
+            observe=True,
         )
         for name in got.formats:
             assert 0.75 <= got.observed[name] / got.total(name).value <= 1.3, (kind, name)

@@ -92,7 +92,9 @@ def test_expected_errors_are_those_observed(kind, format):
             squares = sum(square for square, _ in squared_errors(exact, v, run.roundings))
             # Relative to the state, so that every layer counts.
             expected += squares / exact.square().sum().item()
-            observed += (rounded.double() - exact).square().sum().item() / exact.square().sum().item()
+            observed += (
+                rounded.double() - exact
+            ).square().sum().item() / exact.square().sum().item()
     assert 0.85 <= math.sqrt(observed / expected) <= 1.15
 
 

@@ -6,25 +6,12 @@ import torch
 from lipscope._types import UserError
 from lipscope.budget.formats import read_format, read_formats
 from lipscope.budget.metrics import read_metric
-from lipscope.budget.running import _outputs, exact_outputs
+from lipscope.budget.running import exact_outputs, first_order_errors
 from lipscope.budget.sites import collect_products, linears
 from lipscope.budget.subject import read_subject
 from tests.budget.tiny import some_ids, tiny
 
 FORMATS = "int8,int4:8,fp8,w8a8,kv4"
-STEP = 1e-4
-
-
-def derivative(subject, format, metric, only=None):
-    """J e for every sequence, by central differences in the size of fixed errors."""
-    found = []
-    for i in range(len(subject.sequences)):
-        one = type(subject)(**{**vars(subject), "sequences": subject.sequences[i : i + 1]})
-        kept = {}
-        _outputs(one, format, metric, only, 0.0, kept)
-        (up,), (down,) = (_outputs(one, format, metric, only, s, kept) for s in (STEP, -STEP))
-        found.append((up - down) / (2 * STEP))
-    return found
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "gpt2", "qwen3"])
@@ -35,7 +22,7 @@ def test_products_are_those_of_the_derivative(kind):
     exact = exact_outputs(subject, metric)
     for f in formats:
         g = torch.Generator().manual_seed(seed)
-        Je = derivative(subject, f, metric)
+        Je = first_order_errors(subject, f, metric)
         for b, y in enumerate(exact):
             for k in range(2):
                 expected = (metric.probe(y, g) * Je[b]).sum()
@@ -52,7 +39,7 @@ def test_a_site_alone_is_one_of_the_products():
         products = collect_products(subject, [f], metric, 2, 0)[name]
         v = metric.probe(y, torch.Generator().manual_seed(0))
         for i in range(0, len(products.sites), 5):
-            (Je,) = derivative(subject, f, metric, only=products.sites[i])
+            (Je,) = first_order_errors(subject, f, metric, only=products.sites[i])
             assert abs(products.t[0, 0, i] - (v * Je).sum()) <= 1e-5 * Je.norm()
 
 

@@ -1,0 +1,373 @@
+"""Which published score ranks the layers of a model right? Each one against the truth.
+
+The truth of a site is the error of a run in which it alone is rounded. Scores of a weight, with
+e = x dW' the local error at the output of its layer and g, g_W the gradients there:
+
+    weight error        |dW| / |W|                      the objective of round-to-nearest
+    local output error  |e| / |x W'|                    the objective of AWQ and GPTQ
+    kurtosis            of the entries of W             a measure of outliers
+    sigma               sigma of all that follows |e|   the worst case
+    Frobenius           sqrt(E |g|^2 / entries) |e|     an error without direction
+    trace               sqrt(E |g_W|^2 / entries) |dW|  the Gauss-Newton trace of HAWQ
+    diagonal            sqrt(E sum g^2 e^2)             the diagonal of the Fisher matrix
+    budget              sqrt(E <g, e>^2)                this package
+
+Scores of a head of keys or values: its local error, the entropy of its attention (low entropy is
+said to need more bits), and the same scores of derivatives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.budget.formats import Format, read_formats
+from lipscope.budget.metrics import Measure, Metric, read_metric
+from lipscope.budget.running import distance, exact_outputs, outputs_in
+from lipscope.budget.sites import Site, check_routed, linears, matrix, weight_error
+from lipscope.budget.subject import (
+    Source,
+    Subject,
+    Text,
+    changing_cache,
+    layer_of,
+    read_subject,
+)
+from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.models.plug import AttentionCall
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCALED = ("sigma", "Frobenius", "trace", "diagonal", "budget")
+"""Scores that are errors of the output, so that their size can be compared with the truth."""
+
+
+class Score(NamedTuple):
+    """How well a score ranks the sites of a format.
+
+    rank:  Spearman's rank correlation with the truth
+    scale: the median of score / truth, for scores that predict an error
+    total: the score of all sites together over the observed error; sigma adds up, squares add up
+    """
+
+    format: str
+    score: str
+    rank: float
+    scale: float | None
+    total: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTable:
+    """Scores of the layers or heads of a model, and the values they were computed from.
+
+    rows:   one row per format and score
+    values: by format and site, the truth and every score
+    """
+
+    rows: list[Score]
+    values: dict[str, dict[Site, dict[str, float]]]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """The rows as a pandas DataFrame."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise UserError(
+                "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
+            ) from error
+        return pd.DataFrame.from_records(self.rows, columns=list(Score._fields))
+
+
+def compare_scores(
+    model: Source = None,
+    text: Text = None,
+    *,
+    formats: str | Iterable[str] = ("int8",),
+    probes: int = 128,
+    metric: Measure = "output",
+    length: int = 64,
+    samples: int = 4,
+    sigma: bool = True,
+    seed: int = 0,
+) -> ScoreTable:
+    """Compare scores of weights or of key-value heads with the truth, one site at a time.
+
+    Args:
+        model: As for :func:`error_budget`.
+        text: As for :func:`error_budget`.
+        formats: Weight formats (int8, int4:g, fp8) and cache formats (kv8, kv4).
+        probes: Backward passes per sequence.
+        metric: As for :func:`error_budget`.
+        length: Maximum number of tokens per sequence.
+        samples: Number of sequences taken from a text.
+        sigma: Whether to measure sigma of all that follows each site, which takes longest.
+        seed: Seed of the probes.
+    """
+    wanted, measure = read_formats(formats), read_metric(metric)
+    for f in wanted:
+        if f.dtype is not None or f.activation is not None:
+            raise UserError(f"scores are of weights or of keys and values, not of {f.name}")
+    subject = read_subject(model, text, head=measure.head, length=length, samples=samples)
+    exact = exact_outputs(subject, measure)
+    size = sum(measure.size(y) for y in exact)
+    values: dict[str, dict[Site, dict[str, float]]] = {}
+    gathered = _gather(subject, wanted, measure, probes, seed, sigma)
+    rows: list[Score] = []
+    for f in wanted:
+        values[f.name] = {}
+        whole = distance(measure, exact, outputs_in(subject, f, measure))
+        for site, sums in gathered[f.name].items():
+            scores = _scores(sums, measure, size)
+            alone = outputs_in(subject, f, measure, only=site)
+            values[f.name][site] = {"truth": distance(measure, exact, alone), **scores}
+        rows += _ranked(f.name, values[f.name], whole, power=1 if measure.divergence else 2)
+    return ScoreTable(rows, values)
+
+
+def spearman(a: Iterable[float], b: Iterable[float]) -> float:
+    """Rank correlation; NaN if one of the two is constant."""
+    ranks = [torch.tensor(list(x)).argsort().argsort().double() for x in (a, b)]
+    centred = [r - r.mean() for r in ranks]
+    norm = centred[0].norm() * centred[1].norm()
+    return float(centred[0] @ centred[1] / norm) if norm > 0 else math.nan
+
+
+def _scores(sums: dict[str, float], metric: Metric, size: float) -> dict[str, float]:
+    """Scores of one site from sums over sequences; those in SCALED are squares so far."""
+    found = {name: value for name, value in sums.items() if name not in SCALED}
+    for name in SCALED:
+        if name in sums:
+            found[name] = metric.value(sums[name], size)
+    return found
+
+
+def _ranked(
+    format: str, values: dict[Site, dict[str, float]], whole: float, power: int
+) -> list[Score]:
+    rows = []
+    for name in next(iter(values.values())):
+        if name == "truth":
+            continue
+        pairs = [(v[name], v["truth"]) for v in values.values()]
+        scale = total = None
+        if name in SCALED:
+            ratios = sorted(score / truth for score, truth in pairs if truth > 0)
+            scale = ratios[len(ratios) // 2] if ratios else None
+            p = 1 if name == "sigma" else power
+            total = sum(score**p for score, _ in pairs) ** (1 / p) / whole
+        rank = spearman((score for score, _ in pairs), (truth for _, truth in pairs))
+        rows.append(Score(format, name, rank, scale, total))
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A tensor of the graph at which errors enter.
+
+    node:   the tensor
+    values: what is rounded there, to which its local error is relative
+    errors: the error of each format, in the shape of the node
+    weight: the parameter behind it, and its errors, for a linear layer
+    """
+
+    sites: list[Site]
+    node: Tensor
+    values: Tensor
+    errors: dict[str, Tensor]
+    weight: tuple[Tensor, dict[str, Tensor]] | None = None
+    entropy: list[float] | None = None
+
+
+def _gather(
+    subject: Subject, formats: list[Format], metric: Metric, probes: int, seed: int, sigma: bool
+) -> dict[str, dict[Site, dict[str, float]]]:
+    """By format and site, the sums over sequences from which scores are made."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, dict[Site, dict[str, float]]] = {f.name: {} for f in formats}
+    for b, ids in enumerate(subject.sequences):
+        with _places(subject, formats, ids) as (places, output):
+            y = metric.read(output)
+            _add_local(found, places, len(subject.sequences))
+            nodes = [p.node for p in places] + [p.weight[0] for p in places if p.weight]
+            for _ in range(probes):
+                v = metric.probe(y, generator)
+                gradients = torch.autograd.grad(y, nodes, v, retain_graph=True, allow_unused=True)
+                _add_probe(found, places, list(gradients), probes)
+            if sigma and b == 0 and not metric.divergence:
+                _add_sigma(found, places, y)
+    return {
+        name: {site: sums for site, sums in sites.items() if sums.get("budget", 0.0) > 0}
+        for name, sites in found.items()
+    }
+
+
+def _add_local(
+    found: dict[str, dict[Site, dict[str, float]]], places: list[_Place], count: int
+) -> None:
+    """Scores that need no derivative, averaged over sequences."""
+    for place in places:
+        for name, e in place.errors.items():
+            for i, site in enumerate(place.sites):
+                sums = found[name].setdefault(site, {})
+                whole, local = (x[:, i] if site.head is not None else x for x in (place.values, e))
+                add = {"local output error": float(local.norm() / whole.norm()) / count}
+                if place.weight is not None:
+                    W, errors = place.weight[0].detach(), place.weight[1]
+                    z = (W - W.mean()) / W.std()
+                    add["weight error"] = float(errors[name].norm() / W.norm()) / count
+                    add["kurtosis"] = float(z.pow(4).mean()) / count
+                if place.entropy is not None:
+                    add["low entropy"] = -place.entropy[i] / count
+                for key, value in add.items():
+                    sums[key] = sums.get(key, 0.0) + value
+
+
+def _add_probe(
+    found: dict[str, dict[Site, dict[str, float]]],
+    places: list[_Place],
+    gradients: list[Tensor | None],
+    probes: int,
+) -> None:
+    weights = iter(gradients[len(places) :])
+    for place, g in zip(places, gradients, strict=False):
+        g_W = next(weights) if place.weight else None
+        if g is None:
+            continue
+        for name, e in place.errors.items():
+            for i, site in enumerate(place.sites):
+                u, local = (x[:, i] if site.head is not None else x for x in (g, e))
+                mean = float(u.square().mean())
+                add = {
+                    "Frobenius": mean * float(local.square().sum()),
+                    "diagonal": float((u * local).square().sum()),
+                    "budget": float((u * local).sum()) ** 2,
+                }
+                if g_W is not None and place.weight is not None:
+                    dW = place.weight[1][name]
+                    add["trace"] = float(g_W.square().mean()) * float(dW.square().sum())
+                sums = found[name][site]
+                for key, value in add.items():
+                    sums[key] = sums.get(key, 0.0) + value / probes
+
+
+def _add_sigma(
+    found: dict[str, dict[Site, dict[str, float]]], places: list[_Place], y: Tensor
+) -> None:
+    """Sigma of all that follows a site, at the first sequence, times the error there."""
+    for place in places:
+        J = _following(place.node, y)
+        if J is None:
+            continue
+        estimate: Any = spectral_norm(J, 1e-2, solver=Solver(max_steps=60, seed=0))
+        for name, e in place.errors.items():
+            for i, site in enumerate(place.sites):
+                local = e[:, i] if site.head is not None else e
+                found[name][site]["sigma"] = (float(estimate.value) * float(local.norm())) ** 2
+
+
+def _following(node: Tensor, y: Tensor) -> LinearOperator | None:
+    """The derivative of y with respect to a node of its graph, by two backward passes."""
+    u = torch.zeros_like(y, requires_grad=True)
+    (g,) = torch.autograd.grad(y, node, u, create_graph=True, allow_unused=True)
+    if g is None:
+        return None
+
+    def mv(x: Tensor) -> Tensor:
+        return torch.autograd.grad(g, u, x, retain_graph=True)[0].detach()
+
+    def rmv(w: Tensor) -> Tensor:
+        return torch.autograd.grad(y, node, w, retain_graph=True)[0].detach()
+
+    return LinearOperator(
+        mv,
+        rmv,
+        in_shape=tuple(node.shape),
+        out_shape=tuple(y.shape),
+        dtype=y.dtype,
+        device=y.device,
+    )
+
+
+@contextmanager
+def _places(
+    subject: Subject, formats: list[Format], ids: Tensor
+) -> Iterator[tuple[list[_Place], Any]]:
+    """Run the model with a node in its graph wherever an error enters."""
+    places: list[_Place] = []
+    weights = [f for f in formats if f.weight]
+    caches = [f for f in formats if f.cache]
+    layers = linears(subject.module) if weights else {}
+    handles = []
+    for name, part in layers.items():
+        handles.append(part.register_forward_hook(_take(places, name, weights)))
+        for parameter in part.parameters():
+            parameter.requires_grad_(True)
+    if caches:
+        check_routed(subject)
+    try:
+        with subject.ready(), torch.enable_grad(), changing_cache(_cache(places, caches)):
+            output = subject.module(ids)
+        yield places, output
+    finally:
+        for handle in handles:
+            handle.remove()
+        subject.module.requires_grad_(False)
+
+
+def _take(places: list[_Place], name: str, formats: list[Format]) -> Callable[..., Tensor]:
+    def hook(part: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x, node = args[0].detach(), output.view_as(output)
+        dW = {f.name: weight_error(part, f.weight) for f in formats if f.weight}
+        weight: Any = part.weight
+        places.append(
+            _Place(
+                sites=[Site(name, layer_of(name), "weight")],
+                node=node,
+                values=x @ matrix(part).detach().mT,
+                errors={key: x @ e.mT for key, e in dW.items()},
+                weight=(weight, dW),
+            )
+        )
+        return node
+
+    return hook
+
+
+def _cache(places: list[_Place], formats: list[Format]) -> Callable[[AttentionCall], AttentionCall]:
+    calls = 0
+
+    def change(call: AttentionCall) -> AttentionCall:
+        nonlocal calls
+        layer, calls = calls, calls + 1
+        if not formats:
+            return call
+        entropy, parts = _entropy(call), {}
+        for kind, x in (("key", call.k), ("value", call.v)):
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            node = parts[kind] = x.view_as(x)
+            sites = [Site(f"layer {layer} {kind}s", layer, kind, i) for i in range(x.shape[1])]
+            errors = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
+            places.append(_Place(sites, node, x.detach(), errors, entropy=entropy))
+        return replace(call, k=parts["key"], v=parts["value"])
+
+    return change
+
+
+def _entropy(call: AttentionCall) -> list[float]:
+    """Mean entropy of the attention of each key-value head, in nats."""
+    n = call.k.shape[-2]
+    eye = torch.eye(n, dtype=call.v.dtype, device=call.v.device)
+    with torch.no_grad():
+        P = replace(call, v=eye.expand(*call.k.shape[:-1], n)).output()
+    rows = torch.special.entr(P.clamp_min(0)).sum(dim=-1).mean(dim=(0, 2))
+    return rows.reshape(call.k.shape[1], -1).mean(dim=-1).tolist()
