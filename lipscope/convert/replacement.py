@@ -175,14 +175,15 @@ def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None
 def left_behind(f: SelfAttention, layer: AttentionLayer) -> tuple[str, ...]:
     """What f has and the layer does not support, in words."""
     bq, bk, _ = f.biases or (None, None, None)
-    # With keys equal to queries, a shared bias cancels in every distance.
     tied = isinstance(layer, L2SelfAttention)
+    ball = isinstance(layer, L2SelfAttention) and layer.ball is not None
     words = {
         "key weights": tied and not torch.equal(f.K, f.Q),
-        "query bias": not tied and bq is not None and bool(bq.any()),
+        # With keys equal to queries, a shared bias cancels in every distance; a ball has a centre.
+        "query bias": (ball or not tied) and bq is not None and bool(bq.any()),
         # In a dot product a key bias shifts all scores of a query equally, and softmax ignores it.
         "key bias": isinstance(layer, CosineSelfAttention) and bk is not None and bool(bk.any()),
-        "lengths of queries": isinstance(layer, L2SelfAttention) and layer.ball is not None,
+        "lengths of queries": ball,
         "rotary positions": isinstance(f.kernel, Dot) and f.kernel.rope is not None,
     }
     return tuple(word for word, lost in words.items() if lost)

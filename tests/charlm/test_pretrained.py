@@ -23,6 +23,8 @@ KINDS = [
     ("contractive", False, "none"),
     ("contractive", True, "pre"),
     ("cosine", False, "pre"),
+    ("ball", False, "post"),
+    ("contractive-ball", True, "none"),
 ]
 IDS = TEXT.held_out[:9]
 
@@ -76,7 +78,7 @@ def test_sigma_is_that_of_dense_autograd_through_the_trained_layer(trained):
 
 def test_distances_are_measured_in_closed_form(trained):
     model, _, loaded = trained
-    closed = model.architecture.attention != "cosine"
+    closed = model.architecture.attention in ("dot", "l2", "contractive")
     for site in loaded.sites(IDS, scopes=("heads", "attention")):
         f = getattr(site.f, "layer", site.f)
         assert isinstance(f, ls.SelfAttention) == closed
@@ -143,7 +145,7 @@ def test_every_scope_of_every_norm_is_that_of_dense_autograd(norm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "trained", [kind for kind in KINDS if kind[0] == "contractive"], indirect=True
+    "trained", [kind for kind in KINDS if "contractive" in kind[0]], indirect=True
 )
 def test_the_constant_of_a_contraction_holds_for_the_loaded_map(trained):
     model, _, loaded = trained

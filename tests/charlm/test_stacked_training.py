@@ -46,6 +46,7 @@ def alone(a: Architecture, seed: int, rate: float) -> CharacterTransformer:
         ("l2", False, "none"),
         ("cosine", False, "pre"),
         ("contractive", True, "pre"),
+        ("contractive-ball", True, "none"),
     ],
 )
 def test_a_stack_trains_each_member_as_if_it_were_alone(attention, invertible, norm):

@@ -17,8 +17,10 @@ from tests.models import zoo
 ROTARY, CAUSAL = {"llama", "gpt_neox", "cohere"}, {"llama", "gpt_neox", "gpt2", "opt", "cohere"}
 CONVERTED = [
     ("bert", "l2"),
+    ("bert", "contractive-ball"),
     ("roberta", "dot"),
     ("gpt2", "contractive"),
+    ("gpt2", "ball"),
     ("llama", "cosine"),
     ("llama", "l2"),
     ("distilbert", "contractive"),

@@ -96,7 +96,12 @@ def test_to_dot_without_query_bias_is_the_same_function():
 
 
 def test_what_is_left_behind_is_named():
-    expected = {"dot": {"query bias"}, "l2": {"key weights"}, "cosine": {"query bias", "key bias"}}
+    expected = {
+        "dot": {"query bias"},
+        "l2": {"key weights"},
+        "ball": {"key weights", "query bias", "lengths of queries"},
+        "cosine": {"query bias", "key bias"},
+    }
     for to, words in expected.items():
         assert {
             word for row in convert_model(encoder(), to, tokens()).layers for word in row.left
@@ -196,6 +201,9 @@ def test_a_converted_encoder_trains_saves_and_loads():
         ("l2", "cosine"),
         ("contractive", "dot"),
         ("cosine", "contractive"),
+        ("ball", "l2"),
+        ("dot", "contractive-ball"),
+        ("contractive-ball", "ball"),
     ],
 )
 def test_lipscope_layers_convert_into_each_other(source, to):
@@ -276,7 +284,7 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_changed():
             r"cross \(MultiheadAttention\) cannot be converted: .*a key or value other than",
         ),
         (("l3", X), "no attention 'l3' to convert to; choose one of dot, l2"),
-        (("l2", X, {"constant": 0.5}), "constant=0.5 is for to='contractive'"),
+        (("l2", X, {"constant": 0.5}), "is for contractive and contractive-ball attention"),
         (
             ("contractive", X, {"constant": 0.0, "layers": ["own"]}),
             "constant must be a positive number",
