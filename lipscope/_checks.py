@@ -3,13 +3,132 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
-from typing import TYPE_CHECKING
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import wraps
+from inspect import signature
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lipscope._types import UserError
 
 if TYPE_CHECKING:
     import torch
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def _is_list_of(kind: Callable[[object], bool]) -> Callable[[object], bool]:
+    # Not isinstance(x, Sequence) alone: a string is a sequence of strings.
+    return lambda x: (
+        isinstance(x, Sequence) and not isinstance(x, str | bytes) and all(map(kind, x))
+    )
+
+
+PLAIN: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "None": ("None", lambda x: x is None),
+    "int": ("an integer", _is_integer),
+    "float": ("a number", _is_number),
+    "bool": ("True or False", lambda x: isinstance(x, bool)),
+    "str": ("a string", lambda x: isinstance(x, str)),
+    "os.PathLike[str]": ("a path", lambda x: isinstance(x, os.PathLike)),
+    "Sequence[int]": ("a list of integers", _is_list_of(_is_integer)),
+    "Sequence[float]": ("a list of numbers", _is_list_of(_is_number)),
+    "Sequence[str]": ("a list of strings", _is_list_of(lambda x: isinstance(x, str))),
+}
+"""Annotations that can be checked, each with its name in an error message."""
+
+CLASSES = {
+    "Climb",
+    "DiscreteMeasure",
+    "LinearOperator",
+    "Rope",
+    "SelfAttention",
+    "Solver",
+    "Study",
+    "Tensor",
+    "nn.Module",
+}
+"""Classes that annotations may name; they are recognised by name, so that none is imported here."""
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a public function raise UserError for an argument that is not of the annotated type.
+
+    Python would raise an error of its own somewhere below, or none at all: `True` is an integer to
+    it, and a string a sequence. Annotations that are not plain are left to the function.
+    """
+    annotations = {name: p.annotation for name, p in signature(function).parameters.items()}
+    kinds = {name: _accepted(annotation) for name, annotation in annotations.items()}
+
+    @wraps(function)
+    def checking(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, value in (*zip(annotations, args, strict=False), *kwargs.items()):
+            _check_type(name, value, kinds.get(name))
+        return function(*args, **kwargs)
+
+    return checking
+
+
+def check_fields(record: Any) -> None:
+    """Raise UserError for a field of a dataclass that is not of the annotated type."""
+    for field in fields(record):
+        _check_type(field.name, getattr(record, field.name), _accepted(field.type))
+
+
+Kinds = list[tuple[str, Callable[[object], bool]]]
+
+
+def _accepted(annotation: object) -> Kinds | None:
+    """What an annotation such as "int | None" accepts; None if it is more than that."""
+    found: Kinds = []
+    for part in str(annotation).split(" | "):
+        if part in CLASSES:
+            found.append((f"a {part.removeprefix('nn.')}", _is_named(part.removeprefix("nn."))))
+        elif part in PLAIN:
+            found.append(PLAIN[part])
+        else:
+            return None
+    return found
+
+
+def _is_named(name: str) -> Callable[[object], bool]:
+    return lambda x: any(kind.__name__ == name for kind in type(x).__mro__)
+
+
+def _check_type(name: str, value: object, kinds: Kinds | None) -> None:
+    if kinds is not None and not any(accepts(value) for _, accepts in kinds):
+        expected = " or ".join(words for words, _ in kinds)
+        raise UserError(f"{name} must be {expected}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A value in an error message: on one line, short, and without an error of its own."""
+    if _is_named("Tensor")(value):
+        return f"a tensor of shape {tuple(getattr(value, 'shape', ()))}"
+    try:
+        text = re.sub(r"\s+", " ", repr(value))
+    except Exception:  # an integer of 5,000 digits, an object whose repr fails
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_whole(name: str, value: object, least: int, most: int = 2**63 - 1) -> None:
+    """Raise unless `value` is an integer from `least` to `most`."""
+    if not _is_integer(value) or not least <= value <= most:  # type: ignore[operator]
+        raise UserError(f"{name} must be a whole number from {least} to {most}, got {shown(value)}")
 
 
 def check_positive(name: str, value: object) -> None:

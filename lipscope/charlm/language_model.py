@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lipscope._checks import check_whole
 from lipscope._types import UserError
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.contractive import ContractiveMLP
@@ -80,12 +81,6 @@ class Architecture:
                 "a norm after the sum cannot be undone, so invertible blocks have none; "
                 "choose norm pre (one before the readout alone) or none"
             )
-
-
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise UserError unless value is an integer that is at least `least` and fits in 63 bits."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-        raise UserError(f"{name} must be a whole number from {least} to {2**63 - 1}, got {value!r}")
 
 
 def norm_in_words(norm: str | bool) -> str:

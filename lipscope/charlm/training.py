@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lipscope._checks import usable_device
+from lipscope._checks import check_whole, usable_device
 from lipscope._files import claim_folder
 from lipscope._types import UserError
 from lipscope.charlm.characters import CharacterText, read_characters
@@ -29,7 +29,6 @@ from lipscope.charlm.language_model import (
     Architecture,
     CharacterTransformer,
     MakeAttention,
-    check_whole,
     make_attention,
     norm_in_words,
 )

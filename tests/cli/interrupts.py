@@ -136,6 +136,8 @@ def saved_as_said(said: str, place: Path) -> bool:
 def main(count: int, seed: int) -> int:
     draw, tally, faults = random.Random(seed), Counter[str](), []
     began = time.monotonic()
+    # A shell starts background jobs with Ctrl-C ignored, and children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         save_tiny(place / "tiny", layers=2)
