@@ -33,6 +33,7 @@ _CONTENTS = {
     "attack": "",
     "attack_model": "audit.attacks",
     "attend": "attention.primitive",
+    "attend_everywhere": "attention.drop_in",
     "audit_model": "audit.heads",
     "bounds": "theorems.registry",
     "compare_attacks": "audit.attack_comparison",
@@ -49,6 +50,7 @@ _CONTENTS = {
     "measure": "study.run",
     "nn": "",
     "render": "report.page",
+    "scaled_dot_product_attention": "attention.drop_in",
     "simulate": "dynamics.simulation",
     "singular_triplets": "linalg.triplets",
     "spectral_norm": "linalg.spectral",
@@ -81,6 +83,7 @@ __all__ = [
     "attack",
     "attack_model",
     "attend",
+    "attend_everywhere",
     "audit_model",
     "bounds",
     "compare_attacks",
@@ -97,6 +100,7 @@ __all__ = [
     "measure",
     "nn",
     "render",
+    "scaled_dot_product_attention",
     "simulate",
     "singular_triplets",
     "spectral_norm",
@@ -118,6 +122,10 @@ if TYPE_CHECKING:
     from lipscope._types import Status as Status
     from lipscope._types import UserError as UserError
     from lipscope.attack.regions import Normed as Normed
+    from lipscope.attention.drop_in import attend_everywhere as attend_everywhere
+    from lipscope.attention.drop_in import (
+        scaled_dot_product_attention as scaled_dot_product_attention,
+    )
     from lipscope.attention.kernels import L2 as L2
     from lipscope.attention.kernels import Dot as Dot
     from lipscope.attention.kernels import Rope as Rope

@@ -1,7 +1,12 @@
-"""Chooses the implementation: fused kernels for tensors on a GPU that fit them, tiles elsewhere."""
+"""Chooses the implementation: fused kernels for tensors on a GPU that fit them, tiles elsewhere.
+
+Whatever the dtype, a row's log-sum-exp is float32 at least, and tiles compute in float32 at least:
+bfloat16 and float16 are formats to store numbers in.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -12,12 +17,17 @@ from lipscope.attention import tiled
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple
 
-second_vjp, second_jvp = tiled.second_vjp, tiled.second_jvp
+HALF = (torch.bfloat16, torch.float16)
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
     """Whether the Triton kernels support these tensors."""
-    if not (q.is_cuda and k.is_cuda and v.is_cuda) or find_spec("triton") is None:
+    if not (q.is_cuda and k.is_cuda and v.is_cuda) or not has_triton():
         return False
     # Inside vmap or jvp a tensor is a wrapper without memory of its own that a kernel could read.
     if any(is_wrapped(x) for x in (q, k, v)):
@@ -27,10 +37,19 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
     return triton_operands.unsupported(q, k, v, pattern) is None
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALF else x
+
+
+def _wide3(triple: Triple) -> Triple:
+    x, y, z = triple
+    return _wide(x), _wide(y), _wide(z)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """o (float32 out of the kernels) and the log-sum-exp, +inf for a fully masked row."""
+    """o (float32 for half precision) and the log-sum-exp, +inf for a fully masked row."""
     if not fused(q, k, v, pattern):
-        return tiled.forward(q, k, v, pattern)
+        return tiled.forward(_wide(q), _wide(k), _wide(v), pattern)
     from lipscope.attention import triton_forward
 
     o, lse = triton_forward.forward(q, k, v, pattern)
@@ -41,10 +60,42 @@ def jvp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern
 ) -> Tensor:
     if not fused(q, k, v, pattern):
-        return tiled.jvp(q, k, v, lse, tangent, pattern)
+        wide = _wide(q), _wide(k), _wide(v)
+        return tiled.jvp(*wide, lse, _wide3(tangent), pattern).to(q.dtype)
     from lipscope.attention import triton_jvp
 
     return triton_jvp.jvp(q, k, v, o, lse, tangent, pattern)
+
+
+def value_and_tangent(
+    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, J d and the log-sum-exp, as `forward` and `jvp` return them, and each row's mean of dT."""
+    if not fused(q, k, v, pattern):
+        wide = _wide(q), _wide(k), _wide(v)
+        o, do, lse, drift = tiled.value_and_tangent(*wide, _wide3(tangent), pattern)
+        return o, do.to(q.dtype), lse, drift
+    from lipscope.attention import triton_jvp, triton_tangent
+
+    if triton_tangent.unsupported(q, pattern) is None:
+        return triton_tangent.value_and_tangent(q, k, v, tangent, pattern)
+    o, lse = forward(q, k, v, pattern)
+    do, drift = triton_jvp.jvp_and_drift(q, k, v, o, lse, tangent, pattern)
+    return o, do, lse, drift
+
+
+def dual_number(
+    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, scale: float, pattern: Pattern
+) -> tuple[Tensor, Tensor]:
+    """o and J d in the dtype of q, for scores scale <q, k>, where no derivative will follow."""
+    if fused(q, k, v, pattern):
+        from lipscope.attention import triton_tangent
+
+        if triton_tangent.unsupported(q, pattern) is None:
+            return triton_tangent.value_and_tangent(q, k, v, tangent, pattern, scale, False)[:2]
+    dq, dk, dv = tangent
+    o, do, *_ = value_and_tangent(q * scale, k, v, (dq * scale, dk, dv), pattern)
+    return o.to(q.dtype), do.to(q.dtype)
 
 
 def vjp(
@@ -52,9 +103,50 @@ def vjp(
 ) -> Triple:
     """torch's own backward where it supports dtype and pattern, our kernels otherwise."""
     if not fused(q, k, v, pattern):
-        return tiled.vjp(q, k, v, lse, g, pattern)
+        gq, gk, gv = tiled.vjp(_wide(q), _wide(k), _wide(v), lse, _wide(g), pattern)
+        return gq.to(q.dtype), gk.to(q.dtype), gv.to(q.dtype)
     from lipscope.attention import library_vjp, triton_vjp
 
     if library_vjp.unsupported(q, k, v, pattern) is None:
         return library_vjp.vjp(q, k, v, o, lse, g, pattern)
     return triton_vjp.vjp(q, k, v, o, lse, g, pattern)
+
+
+def second_vjp(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern
+) -> Triple:
+    """The gradient of <g, J d> in q, k, v."""
+    if fused(q, k, v, pattern):
+        from lipscope.attention import triton_second
+
+        if triton_second.unsupported(q, v, pattern) is None:
+            o, do, _, drift = value_and_tangent(q, k, v, tangent, pattern)
+            zero = torch.zeros_like(g)
+            onto = triton_second.both_vjp(q, k, v, tangent, zero, g, o, do, lse, drift, pattern)
+            return onto[:3]
+    wide = _wide(q), _wide(k), _wide(v)
+    gq, gk, gv = tiled.second_vjp(*wide, lse, _wide3(tangent), _wide(g), pattern)
+    return gq.to(q.dtype), gk.to(q.dtype), gv.to(q.dtype)
+
+
+def second_jvp(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: Triple, other: Triple, pattern: Pattern
+) -> Tensor:
+    """The second derivative of o in the directions `first` and `other`."""
+    wide = _wide(q), _wide(k), _wide(v)
+    return tiled.second_jvp(*wide, lse, _wide3(first), _wide3(other), pattern).to(q.dtype)
+
+
+def both_vjp(
+    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, g: Tensor, gd: Tensor,
+    o: Tensor, do: Tensor, lse: Tensor, drift: Tensor, pattern: Pattern,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradient of <g, o> + <gd, J d> in q, k, v, dq, dk, dv."""
+    if fused(q, k, v, pattern):
+        from lipscope.attention import triton_second
+
+        if triton_second.unsupported(q, v, pattern) is None:
+            return triton_second.both_vjp(q, k, v, tangent, g, gd, o, do, lse, drift, pattern)
+    wide = _wide(q), _wide(k), _wide(v)
+    onto = tiled.both_vjp(*wide, lse, _wide3(tangent), _wide(g), _wide(gd), pattern)
+    return tuple(x.to(q.dtype) for x in onto)

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from lipscope._torch_internals import will_run_backward
+from lipscope._torch_internals import (
+    TransformFreeFunction,
+    outside_transforms,
+    read_tangents,
+    transforms,
+    will_run_backward,
+    with_tangent,
+)
 from lipscope._types import UserError
 from lipscope.attention import backend
 from lipscope.attention.pattern import Pattern
@@ -70,18 +78,13 @@ def attend(
         >>> ls.attend(q, k, v, causal=True).flatten().tolist()
         [1.0, 2.0]
     """
-    _check(q, k, v, mask, padding, sinks, softcap, window)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q * scale, k, v))
-    shift = k.shape[-2] - q.shape[-2]
-    rules = _Rules(causal=causal, window=window, softcap=softcap, shift=shift)
-    out, _ = _Attend.apply(q, k, v, mask, padding, sinks, rules)
-    return out.to(q.dtype)
+    shift = k.shape[-2] - q.shape[-2] if min(q.ndim, k.ndim) > 1 else 0
+    rules = Rules(causal=causal, window=window, softcap=softcap, shift=shift)
+    return attend_by_rules(q, k, v, mask, padding, sinks, rules, scale)
 
 
 @dataclass(frozen=True)
-class _Rules:
+class Rules:
     """The part of a Pattern without tensors; not a tuple, because vmap would unpack it."""
 
     causal: bool
@@ -90,8 +93,82 @@ class _Rules:
     shift: int
 
 
+def attend_by_rules(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    sinks: Tensor | None,
+    rules: Rules,
+    scale: float | None,
+) -> Tensor:
+    """`attend` with any alignment of queries and keys (`rules.shift`)."""
+    _check(q, k, v, mask, padding, sinks, rules.softcap, rules.window)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if torch.compiler.is_compiling():
+        return _compiled(q, k, v, mask, padding, sinks, rules, scale)
+    return _attend(q, k, v, mask, padding, sinks, rules, scale)
+
+
+def _attend(q, k, v, mask, padding, sinks, rules, scale) -> Tensor:
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
+    duals = read_tangents((q, k, v, mask, sinks))
+    if duals is not None and any(tangent is not None for _, tangent in duals[3:]):
+        raise UserError("mask or sinks carry a tangent, and attend treats them as constants")
+    # A single level of forward mode is read here, so that value and tangent are computed together:
+    # autograd would ask for the value first, and torch.func would spend milliseconds on its way to
+    # either. Not where autograd records dual numbers outside of torch.func: a backward pass may
+    # then want the tangent of a gradient, for which it needs them as they are.
+    nested, duals_recorded = transforms(), duals is not None and _records(*chain(*duals[:3]))
+    if duals is None or nested > 1 or (nested == 0 and duals_recorded):
+        return _value(q * scale, k, v, mask, padding, sinks, rules).to(q.dtype)
+    (q, dq), (k, dk), (v, dv), (mask, _), (sinks, _) = duals
+    with outside_transforms((q, k, v, dq, dk, dv, mask, padding, sinks)) as inside:
+        q, k, v, dq, dk, dv, mask, padding, sinks = inside
+        dq, dk, dv = _or_zeros((dq, dk, dv), (q, k, v))
+        o, do = _value_and_tangent(q, k, v, dq, dk, dv, scale, mask, padding, sinks, rules)
+    return with_tangent(o, do)
+
+
+def _compiled(q, k, v, mask, padding, sinks, rules, scale) -> Tensor:
+    """Inside torch.compile: torch's attention where it does the same, a graph break elsewhere."""
+    # A compiled graph has no second derivatives and no forward mode, for which attend exists.
+    special = (mask, padding, sinks, rules.window, rules.softcap)
+    if any(x is not None for x in special) or (rules.causal and rules.shift):
+        return torch.compiler.disable(_attend)(q, k, v, mask, padding, sinks, rules, scale)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=rules.causal, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
+    )
+
+
+def _value(q, k, v, mask, padding, sinks, rules) -> Tensor:
+    if transforms() == 0 and not _records(q, k, v):
+        return backend.forward(q, k, v, make_pattern(mask, padding, sinks, rules))[0]
+    return _Attend.apply(q, k, v, mask, padding, sinks, rules)[0]
+
+
+def _value_and_tangent(
+    q, k, v, dq, dk, dv, scale, mask, padding, sinks, rules
+) -> tuple[Tensor, Tensor]:
+    if not _records(q, k, v, dq, dk, dv):
+        pattern = make_pattern(mask, padding, sinks, rules)
+        return backend.dual_number(q, k, v, (dq, dk, dv), scale, pattern)
+    o, do, _, _ = _AttendAndTangent.apply(
+        q * scale, k, v, dq * scale, dk, dv, mask, padding, sinks, rules
+    )
+    return o.to(q.dtype), do.to(q.dtype)
+
+
+def _records(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is computed from these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def make_pattern(
-    mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: _Rules
+    mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: Rules
 ) -> Pattern:
     """The whole pattern; a padded token is not read and, in self-attention, does not read."""
     queries = padding if rules.shift == 0 else None
@@ -124,7 +201,7 @@ def _or_zeros(
     return dq, dk, dv
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(TransformFreeFunction):
     """(q, k, v) -> o, log-sum-exp."""
 
     # o may have more digits than q (float32 out of the half-precision kernels); derivatives are
@@ -162,7 +239,45 @@ class _Attend(torch.autograd.Function):
         return do.to(o.dtype), None
 
 
-class _Jvp(torch.autograd.Function):
+class _AttendAndTangent(TransformFreeFunction):
+    """(q, k, v; dq, dk, dv) -> o, do, log-sum-exp, row means of dT: one pass over the scores.
+
+    For plain tensors only: torch.func differentiates the functions below.
+    """
+
+    @staticmethod
+    def forward(q, k, v, dq, dk, dv, mask, padding, sinks, rules):
+        pattern = make_pattern(mask, padding, sinks, rules)
+        return backend.value_and_tangent(q, k, v, (dq, dk, dv), pattern)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.rules = inputs
+        o, do, lse, drift = output
+        ctx.mark_non_differentiable(lse, drift)
+        ctx.set_materialize_grads(False)  # often only the value or only the tangent has a gradient
+        ctx.save_for_backward(*tensors, o, do, lse, drift)
+
+    @staticmethod
+    def backward(ctx, g, gd, *_):
+        q, k, v, dq, dk, dv, mask, padding, sinks, o, do, lse, drift = ctx.saved_tensors
+        state = (lse, mask, padding, sinks, ctx.rules)
+        if gd is None:
+            onto = (None,) * 3 if g is None else _Vjp.apply(q, k, v, g.to(q.dtype), o, *state)
+            return *onto, *(None,) * 7
+        gd = gd.to(q.dtype)
+        g = torch.zeros_like(gd) if g is None else g.to(q.dtype)
+        if not torch.is_grad_enabled():
+            six = _BothVjp.apply(q, k, v, dq, dk, dv, g, gd, o, do, drift, *state)
+            return *six, None, None, None, None
+        # These can be differentiated again where no third derivative is involved.
+        bent = _SecondVjp.apply(q, k, v, dq, dk, dv, gd, *state)
+        straight = _Vjp.apply(q, k, v, g, o, *state)
+        onto = tuple(x + y for x, y in zip(bent, straight, strict=True))
+        return *onto, *_Vjp.apply(q, k, v, gd, o, *state), None, None, None, None
+
+
+class _Jvp(TransformFreeFunction):
     """(q, k, v; dq, dk, dv) -> do."""
 
     generate_vmap_rule = True
@@ -195,7 +310,7 @@ class _Jvp(torch.autograd.Function):
         return bent + _Jvp.apply(q, k, v, *moved, *state, ctx.rules)
 
 
-class _Vjp(torch.autograd.Function):
+class _Vjp(TransformFreeFunction):
     """(q, k, v; g) -> gq, gk, gv."""
 
     generate_vmap_rule = True
@@ -230,7 +345,7 @@ class _Vjp(torch.autograd.Function):
         return tuple(x + y for x, y in zip(bent, moved, strict=True))
 
 
-class _Last(torch.autograd.Function):
+class _Last(TransformFreeFunction):
     """The end of the chain: a third derivative is an error, never a silent zero."""
 
     generate_vmap_rule = True
@@ -262,6 +377,15 @@ class _SecondVjp(_Last):
         return backend.second_vjp(
             q, k, v, lse, (dq, dk, dv), g, make_pattern(mask, padding, sinks, rules)
         )
+
+
+class _BothVjp(_Last):
+    """(q, k, v; dq, dk, dv; g, gd) -> the gradient of <g, o> + <gd, J d> in all six."""
+
+    @staticmethod
+    def forward(q, k, v, dq, dk, dv, g, gd, o, do, drift, lse, mask, padding, sinks, rules):
+        pattern = make_pattern(mask, padding, sinks, rules)
+        return backend.both_vjp(q, k, v, (dq, dk, dv), g, gd, o, do, lse, drift, pattern)
 
 
 class _SecondJvp(_Last):

@@ -134,12 +134,20 @@ def _curved(P: Tensor, t: Tensor | None, pattern: Pattern) -> Weights:
 
 def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple) -> Tensor:
     """dT = dq k' + q dk';  dP = P (dS - r), r = rowsum(P dS);  do = dP v + P dv."""
+    return jvp_and_drift(W, q, k, v, tangent)[0]
+
+
+def jvp_and_drift(
+    W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple
+) -> tuple[Tensor, Tensor]:
+    """`jvp`, and r as a column [..., H, n, 1]."""
     # The row sum is subtracted before the product with v: for huge scores P dS v and r o nearly
     # cancel, and their difference would be all rounding.
     groups, (dq, dk, dv) = k.shape[-3], tangent
     dS = W.dS(_mixed(rows(dq, groups), rows(q, groups), k, dk))
-    dP = W.P * (dS - (W.P * dS).sum(-1, keepdim=True))
-    return heads(dP @ v + W.P @ dv, q.shape[-3])
+    drift = (W.P * dS).sum(-1, keepdim=True)
+    do = (W.P * (dS - drift)) @ v + W.P @ dv
+    return heads(do, q.shape[-3]), heads(drift, q.shape[-3])
 
 
 def vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Triple:

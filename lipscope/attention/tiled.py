@@ -61,6 +61,24 @@ def jvp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, pattern: 
     return do.total
 
 
+def value_and_tangent(
+    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, do, the log-sum-exp, and the mean of dS over each row of P."""
+    n, (dq, dk, dv) = q.shape[-2], tangent
+    o, do, lse, drift = _Whole(n), _Whole(n), _Whole(n), _Whole(n)
+    for r, c, tile in _blocks(q, k, pattern):
+        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
+        value, top, W = reference.forward_and_weights(q_, k_, v_, tile)
+        local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
+        o.add(r, value)
+        moved, mean = reference.jvp_and_drift(W, q_, k_, v_, local)
+        do.add(r, moved)
+        lse.add(r, top[..., None])
+        drift.add(r, mean)
+    return o.total, do.total, lse.total[..., 0], drift.total[..., 0]
+
+
 def vjp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
     queries, keys, values = _Whole(q.shape[-2]), _Whole(k.shape[-2]), _Whole(k.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
@@ -85,6 +103,26 @@ def second_vjp(
         for whole, cut, part in zip((queries, keys, values), (r, c, c), parts, strict=True):
             whole.add(cut, part)
     return queries.total, keys.total, values.total
+
+
+def both_vjp(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g: Tensor, gd: Tensor,
+    pattern: Pattern,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradient of <g, o> + <gd, J d> in q, k, v, dq, dk, dv."""
+    dq, dk, dv = tangent
+    wholes = [_Whole(x.shape[-2]) for x in (q, k, v, q, k, v)]
+    for r, c, tile in _blocks(q, k, pattern):
+        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
+        W = reference.weights(q_, k_, lse[..., r], tile)
+        local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
+        bent = reference.second_vjp(W, q_, k_, v_, local, gd[..., r, :])
+        straight = reference.vjp(W, q_, k_, v_, g[..., r, :])
+        onto = [x + y for x, y in zip(bent, straight, strict=True)]
+        onto += reference.vjp(W, q_, k_, v_, gd[..., r, :])
+        for whole, cut, part in zip(wholes, (r, c, c) * 2, onto, strict=True):
+            whole.add(cut, part)
+    return tuple(whole.total for whole in wholes)
 
 
 def second_jvp(

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
+from lipscope.attention.triton_masks import mask_of, masked, row_level, tile_at, tile_counts
 from lipscope.attention.triton_operands import (
     Precision,
     as_operands,
@@ -37,8 +38,8 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _forward(
-    q, k, v, o, lse, keys, stops, sinks, units, softcap, window, shift, n, n_keys,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
+    q, k, v, o, lse, keys, stops, sinks, units, mask, whole, softcap, window, shift, n, n_keys,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
@@ -57,9 +58,14 @@ def _forward(
     total, lost = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
+    line = i // M
+    if MASK != 0:
+        mixed, all_tiles = tile_counts(mask, b, h, line)
+        bounds = (0, 0, mixed * N, all_tiles * N, 0, mixed * N)
     for run in tl.static_range(3):
-        if run > 0 or window is not None:
-            for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+        if run > 0 or (MASK == 0 and window is not None):
+            for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+                j = tile_at(mask, b, h, line, step, N, MASK)
                 kj, vj = read(k, b, g, j, N, K), read(v, b, g, j, N, V)
                 kj_low, vj_low = (
                     read_low(k, b, g, j, kj, PRODUCT),
@@ -69,6 +75,8 @@ def _forward(
                 t, _ = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
                 if run != 1:
+                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     t = tl.where(seen, t, float("-inf"))
                 if keys is not None:
@@ -82,16 +90,20 @@ def _forward(
                 total, before = total * shrink + more, total * shrink
                 lost = (total - before) - more
                 acc = add_product(acc * shrink[:, None], p, 1.0, vj, vj_low, v_unit, PRODUCT)
-    _finish(o, lse, sinks, acc, top, total, rows, i, h, b, n, M, V)
+    level = row_level(mask, b, h, rows, n, MASK)
+    _finish(o, lse, sinks, level, acc, top, total, rows, i, h, b, n, M, V)
 
 
 @triton.jit
 @no_type_check
-def _finish(o, lse, sinks, acc, top, total, rows, i, h, b, n, M: tl.constexpr, V: tl.constexpr):
+def _finish(
+    o, lse, sinks, level, acc, top, total, rows, i, h, b, n, M: tl.constexpr, V: tl.constexpr
+):
     """o = acc / total, with the sink in the total; a row that sees nothing is 0, its lse -inf."""
     seen = top > float("-inf")
     if sinks is not None:
-        sink = tl.load(sinks + h).to(tl.float32) * LOG2E
+        # A sink far above its row takes all the weight; inf - inf would be NaN.
+        sink = tl.minimum((tl.load(sinks + h).to(tl.float32) - level) * LOG2E, 3e38)
         higher = tl.maximum(top, sink)
         shrink = tl.exp2(top - higher)
         acc *= shrink[:, None]
@@ -111,6 +123,8 @@ TILES = {
     ("half", 128): (128, 64, 8, 2),
     ("pair", 64): (128, 64, 8, 2),
     ("pair", 128): (128, 32, 8, 2),
+    ("plain", 256): (64, 32, 8, 2),
+    ("half", 256): (64, 32, 8, 2),
 }
 
 
@@ -131,10 +145,12 @@ def forward(
     keys, stops = padding_of(pattern, B)
     o = blank((B, H, n, m), torch.float32, q.device)
     lse = torch.empty(B, H, n, dtype=torch.float32, device=q.device)
+    mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
     _forward[triton.cdiv(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(o, M), lse, keys, stops,
-        pattern.sinks, units, pattern.softcap, pattern.window, pattern.shift, n, n_keys,
-        H // G, pattern.causal, product, M, N, K, V, num_warps=warps, num_stages=stages,
+        pattern.sinks, units, mask, whole, pattern.softcap, pattern.window, pattern.shift, n,
+        n_keys, H // G, pattern.causal, kind, product, M, N, K, V,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     o, lse = o.view(*q.shape[:-1], m), lse.view(q.shape[:-1])
     if pattern.queries is not None:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
+from lipscope.attention.triton_masks import mask_of, masked, tile_at, tile_counts
 from lipscope.attention.triton_operands import (
     Precision,
     aligned,
@@ -43,9 +44,9 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _jvp(
-    q, k, v, dq, dk, dv, o, do, lse, keys, stops, units, softcap, window, shift, n, n_keys,
-    start, end,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
+    q, k, v, dq, dk, dv, o, do, lse, means, keys, stops, units, mask, whole, softcap, window,
+    shift, n, n_keys, start, end,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
@@ -67,9 +68,14 @@ def _jvp(
     acc = tl.zeros([M, V], tl.float32)
     drift = tl.zeros([M], tl.float32)
     bounds = key_range(i, start, stop, shift, window, CAUSAL, M, N)
+    line = i // M
+    if MASK != 0:
+        mixed, all_tiles = tile_counts(mask, b, h, line)
+        bounds = (0, 0, mixed * N, all_tiles * N, 0, mixed * N)
     for run in tl.static_range(3):
-        if run > 0 or window is not None:
-            for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+        if run > 0 or (MASK == 0 and window is not None):
+            for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+                j = tile_at(mask, b, h, line, step, N, MASK)
                 kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
                 vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
                 kj_low, dkj_low = (
@@ -85,9 +91,11 @@ def _jvp(
                 dt = add_low(dt, qi, qi_low, dkj, dkj_low, PRODUCT)
                 dt = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T, dt))
                 t, slope = cap(t, score_unit, softcap)
-                p = tl.exp2(t - top[:, None])
                 columns = j + tl.arange(0, N)
                 if run != 1:
+                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                p = tl.exp2(t - top[:, None])
+                if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     p = tl.where(seen, p, 0.0)
                 if keys is not None:
@@ -101,8 +109,15 @@ def _jvp(
                 drift += tl.sum(w, 1)
                 acc = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
                 acc = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
-    mean = (drift * dscore_unit)[:, None] * read(o, b, h, i, M, V).to(tl.float32)
-    acc = (acc - mean) * rest[:, None]
+    drift *= dscore_unit
+    acc = (acc - drift[:, None] * read(o, b, h, i, M, V).to(tl.float32)) * rest[:, None]
+    if means is not None:
+        at = means + (b * tl.num_programs(1) + h).to(tl.int64) * n + rows
+        drift *= rest
+        if start is not None:  # noqa: SIM102 (Triton compiles both sides of an `and`)
+            if start > 0:
+                drift += tl.load(at, mask=rows < n, other=0.0)
+        tl.store(at, drift, mask=rows < n)
     acc = add_earlier(acc, do, start, b, h, i)
     do.store([b, h, i, 0], acc.to(do.dtype).reshape(1, 1, M, V))
 
@@ -116,6 +131,8 @@ TILES = {
     ("half", 128): (128, 32, 8, 2, None),
     ("pair", 64): (128, 64, 8, 2, None),
     ("pair", 128): (64, 32, 4, 2, None),
+    ("plain", 256): (64, 32, 8, 1, None),
+    ("half", 256): (64, 32, 8, 1, None),
 }
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -126,6 +143,21 @@ def jvp(
     precision: Precision = "pair",
 ) -> Tensor:  # fmt: skip
     """do [..., H, n, m] along (dq, dk, dv); q and dq include the scale of the score."""
+    return _launch(q, k, v, o, lse, tangent, pattern, precision, None)
+
+
+def jvp_and_drift(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern
+) -> tuple[Tensor, Tensor]:
+    """`jvp`, and the mean of dT over each row of P [..., H, n]."""
+    drift = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return _launch(q, k, v, o, lse, tangent, pattern, "pair", drift), drift
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern,
+    precision: Precision, drift: Tensor | None,
+) -> Tensor:  # fmt: skip
     dq, dk, dv = tangent
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
@@ -143,12 +175,13 @@ def jvp(
     do = blank((B, H, n, m), q.dtype, q.device)
     saved, lse = aligned(o), lse.contiguous()
     for start, end in spans(n_keys, product, pattern):
+        mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=(start, end))
         _jvp[triton.cdiv(n, M), H, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
             descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
             descriptor(saved, M), descriptor(do, M),
-            lse, keys, stops, units, pattern.softcap, pattern.window, pattern.shift, n, n_keys,
-            start, end, H // G, pattern.causal, product, M, N, K, V,
+            lse, drift, keys, stops, units, mask, whole, pattern.softcap, pattern.window,
+            pattern.shift, n, n_keys, start, end, H // G, pattern.causal, kind, product, M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     return do.view(*q.shape[:-1], m)

@@ -24,8 +24,8 @@ Precision = Literal["pair", "half"]
 SPAN, TALLEST = 8192, 128
 """Tokens summed over in one launch in float32, and the largest tile of tokens."""
 
-LARGEST = 128
-"""The largest head dimension that fits into shared memory."""
+LARGEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+"""The largest head dimension that fits into shared memory, where float32 is a pair of fp16."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None:
@@ -35,14 +35,16 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None
         return f"q, k, v must share one of bfloat16, float16, float32; they are {kinds}"
     if len({q.device, k.device, v.device}) > 1:
         return f"q, k, v must share a device; they are on {q.device}, {k.device}, {v.device}"
-    if max(q.shape[-1], v.shape[-1]) > LARGEST:
+    if max(q.shape[-1], v.shape[-1]) > LARGEST[q.dtype]:
         sizes = f"{q.shape[-1]} and {v.shape[-1]}"
-        return f"head dimensions up to {LARGEST} fit on the chip; these are {sizes}"
+        return f"head dimensions up to {LARGEST[q.dtype]} fit on the chip; these are {sizes}"
     if max(q.shape[:-3].numel(), q.shape[-3]) > 65535:
         shape = tuple(q.shape[:-2])
         return f"up to 65535 heads and 65535 sequences fit into one launch; these are {shape}"
-    if pattern.mask is not None:
-        return "explicit masks are not supported, only causal order, windows and padding"
+    if pattern.mask is not None and pattern.mask.device != q.device:
+        return f"the mask must be on the device of q, {q.device}; it is on {pattern.mask.device}"
+    if pattern.mask is not None and pattern.mask.dtype == torch.float64:
+        return "a float64 mask has digits that the kernels would drop"
     return None
 
 
@@ -65,8 +67,10 @@ def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def aligned(x: Tensor) -> Tensor:
     """x [..., H, n, k] as [B, H, n, k]; copied if rows are not contiguous and 16-byte aligned."""
-    x = x.reshape(-1, *x.shape[-3:])
+    x = x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
     step = 16 // x.element_size()
+    if x.is_contiguous() and x.shape[-1] % step == 0 and x.data_ptr() % 16 == 0:
+        return x
     strides = [
         stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1
     ]

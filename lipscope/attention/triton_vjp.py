@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
+from lipscope.attention.triton_masks import mask_of, masked, tile_at, tile_counts
 from lipscope.attention.triton_operands import (
     Precision,
     as_operands,
@@ -46,7 +47,8 @@ from lipscope.attention.triton_tiles import (
 @no_type_check
 def _onto_queries(
     q, k, v, g, gq, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys, start, end,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
+    mask, whole,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
@@ -68,9 +70,14 @@ def _onto_queries(
     qi_low, gi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(g, b, h, i, gi, PRODUCT)
     acc = tl.zeros([M, K], tl.float32)
     bounds = key_range(i, start, stop, shift, window, CAUSAL, M, N)
+    line = i // M
+    if MASK != 0:
+        mixed, all_tiles = tile_counts(mask, b, h, line)
+        bounds = (0, 0, mixed * N, all_tiles * N, 0, mixed * N)
     for run in tl.static_range(3):
-        if run > 0 or window is not None:
-            for j in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+        if run > 0 or (MASK == 0 and window is not None):
+            for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+                j = tile_at(mask, b, h, line, step, N, MASK)
                 kj, vj = read(k, b, group, j, N, K), read(v, b, group, j, N, V)
                 kj_low, vj_low = (
                     read_low(k, b, group, j, kj, PRODUCT),
@@ -79,9 +86,11 @@ def _onto_queries(
                 t = scores(qi, qi_low, kj, kj_low, PRODUCT)
                 dp = scores(gi, gi_low, vj, vj_low, PRODUCT)
                 t, slope = cap(t, score_unit, softcap)
-                z = tl.exp2(t - top[:, None]) * (dp * dp_unit - mean[:, None])
                 columns = j + tl.arange(0, N)
                 if run != 1:
+                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                z = tl.exp2(t - top[:, None]) * (dp * dp_unit - mean[:, None])
+                if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     z = tl.where(seen, z, 0.0)
                 if keys is not None:
@@ -97,8 +106,8 @@ def _onto_queries(
 @no_type_check
 def _onto_keys(
     q, k, v, g, gk, gv, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys,
-    start, end,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, PRODUCT: tl.constexpr,
+    start, end, mask, whole,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     # Tiles are transposed here, keys by queries: the sums over queries run along columns.
@@ -118,13 +127,22 @@ def _onto_keys(
     kj_low, vj_low = read_low(k, b, group, j, kj, PRODUCT), read_low(v, b, group, j, vj, PRODUCT)
     on_k = tl.zeros([N, K], tl.float32)
     on_v = tl.zeros([N, V], tl.float32)
+    line = j // N
     bounds = query_range(j, start, reach, shift, window, CAUSAL, M, N)
     for member in tl.range(GROUP):
         h = group * GROUP + member
         offset = (b * tl.num_programs(1) * GROUP + h) * n
+        if MASK != 0:
+            mixed, all_tiles = tile_counts(mask, b, h, line)
+            bounds = (0, mixed * M, mixed * M, all_tiles * M, 0, 0)
         for run in tl.static_range(3):
-            if run == 1 or (CAUSAL and run == 0) or window is not None:
-                for i in tl.range(bounds[2 * run], bounds[2 * run + 1], M):
+            if (
+                run == 1
+                or (run == 0 and (CAUSAL or MASK != 0))
+                or (window is not None and MASK == 0)
+            ):
+                for step in tl.range(bounds[2 * run], bounds[2 * run + 1], M):
+                    i = tile_at(mask, b, h, line, step, M, MASK)
                     qi, gi = read(q, b, h, i, M, K), read(g, b, h, i, M, V)
                     qi_low, gi_low = (
                         read_low(q, b, h, i, qi, PRODUCT),
@@ -138,10 +156,12 @@ def _onto_keys(
                     t = scores(kj, kj_low, qi, qi_low, PRODUCT)
                     dp = scores(vj, vj_low, gi, gi_low, PRODUCT)
                     t, slope = cap(t, score_unit, softcap)
+                    if run != 1:
+                        t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, True)
                     p = tl.exp2(t - top[None, :])
                     if PRODUCT == "pair":
                         p *= rest[None, :]
-                    if run != 1:
+                    if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                         seen = visible(
                             columns[None, :], rows[:, None], n_keys, shift, window, CAUSAL
                         )
@@ -170,6 +190,8 @@ TILES = {
     ("half", 128): ((128, 32, 8, 2, None), (64, 64, 4, 2, None)),
     ("pair", 64): ((128, 32, 8, 2, 128), (64, 64, 4, 2, None)),
     ("pair", 128): ((64, 64, 4, 2, None), (16, 64, 4, 2, None)),
+    ("plain", 256): ((64, 32, 8, 1, None), (32, 64, 8, 1, None)),
+    ("half", 256): ((64, 32, 8, 1, None), (32, 64, 8, 1, None)),
 }
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -192,24 +214,29 @@ def vjp(
     gk = blank((B, G, n_keys, size), q.dtype, q.device)
     gv = blank((B, G, n_keys, m), q.dtype, q.device)
     delta = (g.float() * o.float()).sum(-1)
-    tensors = (lse.contiguous(), delta, *padding_of(pattern, B), units)
+    keys, stops = padding_of(pattern, B)
+    tensors = (lse.contiguous(), delta, keys, stops, units)
     rules = (pattern.softcap, pattern.window, pattern.shift, n, n_keys)
     K, V = block(size), block(m)
     for_queries, for_keys = TILES[product, max(64, K, V)]
     M, N, warps, stages, registers = for_queries
     for span in spans(n_keys, product, pattern):
+        mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=span)
         _onto_queries[triton.cdiv(n, M), H, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
             descriptor(gq, M),
-            *tensors, *rules, *span, H // G, pattern.causal, product, M, N, K, V,
+            *tensors, *rules, *span, mask, whole, H // G, pattern.causal, kind, product, M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     M, N, warps, stages, registers = for_keys
     for span in spans(n, product, pattern, H // G):
+        mask, whole, kind = mask_of(
+            pattern, q.shape, n_keys, keys, M, N, over_queries=True, span=span
+        )
         _onto_keys[triton.cdiv(n_keys, N), G, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
             descriptor(gk, N), descriptor(gv, N),
-            *tensors, *rules, *span, H // G, pattern.causal, product, M, N, K, V,
+            *tensors, *rules, *span, mask, whole, H // G, pattern.causal, kind, product, M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     return gq.view(q.shape), gk.view(k.shape), gv.view(v.shape)

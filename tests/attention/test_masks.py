@@ -385,10 +385,10 @@ def test_a_shift_is_nothing_left():
     assert Pattern(mask=torch.ones(N, N) > 0).bias_left(N, N, torch.ones(2)).tolist() == [0, 0]
 
 
-def test_no_kernel_takes_an_additive_mask():
-    """The kernels would add the mask to the scores unshifted."""
+def test_no_kernel_takes_a_mask_of_more_digits_than_it_keeps():
     triton_operands = pytest.importorskip("lipscope.attention.triton_operands")
     q, k, v = (x.float() for x in tensors(4))
     rule = Pattern(mask=torch.zeros(N, N))
-    assert triton_operands.unsupported(q, k, v, Pattern()) is None
-    assert "mask" in triton_operands.unsupported(q, k, v, rule)
+    assert triton_operands.unsupported(q, k, v, rule) is None
+    double = Pattern(mask=torch.zeros(N, N, dtype=torch.float64))
+    assert "float64" in triton_operands.unsupported(q, k, v, double)

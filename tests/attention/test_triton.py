@@ -45,6 +45,8 @@ class Case:
     size: float = 1.0
     sharp: float = 1.0
     span: int | None = None
+    mask: str | None = None  # boolean, additive, or blocks: a boolean mask with empty tiles
+    mask_shape: tuple[int, int] = (1, 1)  # its batch and heads
 
 
 CASES = {
@@ -72,22 +74,62 @@ CASES = {
         H=1, G=1, n=300, keys=280, k=32, m=32, window=140, softcap=3.0, span=128
     ),
 }
+CASES |= {
+    "boolean mask": Case(mask="boolean"),
+    "boolean mask by head and member, causal, padded": Case(
+        B=2,
+        H=4,
+        G=2,
+        n=133,
+        keys=133,
+        k=40,
+        m=24,
+        causal=True,
+        padded=True,
+        mask="boolean",
+        mask_shape=(2, 4),
+    ),
+    "additive mask by head, softcap, sinks": Case(
+        B=2,
+        H=2,
+        G=1,
+        n=101,
+        keys=187,
+        k=33,
+        m=33,
+        softcap=3.0,
+        sinks=True,
+        mask="additive",
+        mask_shape=(1, 2),
+    ),
+    "blocks, window": Case(B=2, n=300, keys=300, window=200, mask="blocks", mask_shape=(2, 1)),
+    "blocks, spans": Case(G=1, n=275, keys=277, k=32, m=16, span=128, mask="blocks"),
+    "additive mask, spans, causal, padded": Case(
+        B=2, n=277, keys=277, k=16, m=32, causal=True, padded=True, span=128, mask="additive"
+    ),
+}
 INTERPRETED = [(name, "pair") for name in CASES] + [
     ("causal, grouped, padded", "half"),
     ("causal, grouped, padded", "float16"),
     ("window, softcap, more keys", "float16"),
     ("nearly one-hot", "float16"),
+    ("boolean mask", "float16"),
+    ("boolean mask by head and member, causal, padded", "float16"),
+    ("blocks, window", "float16"),
+    ("sinks, more queries", "float16"),
+    ("additive mask by head, softcap, sinks", "half"),
 ]
 
 
 def naive(
-    q: Tensor, k: Tensor, v: Tensor, case: Case, seen: Tensor, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, case: Case, seen: Tensor, sinks: Tensor | None, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention as it is written down, and its log-sum-exp; a row that sees nothing is zero."""
     k, v = (x.repeat_interleave(case.H // case.G, dim=1) for x in (k, v))
     t = q @ k.mT
     t = t if case.softcap is None else case.softcap * torch.tanh(t / case.softcap)
     dead = ~seen.any(-1, keepdim=True)
+    t = t + bias.expand_as(t).masked_fill(dead, 0)
     t = t.masked_fill(~(seen | dead), -math.inf)
     if sinks is not None:
         t = torch.cat([t, sinks[:, None, None].expand(*t.shape[:-1], 1)], dim=-1)
@@ -103,6 +145,24 @@ def visibility(case: Case, real: Tensor | None, device: str) -> Tensor:
     seen = seen if case.window is None else seen & (j > i - case.window)
     seen = seen.expand(case.B, 1, -1, -1)
     return seen if real is None else seen & real[:, None, None, :] & real[:, None, :, None]
+
+
+def explicit_mask(case: Case, device: str) -> Tensor | None:
+    """A mask with a row that sees nothing; additive ones carry a large constant in some rows."""
+    shape = (*case.mask_shape, case.n, case.keys)
+    if case.mask is None:
+        return None
+    if case.mask == "blocks":
+        near = torch.zeros(case.n, case.keys, dtype=torch.bool, device=device)
+        near[:140, 128:], near[200:, :70] = True, True
+        return near.expand(shape).clone()
+    seen = torch.rand(shape, device=device) < 0.6
+    seen[..., 3, :] = False
+    if case.mask == "boolean":
+        return seen
+    bias = torch.randn(shape, device=device).masked_fill(~seen, -math.inf)
+    bias[..., 5, :] -= 1e9
+    return bias
 
 
 @contextmanager
@@ -123,7 +183,14 @@ def poisoned() -> Iterator[None]:
 
 def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     """How far value, lse, tangent and cotangents are from float64, each on fresh random inputs."""
-    from lipscope.attention import triton_forward, triton_jvp, triton_operands, triton_vjp
+    from lipscope.attention import (
+        triton_forward,
+        triton_jvp,
+        triton_operands,
+        triton_second,
+        triton_tangent,
+        triton_vjp,
+    )
     from lipscope.attention.pattern import Pattern
 
     triton_operands.SPAN = case.span or 8192
@@ -142,17 +209,24 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     if case.padded:
         real = torch.ones(B, keys, dtype=torch.bool, device=device)
         real[0, keys // 2 :], real[-1, : keys // 3] = False, False
-    seen = visibility(case, real, device)
+    seen, mask = visibility(case, real, device), explicit_mask(case, device)
+    bias = level = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else mask > -math.inf)
+        if mask.dtype != torch.bool:
+            bias = mask.double()
+            level = bias.masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+            level = level.masked_fill(level == -math.inf, 0)
 
     def value(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return naive(q, k, v, case, seen, None if sinks is None else sinks.double())
+        return naive(q, k, v, case, seen, None if sinks is None else sinks.double(), bias)
 
     o, lse = value(*point)
     do = torch.func.jvp(lambda *x: value(*x)[0], point, (dq, dk, dv))[1]
     onto = torch.func.vjp(lambda *x: value(*x)[0], *point)[1](g)
 
     pattern = Pattern(
-        case.causal, case.window, case.softcap, None, real, real, sinks, shift=keys - n
+        case.causal, case.window, case.softcap, mask, real, real, sinks, shift=keys - n
     )
     q, k_, v, dq, dk, dv, g = (x.to(dtype) for x in (*point, dq, dk, dv, g))
     with poisoned():
@@ -160,13 +234,38 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
         mine_do = triton_jvp.jvp(q, k_, v, mine_o, mine_lse, (dq, dk, dv), pattern, mode)
         mine_g = triton_vjp.vjp(q, k_, v, mine_o, mine_lse, g, pattern, mode)
 
-    pairs = zip(
-        ("o", "do", "gq", "gk", "gv"), (mine_o, mine_do, *mine_g), (o, do, *onto), strict=True
-    )
+    mine, truth = [mine_o, mine_do, *mine_g], [o, do, *onto]
+    names = ["o", "do", "gq", "gk", "gv"]
+    if triton_tangent.unsupported(q, pattern) is None:
+        with poisoned():
+            both = triton_tangent.value_and_tangent(q, k_, v, (dq, dk, dv), pattern)
+        mine, truth, names = (
+            [*mine, *both[:2]],
+            [*truth, o, do],
+            [*names, "o at once", "do at once"],
+        )
+        assert torch.equal(both[2] == math.inf, lse == -math.inf)
+    if triton_second.unsupported(q, v, pattern) is None:
+        c = draw(*g.shape, size=case.size)
+        mean = triton_jvp.jvp_and_drift(q, k_, v, mine_o, mine_lse, (dq, dk, dv), pattern)[1]
+        with poisoned():
+            mine += triton_second.both_vjp(
+                q, k_, v, (dq, dk, dv), g, c.to(dtype), mine_o, mine_do, mine_lse, mean, pattern
+            )
+        inputs = [x.clone().requires_grad_() for x in (*point, *(x.double() for x in (dq, dk, dv)))]
+        value_o, moved = torch.func.jvp(
+            lambda *x: value(*x)[0], tuple(inputs[:3]), tuple(inputs[3:])
+        )
+        loss = (value_o * g.double()).sum() + (moved * c).sum()
+        truth += torch.autograd.grad(loss, inputs)
+        names += ["second q", "second k", "second v", "second dq", "second dk", "second dv"]
+    pairs = zip(names, mine, truth, strict=True)
     found = {name: ((x.double() - y).norm() / y.norm()).item() for name, x, y in pairs}
     assert torch.equal(mine_lse.isfinite(), lse.isfinite())
     found["score"] = (point[0] @ point[1].repeat_interleave(H // G, dim=1).mT).abs().max().item()
-    found["lse"] = (mine_lse.double() - lse)[lse.isfinite()].abs().max().item()
+    lse = lse - level[..., 0]  # the kernels leave a row's level out
+    off = (mine_lse.double() - lse) / lse.abs().clamp_min(1)
+    found["lse"] = off[lse.isfinite()].abs().max().item()
     return found
 
 

@@ -1,0 +1,258 @@
+"""Explicit masks in the kernels: the tiles of scores a mask leaves, and the level of its rows.
+
+Tiles in which no query sees a key are skipped; those in which every query sees every key come last
+and read no mask. The level of a row is the largest entry of an additive mask that it sees; it is
+taken out before the mask meets the scores (`pattern.without_level`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lipscope.attention.pattern import Pattern
+from lipscope.attention.triton_operands import aligned
+from lipscope.attention.triton_tiles import are_real, visible
+
+NONE, BOOLEAN, ADDITIVE = 0, 1, 2
+"""The kinds of mask a kernel is compiled for."""
+
+
+class Mask(NamedTuple):
+    """What a kernel reads of a mask. A stride is 0 where the mask is broadcast."""
+
+    entries: Tensor
+    batch: int
+    head: int
+    row: int
+    column: int
+    level: Tensor  # [B' * H' * n], unused by boolean masks
+    level_batch: int
+    level_head: int
+    tiles: Tensor  # [B' * H' * lines, width]: indices of mixed tiles, then of whole ones
+    counts: Tensor  # [B' * H' * lines, 2]: how many are mixed, and how many there are
+    tiles_batch: int
+    tiles_head: int
+    width: int
+
+
+class Masking(NamedTuple):
+    """The mask of a pattern as a kernel gets it; all None and NONE without one."""
+
+    mask: Mask | None
+    whole: TensorDescriptor | None  # its entries by tiles, where rows are aligned
+    kind: int
+
+
+@triton.jit
+@no_type_check
+def tile_counts(mask, b, h, line):
+    """How many tiles of a line (of queries, or of keys) are mixed, and how many to visit."""
+    at = mask.counts + 2 * (b * mask.tiles_batch + h * mask.tiles_head + line)
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+@no_type_check
+def tile_at(mask, b, h, line, step, SIZE: tl.constexpr, MASK: tl.constexpr):
+    """Where the tile of this step starts; without a mask, the step itself."""
+    start = step
+    if MASK != 0:
+        where = (b * mask.tiles_batch + h * mask.tiles_head + line).to(tl.int64) * mask.width
+        start = tl.load(mask.tiles + where + step // SIZE) * SIZE
+    return start
+
+
+@triton.jit
+@no_type_check
+def masked(
+    t, mask, whole, b, h, i, j, n, n_keys,
+    MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Scores t (in units of log 2) of queries i .. i + M and keys j .. j + N under the mask.
+
+    Tiles are [M, N], or with KEYS_FIRST [N, M].
+    """
+    if MASK != 0:
+        if KEYS_FIRST:
+            rows, columns = (i + tl.arange(0, M))[None, :], (j + tl.arange(0, N))[:, None]
+        else:
+            rows, columns = (i + tl.arange(0, M))[:, None], (j + tl.arange(0, N))[None, :]
+        if whole is not None:
+            # Through shared memory: element by element, a tile of bytes costs more than its scores.
+            tile = whole.load([tl.minimum(b, mask.batch), tl.minimum(h, mask.head), i, j])
+            tile = tile.reshape(M, N)
+            if KEYS_FIRST:
+                tile = tile.T
+        else:
+            base = mask.entries + b.to(tl.int64) * mask.batch + h.to(tl.int64) * mask.head
+            at = base + rows.to(tl.int64) * mask.row + columns.to(tl.int64) * mask.column
+            inside = (rows < n) & (columns < n_keys)
+            tile = tl.load(at, mask=inside, other=0)
+        if MASK == 1:  # what lies outside reads as 0 and is invisible
+            t = tl.where(tile > 0, t, float("-inf"))
+        else:
+            level = row_level(mask, b, h, rows, n, MASK)
+            t += (tile.to(tl.float32) - level) * 1.4426950408889634
+    return t
+
+
+@triton.jit
+@no_type_check
+def row_level(mask, b, h, i, n, MASK: tl.constexpr):
+    """The level of queries i, in the units of the mask; 0 for a boolean mask."""
+    level = tl.zeros(i.shape, tl.float32)
+    if MASK == 2:
+        where = (b * mask.level_batch + h * mask.level_head).to(tl.int64) + i
+        level = tl.load(mask.level + where, mask=i < n, other=0.0)
+    return level
+
+
+CHUNK = 16
+"""Tiles that one program of the survey looks at: enough programs to fill the device."""
+
+
+@triton.jit
+@no_type_check
+def _survey(
+    entries, batch, head, row, column, keys, states, level, shift, window, n, n_keys, lines, width,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The state of each tile (0 empty, 1 mixed, 2 whole), and the level of each row."""
+    block, chunk = tl.program_id(0) % lines, tl.program_id(0) // lines
+    i, h, b = block * M, tl.program_id(1), tl.program_id(2)
+    rows = i + tl.arange(0, M)
+    line = (b * tl.num_programs(1) + h).to(tl.int64)
+    base = entries + b.to(tl.int64) * batch + h.to(tl.int64) * head
+    states += (line * lines + block) * width
+    top = tl.full([M], float("-inf"), tl.float32)
+    for tile in tl.range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, width)):
+        columns = tile * N + tl.arange(0, N)
+        inside = (rows < n)[:, None] & (columns < n_keys)[None, :]
+        at = base + rows[:, None].to(tl.int64) * row + columns[None, :].to(tl.int64) * column
+        seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL) & inside
+        if keys is not None:
+            seen = seen & are_real(keys, b, columns, n_keys)[None, :]
+        if MASK == 1:
+            seen = seen & (tl.load(at, mask=inside, other=0) > 0)
+        else:
+            bias = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+            seen = seen & (bias > float("-inf"))
+            top = tl.maximum(top, tl.max(tl.where(seen, bias, float("-inf")), 1))
+        some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
+        every = tl.min(tl.min((seen | (rows >= n)[:, None]).to(tl.int32), 1), 0)
+        if MASK == 2:
+            every = some * 0  # an additive mask is always read
+        tl.store(states + tile, (some + some * every).to(tl.int8))
+    if MASK == 2:
+        tl.atomic_max(level + line * n + rows, top, mask=(rows < n) & (top > float("-inf")))
+
+
+@triton.jit
+@no_type_check
+def _list_tiles(
+    states, tiles, counts, per_line, per_tile, per_head, first, width, WIDTH: tl.constexpr
+):
+    """The tiles of one line that count, in their own order: sums are the same in every run."""
+    line, group = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, WIDTH)
+    at = states + group.to(tl.int64) * per_head + line * per_line + (first + index) * per_tile
+    state = tl.load(at, mask=index < width, other=0)
+    mixed, whole = (state == 1).to(tl.int32), (state == 2).to(tl.int32)
+    total = tl.sum(mixed, 0)
+    place = tl.where(state == 1, tl.cumsum(mixed, 0), tl.cumsum(whole, 0) + total) - 1
+    where = group.to(tl.int64) * tl.num_programs(0) + line
+    tl.store(tiles + where * width + place, first + index, mask=state > 0)
+    tl.store(counts + 2 * where, total)
+    tl.store(counts + 2 * where + 1, total + tl.sum(whole, 0))
+
+
+def mask_of(
+    pattern: Pattern,
+    shape: torch.Size,
+    n_keys: int,
+    keys: Tensor | None,
+    M: int,
+    N: int,
+    over_queries: bool = False,
+    span: tuple[int | None, int | None] = (None, None),
+) -> Masking:
+    """The mask of a pattern for q of this shape, in tiles of M queries and N keys.
+
+    Lines of tiles are those of a block of queries, or with `over_queries` of a block of keys; a
+    span restricts the tokens summed over.
+    """
+    if pattern.mask is None:
+        return Masking(None, None, NONE)
+    kind = BOOLEAN if pattern.mask.dtype == torch.bool else ADDITIVE
+    *leading, _, n, _ = shape
+    entries = _four_dimensional(pattern.mask, leading)
+    entries = entries.view(torch.uint8) if kind == BOOLEAN else entries
+    device, heads = entries.device, entries.shape[1]
+    B = entries.shape[0] if keys is None else torch.Size(leading).numel()
+    strides = [
+        0 if size == 1 else step for size, step in zip(entries.shape, entries.stride(), strict=True)
+    ]
+    lines, width = triton.cdiv(n, M), triton.cdiv(n_keys, N)
+    states = torch.empty(B, heads, lines, width, dtype=torch.int8, device=device)
+    rows = n if kind == ADDITIVE else 1
+    level = torch.full((B, heads, rows), -torch.inf, device=device)
+    _survey[lines * triton.cdiv(width, CHUNK), heads, B](
+        entries, *strides, keys, states, level, pattern.shift, pattern.window, n, n_keys, lines,
+        width, pattern.causal, kind, M, N, CHUNK,
+    )  # fmt: skip
+    level = level.masked_fill_(level == -torch.inf, 0.0)
+    per_line, per_tile, size = (1, width, M) if over_queries else (width, 1, N)
+    lines, width = (width, lines) if over_queries else (lines, width)
+    first, last = (None if s is None else triton.cdiv(s, size) for s in span)
+    first, last = first or 0, width if last is None else min(last, width)
+    tiles = torch.empty(B, heads, lines, last - first, dtype=torch.int32, device=device)
+    counts = torch.empty(B, heads, lines, 2, dtype=torch.int32, device=device)
+    _list_tiles[lines, B * heads](
+        states, tiles, counts, per_line, per_tile, states[0, 0].numel(), first, last - first,
+        triton.next_power_of_2(last - first),
+    )  # fmt: skip
+    whole = None
+    if strides[2] and strides[3]:
+        whole = _by_tiles(entries, M, N)
+        # The kernel clips its batch and head to what the mask has.
+        strides[:2] = (size - 1 for size in entries.shape[:2])
+    batch, head, row, column = strides
+    mask = Mask(
+        entries=entries,
+        batch=batch,
+        head=head,
+        row=row,
+        column=column,
+        level=level,
+        level_batch=0 if B == 1 else heads * rows,
+        level_head=0 if heads == 1 else rows,
+        tiles=tiles,
+        counts=counts,
+        tiles_batch=0 if B == 1 else heads * lines,
+        tiles_head=0 if heads == 1 else lines,
+        width=last - first,
+    )
+    return Masking(mask, whole, kind)
+
+
+def _by_tiles(entries: Tensor, M: int, N: int) -> TensorDescriptor:
+    """The entries to be read M rows and N columns at a time; copied where rows are not aligned."""
+    x = aligned(entries)
+    step = 16 // x.element_size()
+    strides = [s if size > 1 else step for s, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, M, N])
+
+
+def _four_dimensional(mask: Tensor, leading: list[int]) -> Tensor:
+    """mask [..., H | 1, n | 1, n' | 1] as [B | 1, H | 1, n | 1, n' | 1]."""
+    mask = mask[(None,) * (3 - mask.ndim)] if mask.ndim < 3 else mask
+    if mask.shape[:-3].numel() == 1:
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*leading, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])

@@ -1,0 +1,146 @@
+"""Value and tangent of attention in one launch, for bfloat16 and float16.
+
+With W = P * dT:  o = P v  and  do = P dv + W v - (W 1) o. One running softmax serves both.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lipscope.attention.pattern import Pattern
+from lipscope.attention.triton_masks import mask_of, masked, tile_at, tile_counts
+from lipscope.attention.triton_operands import (
+    aligned,
+    blank,
+    block,
+    descriptor,
+    padding_of,
+    product_of,
+)
+from lipscope.attention.triton_tiles import (
+    LOG2E,
+    add_product,
+    are_real,
+    cap,
+    key_range,
+    read,
+    rounded,
+    row_peak,
+    visible,
+)
+
+
+@triton.jit
+@no_type_check
+def _value_and_tangent(
+    q, k, v, dq, dk, dv, o, do, lse, drift, keys, stops, mask, whole, scale, window,
+    shift, n, n_keys,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
+    i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    h, b = tl.program_id(1), tl.program_id(2)
+    g, stop = h // GROUP, n_keys
+    if stops is not None:
+        stop = tl.load(stops + b)
+    rows = i + tl.arange(0, M)
+    qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
+    value, moved = tl.zeros([M, V], tl.float32), tl.zeros([M, V], tl.float32)
+    total, shift_of_mean = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
+    line = i // M
+    if MASK != 0:
+        mixed, all_tiles = tile_counts(mask, b, h, line)
+        bounds = (0, 0, mixed * N, all_tiles * N, 0, mixed * N)
+    for run in tl.static_range(3):
+        if run > 0 or (MASK == 0 and window is not None):
+            for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+                j = tile_at(mask, b, h, line, step, N, MASK)
+                kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
+                vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
+                t, _ = cap(tl.dot(qi, kj.T), scale, None)
+                dt = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T)) * scale
+                columns = j + tl.arange(0, N)
+                if run != 1:
+                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                if run != 1 and (MASK != 1 or CAUSAL or window is not None):
+                    seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
+                    t = tl.where(seen, t, float("-inf"))
+                if keys is not None:
+                    t = tl.where(are_real(keys, b, columns, n_keys)[None, :], t, float("-inf"))
+                last, top = top, tl.maximum(top, tl.max(t, 1))
+                base = tl.where(top == float("-inf"), 0.0, top)
+                p, shrink = tl.exp2(t - base[:, None]), tl.exp2(last - base)
+                # Rounded once for both sums: where P is nearly one-hot, W v and (W 1) o cancel,
+                # and two different roundings of W would be all that is left.
+                w = rounded(p * dt, PRODUCT)
+                total = total * shrink + tl.sum(p, 1)
+                shift_of_mean = shift_of_mean * shrink + tl.sum(w, 1)
+                value = add_product(value * shrink[:, None], p, 1.0, vj, vj, 1.0, PRODUCT)
+                moved = add_product(moved * shrink[:, None], p, 1.0, dvj, dvj, 1.0, PRODUCT)
+                moved = add_product(moved, w, row_peak(w, PRODUCT), vj, vj, 1.0, PRODUCT)
+    seen = top > float("-inf")
+    total = tl.where(seen, total, 1.0)
+    mean = shift_of_mean / total
+    out = value / total[:, None]
+    tangent = moved / total[:, None] - mean[:, None] * out
+    offset = (b * tl.num_programs(1) + h).to(tl.int64) * n + rows
+    tl.store(lse + offset, tl.where(seen, (top + tl.log2(total)) / LOG2E, float("inf")), rows < n)
+    tl.store(drift + offset, mean, mask=rows < n)
+    o.store([b, h, i, 0], out.to(o.dtype).reshape(1, 1, M, V))
+    do.store([b, h, i, 0], tangent.to(do.dtype).reshape(1, 1, M, V))
+
+
+TILES = {
+    # (M, N, warps, stages) by the larger head dimension: M queries per program, N keys per step.
+    64: (64, 64, 4, 3),
+    128: (128, 32, 8, 2),
+    256: (64, 32, 8, 1),
+}
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def unsupported(q: Tensor, pattern: Pattern) -> str | None:
+    """Why this kernel cannot do what the others can, or None."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"one launch for value and tangent is for bfloat16 and float16, not {q.dtype}"
+    if pattern.softcap is not None or pattern.sinks is not None or pattern.queries is not None:
+        return "one launch for value and tangent supports no softcap, sinks or padded queries"
+    return None
+
+
+def value_and_tangent(
+    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern,
+    scale: float = 1.0, keep_digits: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """o, do, lse (+inf for a fully masked row), and the mean score tangent of each row.
+
+    The score is scale <q, k>. With `keep_digits`, o is float32, for derivatives to come.
+    """
+    (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
+    K, V, B = block(q.shape[-1]), block(m), q.shape[:-3].numel()
+    M, N, warps, stages = TILES[max(64, K, V)]
+    qs, ks, vs, dqs, dks, dvs = (aligned(x) for x in (q, k, v, *tangent))
+    keys, stops = padding_of(pattern, B)
+    o = blank((B, H, n, m), torch.float32 if keep_digits else q.dtype, q.device)
+    do = blank((B, H, n, m), q.dtype, q.device)
+    lse, drift = torch.empty(2, B, H, n, dtype=torch.float32, device=q.device)
+    mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
+    _value_and_tangent[triton.cdiv(n, M), H, B](
+        descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
+        descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
+        descriptor(o, M), descriptor(do, M),
+        lse, drift, keys, stops, mask, whole, scale, pattern.window, pattern.shift, n, n_keys,
+        H // G, pattern.causal, kind, product_of(q.dtype, "half"), M, N, K, V,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    shape, rows = (*q.shape[:-1], m), q.shape[:-1]
+    return o.view(shape), do.view(shape), lse.view(rows), drift.view(rows)

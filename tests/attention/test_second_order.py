@@ -1,0 +1,146 @@
+"""Forward mode, double backward and backward through the tangent, in every dtype and on a GPU.
+
+The truth is attention written down in float64 and differentiated by torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import lipscope as ls
+
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 3e-6,
+    torch.bfloat16: 1.5e-2,
+    torch.float16: 2e-3,
+}
+"""Largest error relative to float64, in the Frobenius norm."""
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(group, -3) for x in (k, v))
+    t = q @ k.mT / q.shape[-1] ** 0.5
+    seen = torch.ones(t.shape[-2:], dtype=torch.bool, device=t.device)
+    seen = seen.tril(t.shape[-1] - t.shape[-2]) if causal else seen
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        t = t + mask
+    t = t.masked_fill(~seen, -torch.inf)
+    e = torch.exp(t - t.amax(-1, keepdim=True).detach())
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def problem(dtype: torch.dtype, device: str, kind: str):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    H, G, n, keys, size = {"large": (2, 2, 150, 150, 64)}.get(kind, (4, 2, 37, 41, 8))
+    shapes = (2, H, n, size), (2, G, keys, size), (2, G, keys, size)
+    mask = None
+    if kind == "boolean":
+        mask = (torch.rand(2, 1, n, keys, generator=generator) < 0.6).to(device)
+        mask[..., 0] = True
+    elif kind == "additive":
+        mask = torch.randn(1, H, n, keys, generator=generator).to(device)
+    return [draw(*s) for s in shapes], [draw(*s) for s in shapes], mask, kind == "causal"
+
+
+def nested_forward(f, x, d):
+    return torch.func.jvp(f, tuple(x), tuple(d))
+
+
+def dual_numbers(f, x, d):
+    with forward_ad.dual_level():
+        duals = (forward_ad.make_dual(*pair) for pair in zip(x, d, strict=True))
+        return forward_ad.unpack_dual(f(*duals))
+
+
+def gradient(f, x, d):
+    """J d by two backward passes, and what a gradient penalty needs."""
+    o = f(*x)
+    g = torch.ones_like(o, requires_grad=True)
+    back = torch.autograd.grad(o, x, g, create_graph=True)
+    (moved,) = torch.autograd.grad(back, g, d, create_graph=True)
+    return o, moved
+
+
+WAYS = {"torch.func.jvp": nested_forward, "dual numbers": dual_numbers, "double backward": gradient}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "causal", "boolean", "additive", "large"])
+@pytest.mark.parametrize("way", WAYS)
+def test_value_tangent_and_backward_through_both(way, kind, dtype, device):
+    point, tangent, mask, causal = problem(dtype, device, kind)
+    found = []
+    for exact in (False, True):
+        x = [(t.double() if exact else t).clone().requires_grad_() for t in point]
+        d = [(t.double() if exact else t).clone().requires_grad_() for t in tangent]
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, exact: bool = exact) -> Tensor:
+            if exact:
+                return written_out(q, k, v, mask, causal)
+            return ls.attend(q, k, v, mask=mask, causal=causal)
+
+        o, moved = WAYS[way](attention, x, d)
+        assert o.dtype == moved.dtype == x[0].dtype
+        loss = (1.3 * o.double()).sin().sum() + (0.7 * moved.double()).cos().sum()
+        found.append((o, moved, *torch.autograd.grad(loss, [*x, *d])))
+    for mine, truth in zip(*found, strict=True):
+        error = (mine.double() - truth.double()).norm() / truth.double().norm()
+        assert error <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_value_alone_has_the_ordinary_gradient_inside_a_jvp(device):
+    """As in losses that stop the gradient of the tangent."""
+    point, tangent, *_ = problem(torch.float32, device, "plain")
+    x = [t.clone().requires_grad_() for t in point]
+    o, moved = torch.func.jvp(ls.attend, tuple(x), tuple(tangent))
+    assert moved.requires_grad
+    inside = torch.autograd.grad(o.sin().sum(), x)
+    outside = torch.autograd.grad(ls.attend(*x).sin().sum(), x)
+    for mine, truth in zip(inside, outside, strict=True):
+        torch.testing.assert_close(mine, truth, rtol=1e-5, atol=1e-6)
+
+
+def test_checkpointing_keeps_tangents_and_gradients():
+    from torch.utils.checkpoint import checkpoint
+
+    point, *_ = problem(torch.float64, "cpu", "plain")
+    x = [t.clone().requires_grad_() for t in point]
+    plain = torch.autograd.grad(ls.attend(*x).square().sum(), x)
+    o = checkpoint(ls.attend, *x, use_reentrant=False)
+    for mine, truth in zip(torch.autograd.grad(o.square().sum(), x), plain, strict=True):
+        torch.testing.assert_close(mine, truth)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 5}])
+def test_compiled_forward_and_backward(options):
+    """Plain and causal attention stay in the graph; a window breaks it and stays right."""
+    point, *_ = problem(torch.float64, "cpu", "plain")
+    q, k, v = (x[..., :37, :] for x in point)
+    whole = "window" not in options
+
+    @torch.compile(backend="aot_eager", fullgraph=whole)
+    def f(q, k, v):
+        return ls.attend(q * 2, k, v, **options).square()
+
+    results = []
+    for g in (f, lambda q, k, v: ls.attend(q * 2, k, v, **options).square()):
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = g(*x)
+        results.append((out, *torch.autograd.grad(out.sum(), x)))
+    for mine, truth in zip(*results, strict=True):
+        torch.testing.assert_close(mine, truth)
