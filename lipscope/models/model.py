@@ -211,6 +211,11 @@ class Model:
         for scope in scopes:
             if scope not in SCOPES:
                 raise UserError(f"there is no scope {scope!r}; the scopes are {', '.join(SCOPES)}")
+            if scope == "model" and not self.preflight.hidden:
+                raise UserError(
+                    f"{self.card.architecture} returns no hidden states, so scope model is not "
+                    "available; use block"
+                )
             if not self.preflight.routed and scope not in WITHOUT_ROUTE:
                 raise UserError(
                     f"{self.preflight.reason}, so scope {scope} is not available; "

@@ -25,6 +25,7 @@ class Preflight:
                 why, and its blocks are measured on eager attention
     difference: ||y - y_eager|| / ||y_eager|| of the last hidden state, where y is computed with the
                 attention that is measured
+    hidden:     whether the output has an axis of tokens, as hidden states do; scores have none
     """
 
     n: int
@@ -33,6 +34,7 @@ class Preflight:
     routed: bool
     reason: str = ""
     cores: dict[nn.Module, int] = field(default_factory=dict, repr=False, compare=False)
+    hidden: bool = True
 
 
 def preflight(host: Host, inputs: ModuleCall) -> Preflight:
@@ -51,7 +53,6 @@ def preflight(host: Host, inputs: ModuleCall) -> Preflight:
             f"{name} gives a tensor of shape {tuple(eager.shape)}, not hidden states of tokens; "
             "choose a model with a transformer trunk"
         )
-    n = eager.shape[1]
     if not eager.isfinite().all():
         raise UserError(
             f"{name} gives non-finite values: some of its weights are missing or too large; "
@@ -61,8 +62,7 @@ def preflight(host: Host, inputs: ModuleCall) -> Preflight:
         raise UserError(
             f"{name} maps every token to zero: its weights are all 0; check its weight files"
         )
-    calls = 0
-    cores: dict[nn.Module, int] = {}
+    calls, cores = 0, dict[nn.Module, int]()
     members = [
         m for parent in host.trunk.modules() if isinstance(parent, nn.ModuleList) for m in parent
     ]
@@ -73,21 +73,24 @@ def preflight(host: Host, inputs: ModuleCall) -> Preflight:
         cores.setdefault(call.module, call.q.shape[1])
         return call.output()
 
+    check = Preflight(
+        n=eager.shape[1], calls=0, difference=0.0, routed=False, cores=cores, hidden=eager.ndim > 2
+    )
     try:
         # With gradients on, as in a measurement: a mask that depends on the input then shows here.
         with listening(count), leaves(members):
             ours = _last_hidden_state(host, inputs)
     except Exception as error:
         reason = f"{name} does not run on lipscope's attention ({on_one_line(error)})"
-        return Preflight(n=n, calls=calls, difference=0.0, routed=False, reason=reason)
+        return replace(check, calls=calls, reason=reason)
     if calls == 0:
         reason = f"{name} uses its own attention code, which lipscope cannot replace"
-        return Preflight(n=n, calls=0, difference=0.0, routed=False, reason=reason)
+        return replace(check, reason=reason)
     difference = float((ours - eager).double().norm() / eager.double().norm())
     if not difference <= TOLERANCE[host.dtype]:
         reason = f"{name} on lipscope's attention differs from eager attention by {difference:.1e}"
-        return Preflight(n=n, calls=calls, difference=0.0, routed=False, reason=reason)
-    return Preflight(n=n, calls=calls, difference=difference, routed=True, cores=cores)
+        return replace(check, calls=calls, reason=reason)
+    return replace(check, calls=calls, difference=difference, routed=True)
 
 
 def _last_hidden_state(host: Host, inputs: ModuleCall) -> Tensor:

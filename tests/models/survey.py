@@ -31,6 +31,8 @@ from lipscope.models.scopes import SCOPES
 from tests.models.small import small_configs
 
 SECONDS = 60
+"""Processor time that one architecture may take."""
+
 RESULTS = Path(tempfile.gettempdir()) / "lipscope-survey.jsonl"
 LARGEST = 30_000_000
 """Largest number of weights that counts as small."""
@@ -46,9 +48,9 @@ def examine(name: str) -> dict[str, Any]:
     def stop(*_: Any) -> None:
         raise TooSlow
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    started = time.perf_counter()
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    started = time.process_time()
     try:
         found = _examine(name)
     except TooSlow:
@@ -59,8 +61,8 @@ def examine(name: str) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {str(error)[:200]} at {_where(error)}"
         found = {"outcome": "crashed", "reason": reason}
     finally:
-        signal.alarm(0)
-    return {"name": name, **found, "seconds": round(time.perf_counter() - started, 1)}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return {"name": name, **found, "seconds": round(time.process_time() - started, 1)}
 
 
 def _examine(name: str) -> dict[str, Any]:

@@ -196,6 +196,14 @@ def test_a_hub_revision_is_pinned_and_recorded(tmp_path, monkeypatch):
         ({"source": "{folder}/config.json"}, "not a folder with a model"),
         ({"source": "./nothing"}, "not a folder with a model"),
         ({"source": "{empty}"}, "no config.json"),
+        ({"source": "{folder}", "revision": "v1"}, "is a folder and has no revisions"),
+        ({"source": "~nosuchuser/x"}, "is not a folder with a model"),
+        ({"source": "a" * 5000}, "is not a folder with a model"),
+        ({"source": "{folder}", "random_init": -1}, "random_init must be an integer from 0"),
+        ({"source": "{folder}", "random_init": 2**64}, "random_init must be an integer from 0"),
+        ({"source": "{folder}", "random_init": True}, "random_init must be an integer from 0"),
+        ({"source": "{folder}", "tokenizer": 5}, "tokenizer must be a folder, a name"),
+        ({"source": "{folder}", "tokenizer": "./nothing"}, "./nothing is not a folder"),
         ({"source": "two words"}, "neither a folder nor the name"),
     ],
 )
@@ -207,3 +215,69 @@ def test_what_cannot_be_loaded_is_refused_in_one_sentence_or_two(
     with pytest.raises(UserError, match=message) as caught:
         load(source.format(**places) if isinstance(source, str) else source, **arguments)
     assert str(caught.value).count(". ") <= 1
+
+
+def test_a_tokenizer_lies_in_a_folder_of_its_own(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("words")
+    words(30).save_pretrained(other)
+    for given in (str(other), other):
+        model = load(folder, given)
+        assert len(model.tokenizer) == 30 and model.encode("w29 w40") == [29, 0]
+    with pytest.raises(UserError, match=r"has no tokenizer; expected tokenizer.json"):
+        load(folder, tmp_path_factory.mktemp("empty"))
+
+
+def adapter(folder):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+
+
+def checkpoints(folder):
+    for step in (200, 1000):
+        make("llama").save_pretrained(folder / f"checkpoint-{step}")
+
+
+def cache(folder):
+    make("llama").save_pretrained(folder / "snapshots" / COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [
+        (adapter, r"holds an adapter \(LoRA\).*merge_and_unload"),
+        (checkpoints, "holds 2 folders with one.*checkpoint-1000"),
+        (cache, f"snapshots/{COMMIT}"),
+    ],
+)
+def test_what_lies_in_a_folder_without_a_model_is_named(fill, message, tmp_path):
+    fill(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load(tmp_path)
+
+
+class Packed(torch.Tensor):
+    """Stands in for the weights of torchao, which pretend to be float32."""
+
+
+def dynamic(module):
+    return torch.ao.quantization.quantize_dynamic(module, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def packed(module):
+    linear = module.encoder.layer[0].attention.self.query
+    linear.weight = torch.nn.Parameter(linear.weight.data.as_subclass(Packed))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("change", "name"), [(dynamic, "quantized.*Linear"), (packed, "Packed")])
+def test_quantised_live_modules_are_refused_by_name(change, name):
+    with pytest.raises(UserError, match=rf"quantised or packed \(.*{name}\)"):
+        load(change(make("bert").float()))
+
+
+def test_weights_of_zero_are_named(tmp_path):
+    module = make("bert")
+    for weight in module.parameters():
+        weight.data.zero_()
+    with pytest.raises(UserError, match="its weights are all 0"):
+        load(module).layers  # noqa: B018

@@ -129,3 +129,51 @@ def test_eager_attention_sees_the_beginning_of_a_long_text_only(monkeypatch):
     model = load(make("llama"))
     site = model.survey(torch.randint(3, 50, (1, 30))).site("attention", 0)
     assert model.preflight.n == 10 and site.X.shape[1] == 30
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "map the names of the model's arguments"),
+        ({"input_ids": [[1, 2]], "pixel_values": None}, "pixel_values must have 4 dimensions"),
+        ({"return_loss": True}, "must contain a tensor"),
+        ({"nothing": torch.ones(1, 2)}, "does not run on nothing.*give them all"),
+        ({"input_ids": [[50]]}, "token id 50 is not in the vocabulary of BertModel, 0 to 49"),
+        ({"input_ids": [[-1]]}, "token id -1 is not in the vocabulary"),
+    ],
+)
+def test_inputs_that_make_no_call_are_refused(inputs, message):
+    with pytest.raises(UserError, match=message):
+        load(make("bert")).sites(inputs=inputs)
+
+
+def test_inputs_by_name_are_the_same_as_input_ids():
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    model = load(make("bert"))
+    named = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for a, b in zip(model.sites(ids), model.sites(inputs=named), strict=True):
+        assert a.members == b.members
+        torch.testing.assert_close(a.value(), b.value(), rtol=1e-14, atol=1e-14)
+
+
+class Dropped(torch.nn.Module):
+    """A module that returns an empty tensor, as some models do for a part they do not use."""
+
+    def forward(self, x):
+        return x[..., :0]
+
+
+def test_a_module_that_returns_an_empty_tensor_does_no_harm():
+    module = make("llama")
+    plain = load(module).sites([1, 2, 3], scopes=["attention", "residual"])
+    mlp = module.layers[0].mlp
+    mlp.dropped = Dropped()
+
+    def drop(_, args):
+        mlp.dropped(args[0])
+
+    module.layers[0].register_forward_pre_hook(drop)
+    mlp.register_forward_pre_hook(drop)
+    spoiled = load(module).sites([1, 2, 3], scopes=["attention", "residual"])
+    for a, b in zip(plain, spoiled, strict=True):
+        assert torch.equal(a.value(), b.value())

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lipscope._types import UserError
 from lipscope.models import loading, repository
@@ -132,7 +132,48 @@ def eight_bit_weights(folder):
     save_file({"norm.weight": torch.ones(8).to(torch.float8_e4m3fn)}, folder / "model.safetensors")
 
 
+def integers(dtype):
+    def spoil(folder):
+        weights = load_file(folder / "model.safetensors")
+        weights["layers.0.mlp.up_proj.weight"] = weights["layers.0.mlp.up_proj.weight"].to(dtype)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return spoil
+
+
+def gguf(folder):
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+
+def odd_index(value):
+    def spoil(folder):
+        (folder / "model.safetensors").unlink()
+        index = {"weight_map": value}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return spoil
+
+
 WRONG = {
+    "int8 weights": (integers(torch.int8), r"in torch.int8 \(layers.0.mlp.up_proj.weight\)"),
+    "bool weights": (integers(torch.bool), "in torch.bool"),
+    "GGUF": (gguf, "only GGUF weights"),
+    "index with a list": (odd_index([1]), "names \\[1\\], expected files such as"),
+    "index with a number": (odd_index({"a": 5}), "names 5, expected files such as"),
+    "index with null": (odd_index({"a": None}), "names None, expected files such as"),
+    "list as type": (lambda f: edit(f, model_type=["bert"]), r"of type \['bert'\]"),
+    "tokenizer that is a list": (
+        lambda f: (f / "tokenizer.json").write_text("[]"),
+        "tokenizer cannot be read",
+    ),
+    "tokenizer class that is a number": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"tokenizer_class": 5}'),
+        "tokenizer",
+    ),
+    "special tokens that are a list": (
+        lambda f: (f / "special_tokens_map.json").write_text("[1, 2]"),
+        "tokenizer cannot be read",
+    ),
     "only pickles": (only_pickles, "only pickled weights.*lipscope to-safetensors DIR"),
     "no weights": (no_weights, "expected weights in model.safetensors.*got none"),
     "index that leads outside": (
@@ -140,7 +181,10 @@ WRONG = {
         "names '../model.safetensors', expected files such as",
     ),
     "torn weights": (torn_weights, "cannot be read"),
-    "weights of another size": (weights_of_another_size, "do not fit its configuration"),
+    "weights of another size": (
+        weights_of_another_size,
+        r"do not fit its configuration: .* has shape \(.*\), expected",
+    ),
     "fp8 weights": (eight_bit_weights, "float8_e4m3fn.*float16 or finer"),
     "fp8 configuration": (
         lambda f: edit(f, quantization_config={"quant_method": "fp8"}),

@@ -92,5 +92,7 @@ class Truth:
                 )
                 stack.callback(hook.remove)
             stack.enter_context(Float64())
-            last = self.trunk(**inputs).last_hidden_state
-        return seen[0] if seen else last
+            last = getattr(self.trunk(**inputs), "last_hidden_state", None)
+        found = seen[0] if seen else last
+        assert found is not None, "this model has no last hidden state: give a tap"
+        return found
