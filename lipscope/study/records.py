@@ -166,8 +166,11 @@ _EMPTY: dict[str, tuple[tuple[type, ...], Any]] = {
 def record_of(kind: type[T], facts: Any) -> T:
     """An Identity or About from facts that may lack fields, hold unknown ones, or be lost."""
     known = facts if isinstance(facts, dict) else {}
-    given = {}
+    given: dict[str, Any] = {}
     for f in fields(kind):  # type: ignore[arg-type]
         types, empty = _EMPTY[str(f.type)]
-        given[f.name] = known.get(f.name) if isinstance(known.get(f.name), types) else empty
+        value = known.get(f.name)
+        if isinstance(value, dict):
+            value = {key: text for key, text in value.items() if isinstance(text, str)}
+        given[f.name] = value if isinstance(value, types) else empty
     return kind(**given)

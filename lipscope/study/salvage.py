@@ -25,9 +25,9 @@ def row_checksum(record: Record) -> int:
     The seven texts as UTF-8, joined by NUL; then layer, head, n, sample as 64-bit integers and
     value, lower, upper, residual, radius, seconds as doubles, little-endian, NaN where NULL.
     """
-    probe, scope, layer, head, n, sample, kind, norm, *rest = record
-    value, lower, upper, residual, status, radius, dtype, device, seconds = rest
     try:
+        probe, scope, layer, head, n, sample, kind, norm, *rest = record
+        value, lower, upper, residual, status, radius, dtype, device, seconds = rest
         texts = zlib.crc32("\0".join((probe, scope, kind, norm, status, dtype, device)).encode())
         numbers = _NUMBERS.pack(
             layer,
@@ -41,33 +41,44 @@ def row_checksum(record: Record) -> int:
             math.nan if radius is None else radius,
             math.nan if seconds is None else seconds,
         )
-    except (TypeError, UnicodeError, struct.error):
+    except (TypeError, ValueError, OverflowError, struct.error):
         return -1
     return zlib.crc32(numbers, texts)
 
 
 def record_checksum(record: Record) -> int:
     """CRC-32 of kind, key and value, joined by NUL; -1 if a type is wrong."""
-    kind, key, value = record
     try:
+        kind, key, value = record
         content = value.encode() if isinstance(value, str) else bytes(memoryview(value))
         return zlib.crc32(b"\0".join((kind.encode(), key.encode(), content)))
-    except (AttributeError, TypeError, UnicodeError):
+    except (AttributeError, TypeError, ValueError):
         return -1
 
 
 class Table(NamedTuple):
-    """A table whose last column is a checksum, and whose index NAME_key holds every key again."""
+    """A table whose last column is a checksum, and whose index NAME_key holds every key again.
+
+    key:     the first columns, which no two records share
+    columns: the number of columns
+    """
 
     name: str
     key: tuple[str, ...]
+    columns: int
     checksum: Callable[[Record], int]
+
+    def scan(self, what: str = "", order: str = "") -> str:
+        """A query for whole records that takes no column by name: names may be damaged too."""
+        names = ", ".join(f"c{i}" for i in range(self.columns + (1 if what else 0)))
+        inner = f"SELECT {what}* FROM {self.name} NOT INDEXED{order}"
+        return f"WITH found({names}) AS ({inner}) SELECT * FROM found"
 
 
 ROWS = Table(
-    "rows", ("probe", "scope", "layer", "head", "n", "sample", "kind", "norm"), row_checksum
+    "rows", ("probe", "scope", "layer", "head", "n", "sample", "kind", "norm"), 18, row_checksum
 )
-RECORDS = Table("records", ("kind", "key"), record_checksum)
+RECORDS = Table("records", ("kind", "key"), 4, record_checksum)
 
 
 class Found(NamedTuple):
@@ -84,21 +95,22 @@ class Found(NamedTuple):
     only_index: bool = False
 
 
-def read(db: sqlite3.Connection, table: Table, kind: str | None = None) -> Found:
-    """All records of a table, or those of one kind, each verified."""
-    where, values = ("", ()) if kind is None else (" WHERE kind = ?", (kind,))
+def read(db: sqlite3.Connection, table: Table) -> Found:
+    """All records of a table, each verified."""
     try:
-        rows = db.execute(f"SELECT * FROM {table.name} NOT INDEXED{where}", values).fetchall()
+        rows = db.execute(table.scan()).fetchall()
         intact = [row[:-1] for row in rows if table.checksum(row[:-1]) == row[-1]]
         (keys,) = db.execute(
-            f"SELECT count(*) FROM {table.name} INDEXED BY {table.name}_key{where}", values
+            f"SELECT count(*) FROM {table.name} INDEXED BY {table.name}_key"
         ).fetchone()
         if len(rows) == len(intact) == keys:
             return Found(intact, [])
     except sqlite3.Error as error:
         if not is_damage(error):
             raise
-    return _salvage(db, table, kind)
+    except (MemoryError, UnicodeError):  # a damaged length, a damaged name
+        pass
+    return _salvage(db, table)
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -107,7 +119,7 @@ def is_damage(error: sqlite3.Error) -> bool:
     return code == _SHORT_READ or code & 0xFF not in _NOT_DAMAGE
 
 
-def _salvage(db: sqlite3.Connection, table: Table, kind: str | None) -> Found:
+def _salvage(db: sqlite3.Connection, table: Table) -> Found:
     """Read a damaged table from both ends and row by row, through the table and its index."""
     # Damaged text must not stop a read; its checksum will not match.
     db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
@@ -118,10 +130,9 @@ def _salvage(db: sqlite3.Connection, table: Table, kind: str | None) -> Found:
         order = ", ".join(f"{column} {way}" for column in table.key)
         by_key = f"SELECT rowid, {', '.join(table.key)} FROM {name} INDEXED BY {name}_key"
         through[0] |= _read_into(keys, db, f"{by_key} ORDER BY {order}")
-        by_row = f"SELECT rowid, * FROM {name} NOT INDEXED ORDER BY rowid {way}"
-        through[1] |= _read_into(rows, db, by_row)
+        through[1] |= _read_into(rows, db, table.scan("rowid, ", f" ORDER BY rowid {way}"))
     for missing in keys.keys() - rows.keys():
-        _read_into(rows, db, f"SELECT rowid, * FROM {name} NOT INDEXED WHERE rowid = {missing}")
+        _read_into(rows, db, table.scan("rowid, ", f" WHERE rowid = {missing}"))
     db.text_factory = str
     good = {
         rowid: row[:-1]
@@ -134,9 +145,6 @@ def _salvage(db: sqlite3.Connection, table: Table, kind: str | None) -> Found:
     lost += [() for rowid in rows if rowid not in good and rowid not in keys]
     unknown = not any(through)
     only_index = not lost and not unknown
-    if kind is not None:
-        lost = [key for key in lost if not key or key[0] == kind]
-        intact = {key: row for key, row in intact.items() if key[0] == kind}
     return Found(list(intact.values()), lost, unknown=unknown, only_index=only_index)
 
 
@@ -149,6 +157,6 @@ def _read_into(found: dict[int, Record], db: sqlite3.Connection, query: str) -> 
         if not is_damage(error):
             raise
         return False
-    except MemoryError:  # a damaged length
+    except (MemoryError, UnicodeError):
         return False
     return True

@@ -59,8 +59,8 @@ CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, value NOT NULL, crc
 CREATE UNIQUE INDEX records_key ON records (kind, key);
 """
 
-INFO, COMMAND, TOKENS, NORMS = "info", "command", "tokens", "token norms"
-"""Kinds of records: facts, commands, the tokens of a sample, the token norms of a row."""
+INFO, TOKENS, NORMS = "info", "tokens", "token norms"
+"""Kinds of records: facts about the study, the tokens of a sample, the token norms of a row."""
 
 
 class Store:
@@ -82,7 +82,7 @@ class Store:
         self.directory = directory
         self._lost: dict[str, list[str]] = {}
         self._lost_keys: set[Record] = set()
-        self._sound: set[str] = set()
+        self._keys: set[Record] | None = None  # of all records, once read and nothing lost
 
     @classmethod
     def create(
@@ -143,13 +143,15 @@ class Store:
 
     def add_command(self, command: Command) -> None:
         """Note a command that adds to the study; once, however often it is run."""
-        text = json.dumps(command.as_json())
-        if text not in dict(self.records(COMMAND)):
-            self.put(COMMAND, text, text)
+        made = self.commands()
+        if command not in made:
+            listed = [one.as_json() for one in (*made, command)]
+            self.put(INFO, "commands", json.dumps(listed))
 
     def commands(self) -> list[Command]:
         """The commands that made the study, in the order of their first run."""
-        found = (Command.from_json(_parsed(value)) for _, value in self.records(COMMAND))
+        listed = _parsed(self.get(INFO, "commands"))
+        found = map(Command.from_json, listed if isinstance(listed, list) else [])
         return [command for command in found if command is not None]
 
     def write(self, rows: Iterable[Row], sensitivities: Iterable[Sensitivity] = ()) -> None:
@@ -190,11 +192,13 @@ class Store:
         """The tokens of one sample; empty if it has none, None if they are lost."""
         key = json.dumps((n, sample))
         tokens = _parsed(self.get(TOKENS, key))
-        if tokens is None and not self._may_be_lost(TOKENS, key):
-            return SampleTokens(n, sample, ())
-        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        if tokens is None:
+            return None if self._may_be_lost(TOKENS, key) else SampleTokens(n, sample, ())
+        known = isinstance(tokens, list) and len(tokens) == n
+        if not known or not all(isinstance(token, str) for token in tokens):
+            self._lost.setdefault(key, [f"{TOKENS} {key}"])
             return None
-        return SampleTokens(n, sample, tuple(tokens)) if len(tokens) == n else None
+        return SampleTokens(n, sample, tuple(tokens))
 
     def sensitivity(
         self, scope: str, layer: int | None, head: int | None, n: int, sample: int
@@ -210,20 +214,21 @@ class Store:
 
     def records(self, kind: str) -> list[tuple[str, Any]]:
         """(key, value) of all records of a kind, in the order in which they were written."""
-        return [(key, value) for _, key, value in self._read(RECORDS, kind)]
+        return [(key, value) for its, key, value in self._read(RECORDS) if its == kind]
 
     def get(self, kind: str, key: str) -> Any:
         """The value of one record, or None if there is none."""
-        with database_errors(self.directory), suppress(sqlite3.DatabaseError):
+        with suppress(sqlite3.Error, UnicodeError):
             found = self._db.execute(
                 "SELECT value, crc FROM records WHERE kind = ? AND key = ?", (kind, key)
             ).fetchone()
             if found is not None and record_checksum((kind, key, found[0])) == found[1]:
                 return found[0]
-        # It was never there, or it is lost, or only the index is damaged: read all of its kind.
-        if kind in self._sound:
-            return None
-        return dict(self.records(kind)).get(key)
+        # It was never there, or it is lost, or only the index is damaged: look without it, which
+        # need not be done again for a key that was not there.
+        if self._keys is None or (kind, key) in self._keys:
+            return dict(self.records(kind)).get(key)
+        return None
 
     def _may_be_lost(self, kind: str, key: str) -> bool:
         """Whether a record that is not there was there, as far as the last read could tell."""
@@ -248,10 +253,10 @@ class Store:
             known = {record[:2] for record in other._read(RECORDS)}
             other._put(record for record in self._read(RECORDS) if record[:2] not in known)
 
-    def _read(self, table: Table, kind: str | None = None) -> list[Record]:
+    def _read(self, table: Table) -> list[Record]:
         """The intact records of a table; what is lost is noted."""
         with database_errors(self.directory):
-            found = read_table(self._db, table, kind)
+            found = read_table(self._db, table)
         names = [_name(table, key) for key in found.lost]
         self._lost_keys |= set(found.lost)
         if found.unknown:
@@ -259,9 +264,9 @@ class Store:
         if found.only_index:
             names.append(f"the index of the {table.name}, but none of them")
         if names:
-            self._lost[f"{table.name} {kind or ''}"] = names
-        elif kind is not None:
-            self._sound.add(kind)
+            self._lost[table.name] = names
+        elif table is RECORDS:
+            self._keys = {record[:2] for record in found.intact}
         return found.intact
 
     def _prepare(self, info: StudyInfo) -> None:

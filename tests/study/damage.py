@@ -1,6 +1,6 @@
 """A campaign of damage: bytes of a small study are flipped, or the file is cut there.
 
-    python -m tests.study.damage [--every 64] [--state FILE]
+    python -m tests.study.damage [--every 64] [--ways flip cut bit zero] [--state FILE]
 
 Each damaged copy is exported (rows and tokens) and shown. Nothing may change silently: an output
 that differs from that of the intact study comes with exit code 2 or 3, every row that is still
@@ -28,7 +28,7 @@ from tests.study.fakes import info, row, sensitivity
 
 HEADS, SCOPES = dict.fromkeys(range(3), (0, 1)), ("heads", "attention")
 COMMANDS = (("export",), ("export", "--tokens"), ("show",))
-WAYS = ("flip", "bit", "cut", "zero")
+WAYS = ("flip", "cut", "bit", "zero")
 BAD = ("SILENT", "WRONG", "traceback")
 
 
@@ -105,14 +105,14 @@ def campaign(every: int, ways: tuple[str, ...] = WAYS, first: int = 0) -> Iterat
                     yield at, said
 
 
-def resumed(every: int, state: Path | None) -> Counter[str]:
+def resumed(every: int, ways: tuple[str, ...], state: Path | None) -> Counter[str]:
     """Run the campaign from where the state file says, and write it as it goes."""
     counts, first = Counter[str](), 0
     if state is not None and state.exists():
         kept = json.loads(state.read_text())
         counts, first = Counter(kept["counts"]), kept["next"]
     here, pending = first, Counter[str]()
-    for at, said in campaign(every, first=first):
+    for at, said in campaign(every, ways, first):
         if at != here:
             counts, pending, here = counts + pending, Counter(), at
             if state is not None:
@@ -124,10 +124,11 @@ def resumed(every: int, state: Path | None) -> Counter[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=64)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=("flip", "cut"))
     parser.add_argument("--state", type=Path)
     options = parser.parse_args()
     began = time.perf_counter()
-    found = resumed(options.every, options.state)
+    found = resumed(options.every, tuple(options.ways), options.state)
     print(dict(sorted(found.items())), f"{sum(found.values())} commands")
     print(f"{time.perf_counter() - began:.0f} s in this run")
     raise SystemExit(any(found[bad] for bad in BAD))

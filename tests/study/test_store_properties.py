@@ -1,0 +1,153 @@
+"""Whatever is written is read back, and whatever is changed behind the store's back is noticed."""
+
+import json
+import math
+import sqlite3
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lipscope.study.jobs import Command, Request
+from lipscope.study.records import COLUMNS, Row, SampleTokens, Sensitivity
+from lipscope.study.store import Store
+from tests.study.fakes import info, row
+
+# Every character, lone surrogates and NUL included.
+TEXT = st.text(st.characters(exclude_categories=()), max_size=12)
+FLOAT = st.floats()  # NaN, infinities, -0.0 and subnormal numbers included
+NUMBER = st.integers(0, 2**40)
+
+
+@st.composite
+def rows(draw) -> Row:
+    """Any row that is allowed to exist."""
+    lower, value, upper = sorted(draw(st.floats(allow_nan=False)) for _ in range(3))
+    missing = draw(st.booleans())
+    failed = "failed: " + draw(TEXT)
+    return Row(
+        probe=draw(TEXT),
+        scope=draw(TEXT),
+        layer=draw(st.none() | NUMBER),
+        head=draw(st.none() | NUMBER),
+        n=draw(NUMBER),
+        sample=draw(NUMBER),
+        kind=draw(TEXT),
+        norm=draw(TEXT),
+        value=math.nan if missing else value,
+        lower=lower,
+        upper=upper,
+        residual=draw(FLOAT),
+        status=failed if missing else "converged: " + draw(TEXT),
+        radius=draw(FLOAT),
+        dtype=draw(TEXT),
+        device=draw(TEXT),
+        seconds=draw(FLOAT),
+    )
+
+
+def plain(one: Row) -> str:
+    """What may be expected back: zeros without a sign, and text that UTF-8 can hold."""
+    return repr(
+        tuple(
+            x.encode("utf-8", "backslashreplace").decode()
+            if isinstance(x, str)
+            else x + 0.0
+            if isinstance(x, float)
+            else x
+            for x in one
+        )
+    )
+
+
+def key(one: Row) -> str:
+    return plain(one._replace(**dict.fromkeys(COLUMNS[8:], 0.0)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(rows(), max_size=6, unique_by=key))
+def test_any_rows_come_back(given_rows):
+    store = Store.create(None, info())
+    store.write(given_rows)
+    found = sorted(repr(tuple(r)) for r in store.rows())
+    assert found == sorted(map(plain, given_rows)) and store.check() == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(TEXT, max_size=9), NUMBER)
+def test_any_tokens_come_back(tokens, sample):
+    store = Store.create(None, info())
+    store.write_samples([SampleTokens(len(tokens), sample, tuple(tokens))])
+    found = store.sample(len(tokens), sample)
+    assert found is not None and found.tokens == tuple(tokens) and store.check() == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(width=32, allow_nan=False), st.floats(width=32, allow_nan=False))),
+    TEXT,
+    st.none() | NUMBER,
+    st.none() | NUMBER,
+)
+def test_any_norms_come_back(pairs, scope, layer, head):
+    right, left = tuple(r for r, _ in pairs), tuple(x for _, x in pairs)
+    n = len(pairs)
+    one = Sensitivity(scope, layer, head, n, 0, right, left)
+    store = Store.create(None, info())
+    store.write([], [one])
+    assert store.sensitivity(scope, layer, head, n, 0) == one == store.sensitivities()[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(NUMBER, st.lists(NUMBER).map(tuple))).map(tuple),
+    st.dictionaries(NUMBER, st.lists(NUMBER).map(tuple)),
+    st.lists(TEXT).map(tuple),
+    TEXT,
+)
+def test_any_command_comes_back(groups, heads, scopes, line):
+    command = Command("measure", line, Request(groups, tuple(heads), heads, scopes), "probe")
+    store = Store.create(None, info())
+    store.add_command(command)
+    store.add_command(command)
+    assert store.commands() == [command]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | FLOAT | TEXT,
+        lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
+        max_leaves=12,
+    )
+)
+def test_facts_of_any_shape_are_read(facts):
+    """What a newer or a broken lipscope wrote about a study: no crash, and the rows stay."""
+    store = Store.create(None, info())
+    store.write([row()])
+    for name in ("identity", "about"):
+        store.put("info", name, json.dumps(facts))
+    store.put("info", "commands", json.dumps(facts))
+    found = store.info()
+    assert isinstance(found.about.model, str) and isinstance(found.about.scopes, dict)
+    assert store.rows() == [row()] and isinstance(store.commands(), list)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([*COLUMNS, "crc"]),
+    st.none() | st.integers(-(2**60), 2**60) | FLOAT | TEXT | st.binary(max_size=9),
+)
+def test_a_change_behind_the_back_costs_that_row_alone(column, value):
+    store = Store.create(None, info())
+    store.write([row(layer=0), row(layer=1), row(layer=2)])
+    before = {r.layer: repr(r) for r in store.rows()}
+    try:
+        store._db.execute(f"UPDATE rows SET {column} = ? WHERE layer = 1", (value,))
+    except (sqlite3.Error, UnicodeError, OverflowError):
+        return  # the schema refuses it
+    found = {repr(r) for r in store.rows()}
+    kept = {before[0], before[2]}
+    # SQLite may convert the value to the very one that was there.
+    assert (
+        (found == kept and len(store.lost) == 1) or (found == {*kept, before[1]} and not store.lost)
+    )
