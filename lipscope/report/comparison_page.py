@@ -22,7 +22,7 @@ from lipscope.report.content import Map
 from lipscope.report.document import Page, chart, section, swatch, table
 from lipscope.report.formats import digits, exponent_range, layer_name, power, shown
 from lipscope.report.identity import differing, shared, telling
-from lipscope.report.palette import level, marker, series
+from lipscope.report.palette import distinct, level, marker
 from lipscope.report.study_charts import grid_chart
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 MOST = 12
 """The most curves in a chart, columns of a table and frames of a heat map."""
+
+NAMED = 4
+"""Up to this number of studies, columns are headed by their names; beyond, by numbers."""
 
 
 def comparison_html(digests: Sequence[Digest]) -> str:
@@ -60,7 +63,7 @@ def comparison_html(digests: Sequence[Digest]) -> str:
             body.append(_ratios(found, grids, limit))
             data["ratio"] = {
                 "label": "study",
-                "names": [found.names[i] for i in chosen if i],
+                "names": [_name(found, i) for i in chosen if i],
                 "chosen": 0,
                 "frames": [grid.frame() for grid in grids],
             }
@@ -90,6 +93,11 @@ def _chosen(found: Comparison) -> list[int]:
     return [0, *(others[round(k * (len(others) - 1) / (MOST - 2))] for k in range(MOST - 1))]
 
 
+def _name(found: Comparison, i: int) -> str:
+    """The name of a study, with a number where there are too many names for a row of headings."""
+    return f"{i + 1}. {found.names[i]}" if len(found.names) > NAMED else found.names[i]
+
+
 def _differences(found: Comparison) -> str:
     what = telling([one.facts for one in found.digests])
     text = f"What differs: {', '.join(what)}." if what else "All settings are the same."
@@ -105,9 +113,8 @@ def _studies(found: Comparison) -> str:
     lines = []
     for i in found.ranked():
         own = found.digests[i]
-        name = (
-            found.names[i] + (" (first)" if i == 0 else "") + (f" {own.note}" if own.note else "")
-        )
+        first, note = " (first)" if i == 0 else "", f" {own.note}" if own.note else ""
+        name = f"{_name(found, i)}{first}{note}"
         lines.append([name, *line(found, i), f"{own.rows:,}", f"{own.failed:,}"])
     return table(head, lines, "Studies by mean σ")
 
@@ -142,8 +149,8 @@ def _curves(
     for j, i in enumerate(chosen):
         points = found.curve(i, maps)
         law = mean_law(points) if len(maps) > 1 else found.digests[i].laws.get(maps[0])
-        text = found.names[i]
-        tint, (shape, sign) = series(j, len(chosen)), marker(j)
+        text = _name(found, i)
+        (tint, dashes), (shape, sign) = distinct(j), marker(j)
         end = "" if law is None else f"\nlaw: {power(law.alpha)}"
         lines.append(
             Curve(
@@ -152,6 +159,7 @@ def _curves(
                 y=list(points.values()),
                 colour=tint,
                 marker=shape,
+                line=dashes,
                 law=None if law is None else (law.C, law.alpha),
                 titles=[
                     f"{text}\n{name}, n = {n:,}: σ = {digits(y, 4)}{end}" for n, y in points.items()
@@ -188,7 +196,7 @@ def _ranked_answer(found: Comparison) -> str:
         f"Median σ over samples at n = {found.n:,}, map by map, the largest ratio between two "
         f"studies first: {digits(most)} in {map_name(on)}. Colours compare with the first study: "
         "blue is smoother, orange more sensitive."
-    )
+    ) + (" Columns are numbered as above." if len(found.names) > NAMED else "")
 
 
 def _ranked(found: Comparison, chosen: Sequence[int]) -> str:
@@ -202,7 +210,9 @@ def _ranked(found: Comparison, chosen: Sequence[int]) -> str:
             for i in chosen
         ]
         lines.append([escape(map_name(on)), *cells, digits(most)])
-    head = ["map", *(found.names[i] for i in chosen), "largest / smallest"]
+    few = len(found.names) <= NAMED
+    heads = [found.names[i] if few else str(i + 1) for i in chosen]
+    head = ["map", *heads, "largest / smallest"]
     return table(head, lines, "Maps by difference", raw=True)
 
 
@@ -272,7 +282,11 @@ def _facts(found: Comparison) -> str:
     names = differing([one.facts for one in found.digests])
     head = ["study", "directory", *names]
     lines = [
-        [name, shown(own.place, 40) or "–", *(own.facts[fact] for fact in names)]
-        for name, own in zip(found.names, found.digests, strict=True)
+        [
+            name if len(found.names) <= NAMED else str(i),
+            shown(own.place, 40) or "–",
+            *(own.facts[fact] for fact in names),
+        ]
+        for i, (name, own) in enumerate(zip(found.names, found.digests, strict=True), start=1)
     ]
     return table(head, lines, "Facts that differ")

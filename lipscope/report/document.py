@@ -82,9 +82,9 @@ def chart(name: str, label: str, draw: Draw, *, wide: int = WIDE, about: str = "
     for kind, width in (("wide", wide), ("narrow", NARROW)):
         marks: Marks = {}
         figure = draw(width, marks)
-        drawn.append(
-            f'<div class="{kind}">{inline_svg(figure, marks, f"{name}-{kind}", label)}</div>'
-        )
+        # The marks of both are the same, in the same order: titles stand in one of them.
+        svg = inline_svg(figure, marks, f"{name}-{kind}", label, titled=kind == "wide")
+        drawn.append(f'<div class="{kind}">{svg}</div>')
     title = f'<p class="chart-title">{escape(about)}</p>' if about else ""
     hint = escape(f"{label} Arrow keys move over its marks.")
     return (

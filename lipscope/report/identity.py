@@ -10,6 +10,7 @@ from lipscope.report.formats import shown
 from lipscope.study.study import Study
 
 Facts = dict[str, str]
+PRETRAINED = "pretrained"
 
 
 def facts(study: Study) -> Facts:
@@ -18,7 +19,7 @@ def facts(study: Study) -> Facts:
     seed = random_seed(study)
     found = {
         "model": shown(about.model, 60),
-        "weights": "pretrained" if seed is None else f"random weights (seed {seed})",
+        "weights": PRETRAINED if seed is None else f"random weights (seed {seed})",
         "revision": shown(identity.revision or "none", 20),
         "text": shown(about.text, 60),
         "special tokens": "special tokens" if identity.special_tokens else "no special tokens",
@@ -88,11 +89,15 @@ def telling(found: Sequence[Facts]) -> list[str]:
 
 
 def shared(found: Sequence[Facts]) -> str:
-    """Model, text and dtype, as far as all studies have the same."""
+    """Model, weights, text and dtype, as far as all studies have the same."""
     same = {name: own for name, own in found[0].items() if all(f[name] == own for f in found)}
-    first = same.get("model", "")
-    rest = ", ".join(same[name] for name in ("weights", "text", "dtype") if name in same)
-    return " on ".join(filter(None, (first, rest))) if first else rest
+    # Pretrained weights are what a reader expects; random ones are worth a word.
+    told = {name: text for name, text in same.items() if text != PRETRAINED}
+    what, on = (
+        ", ".join(told[name] for name in pair if name in told)
+        for pair in (("model", "weights"), ("text", "dtype"))
+    )
+    return " on ".join(filter(None, (what, on)))
 
 
 def differing(found: Sequence[Facts]) -> list[str]:

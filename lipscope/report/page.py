@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from lipscope._checks import explained
 from lipscope._files import whole_file
 from lipscope._types import UserError
 from lipscope.report import words
@@ -32,6 +33,7 @@ SHORT = 64
 """The length at which bounds are suggested: the search for the worst input takes long beyond."""
 
 
+@explained
 def render(
     study: Study | Sequence[Study],
     path: str | os.PathLike[str],

@@ -73,6 +73,11 @@ def series(i: int, count: int) -> str:
     return f"c{FIRST_LINE + round((LEVELS - 1 - FIRST_LINE) * i / (count - 1))}"
 
 
+def distinct(i: int) -> tuple[str, str]:
+    """The colour and the line style of curve i, where curves have no order such as depth."""
+    return f"s{i % len(SERIES_LIGHT)}", ("-", "--", ":")[i // len(SERIES_LIGHT) % 3]
+
+
 def marker(i: int) -> tuple[str, str]:
     """The marker of curve i, for matplotlib and as a character."""
     return MARKERS[i % len(MARKERS)], MARKER_TEXTS[i % len(MARKER_TEXTS)]

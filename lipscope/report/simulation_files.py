@@ -71,15 +71,15 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
             f"{simulation.n} of dimension {simulation.dim}, seed {simulation.seed}, "
             f"{simulation.device}",
         ),
-        ("flow", flow.status),
+        ("flow", flow.summary),
     ]
     if isinstance(found, Clusters):
-        lines += [("clusters", found.status)]
+        lines += [("clusters", found.summary)]
         if len(found) <= 12:
             lines += [("mass", ", ".join(f"{100 * m:.3g} %" for m in found.masses.tolist()))]
     elif isinstance(found, Moments):
         end = len(flow.times) - 1
-        lines += [("moments", found.closed.status)]
+        lines += [("moments", found.closed.summary)]
         if found.closed.ok and flow.ok and simulation.n > 1:
             ours, theirs = (
                 found.closed.covariances[end].trace().item(),
@@ -95,7 +95,7 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
         )
         lines += [("blow-up", blow_up)]
     else:
-        lines += [("growth", found.status)]
+        lines += [("growth", found.summary)]
     return lines
 
 
@@ -112,7 +112,7 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
         "device": simulation.device,
         "dtype": str(flow.positions.dtype).removeprefix("torch."),
         "versions": {"lipscope": __version__, "python": platform.python_version(), **packages},
-        "status": simulation.status,
+        "status": simulation.summary,
         "reached": flow.times[-1].item(),
         "steps": flow.steps,
         "evaluations": flow.evaluations,

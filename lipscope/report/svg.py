@@ -26,7 +26,9 @@ PLAIN = re.compile(r"rotate\(-?0(\.0)? [^)]*\)")
 DROPPED = {"font-family", "stroke-linejoin", "stroke-linecap", "stroke-miterlimit"}
 
 
-def inline_svg(figure: Figure, marks: Mapping[str, Mark], name: str, label: str) -> str:
+def inline_svg(
+    figure: Figure, marks: Mapping[str, Mark], name: str, label: str, titled: bool = True
+) -> str:
     """The figure as an SVG element for HTML.
 
     Args:
@@ -34,6 +36,7 @@ def inline_svg(figure: Figure, marks: Mapping[str, Mark], name: str, label: str)
         marks: What the page says about artists, by their gid.
         name: A name that is unique on the page; ids inside the figure depend on it.
         label: The description for readers who do not see the figure.
+        titled: Whether marks have titles, which browsers show without a script.
     """
     import matplotlib as mpl
 
@@ -47,7 +50,7 @@ def inline_svg(figure: Figure, marks: Mapping[str, Mark], name: str, label: str)
     for group in root.iter("g"):
         mark = marks.get(group.attrib.pop("id", ""))
         if mark is not None:
-            _apply(group, mark)
+            _apply(group, mark, titled)
     width, height = root.attrib["viewBox"].split()[2:]
     root.attrib = {
         "viewBox": f"0 0 {width} {height}",
@@ -98,7 +101,7 @@ def _style(text: str) -> str:
     return ";".join(f"{name}:{known.get(value, value)}" for name, value in kept)
 
 
-def _apply(group: Tree.Element, mark: Mark) -> None:
+def _apply(group: Tree.Element, mark: Mark, titled: bool) -> None:
     """Put titles and classes on the shapes of an artist, in the order of its data."""
     if mark.kind:
         group.set("class", mark.kind)
@@ -108,9 +111,12 @@ def _apply(group: Tree.Element, mark: Mark) -> None:
     shapes = [e for e in group.iter() if e.tag in ("path", "use", "text") and e not in defined]
     for shape, title in zip(shapes, mark.titles, strict=True) if mark.titles else ():
         shape.set("class", "mark")
-        Tree.SubElement(shape, "title").text = title
+        if titled:
+            Tree.SubElement(shape, "title").text = title
     if mark.coloured:
         # The class of a cell gives its colour, which the script changes with the selection.
         for shape in shapes:
-            parts = shape.attrib.get("style", "").split(";")
-            shape.set("style", ";".join(p for p in parts if not p.startswith(("fill", "stroke"))))
+            parts = shape.attrib.pop("style", "").split(";")
+            kept = ";".join(part for part in parts if not part.startswith(("fill", "stroke")))
+            if kept:
+                shape.set("style", kept)

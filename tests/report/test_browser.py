@@ -57,6 +57,17 @@ def test_marks_answer_the_pointer(visit, plain):
     assert page.locator(".tip").is_hidden()
 
 
+def test_marks_answer_on_a_telephone(visit, plain):
+    page = visit(plain, width=390)
+    for spot, start in (("#rough .cell", "layer 1, attention"), ("#worst", "layer 1, attention")):
+        mark = page.locator(f"{spot} .mark >> visible=true").last
+        mark.scroll_into_view_if_needed()
+        mark.hover()
+        assert page.locator(".tip").text_content().startswith(start)
+        box = page.locator(".tip").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+
+
 def test_the_length_of_the_heat_map_is_chosen(visit, plain):
     page = visit(plain)
     svg = page.locator("#rough .wide svg")

@@ -101,7 +101,9 @@ def test_a_name_says_what_differs_and_no_more():
     # The seed tells nothing that the model does not tell.
     assert names([facts, {**facts, "model": "o", "seed": "1"}], ["", ""]) == ["m", "o"]
     assert names([facts, facts, facts], ["x", "y", "y"]) == ["m, x", "m, y (1)", "m, y (2)"]
-    assert shared(others) == "m on pretrained" or shared(others).startswith("m")
+    assert shared(others) == "m"
+    random = {**facts, "weights": "random weights (seed 0)"}
+    assert shared([random, {**random, "seed": "1"}]) == "m, random weights (seed 0) on t, float64"
 
 
 def test_checkpoints_of_one_name_are_told_apart(tmp_path):

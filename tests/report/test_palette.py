@@ -14,6 +14,7 @@ from lipscope.report.palette import (
     colours,
     contrast,
     css,
+    distinct,
     level,
     series,
     text_on,
@@ -104,6 +105,11 @@ def test_many_curves_are_coloured_by_depth():
     for dark in (False, True):
         found = colours(dark)
         assert all(contrast(found[name], found["paper"]) > 3 for name in many)
+
+
+def test_studies_differ_in_colour_or_line():
+    assert len({distinct(i) for i in range(21)}) == 21
+    assert {name for name, _ in map(distinct, range(7))} == {f"s{i}" for i in range(7)}
 
 
 def test_levels_and_markers():

@@ -46,7 +46,7 @@ def test_everything_is_written_and_can_be_read(name, tmp_path, monkeypatch):
         2,
         0.25,
     )
-    assert read["versions"]["lipscope"] == ls.__version__ and read["status"] == found.status
+    assert read["versions"]["lipscope"] == ls.__version__ and read["status"] == found.summary
     lines = list(csv.reader(series.open()))
     assert (
         lines[0][0] == "t" and all(len(line) == len(lines[0]) for line in lines) and len(lines) > 10

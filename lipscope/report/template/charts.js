@@ -8,6 +8,8 @@ function awaken(canvas) {
     title.parentElement.dataset.tip = title.textContent;
     title.remove();
   }
+  const twins = canvas.querySelectorAll(".narrow .mark");
+  canvas.querySelectorAll(".wide .mark").forEach((mark, i) => { twins[i].dataset.tip = mark.dataset.tip; });
   let current = null;
   const visible = () => [...canvas.querySelectorAll(".mark")].filter((mark) => mark.getClientRects().length && !mark.closest(".off"));
 
