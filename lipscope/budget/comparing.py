@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,17 @@ class RunComparison:
                 "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
             ) from error
         return pd.DataFrame.from_records(self.states, columns=list(StateRatio._fields))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The rows and the verdict, as plain values."""
+        bad = self.first_outside
+        return {
+            "format": self.format,
+            "ok": self.ok,
+            "first_outside": None if bad is None else bad.name,
+            "false_alarms": self.false_alarms,
+            "states": [{**state._asdict(), "inside": state.inside} for state in self.states],
+        }
 
     def sentence(self) -> str:
         """The verdict in words."""

@@ -170,9 +170,9 @@ class ErrorBudget:
                 for row in self.records()
             )
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows and what they belong to as JSON."""
-        content = {
+    def as_dict(self) -> dict[str, Any]:
+        """All rows and what they belong to, as plain values."""
+        return {
             "model": self.model,
             "metric": self.metric,
             "sequences": self.sequences,
@@ -181,8 +181,11 @@ class ErrorBudget:
             "second_order": self.second_order,
             "rows": [row._asdict() for row in self.records()],
         }
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write all rows and what they belong to as JSON."""
         with whole_file(Path(path)) as place:
-            place.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            place.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
 
     def plot(self, ax: Any = None) -> Any:
         """Plot the error of each layer in each format; returns matplotlib Axes."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipscope._types import UserError
 from lipscope.models.embedded import default_text
-from lipscope.models.loading import load
+from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
@@ -92,8 +92,7 @@ def read_subject(
         own, routed, wanted = "eager", False, dtype or torch.float64
         name, tokenizer, limit = type(source).__name__, None, None
     else:
-        model = source if isinstance(source, Model) else load(source)
-        module = _with_head(source, model) if head else model.trunk
+        model, module = _opened(source, head)
         own = own_attention(model.trunk)
         routed, wanted = model.preflight.routed, dtype or model.dtype
         name, tokenizer, limit = model.card.name, model, model.max_positions
@@ -211,13 +210,22 @@ def changing_cache(change: Callable[[AttentionCall], AttentionCall]) -> Iterator
         yield
 
 
-def _with_head(source: Source, model: Model) -> nn.Module:
+def _opened(source: Source, head: bool) -> tuple[Model, nn.Module]:
+    """The loaded model, and the module to run: its trunk, or the whole with its head."""
+    if head and isinstance(source, Model):
+        raise UserError(
+            f"{source.card.name} was loaded without its head; pass its name, its folder or the "
+            "live model with its head, or use metric='output'"
+        )
+    if isinstance(source, Model):
+        return source, source.trunk
     if isinstance(source, nn.Module):
-        return source
-    raise UserError(
-        f"{model.card.name} has no logits here; pass the live model with its language-model head "
-        "(AutoModelForCausalLM.from_pretrained(...)), or use metric='output'"
-    )
+        model = load(source)
+        return model, source if head else model.trunk
+    if head:
+        return load_language_model(source)
+    model = load(source)
+    return model, model.trunk
 
 
 def _content(text: Any) -> str:

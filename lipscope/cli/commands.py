@@ -14,7 +14,7 @@ import typer
 
 from lipscope import __version__
 from lipscope._types import UserError
-from lipscope.cli import audits, comparing, interruption, simulating, studies, training
+from lipscope.cli import audits, budgets, comparing, interruption, simulating, studies, training
 from lipscope.cli.terminal import ExitCode, tell, warn
 
 app = typer.Typer(
@@ -32,6 +32,8 @@ for command in (
     studies.export,
     audits.bounds,
     audits.attack,
+    budgets.budget,
+    budgets.check,
     training.train,
     studies.doctor,
 ):

@@ -17,9 +17,15 @@ import tokenizers
 import torch
 import transformers
 from torch import nn
-from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
+from lipscope._checks import explained
 from lipscope._files import for_terminal
 from lipscope._types import UserError
 from lipscope.models import embedded
@@ -41,6 +47,7 @@ FEWEST = 8
 """A file with less than this fraction of a model's weights is not that model's."""
 
 
+@explained
 def load(
     source: str | os.PathLike[str] | nn.Module | None = None,
     tokenizer: Any = None,
@@ -122,6 +129,30 @@ def load(
     return Model(trunk=trunk, tokenizer=words, card=card, dtype=wanted, owned=owned)
 
 
+def load_language_model(
+    source: str | os.PathLike[str] | None,
+    tokenizer: Any = None,
+    *,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    random_init: int | None = None,
+) -> tuple[Model, PreTrainedModel]:
+    """A loaded model and the same module with the head that predicts the next token."""
+    with _quiet():
+        repository = _repository(source, revision, weights=random_init is None)
+        module = _read(repository, random_init, torch.float64, head=True)
+        # Weights that were not in the files are NaN by now.
+        empty = [name for name, p in module.named_parameters() if bool(p.isnan().any())]
+        if empty:
+            raise UserError(
+                f"{repository.name} has no weights for its language-model head ({empty[0]}); "
+                "use metric output"
+            )
+        nn.Module.to(module, _device(device), torch.float64).eval().requires_grad_(False)
+        model = load(module, _tokenizer(tokenizer, repository))
+    return model, module
+
+
 def weights_hash(module: nn.Module) -> str:
     """sha256 of every tensor of the module's state, by name, in its own dtype."""
     digest = hashlib.sha256()
@@ -163,10 +194,17 @@ def _repository(source: Any, revision: str | None, weights: bool) -> Repository:
     return open_repository(os.fspath(source), revision, weights)
 
 
-def _read(repository: Repository, random_init: int | None, dtype: torch.dtype) -> PreTrainedModel:
+def _read(
+    repository: Repository, random_init: int | None, dtype: torch.dtype, head: bool = False
+) -> PreTrainedModel:
     """The model of a repository, or the same architecture with random weights."""
     config = repository.config()
-    kinds = _base_classes(config)
+    kinds = _causal_classes(config) if head else _base_classes(config)
+    if head and not kinds:
+        raise UserError(
+            f"{repository.name} is of type {config.model_type!r}, which has no causal "
+            "language-model head; choose a model that predicts the next token"
+        )
     if not kinds:
         raise UserError(
             f"{repository.name} is of type {config.model_type!r}, which has no hidden states; "
@@ -239,6 +277,15 @@ def _base_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]
     """The headless model classes that belong to a configuration."""
     try:
         kinds: Any = MODEL_MAPPING.get(type(config), ())
+    except ValueError:  # transformers lists the class, but this installation lacks it
+        return ()
+    return kinds if isinstance(kinds, tuple) else (kinds,)
+
+
+def _causal_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]:
+    """The classes with a head that predicts the next token."""
+    try:
+        kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     except ValueError:  # transformers lists the class, but this installation lacks it
         return ()
     return kinds if isinstance(kinds, tuple) else (kinds,)
