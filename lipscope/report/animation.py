@@ -31,6 +31,7 @@ def animate(simulation: Simulation, path: Path, progress: Progress | None = None
     frame_axes(ax, simulation.shown)
     ax.ticklabel_format(useOffset=False)
     figure.subplots_adjust(left=0.17, bottom=0.22)
+    # Every frame has the same size, so the layout is found once, by drawing nothing.
     figure.draw_without_rendering()
     hidden = -ax.yaxis.label.get_window_extent().x0 / figure.bbox.width
     figure.subplots_adjust(left=0.17 + max(0.0, hidden + 0.02))  # long numbers push the label out

@@ -38,6 +38,7 @@ def contest_figure(trials: Sequence[Trial]) -> Figure:
         here = {b: rows for b, rows in here.items() if rows}
         if not here:
             continue
+        # Attacks reach a budget only nearly: they are compared at the norms they really have.
         norms = [median(t.norm for t in rows) for rows in here.values()]
         changes = [sorted(t.change for t in rows) for rows in here.values()]
         left.plot(norms, [median(c) for c in changes], mark, color=tint, markersize=4, label=attack)
@@ -80,6 +81,7 @@ def adversarial_growth_figure(curves: Mapping[str, Mapping[int, float]], title: 
             color=colour(series(i, len(curves))),
             label=name,
         )
+    # The guide starts below all curves: its slope matters, not its height.
     lowest = min(min(curve.values()) for curve in curves.values())
     ax.plot(
         lengths,

@@ -38,6 +38,7 @@ def bounds_part(found: Sequence[Surrounded]) -> str:
     label = "σ of each map beside the worst input found and its bounds, on a log axis."
     lines = []
     for dots, sign, kind in groups:
+        # Relative to sigma of the same map, so that maps of different size can be summarised.
         ratios = [value / found[row].sigma.value for row, value, _ in dots.points]
         spread = f"{digits(median(ratios))} {interval(min(ratios), max(ratios))}"
         lines.append([swatch(dots.colour, sign, dots.name), kind, spread])

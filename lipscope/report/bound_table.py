@@ -36,6 +36,7 @@ def bound_summary(audit: Audit) -> RenderableType:
         f"{for_terminal(about.model)} on {for_terminal(about.text)}: bounds, head by head\n",
         style="bold",
     )
+    # Names of theorems are too long for columns; there are fewer of them than letters.
     letters = dict(zip(names, ascii_uppercase, strict=False))
     needs: dict[str, list[str]] = defaultdict(list)
     for name, why in sorted(audit.not_offered.items()):
@@ -107,6 +108,7 @@ def at_point(name: str) -> bool:
 
 
 def _ratio(rows: dict[str, Row], name: str) -> float:
+    # A lower bound on a ball is reached by its worst input, not by the text.
     against = rows[WORST if rows[name].kind == "lower" and not at_point(name) else SIGMA].value
     return rows[name].value / against if against > 0 else math.inf
 

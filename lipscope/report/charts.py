@@ -159,6 +159,7 @@ def heat_map(ax: Axes, grid: Grid, marks: Marks, texts: bool = True, size: float
 
 def _names(axis: Axis, names: Sequence[str], centre: float, most: int = 40) -> None:
     """Names of rows or columns, every few of them if there are many."""
+    # Sixty layers at 12 pixels each have no space for sixty names.
     every = math.ceil(len(names) / most)
     chosen = range(0, len(names), every)
     axis.set_ticks([i + centre for i in chosen], [names[i] for i in chosen])
@@ -322,6 +323,7 @@ def length_ticks(ax: Axes, lengths: Sequence[int], size: float = FONT) -> None:
         return
     ax.set_xscale("log", base=2)
     chosen = list(lengths)
+    # Every second one, counted from the end: the greatest length is always named.
     while len(chosen) > 9:
         chosen = chosen[::-1][::2][::-1]
     ax.set_xticks(chosen, [f"{n:,}" for n in chosen])

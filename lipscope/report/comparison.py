@@ -36,7 +36,7 @@ class Digest:
         facts: What was measured.
         place: The name of the study's directory.
         medians: sigma by map and length; for heads, of the largest head.
-        cells: sigma by length, layer and head, at the greatest length only.
+        cells: sigma by length, layer and head.
         laws: The growth law of each map that has one.
         rows: The number of rows.
         failed: The number of rows without a value.
@@ -85,6 +85,7 @@ def digest(study: Study, cells: bool = True) -> Digest:
 def _cells(study: Study) -> dict[int, dict[Place, float]]:
     found: dict[int, dict[Place, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in study.sigma:
+        # Heads are columns by number, maps of a whole layer by name: the two never coincide.
         column = shown(row.scope, 30) if row.head is None else str(row.head)
         found[row.n][row.layer, column].append(row.value)
     return {n: {at: median(v) for at, v in here.items()} for n, here in found.items()}
@@ -111,9 +112,21 @@ class Comparison:
         assert self.n is not None
         return self.digests[i].medians[on][self.n]
 
+    @property
+    def valued(self) -> list[int]:
+        """The studies with values; one whose jobs all failed must not spoil the comparison."""
+        return [i for i, one in enumerate(self.digests) if one.medians]
+
+    @property
+    def first(self) -> int:
+        """The study that the others are compared with: the first one given that has values."""
+        return next(iter(self.valued), 0)
+
     def mean(self, i: int) -> float | None:
-        """The geometric mean of sigma over the common maps; None if there are none."""
-        return _mean([self.at(i, on) for on in self.maps]) if self.maps else None
+        """The geometric mean of sigma over the common maps; None if there is none."""
+        if not self.maps or not self.digests[i].medians:
+            return None
+        return _mean([self.at(i, on) for on in self.maps])
 
     def ranked(self) -> list[int]:
         """The studies by that mean, the largest first."""
@@ -123,7 +136,7 @@ class Comparison:
         """The common maps with the largest sigma / the smallest, the largest ratio first."""
         spread = []
         for on in self.maps:
-            values = [self.at(i, on) for i in range(len(self.digests))]
+            values = [self.at(i, on) for i in self.valued]
             spread.append((on, max(values) / min(values)))
         return sorted(spread, key=lambda item: -item[1])
 
@@ -140,10 +153,12 @@ def compare(digests: Iterable[Digest]) -> Comparison:
     found = list(digests)
     if len(found) < 2:
         raise UserError("a comparison needs at least two studies; give more directories")
-    lengths = set.intersection(*(one.lengths for one in found))
     given = names([one.facts for one in found], [one.place for one in found])
+    valued = [one for one in found if one.medians]
+    lengths = set.intersection(*(one.lengths for one in valued)) if len(valued) > 1 else set()
+    # A length may be common to all studies without any map being measured there in all of them.
     for n in sorted(lengths, reverse=True):
-        maps = [on for on in found[0].medians if all(_positive(one, on, n) for one in found)]
+        maps = [on for on in valued[0].medians if all(_positive(one, on, n) for one in valued)]
         if maps:
             return Comparison(found, given, n, maps)
     return Comparison(found, given, max(lengths, default=None), [])
@@ -174,17 +189,15 @@ def map_name(on: Map) -> str:
 def verdict(found: Comparison) -> str:
     """The comparison in a sentence or two."""
     if found.n is None:
-        return (
-            "The studies have no length in common at which all have values, so that they cannot be "
-            "compared."
-        )
+        return "The studies with values have no length in common, so that they cannot be compared."
     if not found.maps:
         return f"At n = {found.n:,} the studies have no map with a positive σ in common."
-    ranked = found.ranked()
+    ranked = [i for i in found.ranked() if found.mean(i) is not None]
     top, last = ranked[0], ranked[-1]
     high, low = found.mean(top), found.mean(last)
     assert high is not None and low is not None
     over = f"at n = {found.n:,}, over the {counted(len(found.maps), 'map')} that all studies have"
+    # Three digits would show such a ratio as 1.00.
     if high / low < 1.005:
         return f"No difference in the geometric mean {over}."
     text = (
@@ -199,6 +212,7 @@ def comparison_table(found: Comparison) -> RenderableType:
     """What `lipscope compare` prints: a line per study, the largest sigma first."""
     title = shared([one.facts for one in found.digests])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    # Names are long where much differs: they fold, numbers never do.
     table.add_column("study", overflow="fold")
     for name in ("σ, mean", "× first", "largest median σ", "α"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -228,7 +242,7 @@ def comparison_table(found: Comparison) -> RenderableType:
 
 def line(found: Comparison, i: int) -> tuple[str, str, str, str]:
     """Mean sigma, its ratio to the first study, the largest median and the exponent of study i."""
-    mean, first = found.mean(i), found.mean(0)
+    mean, first = found.mean(i), found.mean(found.first)
     ratio = "–" if mean is None or not first else digits(mean / first)
     own = found.digests[i]
     here = {on: v[found.n] for on, v in own.medians.items() if found.n in v}

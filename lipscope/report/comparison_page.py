@@ -63,7 +63,7 @@ def comparison_html(digests: Sequence[Digest]) -> str:
             body.append(_ratios(found, grids, limit))
             data["ratio"] = {
                 "label": "study",
-                "names": [_name(found, i) for i in chosen if i],
+                "names": [_name(found, i) for i in chosen if i != found.first],
                 "chosen": 0,
                 "frames": [grid.frame() for grid in grids],
             }
@@ -85,12 +85,12 @@ def comparison_html(digests: Sequence[Digest]) -> str:
 
 def _chosen(found: Comparison) -> list[int]:
     """The studies that charts show: all, or the first one and others from all over the ranking."""
-    count = len(found.names)
-    if count <= MOST:
-        return list(range(count))
-    others = [i for i in found.ranked() if i != 0]
+    if len(found.valued) <= MOST:
+        return found.valued
+    others = [i for i in found.ranked() if found.mean(i) is not None and i != found.first]
     # Evenly over the ranking, with both ends.
-    return [0, *(others[round(k * (len(others) - 1) / (MOST - 2))] for k in range(MOST - 1))]
+    spaced = [others[round(k * (len(others) - 1) / (MOST - 2))] for k in range(MOST - 1)]
+    return [found.first, *spaced]
 
 
 def _name(found: Comparison, i: int) -> str:
@@ -113,7 +113,7 @@ def _studies(found: Comparison) -> str:
     lines = []
     for i in found.ranked():
         own = found.digests[i]
-        first, note = " (first)" if i == 0 else "", f" {own.note}" if own.note else ""
+        first, note = " (first)" if i == found.first else "", f" {own.note}" if own.note else ""
         name = f"{_name(found, i)}{first}{note}"
         lines.append([name, *line(found, i), f"{own.rows:,}", f"{own.failed:,}"])
     return table(head, lines, "Studies by mean σ")
@@ -131,6 +131,7 @@ def _growth(found: Comparison, chosen: Sequence[int]) -> str:
     views: dict[str, list[Map]] = {}
     for scope in scopes:
         views[f"{shown(scope, 30)}, mean over layers"] = [on for on in found.maps if on[0] == scope]
+    # Each view is a chart in the page: of many maps, those that differ most.
     single = [on for on, _ in found.differences()] if len(found.maps) > MOST else found.maps
     views |= {map_name(on): [on] for on in single[:MOST]}
     first = next((name for name in views if name.startswith("attention")), next(iter(views)))
@@ -148,6 +149,7 @@ def _curves(
     lines, legend = [], []
     for j, i in enumerate(chosen):
         points = found.curve(i, maps)
+        # A single map has the law of its study, which was fitted to all samples, not to medians.
         law = mean_law(points) if len(maps) > 1 else found.digests[i].laws.get(maps[0])
         text = _name(found, i)
         (tint, dashes), (shape, sign) = distinct(j), marker(j)
@@ -200,12 +202,17 @@ def _ranked_answer(found: Comparison) -> str:
 
 
 def _ranked(found: Comparison, chosen: Sequence[int]) -> str:
-    logs = [abs(math.log(found.at(i, on) / found.at(0, on))) for i in chosen for on in found.maps]
+    logs = [
+        abs(math.log(found.at(i, on) / found.at(found.first, on)))
+        for i in chosen
+        for on in found.maps
+    ]
+    # Never below 10 %: differences of rounding must not look like differences.
     limit = max([0.1, *logs])
     lines = []
     for on, most in found.differences():
         cells = [
-            f'<span class="ratio v{_step(found.at(i, on) / found.at(0, on), limit)}">'
+            f'<span class="ratio v{_step(found.at(i, on) / found.at(found.first, on), limit)}">'
             f"{digits(found.at(i, on))}</span>"
             for i in chosen
         ]
@@ -245,7 +252,7 @@ def _frames(found: Comparison, chosen: Sequence[int]) -> tuple[list[Grid], float
         where = f"head {column}" if column.isdigit() else column
         title = (
             f"{layer_name(layer)}, {where}, n = {found.n:,}\n"
-            f"{name}: {digits(mine / first)} × {found.names[0]}\n"
+            f"{name}: {digits(mine / first)} × {found.names[found.first]}\n"
             f"{digits(mine, 4)} against {digits(first, 4)}"
         )
         return Cell(digits(mine / first, 2), _step(mine / first, limit), title)
@@ -258,7 +265,7 @@ def _frames(found: Comparison, chosen: Sequence[int]) -> tuple[list[Grid], float
             ramp="v",
         )
         for i, own in zip(chosen, cells, strict=True)
-        if i
+        if i != found.first
     ]
     return grids, limit
 
@@ -272,7 +279,7 @@ def _ratios(found: Comparison, grids: list[Grid], limit: float) -> str:
     return section(
         "heads",
         "Which heads differ?",
-        f"σ of a study divided by σ of the first one, {found.names[0]}, at n = {found.n:,}.",
+        f"σ of a study divided by that of {found.names[found.first]}, at n = {found.n:,}.",
         f'<div class="part" data-part="frames" data-frames="ratio">{drawn}</div>',
         bar,
     )

@@ -137,6 +137,7 @@ def heat(study: Study) -> Heat:
         title = spread.title(where, n)
         return Cell(digits(spread.middle), scale.level(spread.middle), title)
 
+    # One scale for all lengths: a cell that darkens with n has really grown.
     lengths = sorted({row.n for row in study.sigma})
     grids = [
         Grid(

@@ -140,6 +140,7 @@ def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
         digests = (hashlib.sha256(text.encode()).digest() for text in texts)
         return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
+    # Styles in attributes are allowed: they are ours, and SVG carries its colours there.
     return (
         f"default-src 'none'; script-src {hashes(scripts)}; style-src-elem {hashes(styles)}; "
         "style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'"

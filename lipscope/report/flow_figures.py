@@ -97,6 +97,7 @@ def colours(simulation: Simulation) -> Any:
 def ellipse(mean: Tensor, covariance: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The curve at two standard deviations, in the first two coordinates."""
     angle = np.linspace(0, 2 * math.pi, 100)
+    # A covariance that rounding made slightly indefinite still has an ellipse.
     values, vectors = np.linalg.eigh(covariance[:2, :2].cpu().numpy())
     axes = vectors * np.sqrt(np.clip(values, 0, None))
     x, y = 2 * axes @ np.stack([np.cos(angle), np.sin(angle)]) + mean[:2].cpu().numpy()[:, None]
@@ -106,6 +107,7 @@ def ellipse(mean: Tensor, covariance: Tensor) -> tuple[np.ndarray, np.ndarray]:
 def _paths(ax: Axes, simulation: Simulation) -> None:
     """The initial tokens and their paths."""
     z, times = simulation.shown.numpy(), simulation.flow.times.numpy()
+    # Spread over the sequence, because in a causal flow the position decides the fate of a token.
     chosen = np.linspace(0, simulation.n - 1, min(simulation.n, PATHS)).round().astype(int)
     tint = colours(simulation)
     for i in chosen:
@@ -136,6 +138,7 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
         )
     if simulation.dim == 2 and extreme.sum() > 2:
         corners = centres[extreme]
+        # Corners of a convex polygon in the order of their angles around its centre.
         around = np.argsort(np.arctan2(*(corners - corners.mean(axis=0)).T[::-1]))
         hull = corners[[*around, around[0]]]
         ax.plot(hull[:, 0], hull[:, 1], color=ORANGE, linewidth=1, linestyle="--")
@@ -206,6 +209,7 @@ def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
     ours = closed.covariances.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().cpu()
     # One token has no spread to compare with.
     theirs = x.std(dim=1) if simulation.n > 1 else torch.full_like(x[:, 0], torch.nan)
+    # The axis follows the particles: the closed equation may blow up long before its end.
     largest = theirs[theirs < LARGEST]
     top = 3 * (largest if len(largest) else ours[0]).max().item()
     for i in range(min(simulation.dim, 2)):

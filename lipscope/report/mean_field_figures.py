@@ -123,6 +123,7 @@ def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) 
             color=tint,
             label=f"p = {name}, limit {'∞' if p == 1 else f'{limit:.3g}'}",
         )
+        # For p = 1 the constant is the harmonic sum, which has no limit.
         if math.isfinite(limit):
             ax.axhline(limit, color=tint, linewidth=0.8, linestyle=":")
     ax.axhline(

@@ -72,6 +72,7 @@ def render(
         ...     page.read_text()[:15]
         '<!doctype html>'
     """
+    # Imports of the comparison come late: most calls render one study.
     if isinstance(study, Study):
         return write(html(study, against), path)
     if against is not None:
@@ -134,8 +135,10 @@ def _smooth(study: Study, against: Study | None) -> tuple[str, ...]:
         return (text,)
     row, layers = words.most_sensitive(study)
     if against is not None:
+        # At the length of the headline, for sigma of different lengths does not compare.
         theirs = words.medians(length_curves(against), row.scope, row.n)
         return (f"{text}\n{words.compared(layers, theirs, labels([study, against])[1])}",)
+    # Random weights have no reference of their own: they are one.
     again = _random(study)
     if not again or random_seed(study) is not None:
         return (text,)
@@ -200,6 +203,7 @@ def _again(study: Study) -> str:
     """The command that adds bounds to a study."""
     told = shlex.split(study.info.about.command)
     keep = ("--text", "--revision", "--random-init", "--dtype", "--seed")
+    # Bounds join the study only if they are about the same weights, text and precision.
     options = [w for i, w in enumerate(told) if w in keep or (i and told[i - 1] in keep)]
     lengths = sorted({row.n for row in study.sigma})
     length = max((n for n in lengths if n <= SHORT), default=lengths[0])

@@ -75,6 +75,7 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
     ]
     if isinstance(found, Clusters):
         lines += [("clusters", found.summary)]
+        # More shares than these do not fit a line of the terminal; all are in the JSON file.
         if len(found) <= 12:
             lines += [("mass", ", ".join(f"{100 * m:.3g} %" for m in found.masses.tolist()))]
     elif isinstance(found, Moments):
@@ -146,6 +147,7 @@ def _plain(x: torch.Tensor) -> Any:
     def finite(value: Any) -> Any:
         if isinstance(value, list):
             return [finite(v) for v in value]
+        # JSON has neither infinity nor NaN; a blow-up makes both.
         return value if isinstance(value, bool | int) or math.isfinite(value) else None
 
     return finite(x.tolist())

@@ -30,6 +30,7 @@ def heat_chart(found: Heat, name: str = "heat") -> str:
 
 def grid_chart(grid: Grid, name: str, label: str) -> str:
     """A heat map of layers by heads; columns that are not heads have names."""
+    # 7.5 pixels are a wide letter of the font that the page falls back to.
     margin = max(len(text) for text in grid.rows) * 7.5 + 12
     heads = sum(text.isdigit() for text in grid.columns)
 
@@ -43,6 +44,7 @@ def grid_chart(grid: Grid, name: str, label: str) -> str:
         figure, ax = charts.figure_of(
             width, high * len(grid.rows) + bottom + 2, left=left, bottom=bottom, right=2, top=2
         )
+        # Four characters, as in 18.0, need 34 pixels.
         wide_cells = (width - left) / len(grid.columns) >= 34
         charts.heat_map(ax, grid, marks, texts=high > 12 and wide_cells, size=size)
         ax.tick_params(labelsize=size)
@@ -151,6 +153,7 @@ def _growth(
         ax.set_yscale("log")
         charts.length_ticks(ax, lengths)
         charts.curves(ax, lines, marks)
+        # Apart from the others: the reference has no marks, and is not among the layers to choose.
         for curve in others:
             if curve.x:
                 charts.curves(ax, [curve], {})

@@ -51,6 +51,7 @@ def _table(study: Study) -> Table:
     table.add_column("α in σ ~ C nᵅ")
     table.add_column("rms")
     table.add_column("R(n)")
+    # A layer is named once; None is a name too, that of the whole model.
     before: object = "none yet"
     for scope, layer in study.maps:
         rows = study.largest(scope, layer)
@@ -97,6 +98,7 @@ def _legend(study: Study) -> str:
 
 def _comparison(study: Study) -> str:
     """How much lipscope's attention changes the output; empty if only blocks were measured."""
+    # Blocks are run as they are; attention is replaced only to measure attention.
     if all(row.scope in ("block", "model") for row in study.sigma):
         return ""
     return (
@@ -139,6 +141,7 @@ def joint(study: Study) -> str:
 
 def _rounded_up(x: float) -> str:
     """A probability rounded up to two digits."""
+    # Rounded to nearest, a stated bound on a probability could be smaller than the true one.
     return f"{float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(x))):g}"
 
 
@@ -169,6 +172,7 @@ def _missed(study: Study) -> str:
     rows = [row for row in study.sigma if row.missed]
     if not rows:
         return ""
+    # The first reason stands for all: most often it is the same.
     asked, reason = study.info.identity.gap, for_terminal(rows[0].status, 200)
     return (
         f"\n{len(rows)} of {len(study.sigma)} rows miss the gap of {asked:g}; "

@@ -107,6 +107,7 @@ def _apply(group: Tree.Element, mark: Mark, titled: bool) -> None:
         group.set("class", mark.kind)
     if mark.series is not None:
         group.set("data-series", str(mark.series))
+    # The first use of a marker comes with its definition, which is not a shape of its own.
     defined = {shape for holder in group.iter("defs") for shape in holder.iter()}
     shapes = [e for e in group.iter() if e.tag in ("path", "use", "text") and e not in defined]
     for shape, title in zip(shapes, mark.titles, strict=True) if mark.titles else ():

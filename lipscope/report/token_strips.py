@@ -66,6 +66,7 @@ def token_data(strips: Sequence[Strip], first: Strip) -> dict[str, object]:
 
 
 def _sample(strip: Strip) -> str:
+    # Long samples are cut, and not always at the same token.
     return f"{strip.row.n}-{strip.row.sample}-{len(strip.words)}"
 
 

@@ -85,6 +85,7 @@ def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:
         "sigma, largest layer",
     ):
         table.add_column(name, justify="right")
+    # A training of any length fits a screen.
     every = math.ceil(len(curve) / 12)
     # Backwards from the last evaluation, so that it is always among those shown.
     for r in curve[len(curve) - 1 :: -every][::-1]:

@@ -89,6 +89,7 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
     name, value = next(iter(layers.items()))
     law, gap = law_of(study, row.scope, name), widest(study)
     have = "lower" if any(math.isinf(r.upper) for r in study.sigma) else "upper"
+    # Every map is measured at the same samples, so that the first one counts them.
     samples = sum(r.n == row.n for r in study.largest(*study.maps[0]))
     return [
         ("largest median σ", digits(value), f"n = {row.n:,}, {counted(samples, 'sample')}"),
@@ -187,6 +188,7 @@ def growth(study: Study) -> str:
             f"{MIN_LENGTHS} lengths with a positive σ."
         )
     radius = list(study.radius(row.scope, law.layer).values())
+    # An interval that contains 0 is no evidence of growth, whatever its middle says.
     flat = law.low <= 0 <= law.high
     verdict = "no significant growth" if flat else f"doubling n multiplies σ by {2**law.alpha:.2f}"
     return (
@@ -213,6 +215,7 @@ def tokens(study: Study) -> str:
         f"changes of {_top(found, 'right')}. The output changes most at {_top(found, 'left')}. "
         "Percentages are shares of the squared norm of the singular vectors."
     )
+    # Said only where it is so: in other models another token leads.
     if len(found) > 1 and max(found, key=lambda token: token.right).position == 0:
         text += f"\n{FIRST_TOKEN} Without token 0, the input side reads {_top(found[1:], 'right')}."
     return text
@@ -220,6 +223,7 @@ def tokens(study: Study) -> str:
 
 def _top(found: Sequence[Token], part: str) -> str:
     """The strongest tokens, with shares of those given."""
+    # Norms of a singular vector square to 1 in all, but not without its first token.
     total = math.fsum(getattr(token, part) ** 2 for token in found) or 1.0
     ranked = sorted(found, key=lambda token: -getattr(token, part))[:TOP_TOKENS]
     shares = [100 * getattr(token, part) ** 2 / total for token in ranked]
@@ -285,6 +289,7 @@ def _range(ratios: dict[str, float], unit: str) -> str:
 
 def sure(study: Study) -> str:
     """How the rows ended, how tight they are, and how the attention was checked."""
+    # What follows the colon is the reason of one row; a summary counts the kinds.
     counts = Counter(row.status.split(":")[0] for row in study.rows)
     status = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in counts.most_common(6))
     text = f"Of {counted(len(study.rows), 'row')}: {status}. " if study.rows else f"{NOTHING} "
@@ -295,6 +300,7 @@ def sure(study: Study) -> str:
     if study.sigma:
         samples = Counter(row.n for row in study.largest(*study.maps[0]))
         text += f"Each median is over {counted(min(samples.values()), 'sample')} per length. "
+    # The terminal's lines become one paragraph.
     return text.replace("\n", " ") + (
         "With lipscope's attention, the output of the model differs from that with its own eager "
         f"attention by {study.info.about.difference_to_eager:.1e}."

@@ -73,7 +73,7 @@ def test_differences_come_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (grid(lengths=(4,)), "have no length in common"),
+        (grid(lengths=(4,)), "have no length in common, so that"),
         ([row("block", n=32)], "no map with a positive σ in common"),
         (grid(), "No difference in the geometric mean"),
         ([failed()], "have no length in common"),
@@ -142,6 +142,19 @@ def test_many_studies_show_the_first_and_the_extremes(tmp_path):
     legend = page.text[page.text.index("How does σ grow") : page.text.index("Where do they differ")]
     assert "seed 0" in legend and f"seed {count - 1}" in legend
     assert f"{count} studies" in page.text and page.text.count("seed 7") >= 2, "all in the table"
+
+
+def test_a_study_without_values_does_not_spoil_the_rest(tmp_path):
+    digests = [
+        digest(study(tmp_path / name, rows))
+        for name, rows in (("a", [failed()]), ("b", grid()), ("c", scaled(3)))
+    ]
+    found = compare(digests)
+    assert (found.n, found.first, found.valued) == (32, 1, [1, 2])
+    assert found.mean(0) is None and found.mean(2) / found.mean(1) == pytest.approx(3)
+    page = read(comparison_html(digests))
+    assert "“fake/model, b” is 3.00 × smoother than “fake/model, c”" in page.text
+    assert "fake/model, a" in page.text and "fake/model, b (first)" in page.text
 
 
 def test_one_study_is_no_comparison(tmp_path):
