@@ -69,7 +69,7 @@ def _output(output: dict[str, Any], images: dict[str, bytes], name: str) -> str:
         images[file] = base64.b64decode("".join(data["image/png"]))
         return f"![figure made by the cell above]({file})"
     if "text/html" in data:
-        return f'<div class="output" markdown="0">{"".join(data["text/html"])}</div>'
+        return f'<div class="output" tabindex="0" markdown="0">{"".join(data["text/html"])}</div>'
     return f"``` {{ .text .output }}\n{''.join(data['text/plain']).rstrip()}\n```"
 
 
