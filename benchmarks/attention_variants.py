@@ -1,6 +1,8 @@
 """Attention variants compared: constants on random and ascended inputs, bounds, cost; untied L2.
 
 python benchmarks/attention_variants.py
+python benchmarks/attention_variants.py --match "ball|contractive"    # only these layers
+python benchmarks/attention_variants.py --promised                # contractive layers at n = 128
 python benchmarks/attention_variants.py --text shakespeare.txt    # instead, test losses
 """
 
@@ -8,10 +10,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,13 +27,21 @@ from lipscope.charlm.characters import CharacterText, read_characters
 from lipscope.charlm.language_model import Architecture
 from lipscope.charlm.training import Recipe, Training
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
+from lipscope.nn.query_ball import BALL
 
-DIM, HEADS, TOKENS = 32, 4, 32
+DIM, HEADS, TOKENS, PROMISED = 32, 4, 32, 128
 COST_DIM, COST_TOKENS, COST_BATCH = 128, 128, 16
 SEEDS, RECIPE = 3, Recipe(steps=600)
 CLIMB = ls.attack.Climb(steps=25, restarts=2)
 SHARES = [2.0**-j for j in range(10)]
 """Fractions of the radius at which the family of Kim et al. is tried before the ascent."""
+
+
+def _contractive(
+    norm: str, ball: float | None, dim: int, causal: bool
+) -> ls.nn.ContractiveL2Attention:
+    return ls.nn.ContractiveL2Attention(dim, HEADS, 0.9, norm, causal, ball)
+
 
 VARIANTS: dict[str, Callable[[int, bool], nn.Module]] = {
     "dot product": lambda dim, causal: ls.nn.DotSelfAttention(dim, HEADS, causal),
@@ -44,19 +57,19 @@ VARIANTS: dict[str, Callable[[int, bool], nn.Module]] = {
     ),
     "scaled cosine": lambda dim, causal: ls.nn.CosineSelfAttention(dim, HEADS, causal),
     "L2": lambda dim, causal: ls.nn.L2SelfAttention(dim, HEADS, causal),
-    "contractive L2, 0.9, norm 2": lambda dim, causal: ls.nn.ContractiveL2Attention(
-        dim, HEADS, 0.9, causal=causal
-    ),
-    "contractive L2, 0.9, norm inf": lambda dim, causal: ls.nn.ContractiveL2Attention(
-        dim, HEADS, 0.9, "inf", causal
-    ),
+    "L2 in a ball": lambda dim, causal: ls.nn.BallL2Attention(dim, HEADS, causal),
+    **{
+        f"contractive L2{place}, 0.9, norm {norm}": partial(_contractive, norm, ball)
+        for place, ball in (("", None), (" in a ball", BALL))
+        for norm in ("2", "inf")
+    },
 }
 
 
-def measurable(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def measurable(module: nn.Module, n: int = TOKENS) -> Callable[[torch.Tensor], torch.Tensor]:
     """The map with a closed-form Jacobian if the layer has one, else the module."""
     try:
-        return module.as_map(TOKENS)
+        return module.as_map(n)
     except ls.UserError:
         return module
 
@@ -81,7 +94,7 @@ def constants(name: str) -> list[float]:
     for R in (6.0, 60.0, 600.0):
         family = torch.stack([small_among_large(module, R * share) for share in SHARES])
         steepest = family[ls.local_lipschitz(f, family, 1e-3).value.argmax()]
-        found = ls.attack.ascend(f, ls.Ball(R, TOKENS), CLIMB, d=DIM, starts=[steepest, *best])
+        found = ls.attack.ascend(f, ls.Ball(R, TOKENS), CLIMB, dim=DIM, starts=[steepest, *best])
         high, best = [*high, found.value], [found.X]
     bounds = [module.lipschitz_bound(TOKENS, norm) for norm in ("2", "inf")]
     assert max(typical, *high) <= bounds[0]
@@ -164,11 +177,44 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path)
-    text = parser.parse_args().text
-    print_losses(text) if text else print_constants()
+    parser.add_argument("--match", default="", help="only layers whose name has this pattern")
+    parser.add_argument("--promised", action="store_true")
+    options = parser.parse_args()
+    if options.promised:
+        print_promised()
+    elif options.text:
+        print_losses(options.text)
+    else:
+        print_constants(options.match)
 
 
-def print_constants() -> None:
+def print_promised() -> None:
+    """sigma over the promised constant of contractive layers, over inputs of many sizes."""
+    print(f"n = {PROMISED}, dim = {DIM}, {HEADS} heads, float64, as initialised;")
+    print("at unit variance, and the largest over 12 inputs of standard deviation 1/32 to 64\n")
+    print("| layer | mask | at unit variance | largest |")
+    print("|---|---|---|---|")
+    X = torch.randn(PROMISED, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for norm, ball, causal in product(("2", "inf"), (None, 0.25, BALL), (False, True)):
+        torch.manual_seed(0)
+        module = _contractive(norm, ball, DIM, causal).double().requires_grad_(False)
+        # Rows of the Jacobian for norm inf: those of the last token, which sees all others.
+        found = [_promised(module, norm, 2.0**j * X) / 0.9 for j in range(-5, 7)]
+        name = f"contractive L2, norm {norm}" + (f", ball {ball:g}" if ball else "")
+        mask = "causal" if causal else "none"
+        print(f"| {name} | {mask} | {found[5]:.3f} | {max(found):.3f} |", flush=True)
+
+
+def _promised(module: nn.Module, norm: str, X: torch.Tensor) -> float:
+    if norm == "2":
+        return ls.local_lipschitz(measurable(module, PROMISED), X, 1e-2).value
+    J = ls.jacobian(measurable(module, PROMISED), X)
+    U = torch.zeros(DIM, PROMISED, DIM, dtype=torch.float64)
+    U[torch.arange(DIM), -1, torch.arange(DIM)] = 1
+    return max(J.rmv(u).abs().sum().item() for u in U)
+
+
+def print_constants(match: str) -> None:
     cost = costs()
     print(
         f"n = {TOKENS}, dim = {DIM}, {HEADS} heads, float64, as initialised; "
@@ -177,7 +223,7 @@ def print_constants() -> None:
     print(f"n = {COST_TOKENS}, dim = {COST_DIM}, batch {COST_BATCH}, a multiple of dot product\n")
     print("| layer | random | R = 6 | R = 60 | R = 600 | bound, 2 | bound, inf | cost |")
     print("|---|---|---|---|---|---|---|---|")
-    for name in VARIANTS:
+    for name in filter(re.compile(match).search, VARIANTS):
         numbers = " | ".join(shown(value) for value in constants(name))
         print(f"| {name} | {numbers} | {cost[name]:.2f} |", flush=True)
     print("\n| L | untied | tied | bound, tied |")

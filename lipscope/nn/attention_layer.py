@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import norm_name
+from lipscope._checks import explained, norm_name
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
@@ -39,6 +39,7 @@ class AttentionLayer(nn.Module):
 
     out: nn.Linear
 
+    @explained
     def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()
         for name, size in (("dim", dim), ("heads", heads)):

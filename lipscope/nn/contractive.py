@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-from lipscope._checks import check_positive, norm_name
+from lipscope._checks import check_positive, explained, norm_name
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.l2_attention import (
@@ -55,6 +55,7 @@ class ContractiveL2Attention(L2SelfAttention):
         (0.9, 0.9)
     """
 
+    @explained
     def __init__(
         self,
         dim: int,
@@ -131,6 +132,7 @@ class ContractiveMLP(nn.Module):
         True
     """
 
+    @explained
     def __init__(self, dim: int, hidden: int, constant: float) -> None:
         super().__init__()
         check_positive("constant", constant)

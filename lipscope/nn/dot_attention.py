@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from lipscope._checks import check_positive
+from lipscope._checks import check_positive, explained
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_length
@@ -34,6 +34,7 @@ class DotSelfAttention(AttentionLayer):
         inf
     """
 
+    @explained
     def __init__(
         self,
         dim: int,

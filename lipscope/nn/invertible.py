@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import norm_name
+from lipscope._checks import explained, norm_name
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
 from lipscope.nn.attention_layer import AttentionLayer, check_padding
@@ -90,6 +90,7 @@ class InvertibleResidual(nn.Module):
         True
     """
 
+    @explained
     def __init__(self, g: nn.Module, constant: float | None = None) -> None:
         super().__init__()
         _check_map(g)

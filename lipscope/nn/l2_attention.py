@@ -25,13 +25,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import norm_name
+from lipscope._checks import explained, norm_name
 from lipscope._torch_internals import is_wrapped
 from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length
 from lipscope.nn.matrix_norms import FLOOR, row_sum, spectral_upper, unit, widened
-from lipscope.nn.query_ball import BALL, QueryBall, radius
+from lipscope.nn.query_ball import BALL, QueryBall, radius, stretch
 from lipscope.theorems.factored_values import FactoredAttention
 from lipscope.theorems.heads import sight
 
@@ -63,6 +63,7 @@ class L2SelfAttention(AttentionLayer):
 
     ball: QueryBall | None
 
+    @explained
     def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
         super().__init__(dim, heads, causal)
         self.query, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(3))
@@ -108,8 +109,9 @@ class L2SelfAttention(AttentionLayer):
         bound = constant * weight_factor(*self._weights(), norm)
         if self.ball is None:
             return bound
-        # Tokens in a ball are tokens: what holds for all of them holds here too.
-        return torch.minimum(bound, weight_factor(*self._ball_weights(norm), norm))
+        # What holds for all queries holds for those in a ball; then there is the projection.
+        anywhere = stretch(self.head_size, norm) * bound
+        return torch.minimum(anywhere, weight_factor(*self._ball_weights(norm), norm))
 
     def _ball_weights(self, norm: str) -> tuple[Tensor, Tensor, Tensor]:
         """The weights with the constant of each head in a ball multiplied into its values."""
@@ -164,6 +166,7 @@ class BallL2Attention(L2SelfAttention):
         True
     """
 
+    @explained
     def __init__(
         self,
         dim: int,

@@ -34,6 +34,13 @@ def radius(ball: float, size: int) -> float:
     return math.sqrt(ball * math.sqrt(size)) / 2
 
 
+def stretch(size: int, norm: str) -> float:
+    """How far the projection may move two queries of this size apart, as a factor."""
+    # It is 1 in the Euclidean norm of the ball. The derivative outside, (rho / |y|) (I - u u'), has
+    # absolute row sums of at most 1 - u_i^2 + |u_i| sqrt((k - 1) (1 - u_i^2)).
+    return 1.0 if norm == "2" else (1 + math.sqrt(size)) / 2
+
+
 class QueryBall(nn.Module):
     """Project the queries of every head onto a ball, of fixed size or learned per head.
 
@@ -72,7 +79,7 @@ class QueryBall(nn.Module):
         D = self.sizes(device)
         g = torch.where(D <= 1, D, (D - 1).exp())
         if norm == "inf":
-            found = (1 + math.sqrt(size)) / 2 + 1.24 * math.sqrt(size) * D
+            found = stretch(size, norm) + 1.24 * math.sqrt(size) * D
         elif causal:
             values = (2 * D.exp() * (1 + (D / 2).exp())).sqrt()
             found = values + D / 2 + (8 * D * g).sqrt() * (D / 4).exp()

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input, check_map, jacobian
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.nn.evaluating import attributes_kept
 
 
+@explained
 def jasmin(P: Tensor, k: int = 0) -> Tensor:
     """The penalty JaSMin_k on attention weights (Yudin et al. 2025).
 
@@ -66,6 +68,7 @@ def _check_weights(P: Tensor) -> None:
         raise UserError(f"{wanted}, got {P.dtype} {tuple(P.shape)}")
 
 
+@explained
 def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) -> Tensor:
     """The local Lipschitz constant ||D_X f||, differentiable in the weights of f and in X.
 

@@ -155,6 +155,7 @@ def test_no_climb_exceeds_the_constant(n, k, D, causal):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("n", [2, 8, 32, 128, 512])
 def test_no_long_climb_exceeds_the_constant(n, causal):
@@ -272,8 +273,25 @@ def test_a_large_ball_is_no_worse_than_none():
     torch.manual_seed(0)
     layer, plain = ls.nn.BallL2Attention(6, 2, ball=20.0), ls.nn.L2SelfAttention(6, 2)
     plain.load_state_dict(layer.state_dict())
-    for norm in ("2", "inf"):
-        assert layer.lipschitz_bound(9, norm) <= plain.lipschitz_bound(9, norm) * (1 + 1e-9)
+    for norm, factor in (("2", 1.0), ("inf", (1 + math.sqrt(3)) / 2)):
+        limit = factor * plain.lipschitz_bound(9, norm)
+        assert layer.lipschitz_bound(9, norm) <= limit * (1 + 1e-9)
+
+
+def test_a_projection_stretches_the_largest_coordinate():
+    """One token: the layer is the projection, and its bound for that norm is nearly attained."""
+    layer = ls.nn.BallL2Attention(4, 1, ball=1.0).double()
+    with torch.no_grad():
+        layer.query.weight.copy_(torch.eye(4))
+        layer.value.weight.copy_(torch.eye(4).double() / 3)  # M = I
+        layer.out.weight.copy_(torch.eye(4))
+    angle = math.pi / 6  # u_1 = sin, the others equal: where the row sum is largest for k = 4
+    u = torch.tensor([math.sin(angle), *[math.cos(angle) / math.sqrt(3)] * 3], dtype=torch.float64)
+    X = (radius(1.0, 4) * (1 + 1e-9) * u)[None]
+    bound = layer.lipschitz_bound(1, "inf")
+    assert dense(layer, X, "inf") == pytest.approx(1.5, rel=1e-6)
+    assert 1.5 <= bound == pytest.approx(1.5, rel=1e-9)
+    assert dense(layer, X, "2") <= layer.lipschitz_bound(1) == pytest.approx(1, rel=1e-9)
 
 
 def test_the_size_is_learned_through_the_scale():
