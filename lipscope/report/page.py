@@ -201,7 +201,7 @@ def _first(study: Study, every: Sequence[Strip]) -> Strip:
 
 def _again(study: Study) -> str:
     """The command that adds bounds to a study."""
-    told = shlex.split(study.info.about.command)
+    told = shlex.split(next(iter(study.commands), ""))
     keep = ("--text", "--revision", "--random-init", "--dtype", "--seed")
     # Bounds join the study only if they are about the same weights, text and precision.
     options = [w for i, w in enumerate(told) if w in keep or (i and told[i - 1] in keep)]
@@ -214,7 +214,7 @@ def _again(study: Study) -> str:
 
 def _random(study: Study) -> str:
     """The commands that measure random weights and show them; empty if the input was no text."""
-    told, place = shlex.split(study.info.about.command), _directory(study)
+    told, place = shlex.split(next(iter(study.commands), "")), _directory(study)
     if told[:2] != ["lipscope", "measure"]:
         return ""
     measure = shlex.join([*told, "--random-init", "0", "--out", f"{place}-random"])

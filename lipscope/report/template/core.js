@@ -18,11 +18,11 @@ function choice(label, options, onchange) {
 
 const controls = (part, ...labels) => part.prepend(element("div", { className: "controls" }, ...labels));
 
+// Significant digits that stay: 18.0000 beside 18.3012; without them, a whole number.
 function number(value, digits) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
-  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
-  return String(Number(value.toPrecision(digits)));
+  return digits && value !== 0 ? value.toPrecision(digits) : String(value);
 }
 
 // One tooltip for pointer and keyboard; as a status it is read out when its text changes.

@@ -2,6 +2,7 @@
 
 const PAGE = 50;
 const HELP = "layer=3 n>=64 σ>10";
+const DIGITS = { value: 6, lower: 6, upper: 6, radius: 4, residual: 2, seconds: 2 };
 const FIRST = ["scope", "layer", "head", "n", "sample", "value", "lower", "upper", "status", "probe"];
 
 PARTS.table = (part, data) => {
@@ -10,7 +11,7 @@ PARTS.table = (part, data) => {
   const all = [...FIRST, ...Object.keys(columns).filter((name) => !FIRST.includes(name))];
   const isText = (name) => !Array.isArray(columns[name]);
   const read = (name, i) => (isText(name) ? columns[name].texts[columns[name].at[i]] : columns[name][i]);
-  const show = (name, i) => (isText(name) ? read(name, i) : number(read(name, i), 6));
+  const show = (name, i) => (isText(name) ? read(name, i) : number(read(name, i), DIGITS[name]));
   // A column with one value is a sentence.
   const constant = (name) => (isText(name) ? columns[name].texts.length === 1 : columns[name].every((x) => x === columns[name][0]));
   const fixed = all.filter((name) => constant(name) && count > 1 && name !== "value"), names = all.filter((name) => !fixed.includes(name));
