@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -23,11 +23,14 @@ T = TypeVar("T")
 
 
 def _is_integer(x: object) -> bool:
-    return isinstance(x, Integral) and not isinstance(x, bool)
+    # 64 bits, as everything that counts, measures or seeds below has.
+    return isinstance(x, Integral) and not isinstance(x, bool) and -(2**63) <= int(x) < 2**63
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool)
+    if isinstance(x, Integral):
+        return _is_integer(x)
+    return isinstance(x, Real)
 
 
 def _is_list_of(kind: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -43,7 +46,18 @@ PLAIN: dict[str, tuple[str, Callable[[object], bool]]] = {
     "float": ("a number", _is_number),
     "bool": ("True or False", lambda x: isinstance(x, bool)),
     "str": ("a string", lambda x: isinstance(x, str)),
+    "Path": ("a path", lambda x: isinstance(x, os.PathLike)),
     "os.PathLike[str]": ("a path", lambda x: isinstance(x, os.PathLike)),
+    "torch.device": ("a device", lambda x: _is_named("device")(x)),
+    "torch.dtype": ("a dtype", lambda x: _is_named("dtype")(x)),
+    "Map": ("a map of tokens", callable),
+    "Progress": ("a function of (done, total)", callable),
+    "Kernel": ("Dot(...) or L2(...)", lambda x: _is_named("Dot")(x) or _is_named("L2")(x)),
+    "Domain": (
+        "a domain such as Ball(R, n)",
+        lambda x: any(_is_named(name)(x) for name in ("Point", "Ball", "Around", "Everywhere")),
+    ),
+    "Sequence[Study]": ("a list of studies", _is_list_of(lambda x: _is_named("Study")(x))),
     "Sequence[int]": ("a list of integers", _is_list_of(_is_integer)),
     "Sequence[float]": ("a list of numbers", _is_list_of(_is_number)),
     "Sequence[str]": ("a list of strings", _is_list_of(lambda x: isinstance(x, str))),
@@ -54,6 +68,7 @@ CLASSES = {
     "Climb",
     "DiscreteMeasure",
     "LinearOperator",
+    "Normed",
     "Rope",
     "SelfAttention",
     "Solver",
@@ -64,37 +79,44 @@ CLASSES = {
 """Classes that annotations may name; they are recognised by name, so that none is imported here."""
 
 
-def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a public function raise UserError for an argument that is not of the annotated type.
+def explained(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a public function name the argument of a wrong type that it failed on.
 
-    Python would raise an error of its own somewhere below, or none at all: `True` is an integer to
-    it, and a string a sequence. Annotations that are not plain are left to the function.
+    Python's own error comes from somewhere below and speaks of what is there. A call that works
+    costs nothing more. Annotations that are not plain are left to the function itself.
     """
     annotations = {name: p.annotation for name, p in signature(function).parameters.items()}
-    kinds = {name: _accepted(annotation) for name, annotation in annotations.items()}
 
     @wraps(function)
-    def checking(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in (*zip(annotations, args, strict=False), *kwargs.items()):
-            _check_type(name, value, kinds.get(name))
-        return function(*args, **kwargs)
+    def explaining(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            for name, value in (*zip(annotations, args, strict=False), *kwargs.items()):
+                _check_type(name, value, annotations[name], error)
+            if isinstance(error, MemoryError) or "allocate memory" in str(error):
+                raise UserError("there is not enough memory for this; try smaller sizes") from error
+            raise
 
-    return checking
+    return explaining
 
 
 def check_fields(record: Any) -> None:
     """Raise UserError for a field of a dataclass that is not of the annotated type."""
     for field in fields(record):
-        _check_type(field.name, getattr(record, field.name), _accepted(field.type))
+        _check_type(field.name, getattr(record, field.name), field.type)
 
 
 Kinds = list[tuple[str, Callable[[object], bool]]]
 
 
-def _accepted(annotation: object) -> Kinds | None:
+@cache
+def _accepted(annotation: str) -> Kinds | None:
     """What an annotation such as "int | None" accepts; None if it is more than that."""
     found: Kinds = []
-    for part in str(annotation).split(" | "):
+    for part in annotation.split(" | "):
         if part in CLASSES:
             found.append((f"a {part.removeprefix('nn.')}", _is_named(part.removeprefix("nn."))))
         elif part in PLAIN:
@@ -108,14 +130,19 @@ def _is_named(name: str) -> Callable[[object], bool]:
     return lambda x: any(kind.__name__ == name for kind in type(x).__mro__)
 
 
-def _check_type(name: str, value: object, kinds: Kinds | None) -> None:
+def _check_type(
+    name: str, value: object, annotation: object, cause: Exception | None = None
+) -> None:
+    kinds = _accepted(str(annotation))
     if kinds is not None and not any(accepts(value) for _, accepts in kinds):
         expected = " or ".join(words for words, _ in kinds)
-        raise UserError(f"{name} must be {expected}, got {shown(value)}")
+        raise UserError(f"{name} must be {expected}, got {shown(value)}") from cause
 
 
 def shown(value: object) -> str:
     """A value in an error message: on one line, short, and without an error of its own."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "an integer of more than 64 bits"
     if _is_named("Tensor")(value):
         return f"a tensor of shape {tuple(getattr(value, 'shape', ()))}"
     try:

@@ -47,7 +47,7 @@ VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 10**9, 10**30, 10**5000, 2**63, 2**64, 0.0, -0.0, 1.5,
     -2.5, 1e300, 1e-300, math.nan, math.inf, -math.inf, 1 + 2j, "", "3", "abc", "\x1b[31m",
     b"bytes", [], [1, 2], [None], ["a"], (), (1,), {}, {"a": 1}, {1, 2}, range(3), object(), Odd(),
-    int, len,    lambda x: x, Path("no/such/place"), Path(""), torch.float16, torch.device("cpu"),
+    len,    lambda x: x, Path("no/such/place"), Path(""), torch.float16, torch.device("cpu"),
     torch.zeros(0), torch.zeros(()), torch.zeros(3), torch.zeros(2, 2), torch.zeros(4, 3),
     torch.zeros(4, 3, dtype=torch.float64), torch.full((4, 3), math.nan, dtype=torch.float64),
     torch.full((4, 3), math.inf, dtype=torch.float64), torch.ones(4, 3, dtype=torch.int64),

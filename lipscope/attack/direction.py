@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, one
@@ -38,6 +39,7 @@ class Response:
         return self.sigma.right
 
 
+@explained
 def singular_response(
     f: Map, X: Tensor, etas: Sequence[float] = ETAS, *, seed: int = 0
 ) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope._checks import check_fields, shown
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale, only_head
 from lipscope.attention.linearization import linearize
@@ -213,6 +214,9 @@ def _check_weights(f: SelfAttention) -> None:
         check_tensor(name, W)
         if W.dtype != f.Q.dtype:
             raise UserError(f"{name} is {W.dtype} and Q is {f.Q.dtype}; give all weights one dtype")
+    check_fields(f)
+    if f.biases is not None and (not isinstance(f.biases, tuple | list) or len(f.biases) != 3):
+        raise UserError(f"biases must be three, (bq, bk, bv), got {shown(f.biases)}")
     d = f.Q.shape[1]
     if not 1 <= f.groups <= f.heads or f.heads % f.groups:
         raise UserError(f"heads={f.heads} must be a multiple of kv_heads={f.groups}")
@@ -233,6 +237,8 @@ def _check_weights(f: SelfAttention) -> None:
         ("bq", "bk", "bv"), f.biases or (None,) * 3, (f.Q, f.K, f.V), strict=True
     ):
         if b is not None:
+            if not isinstance(b, Tensor):
+                raise UserError(f"{name} must be a tensor or None, got {shown(b)}")
             if b.shape != W.shape[:1]:
                 raise UserError(f"{name} must have shape [{W.shape[0]}], got {tuple(b.shape)}")
             check_tensor(name, b)

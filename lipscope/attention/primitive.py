@@ -78,6 +78,9 @@ def attend(
         >>> ls.attend(q, k, v, causal=True).flatten().tolist()
         [1.0, 2.0]
     """
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor):
+        wrong = "k" if isinstance(q, Tensor) else "q"
+        raise UserError(f"{wrong} must be a tensor of shape [..., heads, tokens, size]")
     shift = k.shape[-2] - q.shape[-2] if min(q.ndim, k.ndim) > 1 else 0
     rules = Rules(causal=causal, window=window, softcap=softcap, shift=shift)
     return attend_by_rules(q, k, v, mask, padding, sinks, rules, scale)
@@ -399,6 +402,8 @@ class _SecondJvp(_Last):
 
 def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise UserError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.ndim < 3 or not x.dtype.is_floating_point:
             raise UserError(
                 f"{name} must be a floating-point tensor [..., heads, tokens, size], "
@@ -446,6 +451,14 @@ def check_options(
     window: int | None,
 ) -> None:
     """Check what can be checked of the options before the tokens are known."""
+    for name, x in (("mask", mask), ("padding", padding), ("sinks", sinks)):
+        if x is not None and not isinstance(x, Tensor):
+            raise UserError(f"{name} must be a tensor, got {type(x).__name__}")
+    # bool is a kind of int to Python, and window=True a slip for causal=True.
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise UserError(f"window must be an integer, got {type(window).__name__}")
+    if softcap is not None and not isinstance(softcap, int | float):
+        raise UserError(f"softcap must be a number, got {type(softcap).__name__}")
     if mask is not None and mask.requires_grad:
         raise UserError(
             "mask requires grad, and attend treats it as a constant; pass mask.detach()"

@@ -18,6 +18,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from lipscope._checks import explained
 from lipscope._files import whole_file
 from lipscope._types import UserError
 from lipscope.attack.perturbation import (
@@ -99,6 +100,7 @@ class AttackedText:
     hidden: Tensor
 
 
+@explained
 def compare_attacks(
     model: Any = None,
     texts: Sequence[str] | None = None,

@@ -13,6 +13,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from lipscope._checks import explained
 from lipscope._files import for_terminal
 from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
@@ -125,6 +126,7 @@ class Scene:
         return self.f
 
 
+@explained
 def attack_model(
     model: Any,
     text: Text,

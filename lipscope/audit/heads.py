@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lipscope._checks import check_positive
+from lipscope._checks import check_positive, explained
 from lipscope._types import Ball, Point, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import regime
@@ -53,6 +53,7 @@ class HeadAtSample(NamedTuple):
     R: float
 
 
+@explained
 def audit_model(
     model: Any = None,
     text: Text = None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.convert.modules import (
@@ -36,6 +37,7 @@ from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.wrapped import check_bare
 
 
+@explained
 def convert_model(
     model: nn.Module,
     to: str,

@@ -66,7 +66,11 @@ def check_input(X: Tensor) -> None:
 
 
 def check_tensor(name: str, x: Tensor) -> None:
-    """Floating point and finite."""
+    """Floating point and finite, with entries that can be read."""
+    if x.device.type == "meta" or x.layout != torch.strided:
+        raise UserError(
+            f"{name} must be a dense tensor with data, got one of layout {x.layout} on {x.device}"
+        )
     if not x.dtype.is_floating_point:
         raise UserError(
             f"{name} must be a floating-point tensor, got {x.dtype}; "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope._checks import check_fields, explained
 from lipscope._types import Status, UserError
 from lipscope.linalg.basis import HALF_UNIT, STORAGES, memory_of
 from lipscope.linalg.certificate import (
@@ -74,6 +75,10 @@ small matrix.
 """
 
 
+MAX_STEPS = 1_000_000
+"""More steps than any solve that converges at all takes."""
+
+
 @dataclass(frozen=True)
 class Solver:
     """What the solver may spend, and the failure probability of its upper bound.
@@ -101,7 +106,11 @@ class Solver:
     seed: int | None = None
     basis: str = "native"
 
+    def __post_init__(self) -> None:
+        check_fields(self)
 
+
+@explained
 def spectral_norm(
     J: LinearOperator,
     tol: float = 1e-6,
@@ -488,8 +497,11 @@ def _check_options(
         )
     if not 0 < solver.failure < 1:
         raise UserError(f"failure must be a probability between 0 and 1, got {solver.failure!r}")
-    if solver.max_steps < 1:
-        raise UserError(f"max_steps must be at least 1, got {solver.max_steps!r}")
+    # A few numbers per step and member of a batch are allocated before the first step.
+    if not 1 <= solver.max_steps <= MAX_STEPS:
+        raise UserError(
+            f"max_steps must be at least 1 and at most {MAX_STEPS}, got {solver.max_steps}"
+        )
     if start is not None and start.numel() != (J.batch or 1) * J.in_size:
         raise UserError(f"start must have shape {J.leading + J.in_shape}, got {tuple(start.shape)}")
     if start is not None and not (

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope._checks import check_whole, explained
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import many, one
@@ -52,6 +53,7 @@ class Transition:
     plateau: float
 
 
+@explained
 def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDiracs:
     """Return the two-Dirac measure in a ball on which attention is least smooth.
 
@@ -98,6 +100,7 @@ def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDira
     )
 
 
+@explained
 def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) -> Transition:
     """Compute ||D_X f|| for n = 2, ..., n_max tokens of the two-Dirac family.
 
@@ -127,6 +130,7 @@ def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) ->
     """
     if not (math.isfinite(n_max) and n_max >= 2):
         raise UserError(f"n_max must be a finite number of at least 2 tokens, got {n_max!r}")
+    check_whole("per_decade", per_decade, 0, 1000)  # before as many numbers are made
     if per_decade < 1:
         raise UserError(
             "per_decade, the number of values of n per power of ten, must be at least 1, "

@@ -14,6 +14,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate, many, one
@@ -86,6 +87,7 @@ class Splitting:
         return pair.moved(field)
 
 
+@explained
 def splitting(
     f: SelfAttention,
     mu: DiscreteMeasure | Tensor,

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor
 
-from lipscope._checks import norm_name
+from lipscope._checks import explained, norm_name
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, check_input, jacobian
@@ -20,6 +20,7 @@ from lipscope.mean_field.attention_on_measures import check_liftable, derivative
 from lipscope.mean_field.measures import DiscreteMeasure, as_measure
 
 
+@explained
 def local_lipschitz(
     f: Map,
     X: Tensor | DiscreteMeasure,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
@@ -45,6 +46,7 @@ def gains(f: SelfAttention, X: Tensor, weights: Tensor) -> Tensor:
     return torch.where(together > 0, apart / together, 0.0)
 
 
+@explained
 def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
     """Compute the gain from splitting for all pairs of two tokens on a line.
 
@@ -77,6 +79,7 @@ def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
     return SplittingMap(positions, gain.unflatten(0, (len(positions), -1)))
 
 
+@explained
 def largest_gain(
     f: SelfAttention, n: int, R: float, *, equal: bool = True, tries: int = 2000, seed: int = 0
 ) -> tuple[float, DiscreteMeasure]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
@@ -24,6 +25,7 @@ WATCHED = ("attention", "normed", "residual", "block")
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 
 
+@explained
 def watch(
     model: nn.Module, layers: Sequence[int] | None = None, scope: str = "attention"
 ) -> ModelWatch:
@@ -161,7 +163,7 @@ class _InputTap:
         return _InputTap, ()
 
 
-def one_sample(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def one_sample(inputs: dict[str, Tensor]) -> dict[str, Any]:
     """The sample without its padding, under the name of the model's argument."""
     given = {name: inputs[name] for name in INPUTS if name in inputs}
     if len(given) != 1:

@@ -12,6 +12,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor, nn
 
+from lipscope._checks import explained
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
@@ -101,6 +102,7 @@ class SmoothnessMonitor:
         [(0, 'MultiheadAttention', 5), (2, 'MultiheadAttention', 5)]
     """
 
+    @explained
     def __init__(
         self,
         model: nn.Module | Watch,

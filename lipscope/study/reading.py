@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope._checks import shown
 from lipscope._types import UserError
 from lipscope.models.embedded import default_text
 from lipscope.models.model import Model
@@ -19,6 +20,9 @@ from lipscope.study.texts import TextColumn, content, read_file, warn_of_unknown
 
 Text = Any
 """str | Path | list[str] | token ids (a list, a list of lists, or a tensor)."""
+
+MOST_SAMPLES = 100_000
+"""A list of all samples is made before the first is measured; more of them would fill memory."""
 
 DEFAULT_LENGTHS = (8, 16, 32, 64, 128, 256)
 
@@ -104,6 +108,8 @@ def read(
     special_tokens: bool = False,
 ) -> Windows | WholeInputs:
     """The inputs described by `text` or `inputs`, with samples drawn as the options say."""
+    if samples > MOST_SAMPLES:
+        raise UserError(f"samples must be at most {MOST_SAMPLES} per length, got {shown(samples)}")
     if inputs is not None:
         if text is not None:
             raise UserError("give a text or inputs, not both")

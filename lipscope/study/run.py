@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lipscope import __version__
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.spectral import Solver
@@ -43,6 +44,7 @@ Progress = Callable[[float, float], None]
 """Called with the work done and the total work, at the start and after every job."""
 
 
+@explained
 def measure(
     model: Any = None,
     text: Text = None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lipscope._checks import norm_name
+from lipscope._checks import explained, norm_name
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems import (
@@ -108,6 +108,7 @@ class BoundRows(list[BoundRow]):
         self.not_offered = not_offered
 
 
+@explained
 def bounds(f: SelfAttention, domain: Domain, norm: str | float = "2") -> BoundRows:
     """Evaluate every theorem whose hypotheses a layer and a domain satisfy.
 
