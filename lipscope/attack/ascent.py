@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipscope._checks import check_fields, explained
 from lipscope._types import Around, Ball, Domain, Point, UserError
 from lipscope.attack.accept import Search
 from lipscope.attack.constructions import explicit_inputs
@@ -65,6 +66,7 @@ class Climb:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.steps < 0 or self.restarts < 1:
             raise UserError(
                 "Climb needs steps >= 0 and restarts >= 1, "
@@ -72,12 +74,13 @@ class Climb:
             )
 
 
+@explained
 def ascend(
     f: Map,
     domain: Domain | Normed,
     climb: Climb | None = None,
     *,
-    d: int | None = None,
+    dim: int | None = None,
     starts: Sequence[Tensor] = (),
 ) -> Found:
     """Search a domain for the input with the largest sigma, by gradient ascent.
@@ -87,7 +90,7 @@ def ascend(
             SelfAttention.
         domain: Ball(R, n), Around(X, r) or Normed(weight, n).
         climb: Steps, restarts and seed.
-        d: Dimension of a token, needed in a Ball if f is not a SelfAttention.
+        dim: Size of a token, needed in a Ball if f is not a SelfAttention.
         starts: Inputs [n, d] to start from, besides random ones. For a SelfAttention in a Ball the
             explicit constructions are starts as well, so the result is never below them.
 
@@ -95,7 +98,7 @@ def ascend(
         The best input found, measured again from a fresh start.
 
     Raises:
-        UserError: If the domain, a start or d does not fit f.
+        UserError: If the domain, a start or dim does not fit f.
 
     Example:
         >>> import torch
@@ -111,7 +114,7 @@ def ascend(
         f = f.double()
         if isinstance(domain, Ball) and 2 * f.Q.shape[0] + f.V.shape[0] < f.Q.shape[1]:
             return _in_fewer_dimensions(f, domain, climb, starts)
-    region = region_of(domain, _token_size(f, domain, d))
+    region = region_of(domain, _token_size(f, domain, dim))
     Z = _starts(f, domain, region, climb, starts)
     Z, value = _climb(f, region, Z, climb)
     best = int(value.argmax())
@@ -203,19 +206,19 @@ def _best(f: Map, region: Region, Z: Tensor, climb: Climb) -> Tensor:
     return Z[rough.value.nan_to_num(nan=0.0).topk(min(climb.restarts, len(Z))).indices]
 
 
-def _token_size(f: Map, domain: Domain | Normed, d: int | None) -> int:
+def _token_size(f: Map, domain: Domain | Normed, dim: int | None) -> int:
     if isinstance(f, SelfAttention):
         return f.Q.shape[1]
     if isinstance(domain, Normed):
         return len(domain.weight)
     if isinstance(domain, Point | Around):
         return domain.X.shape[1]
-    if d is None:
+    if dim is None:
         raise UserError(
-            "in a Ball, the dimension d of a token must be given for a map that is not a "
-            "SelfAttention; pass ascend(..., d=...)"
+            "in a Ball, the size of a token must be given for a map that is not a SelfAttention; "
+            "pass ascend(..., dim=...)"
         )
-    return d
+    return dim
 
 
 def _in_fewer_dimensions(

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lipscope._checks import check_fields
 from lipscope._types import Around, Ball, Domain, UserError
 
 
@@ -45,6 +46,7 @@ class Normed:
     centred: bool = True
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.weight.ndim != 1 or (
             self.bias is not None and self.bias.shape != self.weight.shape
         ):
@@ -156,7 +158,7 @@ class _NormedRegion:
 
 
 def region_of(domain: Domain | Normed, d: int) -> Region:
-    """The region of a domain for tokens of dimension d."""
+    """The region of a domain for tokens of size d."""
     size: int
     region: Region
     match domain:
@@ -173,6 +175,6 @@ def region_of(domain: Domain | Normed, d: int) -> Region:
             )
     if size != d:
         raise UserError(
-            f"the domain has tokens of dimension {size}, and the map takes dimension {d}"
+            f"the domain has tokens of size {size}, and the map takes tokens of size {d}"
         )
     return region

@@ -17,6 +17,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial import cKDTree
 from torch import Tensor
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.dynamics.integration import Ending
 from lipscope.dynamics.particles import Flow
@@ -77,7 +78,7 @@ class Clusters:
         return self.margins > NOISE * self.width
 
     @property
-    def status(self) -> str:
+    def summary(self) -> str:
         early = (
             ""
             if self.ending is Ending.FINISHED
@@ -87,7 +88,7 @@ class Clusters:
 
     @property
     def title(self) -> str:
-        """The status in a few words."""
+        """The summary in a few words."""
         return (
             f"{_counted(len(self), 'cluster')} at the end"
             if self.clear
@@ -116,6 +117,7 @@ class Clusters:
         return f"{_counted(groups, 'group')} of {tokens} tokens, not all narrow at the end"
 
 
+@explained
 def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) -> Clusters:
     """Find the clusters of tokens at the end of a flow.
 
@@ -128,7 +130,7 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
         renormalised: Cluster z = e^{-tV} x instead of x.
 
     Returns:
-        The clusters, the heaviest first; `status` summarises them in a sentence.
+        The clusters, the heaviest first; `summary` describes them in a sentence.
 
     Raises:
         UserError: If tol is out of range, or z overflows.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipscope._checks import explained
 from lipscope._types import Status
 from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.integration import Progress, check_count, check_tolerance
@@ -50,7 +51,7 @@ class DepthGrowth:
     overflow: float | None = None
 
     @property
-    def status(self) -> str:
+    def summary(self) -> str:
         bad = [s for s in self.statuses if not s.ok]
         said = [
             f"at depth {self.times[-1].item():.4g} a change can grow by a factor of "
@@ -76,6 +77,7 @@ class DepthGrowth:
         return "; ".join(said)
 
 
+@explained
 def growth_along_depth(
     f: SelfAttention,
     X: Tensor | DiscreteMeasure,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2, default_scale
 from lipscope.attention.layer import SelfAttention
@@ -54,7 +55,7 @@ class GaussianFlow:
         return self.ending is Ending.FINISHED
 
     @property
-    def status(self) -> str:
+    def summary(self) -> str:
         if self.blow_up is not None:
             return (
                 f"{self.ending.value}: the covariance is infinite at t = {self.blow_up:.9g} "
@@ -63,6 +64,7 @@ class GaussianFlow:
         return f"{self.ending.value} (t = {self.times[-1].item():.6g}, {self.steps} steps)"
 
 
+@explained
 def gaussian_flow(
     f: SelfAttention,
     mean: Tensor,
@@ -207,8 +209,7 @@ def _check(f: SelfAttention, mean: Tensor, covariance: Tensor) -> None:
     d = f.Q.shape[1]
     if value_matrix(f).shape[0] != d:
         raise UserError(
-            f"f maps tokens of dimension {d} to dimension {value_matrix(f).shape[0]}; "
-            "a flow needs them equal"
+            f"f maps tokens of size {d} to size {value_matrix(f).shape[0]}; a flow needs them equal"
         )
     for name, x, shape in (("mean", mean, (d,)), ("covariance", covariance, (d, d))):
         if not isinstance(x, Tensor) or tuple(x.shape) != shape:

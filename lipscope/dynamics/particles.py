@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
@@ -37,7 +38,7 @@ class Flow:
     """Tokens along depth: positions [T, n, d] at times [T].
 
     weights [n]: masses of the tokens, None if they are equal
-    ending:      why the flow ended; `status` says it in a sentence
+    ending:      why the flow ended; `summary` says it in a sentence
     unresolved:  the first time at which the scores exceed what the dtype can resolve, after which
                  rounding decides between keys of nearly equal score; None if there is none
     """
@@ -57,7 +58,7 @@ class Flow:
         return self.ending is Ending.FINISHED
 
     @property
-    def status(self) -> str:
+    def summary(self) -> str:
         end = f"{self.ending.value} (t = {self.times[-1].item():.6g}, {self.steps} steps)"
         if self.unresolved is None:
             return end
@@ -83,6 +84,7 @@ class Flow:
         return z
 
 
+@explained
 def flow(
     f: SelfAttention,
     X: Tensor | DiscreteMeasure,
@@ -108,7 +110,7 @@ def flow(
         progress: Called with (time reached, final time) after every step.
 
     Returns:
-        The positions of the tokens along depth; `status` says how the flow ended.
+        The positions of the tokens along depth; `summary` says how the flow ended.
 
     Raises:
         UserError: If a number is out of range, or the tokens do not fit f.
@@ -153,6 +155,7 @@ def flow(
     )
 
 
+@explained
 def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: int) -> Flow:
     """The residual network X <- X + (time/layers) f(X), layer by layer: the flow in Euler steps.
 
@@ -346,15 +349,13 @@ def _check_tokens(f: SelfAttention, points: Tensor) -> None:
     d, out = f.Q.shape[1], value_matrix(f).shape[0]
     if out != d:
         raise UserError(
-            f"f maps tokens of dimension {d} to dimension {out}; a flow needs them equal: "
-            f"use a square V, or an O that maps back to dimension {d}"
+            f"f maps tokens of size {d} to size {out}; a flow needs them equal: "
+            f"use a square V, or an O that maps back to size {d}"
         )
     check_input(points)
     n = points.shape[0]
     if points.shape[1] != d:
-        raise UserError(
-            f"the tokens have dimension {points.shape[1]}, and f takes tokens of dimension {d}"
-        )
+        raise UserError(f"the tokens have size {points.shape[1]}, and f takes tokens of size {d}")
     if points.dtype != f.Q.dtype or points.device != f.Q.device:
         raise UserError(
             f"the tokens are {points.dtype} on {points.device} and the weights are {f.Q.dtype} on "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lipscope._checks import usable_device
+from lipscope._checks import explained, usable_device
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.clusters import Clusters, find_clusters
@@ -63,16 +63,17 @@ class Simulation:
         return (self.flow.renormalised if self.preset.renormalise else self.flow.positions).cpu()
 
     @property
-    def status(self) -> str:
+    def summary(self) -> str:
         """How the flow ended and what was found, one sentence each."""
         found = (
-            f"the moments: {self.found.closed.status}"
+            f"the moments: {self.found.closed.summary}"
             if isinstance(self.found, Moments)
-            else self.found.status
+            else self.found.summary
         )
-        return f"the particles: {self.flow.status}. {found[0].upper()}{found[1:]}."
+        return f"the particles: {self.flow.summary}. {found[0].upper()}{found[1:]}."
 
 
+@explained
 def simulate(
     preset: str = "clusters",
     *,
@@ -88,7 +89,7 @@ def simulate(
     Args:
         preset: Name of the flow: clusters, gaussian, masked or growth.
         n: Number of tokens; by default the preset's.
-        dim: Dimension of a token; by default the preset's.
+        dim: Size of a token; by default the preset's.
         time: Depth to integrate to; by default the preset's.
         device: For example "cpu", "cuda" or "cuda:1".
         seed: Seed of the initial tokens.
@@ -113,7 +114,7 @@ def simulate(
     chosen = PRESETS[preset]
     n, dim = (chosen.n if n is None else n), (chosen.dim if dim is None else dim)
     check_count("n, the number of tokens,", n)
-    check_count("dim, the dimension of a token,", dim)
+    check_count("dim, the size of a token,", dim)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise UserError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}")
     time = chosen.time if time is None else time

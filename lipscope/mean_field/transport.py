@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipscope._checks import check_exponent
+from lipscope._checks import check_exponent, explained
 from lipscope._types import UserError
 from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
@@ -27,6 +27,7 @@ LARGE_P = 1e12
 min(n, m)^{1/LARGE_P}."""
 
 
+@explained
 def wasserstein(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2) -> float:
     """Compute the Wasserstein distance W_p of two measures, exactly.
 
@@ -69,7 +70,9 @@ def check_pair(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float) -> None:
 def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> float:
     """W_p of atoms x [n, d] with masses a and y [m, d] with masses b, both summing to one."""
     if x.shape[1] != y.shape[1]:
-        raise UserError(f"the measures have different dimensions, {x.shape[1]} and {y.shape[1]}")
+        raise UserError(
+            f"the points of the measures have different sizes, {x.shape[1]} and {y.shape[1]}"
+        )
     x, a, y, b = (t.detach().double().cpu() for t in (x, a, y, b))
     # Squares of coordinates could over- or underflow; scaling by a power of two rounds nothing.
     exponent = math.frexp(max(x.abs().max().item(), y.abs().max().item()))[1]

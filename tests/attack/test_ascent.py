@@ -86,7 +86,7 @@ def test_ascent_over_what_a_layer_norm_can_give():
 
 def test_any_map_of_a_batch_can_be_climbed():
     W = random_tokens(13, 4, 4)
-    found = ascend(lambda X: torch.sin(2 * X @ W), Ball(1.0, 2), QUICK, d=4)
+    found = ascend(lambda X: torch.sin(2 * X @ W), Ball(1.0, 2), QUICK, dim=4)
     assert found.value == pytest.approx(
         2 * torch.linalg.matrix_norm(W, 2).item(), rel=1e-3
     )  # cos <= 1
@@ -112,8 +112,8 @@ def test_every_kind_of_attention_can_be_climbed(kind):
     [
         (Everywhere(4), "not Everywhere"),
         (Point(torch.ones(4, 6)), "not Point"),
-        (Around(torch.ones(4, 5), 1.0), "dimension 5"),
-        (Normed(torch.ones(5), 4), "dimension 5"),
+        (Around(torch.ones(4, 5), 1.0), "size 5"),
+        (Normed(torch.ones(5), 4), "size 5"),
     ],
 )
 def test_a_domain_it_cannot_climb_in_is_refused(domain, says):

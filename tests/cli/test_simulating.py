@@ -66,7 +66,7 @@ def test_help_lists_every_preset(capsys):
         ),
         ("--n 0", "n, the number of tokens, must be an integer of at least 1, got 0"),
         ("--n many", "--n"),
-        ("--dim -2", "dim, the dimension of a token, must be an integer of at least 1, got -2"),
+        ("--dim -2", "dim, the size of a token, must be an integer of at least 1, got -2"),
         ("--time -1", "must be a positive number, got -1.0"),
         ("--time inf", "must be a positive number, got inf"),
         ("--time 5e-324", "time must be large enough for 65 distinct times, got 5e-324"),

@@ -66,16 +66,16 @@ def test_clusters_do_not_depend_on_the_unit_of_length(size):
 def test_a_flow_that_did_not_move_shows_no_clusters():
     found = ls.dynamics.find_clusters(ls.dynamics.flow(identity(), 1e200 * draw(6, 2), 3.0))
     assert not found.clear and len(found) == 6 and math.isfinite(found.width)
-    assert "has not moved" in found.status and "ended early, at t = 0" in found.status
+    assert "has not moved" in found.summary and "ended early, at t = 0" in found.summary
 
 
 def test_groups_are_counted_in_words_that_are_true():
     apart = ls.dynamics.find_clusters(planted(2 * SQUARE[:2]))
-    assert apart.status == "no clear clusters: each of 2 tokens is a group of its own"
+    assert apart.summary == "no clear clusters: each of 2 tokens is a group of its own"
     assert apart.title == "no clear clusters: 2 groups"
     one = ls.dynamics.find_clusters(planted(SQUARE[:1]))
     assert (
-        one.status == "1 cluster of 1 token, formed by t = 0"
+        one.summary == "1 cluster of 1 token, formed by t = 0"
         and one.title == "1 cluster at the end"
     )
 
@@ -102,7 +102,7 @@ def test_an_interior_limit_point_is_no_vertex():
     at[5] = torch.tensor([0.3, -0.2])
     found = ls.dynamics.find_clusters(planted(at))
     assert len(found) == 5 and found.extreme.sum() == 4
-    assert not found.extreme[found.labels[5]] and "4 of 5 are vertices" in found.status
+    assert not found.extreme[found.labels[5]] and "4 of 5 are vertices" in found.summary
 
 
 def test_a_point_on_an_edge_is_no_vertex():
@@ -113,7 +113,7 @@ def test_a_point_on_an_edge_is_no_vertex():
 
 def test_scattered_tokens_are_not_called_clusters():
     found = ls.dynamics.find_clusters(planted(3 * draw(12, 2, seed=1)))
-    assert not found.clear and "no clear clusters" in found.status
+    assert not found.clear and "no clear clusters" in found.summary
 
 
 def test_consensus_is_one_cluster():

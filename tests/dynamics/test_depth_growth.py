@@ -64,7 +64,7 @@ def test_the_order_of_the_bounds(seed):
         found.product <= found.gronwall * (1 + 1e-6)
     ).all()
     assert (
-        found.sigma[0] == found.product[0] == found.gronwall[0] == 1 and "can grow" in found.status
+        found.sigma[0] == found.product[0] == found.gronwall[0] == 1 and "can grow" in found.summary
     )
 
 
@@ -118,7 +118,7 @@ def test_numbers_end_before_the_first_that_overflows(n, time):
         assert numbers.isfinite().all() and len(numbers) == len(found.times)
     assert not found.product.isnan().any() and not found.gronwall.isnan().any()
     assert found.times[-1] < found.overflow <= found.flow.times[-1]
-    assert f"derivatives overflow this dtype from depth {found.overflow:.4g} on" in found.status
+    assert f"derivatives overflow this dtype from depth {found.overflow:.4g} on" in found.summary
 
 
 def test_the_depth_of_an_overflow():
@@ -134,15 +134,15 @@ def test_the_depth_of_an_overflow():
 def test_a_start_without_a_derivative_is_told():
     found = ls.dynamics.growth_along_depth(identity(), 1e200 * draw(3, 2), 1.0)
     assert found.times.tolist() == [0] and found.sigma.tolist() == [1] and found.local.isnan().all()
-    assert "overflow" in found.status
+    assert "overflow" in found.summary
 
 
 def test_unresolved_scores_are_told():
     found = ls.dynamics.growth_along_depth(identity(), draw(3, 2), 20.0, layers=80, points=2)
-    assert found.flow.unresolved is not None and "rounding decides" in found.status
+    assert found.flow.unresolved is not None and "rounding decides" in found.summary
     assert (
         "rounding"
-        not in ls.dynamics.growth_along_depth(identity(), draw(3, 2), 1.0, layers=4).status
+        not in ls.dynamics.growth_along_depth(identity(), draw(3, 2), 1.0, layers=4).summary
     )
 
 

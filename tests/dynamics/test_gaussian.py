@@ -65,7 +65,7 @@ def test_scalar_values_in_closed_form_with_their_blow_up():
     assert torch.allclose(found.covariances[:-1], line.inverse(), rtol=1e-5)
     expected = 1 / (v * torch.linalg.eigvals(SIGMA @ (A + A.T)).real.max().item())
     assert found.ending is Ending.BLOW_UP and found.blow_up == pytest.approx(expected, rel=1e-7)
-    assert f"{found.blow_up:.9g}" in found.status and found.covariances.isfinite().all()
+    assert f"{found.blow_up:.9g}" in found.summary and found.covariances.isfinite().all()
 
 
 def test_negative_values_blow_up_where_scores_repel():
@@ -81,7 +81,7 @@ def test_negative_values_blow_up_where_scores_repel():
 
 def test_steps_may_be_raised_as_the_status_advises():
     short = ls.dynamics.gaussian_flow(HEAD, ALPHA, SIGMA, 0.5, max_steps=3)
-    assert short.ending is Ending.MAX_STEPS and "raise max_steps" in short.status
+    assert short.ending is Ending.MAX_STEPS and "raise max_steps" in short.summary
     assert ls.dynamics.gaussian_flow(HEAD, ALPHA, SIGMA, 0.5, max_steps=3000).ok
 
 

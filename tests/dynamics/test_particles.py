@@ -150,7 +150,7 @@ def test_overflow_stops_the_flow_with_its_time(renormalise):
         identity(1).to(torch.float32), X, 1000.0, tol=1e-5, renormalise=renormalise
     )
     expected = math.log(torch.finfo(torch.float32).max) / 2 - math.log(3)
-    assert found.ending is Ending.OVERFLOW and not found.ok and "overflow" in found.status
+    assert found.ending is Ending.OVERFLOW and not found.ok and "overflow" in found.summary
     reached = found.times[-1].item()
     assert reached <= expected and found.positions.isfinite().all()
     if not renormalise:  # its steps stay short; those of a renormalised token at rest grow
@@ -161,7 +161,7 @@ def test_unresolved_scores_are_told():
     found = ls.dynamics.flow(
         identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, tol=1e-4
     )
-    assert found.ok and "rounding decides" in found.status
+    assert found.ok and "rounding decides" in found.summary
     # eps e^{2t} 4 = 1e-3
     assert found.unresolved == pytest.approx(math.log(1e-3 / 4 / 2.2e-16) / 2, abs=1.0)
     assert ls.dynamics.flow(identity(1), torch.ones(2, 1).double(), 1.0).unresolved is None
@@ -171,7 +171,7 @@ def test_unresolved_layers_are_told():
     found = ls.dynamics.layered(
         identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, 400
     )
-    assert found.ok and "rounding decides" in found.status
+    assert found.ok and "rounding decides" in found.summary
     # eps (1 + h)^{2k} 4 = 1e-3, h = 1/16
     crossed = math.ceil(math.log(1e-3 / 4 / 2.22e-16) / 2 / math.log(17 / 16)) / 16
     assert found.unresolved == pytest.approx(crossed, abs=0.13)
@@ -247,7 +247,9 @@ def test_layered_overflow_is_told():
 def test_max_steps_is_told():
     found = ls.dynamics.flow(identity(), draw(10, 2), 5.0, tol=1e-9, max_steps=5)
     assert (
-        found.ending is Ending.MAX_STEPS and "max_steps" in found.status and 0 < found.times[-1] < 5
+        found.ending is Ending.MAX_STEPS
+        and "max_steps" in found.summary
+        and 0 < found.times[-1] < 5
     )
 
 
@@ -268,7 +270,7 @@ WRONG = {
     "NaN positions": (lambda: ls.dynamics.flow(identity(), NAN, 1.0), "nan at index"),
     "no tokens": (lambda: ls.dynamics.flow(identity(), X[:0], 1.0), "empty"),
     "a batch": (lambda: ls.dynamics.flow(identity(), X[None], 1.0), r"tokens X \[n, d\]"),
-    "another size": (lambda: ls.dynamics.flow(identity(3), X, 1.0), "takes tokens of dimension 3"),
+    "another size": (lambda: ls.dynamics.flow(identity(3), X, 1.0), "takes tokens of size 3"),
     "another dtype": (lambda: ls.dynamics.flow(identity(), X.float(), 1.0), "convert"),
     "V not square": (
         lambda: ls.dynamics.flow(replace(identity(), V=draw(3, 2)), X, 1.0),

@@ -19,7 +19,7 @@ def test_clusters_are_vertices(seed):
     found = ls.simulate("clusters", seed=seed)
     assert found.flow.ok and found.found.clear and found.found.extreme.all()
     assert 3 <= len(found.found) <= 20 and found.found.time < found.time
-    assert "vertices" in found.status and found.seed == seed
+    assert "vertices" in found.summary and found.seed == seed
 
 
 def test_masked_tokens_cluster_and_the_first_rests():
@@ -35,7 +35,7 @@ def test_the_gaussian_blows_up_where_it_must():
     assert found.found.closed.ok and found.found.blow_up == pytest.approx(2 / 3**0.5, rel=1e-7)
     beyond = ls.simulate("gaussian", n=50, time=2.0)
     assert beyond.found.closed.blow_up == pytest.approx(found.found.blow_up, rel=1e-7)
-    assert "infinite at t = 1.1547" in beyond.status and beyond.flow.ok
+    assert "infinite at t = 1.1547" in beyond.summary and beyond.flow.ok
 
 
 def test_a_blow_up_is_looked_for_as_far_as_it_is_told():
@@ -94,7 +94,7 @@ def test_tokens_have_the_law_they_say():
         ),
         ({"n": 0}, "n, the number of tokens, must be an integer of at least 1"),
         ({"n": 3.5}, "n, the number of tokens, must be an integer"),
-        ({"dim": 0}, "dim, the dimension of a token"),
+        ({"dim": 0}, "dim, the size of a token"),
         ({"time": -1.0}, "time"),
         ({"time": float("nan")}, "time"),
         ({"seed": -1}, "seed"),
@@ -115,4 +115,4 @@ def test_a_gpu_finds_what_the_cpu_finds(name):
     here, there = (ls.simulate(name, n=30, time=0.5, device=device) for device in ("cpu", "cuda"))
     assert there.flow.positions.is_cuda and there.device.startswith("cuda")
     assert torch.allclose(here.flow.positions, there.flow.positions.cpu(), rtol=1e-6, atol=1e-6)
-    assert here.status.split(".")[0] == there.status.split(".")[0]
+    assert here.summary.split(".")[0] == there.summary.split(".")[0]

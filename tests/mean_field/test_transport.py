@@ -174,7 +174,7 @@ def test_a_distance_beyond_float64_is_refused():
 def test_what_has_no_distance_is_refused():
     with pytest.raises(ls.UserError, match="at least 1"):
         wasserstein(line([0.0]), line([1.0]), 0.5)
-    with pytest.raises(ls.UserError, match="different dimensions, 1 and 2"):
+    with pytest.raises(ls.UserError, match="different sizes, 1 and 2"):
         wasserstein(line([0.0]), DiscreteMeasure.uniform(torch.zeros(1, 2)))
     with pytest.raises(ls.UserError, match="conditional_distance"):
         wasserstein(line([0.0], positions=[0.5]), line([1.0], positions=[0.5]))
