@@ -61,7 +61,7 @@ def check_study(directory: Path, repair: bool) -> bool:
     lost = study.store.check()
     for name in lost:
         typer.echo(for_terminal(f"lost: {name}"))
-    typer.echo(for_terminal(f"{directory} holds {len(study.rows)} intact rows, {len(lost)} losses"))
+    typer.echo(for_terminal(f"{directory} holds {len(study.rows)} intact rows; lost: {len(lost)}"))
     if repair:
         place = directory.resolve()
         copy = place.with_name(f"{place.name}.repaired")

@@ -111,7 +111,7 @@ def html(study: Study, against: Study | None = None) -> str:
         section(
             "table",
             "Every number",
-            f"{counted(len(study.rows), 'row')}, to six digits; `lipscope export` writes them in "
+            f"{counted(len(study.rows), 'row')}, to six digits; lipscope export writes them in "
             "full.",
             '<div class="part" data-part="table"></div>',
         ),

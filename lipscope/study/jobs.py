@@ -157,6 +157,20 @@ class Command(NamedTuple):
             return None
 
 
+def command_lines(commands: Sequence[Command]) -> list[str]:
+    """The command lines, without those that ask for nothing but what a later one asks for."""
+    keys = [{key for job in one.asked.jobs(()) for key in job.row_keys()} for one in commands]
+    return [
+        one.line
+        for i, one in enumerate(commands)
+        if one.line
+        and not any(
+            later.line and (one.verb, one.probe) == (later.verb, later.probe) and keys[i] <= keys[j]
+            for j, later in enumerate(commands[i + 1 :], i + 1)
+        )
+    ]
+
+
 class JobCount(NamedTuple):
     """How many jobs of a study are done, of how many asked for."""
 

@@ -24,7 +24,7 @@ from lipscope.study.directory import (
     require_same,
     require_study,
 )
-from lipscope.study.jobs import Command
+from lipscope.study.jobs import Command, command_lines
 from lipscope.study.records import (
     COLUMNS,
     FAILED,
@@ -138,7 +138,7 @@ class Store:
         """Identity and description of the study; what is lost is unknown, 0 or empty."""
         identity = record_of(Identity, _parsed(self.get(INFO, "identity")))
         about = record_of(About, _parsed(self.get(INFO, "about")))
-        lines = [command.line for command in self.commands() if command.line]
+        lines = command_lines(self.commands())
         return StudyInfo(identity, replace(about, command="\n".join(lines) or about.command))
 
     def add_command(self, command: Command) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.study.directory import FILE
 from lipscope.study.growth import Growth, check_lengths, fit
-from lipscope.study.jobs import JobCount, count_jobs
+from lipscope.study.jobs import JobCount, command_lines, count_jobs
 from lipscope.study.records import COLUMNS, SIGMA, Row, StudyInfo
 from lipscope.study.store import Store, damage
 
@@ -83,6 +84,7 @@ class Study:
         return _from_memory, (self._store.to_bytes(),)
 
     @classmethod
+    @explained
     def open(cls, directory: str | os.PathLike[str]) -> Study:
         """Open the study that `measure(..., out=directory)` saved."""
         return cls(Store.open(Path(directory)))
@@ -142,18 +144,8 @@ class Study:
     @cached_property
     def commands(self) -> list[str]:
         """The command lines that made the study, without those that a later one includes."""
-        made = self._store.commands()
-        keys = [{k for job in one.asked.jobs(()) for k in job.row_keys()} for one in made]
-        return [
-            one.line
-            for i, one in enumerate(made)
-            if one.line
-            and not any(
-                (one.verb, one.probe) == (later.verb, later.probe) and keys[i] <= keys[j]
-                for j, later in enumerate(made)
-                if j > i
-            )
-        ]
+        known = [self.info.about.command] if self.info.about.command else []
+        return command_lines(self._store.commands()) or known
 
     @cached_property
     def jobs(self) -> JobCount:
@@ -413,6 +405,7 @@ class Study:
         return f"Study({self.info.about.model}: {counts}{span}{at})"
 
 
+@explained
 def concat(studies: Sequence[Study]) -> Study:
     """Join studies of one model, text and set of options, as several machines measure them.
 

@@ -64,7 +64,7 @@ def run(command: tuple[str, ...], directory: Path) -> tuple[int, str, str]:
     with redirect_stdout(out), redirect_stderr(err):
         try:
             code = main([command[0], str(directory), *command[1:]])
-        except BaseException as error:
+        except (Exception, SystemExit) as error:
             return -1, "", repr(error)
     return code, out.getvalue(), err.getvalue()
 

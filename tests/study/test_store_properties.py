@@ -148,6 +148,6 @@ def test_a_change_behind_the_back_costs_that_row_alone(column, value):
     found = {repr(r) for r in store.rows()}
     kept = {before[0], before[2]}
     # SQLite may convert the value to the very one that was there.
-    assert (
-        (found == kept and len(store.lost) == 1) or (found == {*kept, before[1]} and not store.lost)
+    assert (found == kept and len(store.lost) == 1) or (
+        found == {*kept, before[1]} and not store.lost
     )

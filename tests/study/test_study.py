@@ -3,7 +3,10 @@
 import csv
 import io
 import math
+import multiprocessing
+import pickle
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,9 +14,10 @@ import pytest
 from lipscope._files import for_spreadsheet, for_terminal
 from lipscope._types import UserError
 from lipscope.study.export import write_csv, write_parquet
+from lipscope.study.jobs import Command, Request
 from lipscope.study.records import COLUMNS, Row, SampleTokens
 from lipscope.study.store import Store
-from lipscope.study.study import SUBJECT_COLUMNS, Study
+from lipscope.study.study import SUBJECT_COLUMNS, Study, concat
 from tests.study.fakes import info, row, sensitivity
 from tests.study.printed import shown
 
@@ -207,3 +211,111 @@ def test_printable():
         "ok",
         "",
     ]
+
+
+def test_a_study_travels_in_a_pickle(study):
+    again = pickle.loads(pickle.dumps(study))
+    assert again.directory == study.directory and again.rows == study.rows
+    inside = concat([study])
+    there = pickle.loads(pickle.dumps(inside))
+    assert there.directory is None and there.info == inside.info
+    assert repr(there.rows) == repr(study.rows)
+    assert list(there.token_records()) == list(study.token_records())
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(repr, inside).result() == repr(inside)
+
+
+def test_save_writes_all_of_it_to_a_new_directory(study, tmp_path):
+    copy = concat([study]).save(tmp_path / "copy")
+    assert copy.directory == tmp_path / "copy" and copy.info == study.info
+    assert repr(copy.rows) == repr(study.rows)
+    assert list(copy.token_records()) == list(study.token_records())
+    for taken in (tmp_path / "copy", tmp_path):
+        with pytest.raises(UserError, match=r"holds a study|neither a study nor empty"):
+            study.save(taken)
+
+
+def part(layers: range, **changes: Any) -> Study:
+    store = Store.create(None, info(**changes))
+    rows = [row(layer=layer, n=n) for layer in layers for n in (8, 16)]
+    store.write(rows, [sensitivity(r) for r in rows])
+    store.write_samples([SampleTokens(n, 0, tuple("ab" * (n // 2))) for n in (8, 16)])
+    return Study(store)
+
+
+def test_parts_join_to_the_whole_and_the_first_counts():
+    whole, first, second = part(range(4)), part(range(2)), part(range(1, 4))
+    second.store.write([row(layer=1, n=8, value=77.0)])
+    joined = concat([first, second])
+    assert joined.rows == whole.rows
+    assert list(joined.token_records()) == list(whole.token_records())
+    failed = part(range(0))
+    failed.store.write(
+        [row(n=8, value=math.nan, lower=0.0, upper=math.inf, status="failed: memory")]
+    )
+    assert concat([failed, whole]).rows == whole.rows == concat([whole, failed]).rows
+
+
+def test_studies_of_different_things_do_not_join():
+    with pytest.raises(UserError, match=r"differ in weights, seed, .*to_dataframe\(\)"):
+        concat([part(range(2)), part(range(2), weights="v", seed=5)])
+    with pytest.raises(UserError, match="at least one Study"):
+        concat([])
+
+
+ASKED = Request(((8, (0,)), (16, (0,))), (0, 1), {0: (0, 1), 1: (0, 1)}, ("attention",))
+
+
+def test_an_interrupted_study_counts_its_jobs():
+    store = Store.create(None, info(), Command("measure", "lipscope measure", ASKED))
+    study = Study(store)
+    assert study.jobs == (0, 4) and study.unfinished == "0 of 4 jobs are done"
+    store.write([row(layer=0, n=8), row(layer=1, n=8)])
+    assert Study(store).jobs == (2, 4)
+    # More scopes at the same places are the same jobs, and not done before all rows are there.
+    more = Request(**{**vars(ASKED), "scopes": ("heads", "attention")})
+    store.add_command(Command("measure", "lipscope measure --scope heads", more))
+    assert Study(store).jobs == (0, 4)
+    store.write([row("heads", 0, head, 8) for head in (0, 1)])
+    assert Study(store).unfinished == "1 of 4 jobs are done"
+    # The rows of another command at these places are jobs of their own.
+    store.add_command(Command("bounds", "lipscope bounds", ASKED, "worst found"))
+    assert Study(store).jobs == (1, 8)
+    store.write([row(layer=0, n=8, probe="worst found")])
+    assert Study(store).jobs == (2, 8)
+
+
+def test_commands_are_listed_once_and_without_those_that_a_later_one_includes():
+    store = Store.create(None, info(), Command("measure", "a", ASKED))
+    larger = Request(**{**vars(ASKED), "scopes": ("heads", "attention")})
+    other = Request(**{**vars(ASKED), "scopes": ("block",)})
+    for command in (
+        Command("measure", "a", ASKED),
+        Command("bounds", "b", ASKED, "worst found"),
+        Command("measure", "c", larger),
+        Command("measure", "d", other),
+        Command("measure", "", other),
+    ):
+        store.add_command(command)
+    assert [c.line for c in store.commands()] == ["a", "b", "c", "d", ""]
+    assert Study(store).commands == ["b", "c", "d"]
+    assert Study(store).info.about.command == "b\nc\nd"
+
+
+def test_csv_on_a_terminal_and_in_a_file(study):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown_there, in_file = Terminal(), io.StringIO()
+    for out in (shown_there, in_file):
+        write_csv(study, out, tokens=True)
+    assert "\x1b" in in_file.getvalue() and "\\x1b" in shown_there.getvalue()
+    assert all(c == "\n" or c.isprintable() for c in shown_there.getvalue())
+
+
+def test_text_from_a_file_never_reaches_a_terminal_raw():
+    store = Store.create(None, info(dtype="float64\x1b[31m"))
+    rows = [row("attention\x1b[5m", n=n) for n in (8, 16, 32)]
+    store.write(rows, [sensitivity(r) for r in rows])
+    assert "\x1b" not in shown(Study(store))
