@@ -16,7 +16,7 @@ def test_every_tool_matches_the_layers_to_keep_and_no_others():
     kept = budget.keep_high("int8")
     assert 0 < len(kept) < 21
     lists = layer_lists(budget, "int8")
-    (ignore,) = lists["llm-compressor"].values()
+    (ignore,) = lists["llm-compressor"].values()  # rules are matched from the start of a name
     (wildcards,) = lists["modelopt"].values()
     (entries,) = lists["mlx"].values()
     for name, _ in model.named_modules():
