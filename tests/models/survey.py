@@ -2,7 +2,7 @@
 
     python -m tests.models.survey                # all of them, about an hour on one core; resumes
     python -m tests.models.survey bert llama     # some of them, with their reasons
-    python -m tests.models.survey --table        # the table of docs/models.md, from the results
+    python -m tests.models.survey --page > docs/models.md      # the page, from the results
 
 Results are kept in the folder for temporary files, one JSON line per architecture.
 """
@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -182,28 +182,85 @@ def _keep(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """The supported architectures by the scopes they have, as Markdown."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+WHY = {
+    "no trunk": "part of another model, or a task without hidden states",
+    "does not run on": "needs more inputs: give them all with `inputs=`",
+    "not tokens; in Python": "reads sound or something else: give it with `inputs=`",
+    "not sequences": "no sequences of tokens inside: convolutions, windows",
+    "concatenates": "no sequences of tokens inside: convolutions, windows",
+    "cannot find its blocks": "no list of blocks",
+    "its encoder": "an encoder that cannot be run alone",
+    "hidden states": "no hidden states",
+}
+"""Groups of refusals, by a piece of the sentence; the first that matches."""
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """docs/models.md: what was measured, by scopes, and what was not, by reason."""
+    counts = Counter(row["outcome"] for row in found.values())
+    measured, refused = defaultdict(list), defaultdict(list)
     for name, row in sorted(found.items()):
         if row["outcome"] == "measured":
-            groups.setdefault(tuple(row["scopes"]), []).append(name)
-    lines = ["| scopes | architectures (`model_type`) |", "|---|---|"]
-    for scopes, names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {', '.join(scopes)} | {len(names)}: {', '.join(names)} |")
-    return "\n".join(lines)
+            measured[", ".join(row["scopes"])].append(f"`{name}`")
+        elif row["outcome"] == "refused":
+            why = [group for piece, group in WHY.items() if piece in row["reason"]]
+            refused[(why or ["another reason"])[0]].append(f"`{name}`")
+    return PAGE.format(
+        version=transformers.__version__,
+        total=len(found),
+        measured=counts["measured"],
+        refused=counts["refused"],
+        crashed=counts["crashed"] + counts["slow"],
+        not_built=counts["not built"],
+        table=_table(("scopes", "architectures (`model_type`)"), measured),
+        refusals=_table(("why", "architectures (`model_type`)"), refused),
+    )
+
+
+def _table(heads: tuple[str, str], groups: dict[str, list[str]]) -> str:
+    rows = [heads, ("---", "---")]
+    for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        rows.append((group, f"{len(names)}: {', '.join(names)}"))
+    return "\n".join(f"| {left} | {right} |" for left, right in rows)
+
+
+PAGE = """# Architectures one by one
+
+Every architecture of transformers {version} was built with small random weights and measured at its
+first and last layer, at every [scope](scopes.md). This page is generated:
+`python -m tests.models.survey` measures, and `python -m tests.models.survey --page` prints the page.
+
+| of {total} names in transformers' list of architectures | |
+|---|---|
+| measured | {measured} |
+| refused, with a sentence that says why | {refused} |
+| crashed, or took more than a minute | {crashed} |
+| not built small: another package is needed, or sizes depend on each other | {not_built} |
+
+## Measured
+
+{table}
+
+## Refused
+
+Some of these run with more inputs than token ids, or with sound. In Python, give them all by name:
+`ls.load(model).sites(inputs={{"input_features": X}}, scopes=["block"])`, and measure each site with
+`ls.local_lipschitz(site.f, site.X)`.
+
+{refusals}
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="architectures (model_type); all by default")
-    parser.add_argument("--table", action="store_true", help="print the table for the docs")
+    parser.add_argument("--page", action="store_true", help="print docs/models.md")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     found = results()
-    if not arguments.table:
+    if not arguments.page:
         for name in arguments.names or CONFIG_MAPPING:
             if name in found and not arguments.names:
                 continue
@@ -211,7 +268,7 @@ def main() -> None:
             _keep({"name": name, "outcome": "crashed", "reason": "the process died"})
             found[name] = _keep(examine(name))
             print(name, found[name]["outcome"], found[name].get("reason", ""), flush=True)
-    print(table(found) if arguments.table else Counter(row["outcome"] for row in found.values()))
+    print(page(found) if arguments.page else Counter(row["outcome"] for row in found.values()))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ ENTRY = {
     "normed": "block",
     "residual": "block",
     "block": "block",
+    "suffix": "block",
     "model": "block",
 }
 
@@ -44,6 +45,7 @@ def places(name, scope):
         "normed": (projection, "output"),
         "residual": family.parts.get("residual"),
         "block": (entry[0], "output"),
+        "suffix": None,
         "model": None,
     }
     tap = taps[scope]
@@ -53,7 +55,7 @@ def places(name, scope):
 def has(name, scope):
     family = FAMILIES.get(name) or BYPASSING[name]
     if name in BYPASSING:
-        return scope in ("block", "model")
+        return scope in ("block", "suffix", "model")
     return {"normed": family.prenorm, "residual": family.parts["residual"] is not None}.get(
         scope, True
     )
