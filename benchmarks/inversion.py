@@ -15,6 +15,7 @@ from lipscope.nn.invertible import theory_steps
 
 DIM, HEADS, TOKENS = 32, 4, 64
 CONSTANTS = (0.5, 0.7, 0.9)
+BALLS = (None, 1.0, 0.25)
 SCALES = (0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
 
 
@@ -22,16 +23,16 @@ def tokens(scale: float) -> Tensor:
     return scale * torch.randn(8, TOKENS, DIM, generator=torch.Generator().manual_seed(0))
 
 
-def contractive(constant: float) -> ls.nn.InvertibleResidual:
+def contractive(constant: float, ball: float | None = None) -> ls.nn.InvertibleResidual:
     torch.manual_seed(0)
-    return ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(DIM, HEADS, constant))
+    return ls.nn.InvertibleResidual(ls.nn.ContractiveL2Attention(DIM, HEADS, constant, ball=ball))
 
 
-def inverse_rows() -> list[tuple[float, float, float, float, int, int]]:
+def inverse_rows(ball: float | None) -> list[tuple[float, float, float, float, int, int]]:
     """(constant, scale, largest error, largest error bound, steps, theoretical steps), float32."""
     found = []
     for constant in CONSTANTS:
-        r = contractive(constant)
+        r = contractive(constant, ball)
         for scale in (1.0, 10.0):
             X = tokens(scale)
             y = r(X).detach()
@@ -129,12 +130,14 @@ def draw(scales: list[tuple[float, float, float, float]], path: str) -> None:
 
 def main() -> None:
     print(f"contractive L2 attention, float32, 8 x {TOKENS} tokens of size {DIM}, {HEADS} heads")
-    print(
-        f"{'constant':>8} {'scale':>6} {'largest error':>14} {'error bound':>12} "
-        f"{'steps':>6} {'theory':>7}"
-    )
-    for constant, scale, error, bound, steps, theory in inverse_rows():
-        print(f"{constant:>8} {scale:>6} {error:>14.1e} {bound:>12.1e} {steps:>6} {theory:>7}")
+    for ball in BALLS:
+        print(f"\nball: {ball or 'none'}")
+        print(
+            f"{'constant':>8} {'scale':>6} {'largest error':>14} {'error bound':>12} "
+            f"{'steps':>6} {'theory':>7}"
+        )
+        for constant, scale, error, bound, steps, theory in inverse_rows(ball):
+            print(f"{constant:>8} {scale:>6} {error:>14.1e} {bound:>12.1e} {steps:>6} {theory:>7}")
     print("\nx + f(x) inverted by 400 steps in float64")
     print(f"{'scale':>6} {'sigma of dot':>13} {'error, dot':>11} {'error, contractive 0.9':>23}")
     scales = scale_rows()

@@ -19,7 +19,7 @@ from lipscope.convert.modules import (
     Conversion,
     Slot,
     Target,
-    check_length,
+    check_two_tokens,
     convert_module,
     exchange,
     measure_map,
@@ -112,7 +112,7 @@ def convert_model(
     chosen = numbered(layers, loaded.layers)
     survey = loaded.survey(inputs=sample)
     if "pixel_values" not in sample:
-        check_length(next(iter(sample.values())).shape[1])
+        check_two_tokens(next(iter(sample.values())).shape[1])
     slots = [_slot(survey, i, target) for i in chosen]
     return _without_cache(model, slots, sample)
 

@@ -93,7 +93,7 @@ class Conversion:
                 x.new,
                 f"{x.before.value:.4g}",
                 f"{x.after.value:.4g}",
-                _bound(x.bound),
+                _shown_bound(x.bound),
                 ", ".join(x.left),
             )
             for x in self.layers
@@ -197,7 +197,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def check_length(n: int) -> None:
+def check_two_tokens(n: int) -> None:
     """Raise UserError for a single token: it cannot tell causal attention from any other."""
     if n < 2:
         raise UserError(
@@ -227,7 +227,7 @@ def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:
         g, X = sight
         f = g if isinstance(g, SelfAttention) else _weights_alone(module, X.shape[0])
         f, X = _plain(f, X)
-        check_length(X.shape[0])
+        check_two_tokens(X.shape[0])
         before = measure_map(f if isinstance(g, SelfAttention) else g, X)
         layer = make_layer(f.to(_dtype(module)), target.to, target.constant, target.fresh)
     except UserError as error:
@@ -323,5 +323,5 @@ def _dtype(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
 
 
-def _bound(x: float) -> str:
+def _shown_bound(x: float) -> str:
     return "none" if x == float("inf") else f"{x:.4g}"

@@ -113,7 +113,8 @@ def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -
         f.Q.shape[0] == f.heads * (f.V.shape[0] // f.groups) == d == f.O.shape[0]
     ):
         raise UserError(
-            f"{f.heads} heads of size {f.Q.shape[0] // f.heads} do not add up to the token size {d}"
+            f"{f.heads} heads of size {f.Q.shape[0] // f.heads} do not add up to the dimension {d} "
+            "of a token"
         )
     if fresh:
         layer = _empty(to, d, f, constant)

@@ -124,7 +124,7 @@ class InvertibleResidual(nn.Module):
         Raises:
             UserError: If g turns out not to be a contraction with this constant.
         """
-        real = _real(y, padding)
+        real = _with_padding_zero(y, padding)
         check_input(real)
         with torch.autocast(y.device.type, enabled=False):  # it would make g coarser than y
             found = self._fixed_point(self._as_fine_as_g(real), padding)
@@ -223,7 +223,7 @@ class InvertibleResidual(nn.Module):
         Returns:
             The estimate with its standard error and its remainder.
         """
-        x = _real(x, padding)
+        x = _with_padding_zero(x, padding)
         check_input(x)
         for name, value in (("terms", terms), ("probes", probes)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -309,7 +309,7 @@ def _at(g: nn.Module, padding: Tensor | None) -> Callable[[Tensor], Tensor]:
     return lambda x: g(x, padding)
 
 
-def _real(x: Tensor, padding: Tensor | None) -> Tensor:
+def _with_padding_zero(x: Tensor, padding: Tensor | None) -> Tensor:
     """x with padded tokens set to zero, whatever they contain."""
     if padding is None:
         return x

@@ -37,7 +37,7 @@ REFUSED = {
     "mistral": "it has a sliding window, which the new layer does not support",
     "gemma2": "it has a sliding window, which the new layer does not support",
     "gpt_oss": "it has a sliding window, which the new layer does not support",
-    "glm": "2 heads of size 8 do not add up to the token size 8",
+    "glm": "2 heads of size 8 do not add up to the dimension 8 of a token",
     "diffllama": r"layer 0 \(DiffLlamaAttention\) cannot be .*a map of a single sequence",
     "mobilebert": r"layer 0 \(MobileBertSelfAttention\) cannot be .*a map of a single sequence",
     "gpt_neo": "GPTNeoModel uses its own attention code, .*, so it cannot be converted",
