@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lipscope.cli.terminal import ExitCode, show_table
+from lipscope.cli.options import Quiet
+from lipscope.cli.terminal import ExitCode, show_table, tell
 
 PAGE = Path("comparison.html")
 
@@ -21,24 +22,31 @@ def compare(
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="Page to write.", show_default=str(PAGE))
     ] = PAGE,
+    quiet: Quiet = False,
 ) -> None:
     """Compare studies: what differs, how sigma grows in each, and where they part most."""
     from lipscope.report.comparison import compare as find
     from lipscope.report.comparison import comparison_table, digest
     from lipscope.report.comparison_page import MOST, comparison_html
     from lipscope.report.page import write
-    from lipscope.study.study import Study
+    from lipscope.study.study import DamageWarning, Study
 
-    digests, damaged = [], False
+    # Damage is told once, at the end, with its exit code.
+    warnings.simplefilter("ignore", DamageWarning)
+    digests, damaged = [], []
     for each in directories:
         # One study at a time: a thousand of them do not fit into memory with all their rows.
         study = Study.open(each)
         digests.append(digest(study, cells=len(directories) <= MOST))
-        damaged |= bool(study.damage)
+        damaged += [study.damage] if study.damage else []
         study.close()
-    show_table(comparison_table(find(digests)))
+    found = find(digests)
+    if not quiet:
+        show_table(comparison_table(found))
     write(comparison_html(digests), out)
-    if sys.stderr.isatty():
-        typer.echo(f"The comparison is in {out}.", err=True)
+    if not quiet:
+        tell(f"the comparison is in {out}", 0)
+    for sentence in damaged:
+        tell(sentence, ExitCode.INCOMPLETE)
     if damaged:
         raise typer.Exit(ExitCode.INCOMPLETE)

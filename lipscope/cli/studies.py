@@ -162,7 +162,7 @@ def show(directory: StudyDirectory, as_json: AsJson = False) -> None:
 def report(
     directory: StudyDirectory,
     other: Annotated[
-        Path | None, typer.Argument(metavar="[DIR2]", help="A second study to show side by side.")
+        Path | None, typer.Argument(metavar="[DIR2]", help="A second study, shown as reference.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -170,7 +170,7 @@ def report(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a study, or two side by side, as one self-contained HTML page."""
+    """Write a study as one self-contained HTML page, with another one as reference."""
     study, against = _open(directory), None if other is None else _open(other)
     _write_report(
         study,

@@ -202,14 +202,16 @@ def _first(study: Study, every: Sequence[Strip]) -> Strip:
 def _again(study: Study) -> str:
     """The command that adds bounds to a study."""
     told = shlex.split(next(iter(study.commands), ""))
-    keep = ("--text", "--revision", "--random-init", "--dtype", "--seed")
+    keep = ("--text", "--column", "--tokenizer", "--revision", "--random-init", "--dtype", "--seed")
     # Bounds join the study only if they are about the same weights, text and precision.
     options = [w for i, w in enumerate(told) if w in keep or (i and told[i - 1] in keep)]
     lengths = sorted({row.n for row in study.sigma})
     length = max((n for n in lengths if n <= SHORT), default=lengths[0])
     model = told[2:3] if told[:2] == ["lipscope", "measure"] else []
     words = ["lipscope", "bounds", *model, *options, "--lengths", str(length)]
-    return shlex.join([*words, "--out", _directory(study)])
+    # Theorems are checked on plain text: with special tokens, they need a study of their own.
+    place = _directory(study) + ("-bounds" if study.info.identity.special_tokens else "")
+    return shlex.join([*words, "--out", place])
 
 
 def _random(study: Study) -> str:

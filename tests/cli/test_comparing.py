@@ -22,3 +22,13 @@ def test_it_needs_two_studies(tmp_path, capsys):
     assert "at least two studies" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
     assert "is not a study" in capsys.readouterr().err
+
+
+def test_lost_rows_end_with_their_exit_code(tmp_path, capsys, monkeypatch):
+    for name in "ab":
+        study(tmp_path / name, grid())
+    monkeypatch.setattr("lipscope.study.study.Study.damage", "3 rows are lost")
+    page = str(tmp_path / "page.html")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", page, "-q"]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("3 rows are lost") == 2

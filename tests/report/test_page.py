@@ -125,6 +125,8 @@ def test_one_statistic_has_one_name(tmp_path):
     assert "the most sensitive layer (layer 1)" in text and "factor of up to 4.00" in text
     assert "largest σ of a single sample is 9.000 (layer 0" in text
     assert "Most sensitive: layer 1 (median σ = 4.00" in text
+    ranked = text[text.index("Layers by sensitivity") :]
+    assert ranked.index("layer 1") < ranked.index("layer 0") < ranked.index("[1.00, 9.00]")
 
 
 def test_a_reference_gives_the_numbers_a_meaning(tmp_path, plain):
@@ -146,6 +148,13 @@ def test_an_empty_section_names_the_command_that_fills_it(tmp_path):
     assert f"{bounds} --out here" in text
     assert f"{command} --random-init 0 --out here-random" in text
     assert "lipscope report here here-random" in text and str(tmp_path) not in text
+
+
+def test_bounds_of_a_study_with_special_tokens_go_elsewhere(tmp_path):
+    command = "lipscope measure some/model --special-tokens"
+    special = {"special_tokens": True}
+    made = study(tmp_path / "here", grid(), identity=special, command=command)
+    assert "lipscope bounds some/model --lengths 32 --out here-bounds" in read(html(made)).text
 
 
 def test_the_first_token_is_explained_and_left_out(tmp_path, plain, page):
