@@ -14,7 +14,16 @@ import typer
 
 from lipscope import __version__
 from lipscope._types import UserError
-from lipscope.cli import audits, budgets, comparing, interruption, simulating, studies, training
+from lipscope.cli import (
+    audits,
+    budgets,
+    comparing,
+    interruption,
+    simulating,
+    studies,
+    training,
+    weights,
+)
 from lipscope.cli.terminal import ExitCode, tell, warn
 
 app = typer.Typer(
@@ -35,6 +44,7 @@ for command in (
     budgets.budget,
     budgets.check,
     training.train,
+    weights.to_safetensors,
     studies.doctor,
 ):
     app.command()(command)
