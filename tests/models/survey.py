@@ -228,7 +228,7 @@ PAGE = """# Architectures one by one
 
 Every architecture of transformers {version} was built with small random weights and measured at its
 first and last layer, at every [scope](scopes.md). This page is generated:
-`python -m tests.models.survey` measures, and `python -m tests.models.survey --page` prints the page.
+`python -m tests.models.survey` measures, and the same with `--page` prints the page.
 
 | of {total} names in transformers' list of architectures | |
 |---|---|
