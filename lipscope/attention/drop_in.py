@@ -81,7 +81,7 @@ def scaled_dot_product_attention(
 def _same_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Heads broadcast as torch does; groups of heads only where they are asked for."""
     H, G, values = q.shape[-3], k.shape[-3], v.shape[-3]
-    if G != values:
+    if values != G:
         common = max(G, values)
         if {G, values} != {1, common}:
             raise UserError(f"key has {G} heads and value {values}; they must agree")
