@@ -133,7 +133,8 @@ def _is_named(name: str) -> Callable[[object], bool]:
 def _check_type(
     name: str, value: object, annotation: object, cause: Exception | None = None
 ) -> None:
-    kinds = _accepted(str(annotation))
+    named = getattr(annotation, "__name__", str(annotation))  # a class, or the text of the source
+    kinds = _accepted(named)
     if kinds is not None and not any(accepts(value) for _, accepts in kinds):
         expected = " or ".join(words for words, _ in kinds)
         raise UserError(f"{name} must be {expected}, got {shown(value)}") from cause

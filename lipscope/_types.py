@@ -157,10 +157,10 @@ Domain = Point | Ball | Around | Everywhere
 
 def _check_tokens(X: Tensor, name: str) -> None:
     shape = tuple(getattr(X, "shape", ()))
-    if (
-        len(shape) != 2 or 0 in shape or not hasattr(X, "is_floating_point")
-    ):  # a NumPy array has not
-        got = f"shape {shape}" if shape else type(X).__name__
+    # A NumPy array has a shape too, and a tensor on "meta" has one but no entries.
+    is_tensor = hasattr(X, "is_floating_point") and X.device.type != "meta"
+    if len(shape) != 2 or 0 in shape or not is_tensor:
+        got = f"shape {shape}" if shape and is_tensor else type(X).__name__
         raise UserError(
             f"{name} needs one sequence of tokens, a tensor X of shape [n, d], got {got}"
         )
