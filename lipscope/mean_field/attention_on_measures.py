@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope._checks import explained
@@ -156,7 +157,12 @@ def check_liftable(f: object) -> None:
             )
 
 
-def respond(f: SelfAttention, Z: Tensor, X: Tensor, mask: Tensor | None) -> Tensor:
+def respond(
+    f: SelfAttention,
+    Z: Float[Tensor, "*batch N d"],
+    X: Float[Tensor, "*batch n d"],
+    mask: Tensor | None,
+) -> Float[Tensor, "*batch N out"]:
     """The output of queries at Z [..., N, d] on keys and values at X [..., n, d]."""
     q, (_, k, v) = f.project(Z)[0], f.project(X)
     q, k, scale = scored(f, q, k)
@@ -173,7 +179,7 @@ def scored(f: SelfAttention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, floa
     return q, k, default_scale(f.kernel, q.shape[-1])
 
 
-def query_blocks(lift: SelfAttention, X: Tensor) -> LinearOperator:
+def query_blocks(lift: SelfAttention, X: Float[Tensor, "B n d"]) -> LinearOperator:
     """The derivative of each row of X [B, n, d] in its own query: B n operators, member-major."""
     B, n, d = X.shape
 
@@ -192,7 +198,9 @@ def query_blocks(lift: SelfAttention, X: Tensor) -> LinearOperator:
     )
 
 
-def stacked(f: SelfAttention, X: Tensor, weights: Tensor) -> tuple[LinearOperator, LinearOperator]:
+def stacked(
+    f: SelfAttention, X: Float[Tensor, "B n d"], weights: Float[Tensor, "B n"]
+) -> tuple[LinearOperator, LinearOperator]:
     """`derivative` and `query_derivative` of B measures at once, X [B, n, d] and weights [B, n].
 
     The second is a batch of B n operators. For a causal f the atoms are at increasing positions.

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope._checks import check_exponent, explained
@@ -97,7 +98,7 @@ def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> floa
     return distance
 
 
-def distances(x: Tensor, y: Tensor) -> Tensor:
+def distances(x: Float[Tensor, "n d"], y: Float[Tensor, "m d"]) -> Float[Tensor, "n m"]:
     """|x_i - y_j| from differences: expanding the square would lose close points to rounding."""
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 

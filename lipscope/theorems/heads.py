@@ -9,6 +9,7 @@ from functools import cached_property, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope._types import UserError
@@ -292,7 +293,9 @@ def _folded(f: SelfAttention, h: int, head: Head) -> Head:
     return Head(one=head.one, V=W @ head.V, V_size=size, power=head.power + power)
 
 
-def real_eigenpairs(A: Tensor) -> tuple[Tensor, Tensor]:
+def real_eigenpairs(
+    A: Float[Tensor, "d d"],
+) -> tuple[Float[Tensor, "r"], Float[Tensor, "r d"]]:
     """The real eigenvalues [r] of a square matrix, ascending, and unit eigenvectors [r, d]."""
     values, vectors = torch.linalg.eig(A)
     # Eigenvalues come in floating point: a real one may carry a tiny imaginary part.

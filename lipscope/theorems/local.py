@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope._types import Domain, Point
@@ -31,16 +32,16 @@ class Features:
               per row. Invisible keys have weight and slack 0.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    P: Tensor
-    q_slack: Tensor
-    k_slack: Tensor
-    v_slack: Tensor
-    P_slack: Tensor
-    log_slack: Tensor
-    seen: Tensor
+    q: Float[Tensor, "n k"]
+    k: Float[Tensor, "n k"]
+    v: Float[Tensor, "n m"]
+    P: Float[Tensor, "n n"]
+    q_slack: Float[Tensor, "n"]
+    k_slack: Float[Tensor, "n"]
+    v_slack: Float[Tensor, "n"]
+    P_slack: Float[Tensor, "n n"]
+    log_slack: Float[Tensor, "n"]
+    seen: Bool[Tensor, "n n"]
 
     @property
     def P_up(self) -> Tensor:
@@ -48,7 +49,7 @@ class Features:
 
 
 @once
-def features(h: Head, X: Tensor) -> Features:
+def features(h: Head, X: Float[Tensor, "n d"]) -> Features:
     """Queries and keys (rotated), values and attention weights of one head, with error bounds."""
     n, stretch = len(X), rope_stretch(h.one) or 1.0
     q, k, _ = (x[0] for x in h.one.project(X))
@@ -89,13 +90,13 @@ class Centred:
     The points are only near the true means: |sum_j P_ij y_ij| is at most `mean`.
     """
 
-    y: Tensor
-    length: Tensor
-    slack: Tensor
-    mean: Tensor
+    y: Float[Tensor, "n n m"]
+    length: Float[Tensor, "n n"]
+    slack: Float[Tensor, "n n"]
+    mean: Float[Tensor, "n"]
 
 
-def centred(seen: Features, y: Tensor, y_slack: Tensor) -> Centred:
+def centred(seen: Features, y: Float[Tensor, "n m"], y_slack: Float[Tensor, "n"]) -> Centred:
     centre = seen.P @ y
     away = y[None] - centre[:, None]
     length = length_up(away)
@@ -107,7 +108,7 @@ def centred(seen: Features, y: Tensor, y_slack: Tensor) -> Centred:
 
 
 @once
-def terms(h: Head, X: Tensor) -> tuple[float, float, float]:
+def terms(h: Head, X: Float[Tensor, "n d"]) -> tuple[float, float, float]:
     """Upper bounds of the query, value and key terms of one head."""
     seen = features(h, X)
     v = centred(seen, seen.v, seen.v_slack)

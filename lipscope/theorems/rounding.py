@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 U = 2.0**-53
@@ -50,7 +51,7 @@ def exp_down(x: float) -> float:
     return max(0.0, math.exp(x) * (1 - (8 + 4 * abs(x)) * U)) if x < 709 else math.exp(709)
 
 
-def length_up(x: Tensor) -> Tensor:
+def length_up(x: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
     """Upper bounds of the Euclidean norms of the vectors x [..., m]."""
     size = _exponent(x.unsqueeze(-2))[..., 0]
     return torch.ldexp(
@@ -58,12 +59,12 @@ def length_up(x: Tensor) -> Tensor:
     )
 
 
-def frobenius_up(M: Tensor) -> Tensor:
+def frobenius_up(M: Float[Tensor, "*batch p q"]) -> Float[Tensor, "*batch"]:
     """Upper bounds of the Frobenius norms of the matrices M [..., p, q]."""
     return length_up(M.flatten(-2))
 
 
-def norm_up(M: Tensor) -> Tensor:
+def norm_up(M: Float[Tensor, "*batch p q"]) -> Float[Tensor, "*batch"]:
     """Upper bounds of the spectral norms of the matrices M [..., p, q].
 
     With G = M M' = W L W' + (residual), ||M||^2 <= max|L| ||W'W|| + ||residual||_F, however
@@ -89,7 +90,7 @@ def norm_up(M: Tensor) -> Tensor:
     return torch.ldexp(square.sqrt() * (1 + 4 * U), size[..., 0, 0])
 
 
-def norm_down(M: Tensor) -> float:
+def norm_down(M: Float[Tensor, "p q"]) -> float:
     """A lower bound of the spectral norm of M [p, q]: ||M v|| / ||v|| minus rounding."""
     if not M.isfinite().all():
         return 0.0
@@ -102,11 +103,11 @@ def norm_down(M: Tensor) -> float:
     return max(0.0, torch.ldexp(value - slack, size[0, 0]).item())
 
 
-def row_sum_up(M: Tensor) -> float:
+def row_sum_up(M: Float[Tensor, "p q"]) -> float:
     """An upper bound of the largest absolute row sum of M [p, q], its infinity-norm."""
     return up(M.abs().sum(dim=-1).max().item(), M.shape[-1])
 
 
-def _exponent(M: Tensor) -> Tensor:
+def _exponent(M: Float[Tensor, "*batch p q"]) -> Int[Tensor, "*batch 1 1"]:
     """The power of two just above the largest entry of each matrix, [..., 1, 1]."""
     return torch.frexp(M.abs().amax(dim=(-2, -1), keepdim=True)).exponent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope._types import Domain, Point
@@ -13,7 +14,7 @@ from lipscope.theorems.rounding import TINY, frobenius_up, gamma, norm_up, up
 from lipscope.theorems.statement import DOT, NO_QUERY_BIAS, NO_ROPE, PLAIN_SCORES, Bound
 
 
-def softmax_jacobian_norm(P: Tensor) -> Tensor:
+def softmax_jacobian_norm(P: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
     """g_1(p) = p_1 (1 - p_1 + p_2), p sorted: a bound of ||diag p - p p'|| for each row p of P."""
     # 1 - p_1 is computed as p_2 + p_3 + ...: a difference would round below the truth near p_1 = 1.
     p = P.sort(dim=-1, descending=True).values

@@ -122,7 +122,7 @@ def test_a_domain_it_cannot_climb_in_is_refused(domain, says):
 
 
 def test_other_bad_input_is_refused():
-    with pytest.raises(UserError, match="d of a token"):
+    with pytest.raises(UserError, match="size of a token"):
         ascend(torch.sin, Ball(1.0, 2))
     with pytest.raises(UserError, match="restarts >= 1"):
         Climb(restarts=0)
