@@ -39,6 +39,11 @@ def test_every_kind_finds_something_and_keeps_it(kind, tiny, prose, tmp_path, ca
     assert "found" in capsys.readouterr().out
     rows = [r for r in Study.open(out).rows if r.probe.startswith(f"{PROBE}{kind}")]
     assert rows and all(r.layer == 1 and r.value > 0 for r in rows)
+    study = Study.open(out)
+    (line,) = study.commands
+    assert line.startswith(f"lipscope attack {tiny} --text {text} ") and not study.unfinished
+    assert f" --kind {kind} --length 6 --swaps 1" in line and " --layers 1 " in line
+    assert sorted(path.name for path in out.iterdir()) == ["study.lock", "study.sqlite"]
 
 
 def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):

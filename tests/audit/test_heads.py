@@ -1,5 +1,7 @@
 """`lipscope bounds`: sound rows for every head, stored in the study, and a table of tightness."""
 
+import shlex
+
 import pytest
 
 from lipscope.attack.ascent import Climb
@@ -90,6 +92,17 @@ def test_the_command_prints_ratios_and_its_rows_join_the_study(tiny, prose, tmp_
     assert [r for r in Study.open(out).rows if r.probe == WORST] == [
         r for r in study.rows if r.probe == WORST
     ]
+    # The study names both commands, once, and repeating them gives the study again.
+    again = Study.open(out)
+    assert [line.split()[1] for line in again.commands] == ["measure", "bounds"]
+    assert str(text) in again.commands[1] and again.jobs.done == again.jobs.asked > 2
+    for line in again.commands:
+        assert main([*shlex.split(line)[1:], "--out", str(tmp_path / "again")]) == 0
+    repeated = Study.open(tmp_path / "again")
+    # Where no command fails, no file is left beside the database.
+    assert not list(tmp_path.glob("*/study.sqlite-*"))
+    assert [r[:-1] for r in repeated.rows] == [r[:-1] for r in again.rows]
+    assert repeated.info == again.info
 
 
 @pytest.mark.parametrize(
