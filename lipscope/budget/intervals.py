@@ -64,8 +64,16 @@ def around(value: float, freedom: float) -> Interval:
 
 
 def degrees_of_freedom(q: Tensor) -> float:
-    """nu such that q [K, B], summed over b, has the mean and variance of a multiple of chi^2_nu."""
-    mean, variance = float(q.mean(dim=0).sum()), float(q.var(dim=0).sum())
+    """nu such that q [K, B], summed over b, varies at most like a multiple of chi^2_nu.
+
+    On the side of caution twice. Rounded weights are the same in all sequences, so standard
+    deviations are added, not variances. And the variance is known from few probes only: the bound
+    is the one that its estimate stays below with a confidence of 90 %.
+    """
+    K, B = q.shape
+    mean, deviation = float(q.mean(dim=0).sum()), float(q.std(dim=0).sum())
+    samples = B * (K - 1)
+    variance = deviation**2 * samples / float(chdtri(samples, 0.9))
     return 2 * mean**2 / variance if variance > 0 else float("inf")
 
 

@@ -82,7 +82,8 @@ class Rerun:
     """x -> the value at `tap` (by default the output) of `module`, called as before on tokens x.
 
     call, single: the recorded calls for the whole batch and for a batch of one
-    entry:        if given, x replaces the tokens at the first call of this module instead
+    entry:        if given, x replaces the tokens at a call of this module instead
+    entry_call:   which call, counted from 0; a module that serves several layers has several
     then:         a module applied to the result
     """
 
@@ -92,6 +93,7 @@ class Rerun:
     single: ModuleCall
     tap: Tap | None = None
     entry: nn.Module | None = None
+    entry_call: int = 0
     then: nn.Module | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -99,7 +101,8 @@ class Rerun:
 
     def value(self, x: Tensor) -> Tensor:
         if self.entry is not None:
-            return run_to(self.host, self.module, self.call, self.tap, (self.entry, x))
+            entry = (self.entry, x)
+            return run_to(self.host, self.module, self.call, self.tap, entry, self.entry_call)
         y = run_to(self.host, self.module, self.call.at(x), self.tap)
         # Inside a block, samples may be flattened into one long sequence (OPT).
         y = y.unflatten(0, (x.shape[0], -1)) if y.ndim == 2 else y

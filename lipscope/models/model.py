@@ -19,7 +19,7 @@ from lipscope.models.scopes import SCOPES
 from lipscope.models.sites import Memory, Site, Survey
 from lipscope.models.trace import record
 
-WITHOUT_ROUTE = ("block", "model")
+WITHOUT_ROUTE = ("block", "suffix", "model")
 """The scopes available for a model that does not run on lipscope's attention."""
 
 RANKS = {"inputs_embeds": 3, "pixel_values": 4}
@@ -211,15 +211,15 @@ class Model:
         for scope in scopes:
             if scope not in SCOPES:
                 raise UserError(f"there is no scope {scope!r}; the scopes are {', '.join(SCOPES)}")
-            if scope == "model" and not self.preflight.hidden:
+            if scope in ("suffix", "model") and not self.preflight.hidden:
                 raise UserError(
-                    f"{self.card.architecture} returns no hidden states, so scope model is not "
+                    f"{self.card.architecture} returns no hidden states, so scope {scope} is not "
                     "available; use block"
                 )
             if not self.preflight.routed and scope not in WITHOUT_ROUTE:
                 raise UserError(
                     f"{self.preflight.reason}, so scope {scope} is not available; "
-                    "use scope block or model"
+                    "use scope block, suffix or model"
                 )
 
     def check_heads(self, heads: Sequence[int] | None, layers: Sequence[int]) -> None:

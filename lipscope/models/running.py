@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -122,19 +123,21 @@ def run_to(
     call: ModuleCall,
     tap: Tap | None = None,
     entry: tuple[nn.Module, Tensor] | None = None,
+    entry_call: int = 0,
 ) -> Tensor:
     """The value at `tap` (by default the output) of `module`, called like this.
 
-    With `entry` = (module, x), x replaces the tokens at the first call of that module.
+    With `entry` = (module, x), x replaces the tokens at one call of that module: a shared block
+    (ALBERT) runs once per layer.
     """
-    pending = [] if entry is None else [entry[1]]
+    calls = count()
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = ModuleCall.seen(args, kwargs)
-        # Only the first call: a shared block (ALBERT) runs once per layer.
-        call = call.at(pending.pop()) if pending else call
+        if entry is not None and next(calls) == entry_call:
+            call = call.at(entry[1])
         return call.args, call.kwargs
 
     def stop_at_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> NoReturn:

@@ -40,6 +40,10 @@ SCOPES = {
         "f(X) = Block(X)",
         "one block as the model runs it: attention, feed-forward, residuals and normalisations",
     ),
+    "suffix": Scope(
+        "f(X) = Norm(Block_L( ... Block_k(X)))",
+        "from the tokens that enter block k to the last hidden state",
+    ),
     "model": Scope(
         "f(X) = Norm(Block_L( ... Block_1(X)))",
         "from the embeddings, as they enter the first block, to the last hidden state",

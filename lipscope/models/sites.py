@@ -102,6 +102,8 @@ class Survey:
                 return self._residual(layer)
             case "block":
                 return self._rerun("block", layer, self._block(layer)[1])
+            case "suffix":
+                return self._suffix("suffix", layer)
         raise AssertionError(scope)
 
     def _heads(self, i: int, heads: Sequence[int] | None) -> Site:
@@ -177,12 +179,22 @@ class Survey:
         return Site(scope=scope, layer=i, members=seen.samples, f=f, X=seen.call.hidden)
 
     def _model(self) -> Site:
-        block, first = self._block(0)
-        inputs = self.trace.inputs
         # From the first block's tokens on: what precedes it looks up embeddings, which have no
         # derivative with respect to token ids.
-        f = Rerun(self.host, self.host.trunk, call=inputs.call, single=inputs.single, entry=block)
-        return Site(scope="model", layer=None, members=first.samples, f=f, X=first.call.hidden)
+        return replace(self._suffix("model", 0), layer=None)
+
+    def _suffix(self, scope: str, i: int) -> Site:
+        block, seen = self._block(i)
+        inputs = self.trace.inputs
+        f = Rerun(
+            self.host,
+            self.host.trunk,
+            call=inputs.call,
+            single=inputs.single,
+            entry=block,
+            entry_call=sum(layer.block is block for layer in self.layers[:i]),
+        )
+        return Site(scope=scope, layer=i, members=seen.samples, f=f, X=seen.call.hidden)
 
     def _core(self, i: int) -> tuple[nn.Module, Seen]:
         core, seen = self.layers[i].core, self.trace.cores[i]
@@ -199,8 +211,8 @@ class Survey:
         block, seen = self.layers[i].block, self.trace.blocks[i]
         if block is None or seen is None:
             raise UserError(
-                f"layer {i} is not part of a list of blocks, so scopes normed, residual, block "
-                "and model are not available"
+                f"layer {i} is not part of a list of blocks, so scopes normed, residual, "
+                "block, suffix and model are not available"
             )
         _check_tokens(block, i, seen)
         return block, seen

@@ -174,3 +174,16 @@ def test_questions_about_other_formats_are_errors(budget):
         budget.tolerance(0, "int8")
     with pytest.raises(ls.UserError, match="shares are by layer"):
         budget.shares("int8", "site")
+
+
+def test_kl_of_a_folder_needs_a_head(tmp_path):
+    tiny("gpt2_lm").save_pretrained(tmp_path / "lm")
+    tiny("bert").save_pretrained(tmp_path / "trunk")
+    ids = some_ids(1, 8)
+    named = ls.error_budget(str(tmp_path / "lm"), ids, formats="int8", metric="kl", probes=2)
+    live = ls.error_budget(tiny("gpt2_lm"), ids, formats="int8", metric="kl", probes=2)
+    assert math.isclose(named.total("int8").value, live.total("int8").value, rel_tol=1e-6)
+    with pytest.raises(ls.UserError, match="language-model head"):
+        ls.error_budget(str(tmp_path / "trunk"), ids, formats="int8", metric="kl", probes=2)
+    with pytest.raises(ls.UserError, match="was loaded without its head"):
+        ls.error_budget(ls.load(tiny("gpt2_lm")), ids, formats="int8", metric="kl", probes=2)

@@ -1,0 +1,68 @@
+"""The commands budget and check, end to end, on a tiny model in a folder."""
+
+import csv
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lipscope.cli import main
+from lipscope.models.loading import load
+from tests.study.tiny import PROSE, save_tiny
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("budget")
+    save_tiny(place / "tiny", layers=2)
+    (place / "prose.txt").write_text(PROSE)
+    return place
+
+
+def arguments(place, *more):
+    sizes = ["--length", "12", "--samples", "2", "--probes", "4"]
+    return [str(place / "tiny"), *more, "--text", str(place / "prose.txt"), *sizes]
+
+
+def test_budget_prints_totals_and_shares_and_writes_exports(place, capsys):
+    rows, keep = place / "rows.csv", place / "keep.json"
+    words = ["--format", "bf16,int8,kv4", "--observe", "--csv", str(rows), "--keep", str(keep)]
+    assert main(["budget", *arguments(place), *words]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("bf16", "int8", "kv4", "2 sequences, 24 tokens, 4 probes"))
+    found = list(csv.DictReader(rows.open()))
+    assert {row["format"] for row in found} == {"bf16", "int8", "kv4"}
+    assert all(float(r["observed"]) > 0 for r in found if r["kind"] == "total")
+    assert set(json.loads(keep.read_text())["int8"]) == {"llm-compressor", "modelopt", "mlx"}
+
+
+def test_budget_prints_json_with_scores(place, capsys):
+    assert main(["budget", *arguments(place), "--format", "int8", "--scores", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metric"] == "output" and found["rows"][-1]["kind"] == "total"
+    assert {row["score"] for row in found["scores"]} >= {"sigma", "budget", "weight error"}
+
+
+def test_check_says_whether_rounding_explains_the_difference(place, capsys):
+    model = load(str(place / "tiny"))
+    ids = torch.tensor([model.encode(PROSE)[:12]])
+    with torch.no_grad():
+        states = model.trunk.bfloat16()(ids, output_hidden_states=True).hidden_states
+    tensors = {f"hidden_states.{i}": h.contiguous() for i, h in enumerate(states)}
+    right, wrong = place / "right.safetensors", place / "wrong.safetensors"
+    save_file({**tensors, "input_ids": ids}, right)
+    tensors["hidden_states.1"] = tensors["hidden_states.1"] * 2
+    save_file({**tensors, "input_ids": ids}, wrong)
+    assert main(["check", str(place / "tiny"), str(right), "--probes", "4"]) == 0
+    assert "explains the difference" in capsys.readouterr().out
+    assert main(["check", str(place / "tiny"), str(wrong), "--probes", "4", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["first_outside"] == "layer 0" and not found["ok"]
+
+
+def test_bad_input_ends_with_exit_code_2(place, capsys):
+    assert main(["budget", *arguments(place), "--format", "int77"]) == 2
+    assert "there is no format 'int77'" in capsys.readouterr().err
+    assert main(["check", str(place / "tiny"), str(place / "none.safetensors")]) == 2
+    assert "cannot read" in capsys.readouterr().err
