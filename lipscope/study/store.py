@@ -104,9 +104,7 @@ class Store:
                 # transaction. EXTRA: a commit is on disk, its folder entry too, when it returns.
                 store._db.execute("PRAGMA journal_mode = DELETE")
                 store._db.execute("PRAGMA synchronous = EXTRA")
-                store._prepare(info)
-            if command is not None:
-                store.add_command(command)
+                store._prepare(info, command)
         except BaseException:
             store.close()
             raise
@@ -252,6 +250,8 @@ class Store:
         with other._transaction():
             known = {record[:2] for record in other._read(RECORDS)}
             other._put(record for record in self._read(RECORDS) if record[:2] not in known)
+        for command in self.commands():
+            other.add_command(command)
 
     def _read(self, table: Table) -> list[Record]:
         """The intact records of a table; what is lost is noted."""
@@ -269,15 +269,19 @@ class Store:
             self._keys = {record[:2] for record in found.intact}
         return found.intact
 
-    def _prepare(self, info: StudyInfo) -> None:
+    def _prepare(self, info: StudyInfo, command: Command | None) -> None:
         """Create the tables of a new study, or check that the existing one is the same."""
         if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             statements = [s for s in _SCHEMA.split(";") if s.strip()]
             with self._transaction():
                 for statement in statements:
                     self._db.execute(statement)
-                self._put([(INFO, "identity", json.dumps(asdict(info.identity)))])
-                self._put([(INFO, "about", json.dumps(asdict(info.about)))])
+                facts = {
+                    "identity": asdict(info.identity),
+                    "about": asdict(info.about),
+                    "commands": [command.as_json()] if command is not None else [],
+                }
+                self._put((INFO, name, json.dumps(fact)) for name, fact in facts.items())
                 self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             return
@@ -287,6 +291,8 @@ class Store:
             raise UserError(damage(self))
         require_same(self.info().identity, info.identity, self.directory)
         self.put(INFO, "about", json.dumps(asdict(info.about)))
+        if command is not None:
+            self.add_command(command)
 
     def _put(self, records: Iterable[tuple[str, str, str | bytes]]) -> None:
         self._db.executemany(

@@ -249,12 +249,16 @@ class Study:
         return laws
 
     def peak(self) -> Row:
-        """The largest sigma at the greatest length, of scope attention if it was measured."""
-        scopes = [scope for scope, _ in self.maps]
-        scope = "attention" if "attention" in scopes else scopes[0]
-        longest = max(row.n for row in self.sigma if row.scope == scope)
+        """The largest sigma at the greatest length, over the scopes that were measured.
+
+        Single heads count only if nothing larger was measured, and the whole model only if no layer
+        was: the answer is a layer, if there is one.
+        """
+        scopes = {scope for scope, _ in self.maps}
+        layers = scopes - {"heads", "model"} or scopes - {"model"} or scopes
+        longest = max(row.n for row in self.sigma if row.scope in layers)
         return max(
-            (r for r in self.sigma if r.scope == scope and r.n == longest), key=lambda r: r.value
+            (r for r in self.sigma if r.scope in layers and r.n == longest), key=lambda r: r.value
         )
 
     def tokens(
