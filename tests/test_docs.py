@@ -7,6 +7,7 @@ block of Python is its output; a comment with four decimals is the value of its 
 
 import ast
 import re
+import shlex
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
+
+from lipscope.cli.commands import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -117,6 +121,41 @@ def test_files_named_on_a_page_exist(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
     for name, file in re.findall(r"`(\w+)[\w.]*` in `((?:lipscope|tests)/[\w/]+\.py)`", text):
         assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), f"{name} is not in {file}"
+
+
+def commands(page: str) -> list[str]:
+    """The command lines of lipscope in the blocks of a page, fenced or indented."""
+    blocks = re.findall(r"^```\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += [line[4:] for line in page.splitlines() if line.startswith("    lipscope ")]
+    found = [line.removeprefix("$ ") for line in lines]
+    return [line.removeprefix("lipscope ") for line in found if line.startswith("lipscope ")]
+
+
+def parse(line: str) -> None:
+    """Read a command line as lipscope would, without running it."""
+    verb, *words = shlex.split(line, comments=True)
+    verbs = get_command(app).commands
+    assert verb in verbs, f"lipscope {verb} does not exist"
+    try:
+        verbs[verb].make_context(verb, words)
+    except Exception as error:  # typer has no public name for what its parser raises
+        raise AssertionError(f"lipscope {line}: {error}") from None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_command_lines_on_a_page_are_valid(page):
+    for line in commands(page.read_text()):
+        parse(line)
+
+
+def test_a_wrong_command_line_is_seen():
+    page = "    lipscope show DIR\n\n```\n$ lipscope doctor\n```\n\nlipscope takes words."
+    assert commands(page) == ["doctor", "show DIR"]
+    parse("measure bert-base-uncased --text my.txt --lengths 16,64   # a comment")
+    for wrong in ("measure --length 16", "mesure", "attack --swaps three --kind tokens", "show"):
+        with pytest.raises(AssertionError, match="lipscope"):
+            parse(wrong)
 
 
 def test_output_beside_python_is_seen():
