@@ -340,3 +340,17 @@ def test_completion_is_offered(shell):
     command = [sys.executable, "-m", "lipscope"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "lipscope" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_the_headline_is_about_the_scopes_asked_for(tiny, text, capsys):
+    scopes = ["--scope", "block", "--scope", "heads", "--scope", "model"]
+    measure = ["measure", tiny, "--text", text, "--lengths", "4", "--samples", "1", *scopes]
+    assert main([*measure, "--json", "--quiet"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    blocks = {row["layer"]: row["value"] for row in rows if row["scope"] == "block"}
+    first, second = sorted(blocks, key=lambda layer: -blocks[layer])
+    assert main(measure) == 0
+    said = capsys.readouterr().out
+    assert f"Most sensitive: layer {first} (block), σ = {blocks[first]:.4g}" in said
+    ranked = f"{first} ({blocks[first]:.3g}), {second} ({blocks[second]:.3g})"
+    assert f"Layers by largest σ (block, n = 4): {ranked}." in " ".join(said.split())

@@ -36,6 +36,7 @@ class CharacterText:
                 f"the text has {len(text)} characters, and a context of {context} needs at least "
                 f"{needed}; give more text, or a smaller context"
             )
+        # Sorted: the same text gives the same indices, and so the same weights, in every process.
         alphabet = "".join(sorted({*text, UNKNOWN}))
         if len(set(text)) < 2:
             raise UserError(
@@ -78,6 +79,7 @@ class CharacterText:
 
     def test_windows(self, most: int, context: int) -> tuple[Tensor, Tensor]:
         """At most `most` disjoint windows, evenly spread over the held-out part."""
+        # One character fewer: the targets of the last window end one further than its inputs.
         places = (len(self.held_out) - 1) // context
         chosen = torch.arange(min(most, places)) * places // min(most, places)
         return _windows(self.held_out, chosen * context, context)

@@ -55,6 +55,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def character_tokenizer(alphabet: str) -> dict[str, Any]:
     """The content of tokenizer.json: one token per character, UNKNOWN outside the alphabet."""
     vocabulary = {character: i for i, character in enumerate(alphabet)}
+    # Written out, where the tokenizers package would pull in transformers: training needs neither.
     return {
         "version": "1.0",
         "truncation": None,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lipscope._checks import check_whole, usable_device
+from lipscope._checks import check_whole, explained, usable_device
 from lipscope._files import claim_folder
 from lipscope._types import UserError
 from lipscope.charlm.characters import CharacterText, read_characters
@@ -199,6 +199,7 @@ class Training:
         _check_same(
             {**there, "norm": norm_in_words(there.get("norm", "unknown"))}, self.settings, directory
         )
+        # The settings agree, so every tensor has its place: strict loading is a check of that.
         self.model.load_state_dict(_under("model.", tensors))
         names = [name for name, _ in self.model.named_parameters()]
         restore_optimizer(self.optimizer, names, _under("optimizer.", tensors))
@@ -210,6 +211,7 @@ class Training:
         return True
 
 
+@explained
 def train_character_model(
     text: str | Path,
     *,
@@ -307,6 +309,7 @@ def train_character_model(
                 f"constant is for {names} attention, {attention} attention takes none; "
                 f"leave it out, or choose attention {names}"
             )
+    # Before the directory is claimed: a text that cannot be used must leave no trace of a training.
     learned = read_characters(text, context)
     shape = replace(shape, vocabulary=len(learned.alphabet))
     training = Training(learned, shape, recipe, usable_device(device))

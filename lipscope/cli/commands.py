@@ -102,7 +102,7 @@ def _message(error: Exception) -> str | None:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; is a disk full, or a directory not writable?"
     if isinstance(error, UnicodeEncodeError):
-        return f"{ascii(error.object[:100])} is not UTF-8 text; rename it"
+        return f"{error.object[:100]!a} is not UTF-8 text; rename it"
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return "there is not enough memory for this; try smaller sizes"
     # Typer does not export the class of its parser's errors; this method is what they have.

@@ -17,7 +17,7 @@ from lipscope.study.growth import MIN_LENGTHS, Growth
 from lipscope.study.records import Identity, Row
 from lipscope.study.study import Study, Token
 
-TOP_TOKENS = 3
+TOP_TOKENS, TOP_LAYERS = 3, 12
 IMPRECISE = "imprecise"
 
 
@@ -29,6 +29,7 @@ def summary(study: Study) -> RenderableType:
     ]
     if study.sigma:
         parts += [_table(study), Text(f"\n{_legend(study)}\n", style="dim"), _peak(study)]
+        parts += _ranking(study)
     else:
         parts.append(Text("No value has been measured yet."))
     if study.failed:
@@ -197,6 +198,22 @@ def _peak(study: Study) -> Text:
             f"\n{verb} " + ", ".join(_named(token, getattr(token, part)) for token in tokens) + "."
         )
     return text
+
+
+def _ranking(study: Study) -> list[RenderableType]:
+    """The layers in the scope of the largest sigma, most sensitive first."""
+    peak = study.peak()
+    largest: dict[int, float] = {}
+    for row in study.sigma:
+        if (row.scope, row.n) == (peak.scope, peak.n) and row.layer is not None:
+            largest[row.layer] = max(row.value, largest.get(row.layer, 0.0))
+    if len(largest) < 2:
+        return []
+    ranked = sorted(largest, key=lambda layer: -largest[layer])
+    listed = ", ".join(f"{layer} ({largest[layer]:.3g})" for layer in ranked[:TOP_LAYERS])
+    rest = f" and {len(ranked) - TOP_LAYERS} more" if len(ranked) > TOP_LAYERS else ""
+    scope = for_terminal(peak.scope)
+    return [Text(f"Layers by largest σ ({scope}, n = {peak.n}): {listed}{rest}.")]
 
 
 def _named(token: Token, norm: float) -> str:

@@ -29,7 +29,7 @@ from lipscope.cli.terminal import ExitCode
 from tests.study.tiny import PROSE, save_tiny
 
 LIMIT = 60
-"""Seconds of CPU time for one command; they are slow only where memory or time is taken without a check."""
+"""Seconds of CPU time for one command; it is slow only where time is taken without a check."""
 
 VALUES = [
     "", " ", "0", "-1", "1", "2", "7.5", "nan", "inf", "-inf", "1e300", "1e-300", "1e-5", "true",
