@@ -96,6 +96,8 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
         except Exception as error:
             for name, value in (*zip(annotations, args, strict=False), *kwargs.items()):
                 _check_type(name, value, annotations[name], error)
+                if _is_named("Tensor")(value) and _has_no_entries(value):
+                    raise UserError(f"{name} must be a dense tensor with data") from error
             if isinstance(error, MemoryError) or "allocate memory" in str(error):
                 raise UserError("there is not enough memory for this; try smaller sizes") from error
             raise
@@ -128,6 +130,11 @@ def _accepted(annotation: str) -> Kinds | None:
 
 def _is_named(name: str) -> Callable[[object], bool]:
     return lambda x: any(kind.__name__ == name for kind in type(x).__mro__)
+
+
+def _has_no_entries(x: Any) -> bool:
+    """Whether a tensor is sparse, or on the device "meta", where there are shapes alone."""
+    return str(x.layout) != "torch.strided" or x.device.type == "meta"
 
 
 def _check_type(

@@ -157,8 +157,8 @@ Domain = Point | Ball | Around | Everywhere
 
 def _check_tokens(X: Tensor, name: str) -> None:
     shape = tuple(getattr(X, "shape", ()))
-    # A NumPy array has a shape too, and a tensor on "meta" has one but no entries.
-    is_tensor = hasattr(X, "is_floating_point") and X.device.type != "meta"
+    # A NumPy array has a shape too, a tensor on "meta" no entries, and a sparse one few operations.
+    is_tensor = hasattr(X, "layout") and X.device.type != "meta" and not X.is_sparse
     if len(shape) != 2 or 0 in shape or not is_tensor:
         got = f"shape {shape}" if shape and is_tensor else type(X).__name__
         raise UserError(

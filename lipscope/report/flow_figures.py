@@ -176,7 +176,11 @@ def _cloud(ax: Axes, simulation: Simulation, found: Moments) -> None:
         frame_axes(ax, simulation.shown[last])
         ax.set_title(f"t = {simulation.flow.times[last].item():.3g}", fontsize="medium")
         return
-    ax.hist(simulation.shown[-1, :, 0].numpy(), bins=40, density=True, color=BLUE, alpha=0.5)
+    x = simulation.shown[-1, :, 0]
+    low, high, room = x.min().item(), x.max().item(), 1e-6 * x.abs().max().item()
+    if high - low < room:  # tokens that have all but met leave no space for bins between them
+        low, high = low - room, high + room
+    ax.hist(x.numpy(), bins=40, range=(low, high), density=True, color=BLUE, alpha=0.5)
     ax.set_xlabel("x")
     ax.set_ylabel("density of particles")
 
