@@ -150,13 +150,14 @@ def _extreme_directions(
     s = default_scale(one.kernel, k)
     if k < d:
         values, vectors = real_eigenpairs(s * one.Q @ one.K.T)
-        vectors = vectors @ one.K
-        vectors = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        vectors = one.K.T @ vectors
     else:
         values, vectors = real_eigenpairs(s * one.K.T @ one.Q)
     if len(values) == 0:
         return (0.0, None), (0.0, None)
-    return (values[0].item(), vectors[0]), (values[-1].item(), vectors[-1])
+    directions = vectors.T / vectors.T.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    low, high = int(values.argmin()), int(values.argmax())
+    return (values[low].item(), directions[low]), (values[high].item(), directions[high])
 
 
 def check_constructible(f: SelfAttention, ball: Domain) -> None:

@@ -176,12 +176,14 @@ def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, flo
     values, vectors = real_eigenpairs(head.A)
     if len(values) == 0:
         raise UserError("A = K'Q/sqrt(k) has no real eigenvalue; the two-Dirac families need one")
+    low, high = values.argmin(), values.argmax()
     found = {
-        "opposite": (-values[0].item(), vectors[0], -1.0),
-        "same side": (values[-1].item() / 8, vectors[-1], 0.5),
+        "opposite": (-values[low].item(), vectors[:, low], -1.0),
+        "same side": (values[high].item() / 8, vectors[:, high], 0.5),
     }
     gamma, u, crowd = found[family] if family else max(found.values(), key=lambda entry: entry[0])
     if gamma <= 0:
         sign = {"opposite": "negative", "same side": "positive"}.get(family or "", "non-zero")
         raise UserError(f"A has no {sign} real eigenvalue; this family needs one")
+    u = u / u.norm()
     return gamma, u.to(f.Q.dtype), crowd, head.factor * (head.V @ u).norm().item()

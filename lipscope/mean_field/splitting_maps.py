@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -79,10 +80,17 @@ def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
     return SplittingMap(positions, gain.unflatten(0, (len(positions), -1)))
 
 
+class LargestGain(NamedTuple):
+    """The largest factor by which splitting was found to increase the constant, and where."""
+
+    gain: float
+    measure: DiscreteMeasure
+
+
 @explained
 def largest_gain(
     f: SelfAttention, n: int, R: float, *, equal: bool = True, tries: int = 2000, seed: int = 0
-) -> tuple[float, DiscreteMeasure]:
+) -> LargestGain:
     """Search for the measure in a ball where splitting helps most.
 
     Random measures are drawn, and the best of them improved. The gain is a lower bound of the true
@@ -98,7 +106,7 @@ def largest_gain(
         seed: Seed of the search.
 
     Returns:
-        The largest gain, and the measure that attains it.
+        The largest `gain` found, and the `measure` that attains it.
     """
     check_liftable(f)
     if n < 1 or not (math.isfinite(R) and R > 0) or tries < 1:
@@ -140,9 +148,8 @@ def largest_gain(
         score = torch.where(better, now, score)
     top = int(score.argmax())
     positions = torch.arange(1, n + 1, dtype=X.dtype) / n if f.causal else None
-    return _beyond_rounding(score)[top].item(), DiscreteMeasure(
-        X[top], level[top].softmax(dim=0), positions
-    )
+    measure = DiscreteMeasure(X[top], level[top].softmax(dim=0), positions)
+    return LargestGain(gain=_beyond_rounding(score)[top].item(), measure=measure)
 
 
 def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[Row]:

@@ -93,8 +93,9 @@ def _theorem_case(h: Head, domain: Domain) -> tuple[float, Tensor]:
     n, R = domain.n, domain.R
     # A is not symmetric; only real eigenvalues have a direction u for the construction.
     values, vectors = real_eigenpairs(h.A)
-    opposite = -values[0] >= values[-1] / 8
-    u = vectors[0 if opposite else -1]
+    lowest, highest = values.argmin(), values.argmax()
+    opposite = -values[lowest] >= values[highest] / 8
+    u = vectors[:, lowest if opposite else highest]
     u = u / length_up(u)
     # The proof uses A only through <u, A u>: a computed u does as well as an exact eigenvector.
     quotient = (u @ h.A @ u).item()

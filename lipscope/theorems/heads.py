@@ -295,15 +295,12 @@ def _folded(f: SelfAttention, h: int, head: Head) -> Head:
 
 def real_eigenpairs(
     A: Float[Tensor, "d d"],
-) -> tuple[Float[Tensor, "r"], Float[Tensor, "r d"]]:
-    """The real eigenvalues [r] of a square matrix, ascending, and unit eigenvectors [r, d]."""
+) -> tuple[Float[Tensor, "r"], Float[Tensor, "d r"]]:
+    """The real eigenvalues of a square matrix, in no order, and their eigenvectors as columns."""
     values, vectors = torch.linalg.eig(A)
     # Eigenvalues come in floating point: a real one may carry a tiny imaginary part.
     real = values.imag.abs() <= 1e-12 * values.abs().max()
-    values, vectors = values.real[real], vectors.real[:, real].T
-    order = values.argsort(stable=True)
-    values, vectors = values[order], vectors[order]
-    return values, vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    return values[real].real, vectors[:, real].real
 
 
 def of_order_one(W: Tensor) -> tuple[Tensor, int]:
