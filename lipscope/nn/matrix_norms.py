@@ -46,7 +46,9 @@ def of_norm(target: float | Tensor, W: Tensor) -> Tensor:
     # below u |target|: there the target is lowered by 2 u, if the norm of E proves that sufficient.
     wide, p, q = widened(W), *W.shape[-2:]
     S = wide * (target / spectral_upper(wide).clamp_min(FLOOR))[..., None, None]
-    size = torch.as_tensor(target, dtype=S.dtype, device=S.device).detach().abs()
+    # Filled on the device: a copy from the host cannot be captured in a CUDA graph.
+    given = target.detach() if isinstance(target, Tensor) else S.new_full((), target)
+    size = given.to(S).abs()
     dtype, root = torch.finfo(W.dtype), math.sqrt(min(p, q))
     u, in_scaling = dtype.eps / 2, (8 + root) * torch.finfo(S.dtype).eps
     below_normal = dtype.tiny * u * math.sqrt(p * q)
