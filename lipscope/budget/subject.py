@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -90,18 +89,18 @@ def read_subject(
     if isinstance(source, nn.Module) and not hasattr(source, "base_model_prefix"):
         module, model = source, None
         own, routed, wanted = "eager", False, dtype or torch.float64
-        name, tokenizer, limit = type(source).__name__, None, None
+        name, encode, limit = type(source).__name__, None, None
     else:
         model, module = _opened(source, head)
         own = own_attention(model.trunk)
         routed, wanted = model.preflight.routed, dtype or model.dtype
-        name, tokenizer, limit = model.card.name, model, model.max_positions
+        name, encode, limit = model.card.name, model.encode, model.max_positions
     module = copy.deepcopy(module).eval().requires_grad_(False)
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(wanted)
     device = next(module.parameters()).device
-    rows = read_sequences(text, tokenizer, min(length, limit or length), samples)
+    rows = read_sequences(text, encode, min(length, limit or length), samples)
     return Subject(
         module=module,
         sequences=tuple(row.to(device) for row in rows),
@@ -114,7 +113,9 @@ def read_subject(
     )
 
 
-def read_sequences(text: Text, model: Model | None, length: int, samples: int) -> list[Tensor]:
+def read_sequences(
+    text: Text, encode: Callable[[str], list[int]] | None, length: int, samples: int
+) -> list[Tensor]:
     """Token ids [1, n]: windows spread evenly over a text, one per text of a list, or rows."""
     if isinstance(text, Tensor) or (
         isinstance(text, list | tuple) and text and not isinstance(text[0], str | Path)
@@ -125,12 +126,12 @@ def read_sequences(text: Text, model: Model | None, length: int, samples: int) -
                 f"token ids must be integers [B, n] or [n], got {given.dtype} {tuple(given.shape)}"
             )
         return [row[None].long() for row in (given if given.ndim == 2 else given[None])]
-    if model is None:
+    if encode is None:
         raise UserError("this model has no tokenizer; give token ids instead of text")
     if isinstance(text, list | tuple):
-        rows = [model.encode(_content(part))[:length] for part in text]
+        rows = [encode(_content(part))[:length] for part in text]
     else:
-        ids = model.encode(default_text() if text is None else _content(text))
+        ids = encode(default_text() if text is None else _content(text))
         n = min(length, len(ids))
         last, count = len(ids) - n, max(1, min(samples, len(ids) // max(n, 1)))
         starts = [round(i * last / max(count - 1, 1)) for i in range(count)]
@@ -153,8 +154,7 @@ def arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 def layer_of(name: str) -> int | None:
     """The number of the layer that a module belongs to: the first number in its path."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return int(found[1]) if found else None
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def blocks(module: nn.Module) -> dict[str, nn.Module]:
@@ -162,7 +162,8 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
     return {
         name: part
         for name, part in module.named_modules()
-        if re.fullmatch(r"[^\d]*\.?\d+", name) and layer_of(name) is not None
+        if [piece.isdecimal() for piece in name.split(".")].count(True) == 1
+        and name.split(".")[-1].isdecimal()
     }
 
 
