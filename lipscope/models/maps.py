@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import LinearOperator
+from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Host, ModuleCall, Tap, attention_call, run_to
 
@@ -39,7 +40,7 @@ def linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
     if X.ndim == 2:
         J = jacobian(lambda x: f.value(x[None])[0], X)
         _check_derivative(lambda x: f.value(x[None])[0], J, X)
-        return replace(J, condition=f.largest_score(X[None])[0])
+        return replace(J, condition=f.largest_score(X[None])[0], perturbed=_perturbed(J))
     J = _linearize(f, X)
     _check_derivative(f.value, J, X)
     return J
@@ -49,8 +50,33 @@ def _linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
     J = jacobian(f.value, X)
     # The solver drops members that have converged: `take` linearizes the rest again, without them.
     return replace(
-        J, condition=f.largest_score(X), take=lambda m: _linearize(f.of_members(m), X[m])
+        J,
+        condition=f.largest_score(X),
+        take=lambda m: _linearize(f.of_members(m), X[m]),
+        perturbed=_perturbed(J),
     )
+
+
+def _perturbed(J: LinearOperator) -> Callable[[int], Any] | None:
+    """The perturbed products of J, for a module that may not run with numbers that are not its own.
+
+    Some modules compute sizes in floating point (JetMoE counts the tokens of its experts so); one
+    unit in the last place less, and the size is another one.
+    """
+    perturbed = J.perturbed
+    if perturbed is None:
+        return None
+
+    def run(i: int) -> Any:
+        try:
+            return perturbed(i)
+        except RuntimeError as error:
+            raise UserError(
+                "the rounding of this map cannot be probed, because it computes sizes in floating "
+                f"point ({on_one_line(error)}); use another scope"
+            ) from error
+
+    return run
 
 
 def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tensor) -> None:

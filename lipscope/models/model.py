@@ -119,6 +119,8 @@ class Model:
     def max_positions(self) -> int | None:
         """The longest input the model has positions for; None if there is no limit."""
         limit = getattr(self._text_config(), "max_position_embeddings", None)
+        if not isinstance(limit, int) or limit <= 0:  # XLNet says -1 for no limit
+            return None
         for module in self.trunk.modules():
             # RoBERTa counts its positions from padding_idx + 1.
             if (

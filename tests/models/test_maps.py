@@ -56,3 +56,20 @@ def test_the_size_of_the_scores_is_passed_on_as_rounding_amplification():
     )
     assert each.shape == (4,) and bool((together > 0.1).all())
     torch.testing.assert_close(each.view(2, 2).amax(dim=1), together)
+
+
+class Counts(torch.nn.Module):
+    """Takes as many tokens as it counts, in floating point, as some mixtures of experts do."""
+
+    def forward(self, x):
+        return x[:, : int(torch.ones_like(x[0, :, 0]).sum() + 0 * x.sum())] * x.shape[1]
+
+
+def test_a_map_that_counts_in_floating_point_is_measured_or_refused_in_a_sentence():
+    model = make("llama")
+    model.layers[0].mlp.act_fn = Counts()
+    site = load(model).sites([1, 2, 3], scopes=["block"], layers=[0])[0]
+    J = site.f.linearize(site.X[0])
+    with pytest.raises(UserError, match="it computes sizes in floating point"):
+        for i in range(20):
+            J.perturbed(i)

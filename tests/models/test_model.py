@@ -177,3 +177,10 @@ def test_a_module_that_returns_an_empty_tensor_does_no_harm():
     spoiled = load(module).sites([1, 2, 3], scopes=["attention", "residual"])
     for a, b in zip(plain, spoiled, strict=True):
         assert torch.equal(a.value(), b.value())
+
+
+def test_a_limit_below_zero_is_none():
+    module = make("bert")
+    module.config.max_position_embeddings = -1
+    model = load(module)
+    assert model.max_positions is None and model.layers == 2
