@@ -207,6 +207,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
             refused[(why or ["another reason"])[0]].append(f"`{name}`")
     return PAGE.format(
         version=transformers.__version__,
+        names=len(CONFIG_MAPPING),
         total=len(found),
         measured=counts["measured"],
         refused=counts["refused"],
@@ -230,7 +231,7 @@ Every architecture of transformers {version} was built with small random weights
 first and last layer, at every [scope](scopes.md). This page is generated:
 `python -m tests.models.survey` measures, and the same with `--page` prints the page.
 
-| of {total} names in transformers' list of architectures | |
+| of the {names} names in transformers' list of architectures, examined | {total} |
 |---|---|
 | measured | {measured} |
 | refused, with a sentence that says why | {refused} |
