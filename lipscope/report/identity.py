@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -39,12 +38,7 @@ def facts(study: Study) -> Facts:
 
 def random_seed(study: Study) -> int | None:
     """The seed of random weights; None if the weights are those of the model."""
-    about = study.info.about
-    if about.random_init is not None:
-        return about.random_init
-    # Studies of earlier versions name it in their command alone.
-    found = re.search(r" --random-init (\d+)( |$)", about.command)
-    return int(found[1]) if found else None
+    return study.info.about.random_init
 
 
 def labels(studies: Sequence[Study]) -> list[str]:

@@ -188,7 +188,7 @@ def _measured(
             "worst",
             "How far is it from the worst case?",
             words.worst(bounds),
-            bounds_part(bounds) if bounds else command(_again(study)),
+            bounds_part(bounds) if bounds else _again(study),
         ),
     ]
 
@@ -200,8 +200,10 @@ def _first(study: Study, every: Sequence[Strip]) -> Strip:
 
 
 def _again(study: Study) -> str:
-    """The command that adds bounds to a study."""
+    """The command that adds bounds to a study; empty if its input was not a text."""
     told = shlex.split(next(iter(study.commands), ""))
+    if not told:
+        return ""
     keep = ("--text", "--column", "--tokenizer", "--revision", "--random-init", "--dtype", "--seed")
     # Bounds join the study only if they are about the same weights, text and precision.
     options = [w for i, w in enumerate(told) if w in keep or (i and told[i - 1] in keep)]
@@ -211,7 +213,7 @@ def _again(study: Study) -> str:
     words = ["lipscope", "bounds", *model, *options, "--lengths", str(length)]
     # Theorems are checked on plain text: with special tokens, they need a study of their own.
     place = _directory(study) + ("-bounds" if study.info.identity.special_tokens else "")
-    return shlex.join([*words, "--out", place])
+    return f"<p>This command adds them:</p>{command(shlex.join([*words, '--out', place]))}"
 
 
 def _random(study: Study) -> str:

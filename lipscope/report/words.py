@@ -238,7 +238,7 @@ def worst(found: Sequence[Surrounded]) -> str:
     if not found:
         return (
             "σ is local: another text, or a longer one, may give a larger value. This study "
-            "contains no bounds and no search for the worst input. This command adds them:"
+            "contains no bounds and no search for the worst input."
         )
     known = [item for item in found if item.sigma.value > 0]
     text = ""

@@ -9,7 +9,7 @@ from rich.console import Console
 from lipscope._types import UserError
 from lipscope.report.comparison import compare, comparison_table, digest, verdict
 from lipscope.report.comparison_page import MOST, comparison_html
-from lipscope.report.identity import names, random_seed, shared, telling
+from lipscope.report.identity import names, shared, telling
 from tests.report.made import HOSTILE, failed, grid, study
 from tests.report.test_page import data_of, read
 from tests.study.fakes import row
@@ -23,9 +23,7 @@ def scaled(factor, rows=None):
 def pair(tmp_path_factory):
     place = tmp_path_factory.mktemp("pair")
     made = study(place / "a", grid())
-    smooth = study(
-        place / "b", scaled(1 / 40), command="lipscope measure fake/model --random-init 0 --tol 1"
-    )
+    smooth = study(place / "b", scaled(1 / 40), random_init=0)
     return [digest(made), digest(smooth)]
 
 
@@ -109,15 +107,6 @@ def test_a_name_says_what_differs_and_no_more():
 def test_checkpoints_of_one_name_are_told_apart(tmp_path):
     made = [study(tmp_path / f"s{i}", grid(), identity={"weights": f"{i}" * 64}) for i in range(3)]
     assert compare(map(digest, made)).names == [f"weights {str(i) * 8}" for i in range(3)]
-
-
-def test_the_seed_of_random_weights_is_found(tmp_path):
-    plain = study(tmp_path / "a", grid())
-    assert random_seed(plain) is None
-    old = study(tmp_path / "b", grid(), command="lipscope measure x --random-init 12")
-    assert random_seed(old) == 12
-    new = study(tmp_path / "c", grid(), random_init=3)
-    assert random_seed(new) == 3
 
 
 def test_hostile_names_are_text(tmp_path):

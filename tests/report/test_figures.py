@@ -48,7 +48,7 @@ def test_growth(plain, ax):
 
 
 def test_several_studies_on_one_axis_have_names_and_colours(tmp_path, plain, ax):
-    other = study(tmp_path / "s", grid(layers=1), command="lipscope measure x --random-init 3")
+    other = study(tmp_path / "s", grid(layers=1), random_init=3)
     plain.plot_growth(ax)
     other.plot_growth(ax)
     labels = [text.get_text().split(", α")[0] for text in ax.get_legend().get_texts()]

@@ -131,9 +131,7 @@ def test_one_statistic_has_one_name(tmp_path):
 
 def test_a_reference_gives_the_numbers_a_meaning(tmp_path, plain):
     smooth = [r._replace(value=r.value / 4, lower=0.0, upper=math.inf) for r in grid()]
-    random_weights = study(
-        tmp_path / "r", smooth, command="lipscope measure fake/model --random-init 7"
-    )
+    random_weights = study(tmp_path / "r", smooth, random_init=7)
     text = read(html(plain, random_weights)).text
     assert "σ is 4.00 times as large as in the reference, random weights (seed 7)" in text
     assert "median σ, random weights (seed 7)" in text and "--random-init" not in text
@@ -148,6 +146,11 @@ def test_an_empty_section_names_the_command_that_fills_it(tmp_path):
     assert f"{bounds} --out here" in text
     assert f"{command} --random-init 0 --out here-random" in text
     assert "lipscope report here here-random" in text and str(tmp_path) not in text
+
+
+def test_a_study_of_embeddings_names_no_command(tmp_path):
+    text = read(html(study(tmp_path / "s", grid(), command=""))).text
+    assert "This command" not in text and "these commands" not in text
 
 
 def test_bounds_of_a_study_with_special_tokens_go_elsewhere(tmp_path):
