@@ -73,7 +73,7 @@ def test_a_link_that_leads_nowhere_yet_gets_its_target(tmp_path):
 def test_a_fifo_is_written_into(tmp_path):
     fifo, received = tmp_path / "fifo.csv", []
     os.mkfifo(fifo)
-    reader = threading.Thread(target=lambda: received.append(fifo.read_text()))
+    reader = threading.Thread(target=lambda: received.append(fifo.read_text()), daemon=True)
     reader.start()
     with whole_file(fifo) as draft:
         assert draft.suffix == ".csv" and draft.parent != tmp_path
