@@ -34,7 +34,7 @@ class Relu(nn.Module):
 
 
 BUGS = {
-    "down projection off by 4 %": (lambda m: scaled(m.layers[1].mlp.down_proj, 1.04), 1),
+    "down projection off by 10 %": (lambda m: scaled(m.layers[1].mlp.down_proj, 1.1), 1),
     "swapped heads": (lambda m: swapped_heads(m.layers[0].self_attn), 0),
     "scale of the scores": (lambda m: setattr(m.layers[1].self_attn, "scaling", 0.1), 1),
     "another activation": (lambda m: setattr(m.layers[2].mlp, "act_fn", Relu()), 2),
