@@ -98,6 +98,20 @@ def test_a_lost_page_costs_its_rows_and_names_them(place, which):
     assert f"; and {len(gone) - 3} more; the rest is intact" in damage(store)
 
 
+def test_a_row_that_has_vanished_without_a_trace_is_missed(place):
+    """One cell fewer in a leaf page: SQLite reads on without an error."""
+    page = pages_of(place, "rows")[0]
+    with open(place / FILE, "r+b") as file:
+        size = struct.unpack(">H", file.read(18)[16:])[0]
+        file.seek((page - 1) * size + 3)
+        (cells,) = struct.unpack(">H", file.read(2))
+        file.seek((page - 1) * size + 3)
+        file.write(struct.pack(">H", cells - 1))
+    store = Store.open(place)
+    assert len(store.rows()) == 299
+    assert len(store.lost) == 1 and store.lost[0].startswith("sigma of attention, layer ")
+
+
 def test_a_lost_page_of_the_index_costs_no_row(place):
     whole = Store.open(place).rows()
     zero_page(place, pages_of(place, "rows_key")[0])
