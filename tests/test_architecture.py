@@ -31,6 +31,7 @@ FLOORS = [
     ("report",),
     ("reproduce",),
     ("cli",),
+    ("__main__",),
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

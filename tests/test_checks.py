@@ -32,7 +32,7 @@ LAYER = [
 ]
 SOLVER = [
     ({"max_steps": 1.5}, "max_steps must be an integer, got 1.5"),
-    ({"max_steps": 10**9}, "max_steps must be at least 1 and at most 1000000, got 1000000000"),
+    ({"max_steps": 10**9}, "max_steps must be a whole number from 1 to 1000000, got 1000000000"),
     ({"seed": "3"}, "seed must be an integer or None, got '3'"),
     ({"failure": None}, "failure must be a number, got None"),
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._checks import check_fields, explained
+from lipscope._checks import check_fields, check_whole, explained
 from lipscope._types import Status, UserError
 from lipscope.linalg.basis import HALF_UNIT, STORAGES, memory_of
 from lipscope.linalg.certificate import (
@@ -75,10 +75,6 @@ small matrix.
 """
 
 
-MAX_STEPS = 1_000_000
-"""More steps than any solve that converges at all takes."""
-
-
 @dataclass(frozen=True)
 class Solver:
     """What the solver may spend, and the failure probability of its upper bound.
@@ -105,9 +101,6 @@ class Solver:
     failure: float = 1e-9
     seed: int | None = None
     basis: str = "native"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @explained
@@ -476,6 +469,7 @@ def fresh_seed(seed: int, purpose: str) -> int:
 def _check_options(
     J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver
 ) -> None:
+    check_fields(solver)
     if not (math.isfinite(tol) and tol > 0):
         raise UserError(
             f"tol must be a positive number (the relative residual to reach), got {tol!r}"
@@ -497,11 +491,7 @@ def _check_options(
         )
     if not 0 < solver.failure < 1:
         raise UserError(f"failure must be a probability between 0 and 1, got {solver.failure!r}")
-    # A few numbers per step and member of a batch are allocated before the first step.
-    if not 1 <= solver.max_steps <= MAX_STEPS:
-        raise UserError(
-            f"max_steps must be at least 1 and at most {MAX_STEPS}, got {solver.max_steps}"
-        )
+    check_whole("max_steps", solver.max_steps, 1, 1_000_000)  # memory is taken for all of them
     if start is not None and start.numel() != (J.batch or 1) * J.in_size:
         raise UserError(f"start must have shape {J.leading + J.in_shape}, got {tuple(start.shape)}")
     if start is not None and not (
