@@ -1,6 +1,7 @@
 """The README says how to install and test, and links on every page lead somewhere."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,14 @@ def test_the_readme_names_the_test_command():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_on_a_package_index_stands_alone():
+    """Images and links into the repository lead nowhere there; the words stay."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hooks, page = project["tool"]["hatch"]["metadata"]["hooks"], README
+    for change in hooks["fancy-pypi-readme"]["substitutions"]:
+        page = re.sub(change["pattern"], change["replacement"], page)
+    assert "![" not in page and "The top of `report.html`" not in page
+    assert re.findall(r"\]\((?!https?:)", page) == []
+    assert "pip install" in page and "how it is tested" in page
