@@ -149,7 +149,7 @@ def _check_type(
 
 def shown(value: object) -> str:
     """A value in an error message: on one line, short, and without an error of its own."""
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+    if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to print the longest
         return "an integer of more than 64 bits"
     if _is_named("Tensor")(value):
         return f"a tensor of shape {tuple(getattr(value, 'shape', ()))}"
