@@ -138,7 +138,10 @@ class Rerun:
         largest = torch.zeros(x.shape[0], dtype=torch.float64)
 
         def note(call: AttentionCall) -> Tensor:
-            torch.maximum(largest, call.largest_score().amax(dim=-1).cpu(), out=largest)
+            scores = call.largest_score().amax(dim=-1).cpu()
+            # Inside, samples may be cut into windows (Swin): the largest of all bounds each.
+            scores = scores if len(scores) == len(largest) else scores.amax().expand_as(largest)
+            torch.maximum(largest, scores, out=largest)
             return call.output()
 
         with torch.no_grad(), listening(note):

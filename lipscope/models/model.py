@@ -267,7 +267,19 @@ class Model:
                     f"got {value.dtype} {tuple(value.shape)}"
                 )
             value = value.long() if value.ndim == 2 else value.long()[None]
-            self._check_ids(value)
+            count = getattr(self._text_config(), "vocab_size", None)
+            # A model may hash its ids (CANINE): only a table of this very size tells.
+            table = any(
+                isinstance(module, nn.Embedding) and module.num_embeddings == count
+                for module in self.trunk.modules()
+            )
+            low, high = int(value.min()), int(value.max())
+            if table and count is not None and not 0 <= low <= high < count:
+                raise UserError(
+                    f"token id {low if low < 0 else high} is not in the vocabulary of "
+                    f"{self.card.name}, 0 to {count - 1}; "
+                    "was the text encoded with its own tokenizer?"
+                )
         elif name in RANKS:
             if not isinstance(value, Tensor) or value.ndim not in (RANKS[name] - 1, RANKS[name]):
                 found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -284,21 +296,6 @@ class Model:
                 f"{self.card.name}; give a shorter input"
             )
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
-
-    def _check_ids(self, ids: Tensor) -> None:
-        """Raise UserError for token ids that the model has no embedding for."""
-        count = getattr(self._text_config(), "vocab_size", None)
-        # A model may hash its ids (CANINE): only a table of this very size tells.
-        table = any(
-            isinstance(module, nn.Embedding) and module.num_embeddings == count
-            for module in self.trunk.modules()
-        )
-        low, high = int(ids.min()), int(ids.max())
-        if table and count is not None and not 0 <= low <= high < count:
-            raise UserError(
-                f"token id {low if low < 0 else high} is not in the vocabulary of "
-                f"{self.card.name}, 0 to {count - 1}; was the text encoded with its own tokenizer?"
-            )
 
     def _text_config(self) -> Any:
         """The configuration of the part that reads tokens."""

@@ -70,15 +70,13 @@ class ModuleCall:
     def of_first(self) -> ModuleCall:
         """The call for the first member of its batch; samples come first in all its tensors."""
         batch, first = len(self.hidden), self.hidden[:1]
-
-        def pick(leaf: Any) -> Any:
-            if leaf is self.hidden:
-                return first
-            alike = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == batch
-            return leaf[:1] if alike else leaf
-
-        args, kwargs = _map((self.args, self.kwargs), pick)
-        return ModuleCall(args, kwargs, first)
+        # The trunk is called with keyword arguments alone.
+        kwargs = {
+            name: x[:1] if isinstance(x, Tensor) and x.ndim > 0 and len(x) == batch else x
+            for name, x in self.kwargs.items()
+        }
+        kwargs |= {name: first for name, x in self.kwargs.items() if x is self.hidden}
+        return ModuleCall((), kwargs, first)
 
     def of_members(self, members: Tensor, single: ModuleCall) -> ModuleCall:
         """The call for some members of its batch.

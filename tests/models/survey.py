@@ -183,6 +183,7 @@ def _keep(row: dict[str, Any]) -> dict[str, Any]:
 
 
 WHY = {
+    "sizes in floating point": "computes sizes in floating point: rounding cannot be probed",
     "no trunk": "part of another model, or a task without hidden states",
     "does not run on": "needs more inputs: give them all with `inputs=`",
     "not tokens; in Python": "reads sound or something else: give it with `inputs=`",
