@@ -208,7 +208,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
             refused[(why or ["another reason"])[0]].append(f"`{name}`")
     return PAGE.format(
         version=transformers.__version__,
-        names=len(CONFIG_MAPPING),
+        names=len(list(CONFIG_MAPPING)),
         total=len(found),
         measured=counts["measured"],
         refused=counts["refused"],
