@@ -42,7 +42,9 @@ def write(place: Path, rows: int) -> int:
     samples = max(1, rows // (HEADS * LAYERS * len(LENGTHS)))
     store, jobs = Store.create(place, INFO), 0
     store.write_samples(
-        SampleTokens(n, s, tuple(f"t{i}" for i in range(n))) for n in LENGTHS for s in range(samples)
+        SampleTokens(n, sample, tuple(f"t{i}" for i in range(n)))
+        for n in LENGTHS
+        for sample in range(samples)
     )
     for n in LENGTHS:
         norms = (n**-0.5,) * n

@@ -116,7 +116,10 @@ def test_seed_reproduces_and_no_seed_varies():
         ({"start": torch.ones(3)}, r"start must have shape \(8,\), got \(3,\)"),
         ({"start": torch.zeros(8)}, "start must be finite and not zero"),
         ({"solver": ls.Solver(failure=0.0)}, "failure must be a probability"),
-        ({"solver": ls.Solver(max_steps=0)}, "max_steps must be a whole number from 1 to 1000000, got 0"),
+        (
+            {"solver": ls.Solver(max_steps=0)},
+            "max_steps must be a whole number from 1 to 1000000, got 0",
+        ),
     ],
 )
 def test_bad_options(options, message):
