@@ -352,5 +352,5 @@ def test_the_headline_is_about_the_scopes_asked_for(tiny, text, capsys):
     assert main(measure) == 0
     said = capsys.readouterr().out
     assert f"Most sensitive: layer {first} (block), σ = {blocks[first]:.4g}" in said
-    ranked = f"{first} ({blocks[first]:.3g}), {second} ({blocks[second]:.3g})"
+    ranked = f"{first} ({blocks[first]:#.3g}), {second} ({blocks[second]:#.3g})"
     assert f"Layers by largest σ (block, n = 4): {ranked}." in " ".join(said.split())

@@ -210,7 +210,7 @@ def _ranking(study: Study) -> list[RenderableType]:
     if len(largest) < 2:
         return []
     ranked = sorted(largest, key=lambda layer: -largest[layer])
-    listed = ", ".join(f"{layer} ({largest[layer]:.3g})" for layer in ranked[:TOP_LAYERS])
+    listed = ", ".join(f"{layer} ({digits(largest[layer])})" for layer in ranked[:TOP_LAYERS])
     rest = f" and {len(ranked) - TOP_LAYERS} more" if len(ranked) > TOP_LAYERS else ""
     scope = for_terminal(peak.scope)
     return [Text(f"Layers by largest σ ({scope}, n = {peak.n}): {listed}{rest}.")]
