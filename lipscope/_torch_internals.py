@@ -31,7 +31,8 @@ def transforms() -> int:
     return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
-Dual = tuple[Tensor | None, Tensor | None]
+Dual = tuple[Any, Any]
+"""A tensor, or None where an argument is not given, and its tangent, or None where it has none."""
 
 
 def read_tangents(tensors: Sequence[Tensor | None]) -> list[Dual] | None:
@@ -55,7 +56,7 @@ def with_tangent(value: Tensor, tangent: Tensor) -> Tensor:
 
 
 @contextmanager
-def outside_transforms(tensors: Sequence[Tensor | None]) -> Iterator[Sequence[Tensor | None]]:
+def outside_transforms(tensors: Sequence[Tensor | None]) -> Iterator[Sequence[Any]]:
     """Leave a torch.func.jvp whose tangents were read: inside, the tensors are plain tensors."""
     with temporarily_clear_interpreter_stack():
         yield [

@@ -114,7 +114,10 @@ def attend_by_rules(
     return _attend(q, k, v, mask, padding, sinks, rules, scale)
 
 
-def _attend(q, k, v, mask, padding, sinks, rules, scale) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor,
+    mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: Rules, scale: float,
+) -> Tensor:  # fmt: skip
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
         q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
@@ -136,7 +139,10 @@ def _attend(q, k, v, mask, padding, sinks, rules, scale) -> Tensor:
     return with_tangent(o, do)
 
 
-def _compiled(q, k, v, mask, padding, sinks, rules, scale) -> Tensor:
+def _compiled(
+    q: Tensor, k: Tensor, v: Tensor,
+    mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: Rules, scale: float,
+) -> Tensor:  # fmt: skip
     """Inside torch.compile: torch's attention where it does the same, a graph break elsewhere."""
     # A compiled graph has no second derivatives and no forward mode, for which attend exists.
     special = (mask, padding, sinks, rules.window, rules.softcap)
@@ -274,10 +280,10 @@ class _AttendAndTangent(TransformFreeFunction):
             six = _BothVjp.apply(q, k, v, dq, dk, dv, g, gd, o, do, drift, *state)
             return *six, None, None, None, None
         # These can be differentiated again where no third derivative is involved.
-        bent = _SecondVjp.apply(q, k, v, dq, dk, dv, gd, *state)
-        straight = _Vjp.apply(q, k, v, g, o, *state)
-        onto = tuple(x + y for x, y in zip(bent, straight, strict=True))
-        return *onto, *_Vjp.apply(q, k, v, gd, o, *state), None, None, None, None
+        of_tangent = _SecondVjp.apply(q, k, v, dq, dk, dv, gd, *state)
+        of_value = _Vjp.apply(q, k, v, g, o, *state)
+        both = tuple(x + y for x, y in zip(of_tangent, of_value, strict=True))
+        return *both, *_Vjp.apply(q, k, v, gd, o, *state), None, None, None, None
 
 
 class _Jvp(TransformFreeFunction):

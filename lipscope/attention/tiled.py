@@ -116,9 +116,9 @@ def both_vjp(
         q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
         local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        bent = reference.second_vjp(W, q_, k_, v_, local, gd[..., r, :])
-        straight = reference.vjp(W, q_, k_, v_, g[..., r, :])
-        onto = [x + y for x, y in zip(bent, straight, strict=True)]
+        of_tangent = reference.second_vjp(W, q_, k_, v_, local, gd[..., r, :])
+        of_value = reference.vjp(W, q_, k_, v_, g[..., r, :])
+        onto = [x + y for x, y in zip(of_tangent, of_value, strict=True)]
         onto += reference.vjp(W, q_, k_, v_, gd[..., r, :])
         for whole, cut, part in zip(wholes, (r, c, c) * 2, onto, strict=True):
             whole.add(cut, part)

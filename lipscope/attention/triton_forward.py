@@ -38,7 +38,7 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _forward(
-    q, k, v, o, lse, keys, stops, sinks, units, mask, whole, softcap, window, shift, n, n_keys,
+    q, k, v, o, lse, keys, stops, sinks, units, mask, mask_tiles, softcap, window, shift, n, n_keys,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def _forward(
                 t, _ = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     t = tl.where(seen, t, float("-inf"))
@@ -145,10 +145,10 @@ def forward(
     keys, stops = padding_of(pattern, B)
     o = blank((B, H, n, m), torch.float32, q.device)
     lse = torch.empty(B, H, n, dtype=torch.float32, device=q.device)
-    mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
+    mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
     _forward[triton.cdiv(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(o, M), lse, keys, stops,
-        pattern.sinks, units, mask, whole, pattern.softcap, pattern.window, pattern.shift, n,
+        pattern.sinks, units, mask, mask_tiles, pattern.softcap, pattern.window, pattern.shift, n,
         n_keys, H // G, pattern.causal, kind, product, M, N, K, V,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -44,7 +44,7 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _jvp(
-    q, k, v, dq, dk, dv, o, do, lse, means, keys, stops, units, mask, whole, softcap, window,
+    q, k, v, dq, dk, dv, o, do, lse, means, keys, stops, units, mask, mask_tiles, softcap, window,
     shift, n, n_keys, start, end,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -93,7 +93,7 @@ def _jvp(
                 t, slope = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 p = tl.exp2(t - top[:, None])
                 if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
@@ -175,12 +175,12 @@ def _launch(
     do = blank((B, H, n, m), q.dtype, q.device)
     saved, lse = aligned(o), lse.contiguous()
     for start, end in spans(n_keys, product, pattern):
-        mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=(start, end))
+        mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=(start, end))
         _jvp[triton.cdiv(n, M), H, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
             descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
             descriptor(saved, M), descriptor(do, M),
-            lse, drift, keys, stops, units, mask, whole, pattern.softcap, pattern.window,
+            lse, drift, keys, stops, units, mask, mask_tiles, pattern.softcap, pattern.window,
             pattern.shift, n, n_keys, start, end, H // G, pattern.causal, kind, product, M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip

@@ -31,6 +31,8 @@ class Mask(NamedTuple):
     head: int
     row: int
     column: int
+    last_batch: int  # 0 where the mask is broadcast over the batch
+    last_head: int
     level: Tensor  # [B' * H' * n], unused by boolean masks
     level_batch: int
     level_head: int
@@ -42,10 +44,12 @@ class Mask(NamedTuple):
 
 
 class Masking(NamedTuple):
-    """The mask of a pattern as a kernel gets it; all None and NONE without one."""
+    """The mask of a pattern as a kernel gets it; (None, None, NONE) without a mask."""
 
     mask: Mask | None
-    whole: TensorDescriptor | None  # its entries by tiles, where rows are aligned
+    mask_tiles: (
+        TensorDescriptor | None
+    )  # its entries by tiles, unless rows or columns are broadcast
     kind: int
 
 
@@ -71,7 +75,7 @@ def tile_at(mask, b, h, line, step, SIZE: tl.constexpr, MASK: tl.constexpr):
 @triton.jit
 @no_type_check
 def masked(
-    t, mask, whole, b, h, i, j, n, n_keys,
+    t, mask, mask_tiles, b, h, i, j, n, n_keys,
     MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Scores t (in units of log 2) of queries i .. i + M and keys j .. j + N under the mask.
@@ -83,9 +87,10 @@ def masked(
             rows, columns = (i + tl.arange(0, M))[None, :], (j + tl.arange(0, N))[:, None]
         else:
             rows, columns = (i + tl.arange(0, M))[:, None], (j + tl.arange(0, N))[None, :]
-        if whole is not None:
+        if mask_tiles is not None:
             # Through shared memory: element by element, a tile of bytes costs more than its scores.
-            tile = whole.load([tl.minimum(b, mask.batch), tl.minimum(h, mask.head), i, j])
+            place = tl.minimum(b, mask.last_batch), tl.minimum(h, mask.last_head)
+            tile = mask_tiles.load([place[0], place[1], i, j])
             tile = tile.reshape(M, N)
             if KEYS_FIRST:
                 tile = tile.T
@@ -218,11 +223,7 @@ def mask_of(
         states, tiles, counts, per_line, per_tile, states[0, 0].numel(), first, last - first,
         triton.next_power_of_2(last - first),
     )  # fmt: skip
-    whole = None
-    if strides[2] and strides[3]:
-        whole = _by_tiles(entries, M, N)
-        # The kernel clips its batch and head to what the mask has.
-        strides[:2] = (size - 1 for size in entries.shape[:2])
+    mask_tiles = _by_tiles(entries, M, N) if strides[2] and strides[3] else None
     batch, head, row, column = strides
     mask = Mask(
         entries=entries,
@@ -230,6 +231,8 @@ def mask_of(
         head=head,
         row=row,
         column=column,
+        last_batch=entries.shape[0] - 1,
+        last_head=entries.shape[1] - 1,
         level=level,
         level_batch=0 if B == 1 else heads * rows,
         level_head=0 if heads == 1 else rows,
@@ -239,7 +242,7 @@ def mask_of(
         tiles_head=0 if heads == 1 else lines,
         width=last - first,
     )
-    return Masking(mask, whole, kind)
+    return Masking(mask, mask_tiles, kind)
 
 
 def _by_tiles(entries: Tensor, M: int, N: int) -> TensorDescriptor:

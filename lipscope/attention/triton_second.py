@@ -58,7 +58,7 @@ def _rows_of(lse, drift, means, offset, rows, n, TOTAL: tl.constexpr):
 @triton.jit
 @no_type_check
 def _onto_queries(
-    q, k, v, dq, dk, dv, g, c, gq, gdq, lse, drift, means, keys, stops, mask, whole, window,
+    q, k, v, dq, dk, dv, g, c, gq, gdq, lse, drift, means, keys, stops, mask, mask_tiles, window,
     shift, n, n_keys, total,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -92,7 +92,7 @@ def _onto_queries(
                 y = tl.dot(ci, dvj.T, tl.dot(gi, vj.T)) - mean_y[:, None]
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 p = tl.exp2(t - top[:, None])
                 if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
@@ -110,7 +110,7 @@ def _onto_queries(
 @triton.jit
 @no_type_check
 def _onto_keys(
-    q, k, v, dq, dk, dv, g, c, gk, gv, gdk, gdv, lse, drift, means, keys, stops, mask, whole,
+    q, k, v, dq, dk, dv, g, c, gk, gv, gdk, gdv, lse, drift, means, keys, stops, mask, mask_tiles,
     window, shift, n, n_keys, total,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -153,7 +153,7 @@ def _onto_keys(
                     w = tl.dot(vj, ci.T) - mean_w[None, :]
                     y = tl.dot(dvj, ci.T, tl.dot(vj, gi.T)) - mean_y[None, :]
                     if run != 1:
-                        t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, True)
+                        t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, True)
                     p = tl.exp2(t - top[None, :])
                     if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                         seen = visible(
@@ -221,11 +221,11 @@ def both_vjp(
         (_onto_queries, for_queries, (gq, gdq), False, (n, H)),
         (_onto_keys, for_keys, (gk, gv, gdk, gdv), True, (n_keys, G)),
     ):
-        mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, over_queries)
+        mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, over_queries)
         kernel[triton.cdiv(programs[0], N if over_queries else M), programs[1], B](
             *(descriptor(x, M if at else N) for x, at in zip(operands, by_query, strict=True)),
             *(descriptor(x, N if over_queries else M) for x in out),
-            *rows, mask, whole, *rules, H // G, pattern.causal, kind, product, M, N, K, V,
+            *rows, mask, mask_tiles, *rules, H // G, pattern.causal, kind, product, M, N, K, V,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return (

@@ -38,7 +38,7 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _value_and_tangent(
-    q, k, v, dq, dk, dv, o, do, lse, drift, keys, stops, mask, whole, scale, window,
+    q, k, v, dq, dk, dv, o, do, lse, drift, keys, stops, mask, mask_tiles, scale, window,
     shift, n, n_keys,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -69,7 +69,7 @@ def _value_and_tangent(
                 dt = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T)) * scale
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     t = tl.where(seen, t, float("-inf"))
@@ -133,12 +133,12 @@ def value_and_tangent(
     o = blank((B, H, n, m), torch.float32 if keep_digits else q.dtype, q.device)
     do = blank((B, H, n, m), q.dtype, q.device)
     lse, drift = torch.empty(2, B, H, n, dtype=torch.float32, device=q.device)
-    mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
+    mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
     _value_and_tangent[triton.cdiv(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
         descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
         descriptor(o, M), descriptor(do, M),
-        lse, drift, keys, stops, mask, whole, scale, pattern.window, pattern.shift, n, n_keys,
+        lse, drift, keys, stops, mask, mask_tiles, scale, pattern.window, pattern.shift, n, n_keys,
         H // G, pattern.causal, kind, product_of(q.dtype, "half"), M, N, K, V,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -47,7 +47,7 @@ from lipscope.attention.triton_tiles import (
 @no_type_check
 def _onto_queries(
     q, k, v, g, gq, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys, start, end,
-    mask, whole,
+    mask, mask_tiles,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def _onto_queries(
                 t, slope = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 z = tl.exp2(t - top[:, None]) * (dp * dp_unit - mean[:, None])
                 if run != 1 and (MASK != 1 or CAUSAL or window is not None):
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
@@ -106,7 +106,7 @@ def _onto_queries(
 @no_type_check
 def _onto_keys(
     q, k, v, g, gk, gv, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys,
-    start, end, mask, whole,
+    start, end, mask, mask_tiles,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def _onto_keys(
                     dp = scores(vj, vj_low, gi, gi_low, PRODUCT)
                     t, slope = cap(t, score_unit, softcap)
                     if run != 1:
-                        t = masked(t, mask, whole, b, h, i, j, n, n_keys, MASK, M, N, True)
+                        t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, True)
                     p = tl.exp2(t - top[None, :])
                     if PRODUCT == "pair":
                         p *= rest[None, :]
@@ -221,22 +221,24 @@ def vjp(
     for_queries, for_keys = TILES[product, max(64, K, V)]
     M, N, warps, stages, registers = for_queries
     for span in spans(n_keys, product, pattern):
-        mask, whole, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=span)
+        mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=span)
         _onto_queries[triton.cdiv(n, M), H, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
             descriptor(gq, M),
-            *tensors, *rules, *span, mask, whole, H // G, pattern.causal, kind, product, M, N, K, V,
+            *tensors, *rules, *span, mask, mask_tiles, H // G, pattern.causal, kind, product,
+            M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     M, N, warps, stages, registers = for_keys
     for span in spans(n, product, pattern, H // G):
-        mask, whole, kind = mask_of(
+        mask, mask_tiles, kind = mask_of(
             pattern, q.shape, n_keys, keys, M, N, over_queries=True, span=span
         )
         _onto_keys[triton.cdiv(n_keys, N), G, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
             descriptor(gk, N), descriptor(gv, N),
-            *tensors, *rules, *span, mask, whole, H // G, pattern.causal, kind, product, M, N, K, V,
+            *tensors, *rules, *span, mask, mask_tiles, H // G, pattern.causal, kind, product,
+            M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     return gq.view(q.shape), gk.view(k.shape), gv.view(v.shape)
