@@ -5,7 +5,8 @@
 trains a small Llama, Qwen3, GPT-2 and two character models on bytes of a text (seeded; weights stay
 in DIR) and measures each section for each of them. Finished parts are kept in DIR/results.json and
 skipped the next time; --minutes ends a run early, between two parts. Sections: train, runs,
-formats, kl, scores, coverage, bugs, clean, cost, long, table. --tiny makes everything small.
+formats, kl, scores, coverage, bugs, clean, cost, long, table. --tiny makes everything small;
+--page prints the tables of docs/error_budgets.md from the stored figures of an H200.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lipscope.budget.sites import collect_products
 from lipscope.budget.subject import read_subject
 from lipscope.models.embedded import default_text
 
+RESULTS = Path(__file__).parent / "results" / "error_budgets_h200.json"
 MODELS = ("llama", "qwen3", "gpt2", "char_dot", "char_l2", "embedded")
 TRAINED = MODELS[:-1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -347,6 +349,45 @@ def table(bench: Bench) -> None:
                 print(f"    {name}: {json.dumps(cell)}")
 
 
+def runs_table(results: dict[str, Any]) -> str:
+    """Observed / predicted of correct runs, model by model, as docs/error_budgets.md shows it."""
+    lines = [
+        "| model | loss, nats per byte | n | bf16 and fp16 runs | hidden states "
+        "| observed / predicted |",
+        "|---|---|---|---|---|---|",
+    ]
+    parts = [(key.split("/"), value) for key, value in results.items() if key.startswith("runs/")]
+    for name in dict.fromkeys(key[1] for key, _ in parts):
+        ratios = [value["ratios"] for key, value in parts if key[1] == name]
+        lengths = sorted({int(key[3]) for key, _ in parts if key[1] == name})
+        every = [ratio for one in ratios for ratio in one]
+        cells = (
+            name,
+            f"{results[f'train/{name}']['last']:.2f}",
+            ", ".join(map(str, lengths)),
+            str(len(ratios)),
+            str(len(every)),
+            f"{min(every):.2f} to {max(every):.2f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def long_table(results: dict[str, Any]) -> str:
+    """Time and memory of the budgets of keys and values, as docs/error_budgets.md shows them."""
+    lines = [
+        "| tokens | heads of keys and values | seconds | GiB | bytes per token |",
+        "|---|---|---|---|---|",
+    ]
+    for key, value in results.items():
+        if key.startswith("long/"):
+            lines.append(
+                f"| {value['n']:,} | {value['heads']} | {value['seconds']:.1f} | "
+                f"{value['GiB']:.1f} | {value['bytes per token']:,.0f} |"
+            )
+    return "\n".join(lines)
+
+
 def work(bench: Bench, section: str) -> None:
     """All parts of a section."""
     names = bench.names
@@ -406,7 +447,7 @@ def work(bench: Bench, section: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True, help="directory of weights and results")
+    parser.add_argument("--out", help="directory of weights and results")
     parser.add_argument("--sections", default="train,runs,formats,kl,scores,coverage,bugs,cost")
     parser.add_argument("--models", help=f"some of {','.join(MODELS)}")
     parser.add_argument("--text", help="UTF-8 text to train on and to measure at")
@@ -414,8 +455,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="start no part after this")
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--tiny", action="store_true")
-    bench = Bench(parser.parse_args())
-    for section in parser.parse_args().sections.split(","):
+    parser.add_argument("--page", action="store_true", help="print the tables of the page")
+    options = parser.parse_args()
+    if options.page:
+        results = json.loads(RESULTS.read_text())
+        print(runs_table(results), long_table(results), sep="\n\n")
+        return
+    if options.out is None:
+        parser.error("give --out, the directory of weights and results")
+    bench = Bench(options)
+    for section in options.sections.split(","):
         work(bench, section)
 
 

@@ -29,7 +29,6 @@ FLOORS = [
     ("study",),
     ("audit", "budget", "charlm"),
     ("report",),
-    ("reproduce",),
     ("cli",),
     ("__main__",),
 ]

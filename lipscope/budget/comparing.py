@@ -176,7 +176,7 @@ def compare_runs(
         The :class:`RunComparison`, with `ok` and `first_outside`.
 
     Raises:
-        UserError: If the two do not have the same hidden states.
+        UserError: If the two do not have the same hidden states, or for another format.
 
     Example:
         >>> import torch
@@ -194,6 +194,7 @@ def compare_runs(
         >>> ls.compare_runs(right, port, torch.arange(24)).first_outside.name
         'layer 1'
     """
+    _check_format(format)  # before models are loaded
     recorded = _recorded(b)
     if recorded is not None:
         ids, states = recorded
@@ -208,8 +209,6 @@ def compare_runs(
         name = format or _format_of(states[0].dtype)
         found = [[h[i : i + 1] for h in states] for i in range(len(states[0]))]
         own = reference.own
-    if name not in DTYPES:
-        raise UserError(f"format must be one of {', '.join(DTYPES)}, got {name!r}")
     low = replace(reference, own=own).in_dtype(DTYPES[name])
     budgets, exact = state_budgets(reference, low, probes, seed)
     _check_shapes(exact, found)
@@ -226,6 +225,14 @@ def compare_runs(
         for i, budget in enumerate(budgets)
     ]
     return RunComparison(format=name, states=rows, false_alarms=FALSE_ALARMS)
+
+
+def _check_format(format: str | None) -> None:
+    if format is not None and format not in DTYPES:
+        raise UserError(
+            f"format must be one of {', '.join(DTYPES)}, got {format!r}; all other formats are for "
+            "`lipscope budget`, which runs them with --observe"
+        )
 
 
 def _judge(

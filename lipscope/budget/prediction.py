@@ -14,7 +14,7 @@ from lipscope.budget.metrics import Measure, Metric, read_metric
 from lipscope.budget.result import BudgetRow, ErrorBudget
 from lipscope.budget.rounding import follow_run, squared_errors
 from lipscope.budget.running import distance, exact_outputs, outputs_in, second_order_share
-from lipscope.budget.sites import Products, Site, collect_products
+from lipscope.budget.sites import ErrorSite, Products, collect_products
 from lipscope.budget.states import state_tolerance
 from lipscope.budget.subject import Source, Subject, Text, read_subject
 
@@ -115,7 +115,7 @@ def error_budget(
         sequences=len(subject.sequences),
         tokens=subject.tokens,
         probes=probes,
-        _tolerance=lambda layer, f: state_tolerance(subject, f, layer, probes, seed),
+        _tolerance=lambda state, f: state_tolerance(subject, f, state, probes, seed),
     )
 
 
@@ -140,7 +140,7 @@ def _price_run(
     assert f.dtype is not None
     low = subject.in_dtype(f.dtype)
     generator = torch.Generator().manual_seed(seed)
-    tables: list[list[dict[Site, float]]] = []
+    tables: list[list[dict[ErrorSite, float]]] = []
     missed = made = 0.0
     for ids in subject.sequences:
         run = follow_run(subject, low, ids)
@@ -149,13 +149,13 @@ def _price_run(
         sequence = []
         for _ in range(probes):
             v = metric.probe(y, generator)
-            table: dict[Site, float] = {}
+            table: dict[ErrorSite, float] = {}
             linear = 0.0
             for r, (squared, product) in zip(
                 run.roundings, squared_errors(y, v, run.roundings), strict=True
             ):
                 where = "other" if r.layer is None else f"layer {r.layer}"
-                site = Site(f"{where} {r.kind}", r.layer, r.kind)
+                site = ErrorSite(f"{where} {r.kind}", r.layer, r.kind)
                 table[site] = table.get(site, 0.0) + squared
                 linear += product
             seen = float((v * change).sum())
@@ -178,7 +178,7 @@ def _price_run(
     return rows, total, (missed / made) ** 0.5 if made else 0.0
 
 
-def _row(site: Site, f: Format, interval: Interval, share: float) -> BudgetRow:
+def _row(site: ErrorSite, f: Format, interval: Interval, share: float) -> BudgetRow:
     return BudgetRow(
         site=site.name,
         layer=site.layer,

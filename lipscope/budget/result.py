@@ -87,15 +87,15 @@ class ErrorBudget:
         self._check(format)
         return self.totals[format]
 
-    def tolerance(self, layer: int, format: str) -> Tolerance:
+    def tolerance(self, state: int, format: str) -> Tolerance:
         """`atol` and `rtol` for `torch.testing.assert_close` at a hidden state.
 
         Args:
-            layer: The hidden state: 0 for the embeddings, l + 1 for the output of layer l, -1 for
-                the last one, after the final norm.
+            state: Index of the hidden state: 0 for the embeddings, l + 1 for the output of layer l,
+                -1 for the last one, after the final norm.
             format: bf16, fp16 or fp32.
         """
-        return self._tolerance(layer, format)
+        return self._tolerance(state, format)
 
     def warnings(self) -> list[str]:
         """A sentence for every format whose prediction is not to be trusted."""

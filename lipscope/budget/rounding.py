@@ -122,22 +122,22 @@ class RoundingTrace(TorchFunctionMode):
             exact_args = ((exact_args[0][0].clone(), *exact_args[0][1:]), exact_args[1])
         with arithmetic(self.high):
             with torch.no_grad():
-                rounded_away = func(*local[0], **local[1])
+                unrounded = func(*local[0], **local[1])
             exact = func(*exact_args[0], **exact_args[1])
         if in_place:
-            rounded_away, exact = local[0][0], exact_args[0][0]
+            unrounded, exact = local[0][0], exact_args[0][0]
         triples = zip(
-            results, *([x for x in tree_leaves(t) if _is_float(x)] for t in (rounded_away, exact)),
+            results, *([x for x in tree_leaves(t) if _is_float(x)] for t in (unrounded, exact)),
             strict=True,
         )  # fmt: skip
-        for result, right, reference in triples:
-            self._note(name, result, right, reference)
+        for result, before_rounding, reference in triples:
+            self._note(name, result, before_rounding, reference)
         return low
 
-    def _note(self, name: str, low: Tensor, right: Tensor, exact: Tensor) -> None:
+    def _note(self, name: str, low: Tensor, unrounded: Tensor, exact: Tensor) -> None:
         # Wider results than the format's are intermediate values that it does not round.
         if low.dtype.itemsize <= self.low.itemsize:
-            error = low.detach().to(self.high) - right.to(self.high)
+            error = low.detach().to(self.high) - unrounded.to(self.high)
             # Infinite entries are masks; they are equal, or the run is lost anyway.
             error = torch.where(error.isfinite(), error, 0)
             if bool(error.any()):

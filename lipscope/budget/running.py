@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipscope.budget.formats import Format, Quantiser
 from lipscope.budget.metrics import Metric
-from lipscope.budget.sites import Site, check_routed, linears, weight_error
+from lipscope.budget.sites import ErrorSite, check_routed, linears, weight_error
 from lipscope.budget.subject import Subject, changing_cache
 from lipscope.models.plug import AttentionCall
 
@@ -29,7 +29,7 @@ def outputs_in(
     subject: Subject,
     format: Format,
     metric: Metric,
-    only: Site | None = None,
+    only: ErrorSite | None = None,
     embeddings: bool = False,
 ) -> list[Tensor]:
     """What the metric reads when the model runs in a format, or with its error at one site only."""
@@ -61,7 +61,11 @@ def second_order_share(subject: Subject, format: Format, metric: Metric) -> floa
 
 
 def first_order_errors(
-    subject: Subject, format: Format, metric: Metric, only: Site | None = None, step: float = 1e-4
+    subject: Subject,
+    format: Format,
+    metric: Metric,
+    only: ErrorSite | None = None,
+    step: float = 1e-4,
 ) -> list[Tensor]:
     """J e per sequence: what a format adds to the output to first order, by central differences."""
     found = []
@@ -77,7 +81,7 @@ def _outputs(
     subject: Subject,
     format: Format,
     metric: Metric,
-    only: Site | None,
+    only: ErrorSite | None,
     strength: float = 1.0,
     kept: dict[int, Tensor] | None = None,
     embeddings: bool = False,
@@ -90,7 +94,7 @@ def _outputs(
 def _errors(
     subject: Subject,
     format: Format,
-    only: Site | None,
+    only: ErrorSite | None,
     strength: float,
     kept: dict[int, Tensor] | None,
     embeddings: bool,
@@ -133,7 +137,9 @@ def _rounded(part: nn.Module, quantise: Quantiser, strength: float) -> Iterator[
 
 
 @contextmanager
-def _rounded_cache(subject: Subject, change_one: Quantiser, only: Site | None) -> Iterator[None]:
+def _rounded_cache(
+    subject: Subject, change_one: Quantiser, only: ErrorSite | None
+) -> Iterator[None]:
     calls = 0
     layers = _attention_calls(subject)
 
@@ -172,5 +178,5 @@ def _at_input(change: Quantiser) -> Callable[[nn.Module, tuple[Any, ...]], tuple
     return lambda part, args: (change(args[0]), *args[1:])
 
 
-def _chosen(only: Site | None, name: str, kind: str) -> bool:
+def _chosen(only: ErrorSite | None, name: str, kind: str) -> bool:
     return only is None or (only.name, only.kind) == (name, kind)

@@ -31,7 +31,7 @@ from lipscope._types import UserError
 from lipscope.budget.formats import Format, read_formats
 from lipscope.budget.metrics import Measure, Metric, read_metric
 from lipscope.budget.running import distance, exact_outputs, outputs_in
-from lipscope.budget.sites import Site, check_routed, linears, matrix, weight_error
+from lipscope.budget.sites import ErrorSite, check_routed, linears, matrix, weight_error
 from lipscope.budget.subject import (
     Source,
     Subject,
@@ -75,7 +75,7 @@ class ScoreTable:
     """
 
     rows: list[Score]
-    values: dict[str, dict[Site, dict[str, float]]]
+    values: dict[str, dict[ErrorSite, dict[str, float]]]
 
     def to_dataframe(self) -> pd.DataFrame:
         """The rows as a pandas DataFrame."""
@@ -120,7 +120,7 @@ def compare_scores(
     subject = read_subject(model, text, head=measure.head, length=length, samples=samples)
     exact = exact_outputs(subject, measure)
     size = sum(measure.size(y) for y in exact)
-    values: dict[str, dict[Site, dict[str, float]]] = {}
+    values: dict[str, dict[ErrorSite, dict[str, float]]] = {}
     gathered = _gather(subject, wanted, measure, probes, seed, sigma)
     rows: list[Score] = []
     for f in wanted:
@@ -152,7 +152,7 @@ def _scores(sums: dict[str, float], metric: Metric, size: float) -> dict[str, fl
 
 
 def _ranked(
-    format: str, values: dict[Site, dict[str, float]], whole: float, power: int
+    format: str, values: dict[ErrorSite, dict[str, float]], whole: float, power: int
 ) -> list[Score]:
     rows = []
     for name in next(iter(values.values())):
@@ -180,7 +180,7 @@ class _Place:
     weight: the parameter behind it, and its errors, for a linear layer
     """
 
-    sites: list[Site]
+    sites: list[ErrorSite]
     node: Tensor
     values: Tensor
     errors: dict[str, Tensor]
@@ -190,10 +190,10 @@ class _Place:
 
 def _gather(
     subject: Subject, formats: list[Format], metric: Metric, probes: int, seed: int, sigma: bool
-) -> dict[str, dict[Site, dict[str, float]]]:
+) -> dict[str, dict[ErrorSite, dict[str, float]]]:
     """By format and site, the sums over sequences from which scores are made."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, dict[Site, dict[str, float]]] = {f.name: {} for f in formats}
+    found: dict[str, dict[ErrorSite, dict[str, float]]] = {f.name: {} for f in formats}
     for b, ids in enumerate(subject.sequences):
         with _places(subject, formats, ids) as (places, output):
             y = metric.read(output)
@@ -212,7 +212,7 @@ def _gather(
 
 
 def _add_local(
-    found: dict[str, dict[Site, dict[str, float]]], places: list[_Place], count: int
+    found: dict[str, dict[ErrorSite, dict[str, float]]], places: list[_Place], count: int
 ) -> None:
     """Scores that need no derivative, averaged over sequences."""
     for place in places:
@@ -233,7 +233,7 @@ def _add_local(
 
 
 def _add_probe(
-    found: dict[str, dict[Site, dict[str, float]]],
+    found: dict[str, dict[ErrorSite, dict[str, float]]],
     places: list[_Place],
     gradients: list[Tensor | None],
     probes: int,
@@ -261,7 +261,7 @@ def _add_probe(
 
 
 def _add_sigma(
-    found: dict[str, dict[Site, dict[str, float]]], places: list[_Place], y: Tensor
+    found: dict[str, dict[ErrorSite, dict[str, float]]], places: list[_Place], y: Tensor
 ) -> None:
     """Sigma of all that follows a site, at the first sequence, times the error there."""
     for place in places:
@@ -331,7 +331,7 @@ def _take(places: list[_Place], name: str, formats: list[Format]) -> Callable[..
         weight: Any = part.weight
         places.append(
             _Place(
-                sites=[Site(name, layer_of(name), "weight")],
+                sites=[ErrorSite(name, layer_of(name), "weight")],
                 node=node,
                 values=x @ matrix(part).detach().mT,
                 errors={key: x @ e.mT for key, e in dW.items()},
@@ -355,7 +355,7 @@ def _cache(places: list[_Place], formats: list[Format]) -> Callable[[AttentionCa
         for kind, x in (("key", call.k), ("value", call.v)):
             x = x if x.requires_grad else x.detach().requires_grad_()
             node = parts[kind] = x.view_as(x)
-            sites = [Site(f"layer {layer} {kind}s", layer, kind, i) for i in range(x.shape[1])]
+            sites = [ErrorSite(f"layer {layer} {kind}s", layer, kind, i) for i in range(x.shape[1])]
             errors = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
             places.append(_Place(sites, node, x.detach(), errors, entropy=entropy))
         return replace(call, k=parts["key"], v=parts["value"])

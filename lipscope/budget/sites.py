@@ -23,7 +23,7 @@ from lipscope.models.plug import AttentionCall
 
 
 @dataclass(frozen=True)
-class Site:
+class ErrorSite:
     """Where an error enters: the name of a module, its layer, and what is rounded there.
 
     kind: "weight", "activation", "key", "value", or the operation of a low-precision run
@@ -40,7 +40,7 @@ class Site:
 class Products:
     """t[k, b, s] = <g_s, e_s> for probe k, sequence b and site s, for one format."""
 
-    sites: list[Site]
+    sites: list[ErrorSite]
     t: Tensor
 
 
@@ -82,7 +82,7 @@ def collect_products(
     }
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, list[Tensor]] = {f.name: [] for f in formats}
-    sites: dict[str, list[Site]] = {}
+    sites: dict[str, list[ErrorSite]] = {}
     for ids in subject.sequences:
         with _graph(subject, layers, formats, ids) as graph:
             y = metric.read(graph.output)
@@ -186,33 +186,35 @@ class _Errors:
     formats: list[str]
     e: Tensor
     split: Callable[[Tensor], Tensor]
-    sites: list[Site]
+    sites: list[ErrorSite]
 
 
 def _errors_made(graph: _Graph, formats: list[Format], weights: dict[str, Tensor]) -> list[_Errors]:
     """The errors at every site of the graph, in the order of its tensors."""
     made = []
     for name in graph.weights:
-        site = Site(name, layer_of(name), "weight")
+        site = ErrorSite(name, layer_of(name), "weight")
         split = _transposed if graph.transposed[name] else _whole
         names = [f.name for f in formats if f.weight]
         made.append(_Errors(names, weights[name][:, None], split, [site]))
     for name, x in graph.inputs.items():
         named = {f.name: f.activation(x.detach()) - x.detach() for f in formats if f.activation}
         e = torch.stack([_whole(e) for e in named.values()])
-        made.append(_Errors(list(named), e, _whole, [Site(name, layer_of(name), "activation")]))
+        made.append(
+            _Errors(list(named), e, _whole, [ErrorSite(name, layer_of(name), "activation")])
+        )
     for (layer, kind), x in graph.cache.items():
         named = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
         e = torch.stack([_by_head(e) for e in named.values()])
         name = f"layer {layer} {kind}s"
-        heads = [Site(name, layer, kind, head) for head in range(x.shape[1])]
+        heads = [ErrorSite(name, layer, kind, head) for head in range(x.shape[1])]
         made.append(_Errors(list(named), e, _by_head, heads))
     return made
 
 
 def _one_probe(
     made: list[_Errors], gradients: list[Tensor | None]
-) -> list[tuple[str, Site, float]]:
+) -> list[tuple[str, ErrorSite, float]]:
     """The product of every format at every site, for one probe."""
     found = []
     for errors, g in zip(made, gradients, strict=True):

@@ -79,14 +79,14 @@ def state_budgets(
     return budgets, states
 
 
-def state_tolerance(subject: Subject, format: str, layer: int, probes: int, seed: int) -> Tolerance:
+def state_tolerance(subject: Subject, format: str, state: int, probes: int, seed: int) -> Tolerance:
     """Tolerances within which all entries of a hidden state of a correct run lie."""
     if format not in DTYPES:
         raise UserError(
             f"tolerances exist for runs in {', '.join(DTYPES)}; {format!r} is not one of them"
         )
     dtype = DTYPES[format]
-    (budget,), _ = state_budgets(subject, subject.in_dtype(dtype), probes, seed, only=layer)
+    (budget,), _ = state_budgets(subject, subject.in_dtype(dtype), probes, seed, only=state)
     rms = (budget.squared / budget.entries) ** 0.5
     # A normal error exceeds this at one of the entries with probability FALSE_ALARMS.
     quantile = -float(ndtri(FALSE_ALARMS / 2 / budget.entries))

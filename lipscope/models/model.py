@@ -15,12 +15,9 @@ from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
 from lipscope.models.plug import NAME
 from lipscope.models.preflight import Preflight, preflight
 from lipscope.models.running import Host, ModuleCall
-from lipscope.models.scopes import SCOPES
+from lipscope.models.scopes import SCOPES, WITHOUT_ROUTE
 from lipscope.models.sites import Memory, Site, Survey
 from lipscope.models.trace import record
-
-WITHOUT_ROUTE = ("block", "suffix", "model")
-"""The scopes available for a model that does not run on lipscope's attention."""
 
 RANKS = {"inputs_embeds": 3, "pixel_values": 4}
 """Number of dimensions of an input, samples first."""
@@ -221,7 +218,7 @@ class Model:
             if not self.preflight.routed and scope not in WITHOUT_ROUTE:
                 raise UserError(
                     f"{self.preflight.reason}, so scope {scope} is not available; "
-                    "use scope block, suffix or model"
+                    f"use scope {', '.join(WITHOUT_ROUTE[:-1])} or {WITHOUT_ROUTE[-1]}"
                 )
 
     def check_heads(self, heads: Sequence[int] | None, layers: Sequence[int]) -> None:

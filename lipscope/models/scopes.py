@@ -49,3 +49,6 @@ SCOPES = {
         "from the embeddings, as they enter the first block, to the last hidden state",
     ),
 }
+
+WITHOUT_ROUTE = ("block", "suffix", "model")
+"""The scopes available for a model that does not run on lipscope's attention."""

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lipscope._files import for_terminal
 from lipscope._types import UserError
+from lipscope.models.scopes import WITHOUT_ROUTE
 from lipscope.report.formats import counted, digits, exponent_range, interval
 from lipscope.study.growth import MIN_LENGTHS, Growth
 from lipscope.study.records import Identity, Row
@@ -97,10 +98,18 @@ def _legend(study: Study) -> str:
     )
 
 
+def replaces_attention(study: Study) -> bool:
+    """Whether the model ran on lipscope's attention, as it does at every scope if it can."""
+    # A model that cannot is measured on its own attention: its difference is exactly 0, and it has
+    # no scopes but these.
+    return study.info.about.difference_to_eager > 0 or any(
+        row.scope not in WITHOUT_ROUTE for row in study.sigma
+    )
+
+
 def _comparison(study: Study) -> str:
-    """How much lipscope's attention changes the output; empty if only blocks were measured."""
-    # Blocks are run as they are; attention is replaced only to measure attention.
-    if all(row.scope in ("block", "model") for row in study.sigma):
+    """How much lipscope's attention changes the output; empty if it was not used."""
+    if not replaces_attention(study):
         return ""
     return (
         "\nOutputs with lipscope's attention and with the model's own differ by "

@@ -23,7 +23,7 @@ from lipscope.report.formats import (
     shown,
     shown_token,
 )
-from lipscope.report.study_table import certificate, width
+from lipscope.report.study_table import certificate, replaces_attention, width
 from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
 from lipscope.study.records import Row
 from lipscope.study.study import Study, Token
@@ -300,11 +300,13 @@ def sure(study: Study) -> str:
     if study.sigma:
         samples = Counter(row.n for row in study.largest(*study.maps[0]))
         text += f"Each median is over {counted(min(samples.values()), 'sample')} per length. "
+    if replaces_attention(study):
+        text += (
+            "With lipscope's attention, the output of the model differs from that with its own "
+            f"eager attention by {study.info.about.difference_to_eager:.1e}."
+        )
     # The terminal's lines become one paragraph.
-    return text.replace("\n", " ") + (
-        "With lipscope's attention, the output of the model differs from that with its own eager "
-        f"attention by {study.info.about.difference_to_eager:.1e}."
-    )
+    return text.replace("\n", " ").rstrip()
 
 
 def failures(study: Study) -> list[str]:

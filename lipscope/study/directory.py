@@ -17,7 +17,7 @@ LOCK = "study.lock"
 APPLICATION_ID = 0x4C495053  # "LIPS" in the file header: this database is a study
 SCHEMA_VERSION = 2
 
-_REMEDY = {
+_WHAT_DIFFERS = {
     "weights": "another model, or other weights",
     "config": "a model with another configuration",
     "revision": "another revision of the model",
@@ -76,8 +76,8 @@ def require_same(kept: Identity, asked: Identity, directory: Path) -> None:
     if not differences:
         return
     name = differences[0]
-    if name in _REMEDY:
-        what = f"is a study of {_REMEDY[name]}"
+    if name in _WHAT_DIFFERS:
+        what = f"is a study of {_WHAT_DIFFERS[name]}"
     else:
         what = (
             f"is a study with {name} = {getattr(kept, name)}, and this run has "

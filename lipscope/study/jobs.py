@@ -125,21 +125,22 @@ class Request:
 class Command(NamedTuple):
     """A command that made a study, or a part of it.
 
-    verb:  measure, bounds or attack
-    line:  the command line; empty if the call was made from Python with more than a text
-    asked: what it measures
-    probe: the beginning of the probes of the rows it writes last at each place
+    verb:         measure, bounds or attack
+    line:         the command line; empty if the call was made from Python with more than a text
+    asked:        what it measures
+    probe_prefix: how `Row.probe` begins in the rows that the command writes last at each place
     """
 
     verb: str
     line: str
     asked: Request
-    probe: str = SIGMA
+    probe_prefix: str = SIGMA
 
     def as_json(self) -> dict[str, Any]:
         """The command as JSON-compatible data."""
         asked = {**vars(self.asked), "heads": list(self.asked.heads.items())}
-        return {**self._asdict(), "asked": asked}
+        # "probe" is the key in the files of every version.
+        return {"verb": self.verb, "line": self.line, "asked": asked, "probe": self.probe_prefix}
 
     @staticmethod
     def from_json(data: Any) -> Command | None:
@@ -152,7 +153,7 @@ class Command(NamedTuple):
                 scopes=tuple(data["asked"]["scopes"]),
             )
             verb, line, probe = (str(data[name]) for name in ("verb", "line", "probe"))
-            return Command(verb=verb, line=line, asked=asked, probe=probe)
+            return Command(verb=verb, line=line, asked=asked, probe_prefix=probe)
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -165,7 +166,9 @@ def command_lines(commands: Sequence[Command]) -> list[str]:
         for i, one in enumerate(commands)
         if one.line
         and not any(
-            later.line and (one.verb, one.probe) == (later.verb, later.probe) and keys[i] <= keys[j]
+            later.line
+            and (one.verb, one.probe_prefix) == (later.verb, later.probe_prefix)
+            and keys[i] <= keys[j]
             for j, later in enumerate(commands[i + 1 :], i + 1)
         )
     ]
@@ -185,7 +188,7 @@ def count_jobs(commands: Iterable[Command], rows: Iterable[Row]) -> JobCount:
         for job in command.asked.jobs(()):
             # Runs with more samples or scopes extend a job of an earlier run.
             block = job.samples[0] // max(1, GROUPED_TOKENS // job.n)
-            for probe in {SIGMA, command.probe}:
+            for probe in {SIGMA, command.probe_prefix}:
                 asked[probe, job.n, block, job.layer] |= set(job.row_keys())
     there = {probe: set[RowKey]() for probe, *_ in asked}
     for row in rows:

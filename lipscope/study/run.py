@@ -126,12 +126,12 @@ def measure(
 class Verb(NamedTuple):
     """The command on whose behalf a model is measured, for the list of commands of the study.
 
-    probe:   the beginning of the probes of the rows that the command writes last at each place
-    options: the options that only this command has
+    probe_prefix: how `Row.probe` begins in the rows that the command writes last at each place
+    options:      the options that only this command has
     """
 
     name: str
-    probe: str = SIGMA
+    probe_prefix: str = SIGMA
     options: Mapping[str, object] = {}
 
 
@@ -195,7 +195,7 @@ def measure_as(
         verb=verb.name,
         line=_line(verb, model, given, request, identity),
         asked=request,
-        probe=verb.probe,
+        probe_prefix=verb.probe_prefix,
     )
     info = StudyInfo(identity, _about(model, given, command.line))
     store = Store.create(None if out is None else Path(out), info, command)
@@ -213,7 +213,7 @@ def measure_as(
             threads = max(1, (os.cpu_count() or 1) // workers)
             start = partial(start_sigma_work, model.card, given, identity, threads)
             outcomes = Workers(start, workers).run(jobs)
-        keep(outcomes, store, jobs, info, progress)
+        store_outcomes(outcomes, store, jobs, info, progress)
     except BaseException:
         store.close()
         raise
@@ -224,7 +224,7 @@ def measure_as(
     return Study.open(store.directory)
 
 
-def keep(
+def store_outcomes(
     outcomes: Generator[Outcome],
     store: Store,
     jobs: Sequence[Job],

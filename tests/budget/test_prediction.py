@@ -140,13 +140,13 @@ def test_tolerances_hold_for_a_correct_run_and_not_for_a_wrong_one(budget):
     ids, right = some_ids(3, 24), tiny("llama").double()
     port = tiny("llama").bfloat16()
     exact = right(ids, output_hidden_states=True).hidden_states
-    for layer in (1, 2, -1):
-        got = port(ids, output_hidden_states=True).hidden_states[layer].double()
-        torch.testing.assert_close(got, exact[layer], **budget.tolerance(layer, "bf16"))
+    for state in (0, 1, 2, -1):
+        got = port(ids, output_hidden_states=True).hidden_states[state].double()
+        torch.testing.assert_close(got, exact[state], **budget.tolerance(state, "bf16"))
     port.layers[1].mlp.down_proj.weight.data *= 1.2
     wrong = port(ids, output_hidden_states=True).hidden_states[2].double()
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(wrong, exact[2], **budget.tolerance(2, "bf16"))
+        torch.testing.assert_close(wrong, exact[2], **budget.tolerance(state=2, format="bf16"))
 
 
 @pytest.mark.parametrize(

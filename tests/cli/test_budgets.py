@@ -66,3 +66,13 @@ def test_bad_input_ends_with_exit_code_2(place, capsys):
     assert "there is no format 'int77'" in capsys.readouterr().err
     assert main(["check", str(place / "tiny"), str(place / "none.safetensors")]) == 2
     assert "cannot read" in capsys.readouterr().err
+    again = str(place / "tiny")
+    assert main(["check", again, again, "--format", "int8"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "format must be one of fp32, bf16, fp16, got 'int8'" in told
+    assert "all other formats are for `lipscope budget`" in told
+
+
+def test_check_takes_two_folders(place, capsys):
+    assert main(["check", *arguments(place, str(place / "tiny")), "--format", "fp16"]) == 0
+    assert "Rounding to fp16 explains the difference" in " ".join(capsys.readouterr().out.split())

@@ -1,9 +1,10 @@
 """The jobs of a study: each row once, in groups that do not depend on what was already there."""
 
+import json
 import math
 from itertools import product
 
-from lipscope.study.jobs import Job, Request, grouped
+from lipscope.study.jobs import Command, Job, Request, grouped
 
 HEADS = {0: (0, 1, 2), 2: (0, 1)}
 ASKED = Request(
@@ -63,3 +64,12 @@ def test_a_job_owes_a_row_per_scope_head_and_sample():
         r.check().failing and math.isnan(r.value) and (r.lower, r.upper) == (0.0, math.inf)
         for r in failed
     )
+
+
+def test_a_command_is_stored_under_the_keys_of_older_files():
+    asked = Request(groups=((8, (0, 1)),), layers=(0,), heads={0: (1,)}, scopes=("heads",))
+    command = Command("bounds", "lipscope bounds", asked, probe_prefix="worst found")
+    stored = json.loads(json.dumps(command.as_json()))
+    assert stored.keys() == {"verb", "line", "asked", "probe"}
+    assert stored["probe"] == "worst found"
+    assert Command.from_json(stored) == command

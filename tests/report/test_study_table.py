@@ -1,0 +1,57 @@
+"""The terminal and the page name lipscope's attention where it was used, and nowhere else."""
+
+from dataclasses import replace
+
+import pytest
+
+from lipscope.models.loading import load
+from lipscope.models.plug import listening
+from lipscope.report.words import sure
+from lipscope.study.store import Store
+from lipscope.study.study import Study
+from tests.models.zoo import make, sample
+from tests.study.fakes import info, row
+from tests.study.printed import shown
+
+
+def study_of(scope, difference):
+    facts = info()
+    facts = replace(facts, about=replace(facts.about, difference_to_eager=difference))
+    store = Store.create(None, facts)
+    store.write([row(scope=scope, layer=None if scope == "model" else 0)], [])
+    return Study(store)
+
+
+@pytest.mark.parametrize(
+    ("scope", "difference", "used"),
+    [
+        ("attention", 2e-15, True),
+        ("attention", 0.0, True),
+        ("block", 2e-15, True),
+        ("suffix", 2e-15, True),
+        ("model", 2e-15, True),
+        ("block", 0.0, False),
+        ("suffix", 0.0, False),
+        ("model", 0.0, False),
+    ],
+)
+def test_the_difference_is_shown_where_attention_was_replaced(scope, difference, used):
+    study = study_of(scope, difference)
+    assert ("lipscope's attention" in shown(study)) == used
+    assert ("lipscope's attention" in sure(study)) == used
+
+
+@pytest.mark.parametrize(("name", "replaced"), [("llama", True), ("gpt_neo", False)])
+@pytest.mark.parametrize("scope", ["block", "suffix", "model"])
+def test_a_model_that_can_runs_on_lipscopes_attention_at_these_scopes_too(name, replaced, scope):
+    model, calls = load(make(name)), []
+    (site,) = model.sites(**sample(name), scopes=[scope], layers=[0])
+
+    def count(call):
+        calls.append(call)
+        return call.output()
+
+    with listening(count):
+        site.value()
+    assert bool(calls) == replaced
+    assert (model.preflight.difference > 0) == replaced
