@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _CONTENTS = {
     "Around": "_types",
+    "AttackPlan": "audit.attacks",
     "Ball": "_types",
     "BatchEstimate": "linalg.estimate",
     "Dot": "attention.kernels",
@@ -63,6 +64,7 @@ __getattr__, __dir__ = contents(__name__, _CONTENTS)
 __all__ = [
     "L2",
     "Around",
+    "AttackPlan",
     "Ball",
     "BatchEstimate",
     "Dot",
@@ -132,6 +134,7 @@ if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention as SelfAttention
     from lipscope.attention.primitive import attend as attend
     from lipscope.audit.attack_comparison import compare_attacks as compare_attacks
+    from lipscope.audit.attacks import AttackPlan as AttackPlan
     from lipscope.audit.attacks import attack_model as attack_model
     from lipscope.audit.heads import audit_model as audit_model
     from lipscope.budget.comparing import compare_runs as compare_runs

@@ -7,7 +7,7 @@ the file to look at first.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,21 @@ def will_run_backward(node: Any) -> bool:
 def in_backward() -> bool:
     """Whether a backward pass is running in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` put in place of the module's call, if anything."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Replace what `module.compile()` put in place of the module's call."""
+    module._compiled_call_impl = call
+
+
+def reads_one_input(module: nn.MultiheadAttention) -> bool:
+    """Whether queries, keys and values have one size, so that one input can serve for all."""
+    return module._qkv_same_embed_dim
 
 
 def compiled_module_class() -> type[nn.Module] | None:

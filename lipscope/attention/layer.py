@@ -78,6 +78,10 @@ class SelfAttention:
         """Number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
+    def per_head(self, W: Tensor) -> Tensor:
+        """Rows of K or V, or of their biases, for each query head: [H, size, ...]."""
+        return W.unflatten(0, (self.groups, -1)).repeat_interleave(self.heads // self.groups, dim=0)
+
     def __call__(self, X: Tensor) -> Tensor:
         _check_tokens(self, X)
         q, k, v = self.project(X)

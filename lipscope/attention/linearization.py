@@ -362,11 +362,8 @@ def _directions(f: SelfAttention, apart: bool) -> Tensor:
     Q = f.Q * default_scale(f.kernel, f.Q.shape[0] // f.heads) if isinstance(f.kernel, Dot) else f.Q
     if not apart:
         return torch.cat([Q, f.K, f.V])[None]
-    K, V = (
-        w.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0)
-        for w in (f.K, f.V)
-    )
-    return torch.cat([Q.unflatten(0, (f.heads, -1)), K, V], dim=1)
+    by_head = Q.unflatten(0, (f.heads, -1)), f.per_head(f.K), f.per_head(f.V)
+    return torch.cat(by_head, dim=1)
 
 
 def _operator(

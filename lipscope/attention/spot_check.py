@@ -86,12 +86,11 @@ def _head_rows(f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
     point, tangent = [], []
     for name, W, b in zip("qkv", (f.Q, f.K, f.V), f.biases or (None,) * 3, strict=True):
-        count = f.heads if name == "q" else f.groups
-        W = W.double().unflatten(0, (count, -1)).repeat_interleave(f.heads // count, dim=0)[cut]
+        by_head = f.per_head if name != "q" else lambda w: w.unflatten(0, (f.heads, -1))
+        W = by_head(W.double())[cut]
         x, dx = tokens @ W.mT, E @ W.mT
         if b is not None:
-            bias = b.double().unflatten(0, (count, -1)).repeat_interleave(f.heads // count, dim=0)
-            x = x + bias[cut, None]
+            x = x + by_head(b.double())[cut, None]
         if rope is not None and name != "v":
             x, dx = rope.turn(x), rope.turn(dx)
         point.append(x)

@@ -54,11 +54,8 @@ class WeightNorms:
 
 def weight_norms(f: SelfAttention) -> WeightNorms:
     """The norms of the layer's weights, head by head [H]; grouped keys and values are repeated."""
-    repeat = f.heads // f.groups
     Q = f.Q.detach().unflatten(0, (f.heads, -1))
-    K, V = (
-        W.detach().unflatten(0, (f.groups, -1)).repeat_interleave(repeat, dim=0) for W in (f.K, f.V)
-    )
+    K, V = f.per_head(f.K.detach()), f.per_head(f.V.detach())
     O = None if f.O is None else f.O.detach().unflatten(1, (f.heads, -1)).transpose(0, 1)
     return WeightNorms(
         q=norm_above(Q),

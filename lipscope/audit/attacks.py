@@ -48,14 +48,20 @@ NEAR = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The settings of an attack.
+class AttackPlan:
+    """The settings of an attack on the layers of a model.
 
-    kind:   "construction", "ascent", "direction" or "tokens"
-    length: the number of tokens of the text
-    swaps:  the maximum number of tokens that the kind "tokens" may replace
-    layers: layer numbers; None for all layers
-    seed:   the seed of the searches
+    Args:
+        kind: "construction", "ascent", "direction" or "tokens".
+        length: The number of tokens of the text.
+        swaps: The maximum number of tokens that the kind "tokens" may replace.
+        layers: Layer numbers; all layers by default.
+        seed: The seed of the searches.
+
+    Example:
+        >>> import lipscope as ls
+        >>> ls.AttackPlan("tokens", length=8, swaps=2).kind
+        'tokens'
     """
 
     kind: str
@@ -93,7 +99,7 @@ class Scene:
     """One layer to attack: the map and its input at the text."""
 
     model: Model
-    plan: Plan
+    plan: AttackPlan
     layer: int
     ids: list[int]
     f: Map
@@ -126,21 +132,28 @@ class Scene:
         return self.f
 
 
+class AttackedModel(NamedTuple):
+    """What :func:`attack_model` returns: the study, and one line per attack, layer by layer."""
+
+    study: Study
+    lines: list[Line]
+
+
 @explained
 def attack_model(
     model: Any,
     text: Text,
-    plan: Plan,
+    plan: AttackPlan,
     *,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-) -> tuple[Study, list[Line]]:
+) -> AttackedModel:
     """Attack the attention of a model, layer by layer.
 
     Args:
         model: A :class:`Model`, or anything :func:`load` takes.
         text: A string, a file (``Path``), a list of strings or token ids.
-        plan: The kind of attack and its settings, as a ``lipscope.audit.attacks.Plan``.
+        plan: The kind of attack and its settings.
         out: Directory of a study to add the results to. Default: keep them in memory.
         progress: Called with the number of layers done and their total.
 
@@ -153,13 +166,13 @@ def attack_model(
     Example:
         >>> import torch
         >>> import lipscope as ls
-        >>> from lipscope.audit.attacks import Plan
         >>> from transformers import LlamaConfig, LlamaModel
         >>> _ = torch.manual_seed(0)
         >>> model = LlamaModel(LlamaConfig(
         ...     vocab_size=99, hidden_size=16, intermediate_size=24,
         ...     num_hidden_layers=1, num_attention_heads=2))
-        >>> study, lines = ls.attack_model(model, torch.arange(32), Plan("direction", length=8))
+        >>> plan = ls.AttackPlan("direction", length=8)
+        >>> study, lines = ls.attack_model(model, torch.arange(32), plan)
         >>> (sigma,) = study.largest("attention", 0)
         >>> all(line.value <= 1.01 * sigma.value for line in lines[:1])
         True
@@ -205,7 +218,7 @@ def attack_model(
     finally:
         if out is not None:
             store.close()
-    return (Study(store) if out is None else Study.open(Path(out))), lines
+    return AttackedModel(Study(store) if out is None else Study.open(Path(out)), lines)
 
 
 def attack_table(study: Study, lines: Sequence[Line]) -> Table:

@@ -123,12 +123,12 @@ def attack(
             comparison_table,
             texts_in,
         )
-        from lipscope.audit.attacks import Plan, attack_model, attack_table
+        from lipscope.audit.attacks import AttackPlan, attack_model, attack_table
         from lipscope.models.loading import load
 
         # Settings are checked before a model is loaded, which may take a while.
         contest = Contest(swaps, length, seed) if compare else None
-        plan = None if compare else Plan(kind, length, swaps, where, seed)
+        plan = None if compare else AttackPlan(kind, length, swaps, where, seed)
         loaded = load(
             model,
             tokenizer,

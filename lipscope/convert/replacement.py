@@ -137,13 +137,7 @@ def _carry_over(f: SelfAttention, layer: AttentionLayer) -> None:
     assert f.O is not None
     size = f.Q.shape[0] // f.heads
     Q = f.Q.double()
-    K, V = (
-        W.double()
-        .unflatten(0, (f.groups, -1))
-        .repeat_interleave(f.heads // f.groups, dim=0)
-        .flatten(0, 1)
-        for W in (f.K, f.V)
-    )
+    K, V = (f.per_head(W.double()).flatten(0, 1) for W in (f.K, f.V))
     if isinstance(layer, L2SelfAttention):
         parts = {"query": Q, "value": _values_of_queries(Q, V, f.heads)}
     else:
@@ -168,8 +162,7 @@ def constant_part(f: SelfAttention, output_bias: Tensor | None) -> Tensor | None
     bv = None if f.biases is None else f.biases[2]
     if bv is None or f.O is None:
         return output_bias
-    bv = bv.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten()
-    through = f.O @ bv
+    through = f.O @ f.per_head(bv).flatten()
     return through if output_bias is None else through + output_bias
 
 

@@ -212,9 +212,7 @@ def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: 
 
 def value_matrix(f: SelfAttention) -> Tensor:
     """V, or sum_h O_h V_h for several heads: identical tokens follow dx/dt = V x without biases."""
-    values = (
-        f.V.unflatten(0, (f.groups, -1)).repeat_interleave(f.heads // f.groups, dim=0).flatten(0, 1)
-    )
+    values = f.per_head(f.V).flatten(0, 1)
     return (values if f.O is None else f.O @ values).detach()
 
 

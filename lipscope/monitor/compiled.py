@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lipscope._torch_internals import tree_map
+from lipscope._torch_internals import compiled_call, set_compiled_call, tree_map
 from lipscope._types import UserError
 from lipscope.monitor.seen_call import to_be_kept
 from lipscope.nn.evaluating import evaluating
@@ -69,7 +69,7 @@ class Entry:
 
 def entries(model: nn.Module) -> Iterator[Entry]:
     """The compiled parts of a model that are not inside another one."""
-    if is_compiled_copy(model) or model._compiled_call_impl is not None:
+    if is_compiled_copy(model) or compiled_call(model) is not None:
         yield Entry(model)
         return
     for child in model.children():
@@ -81,7 +81,7 @@ def hook(
 ) -> Callable[[], None]:
     """Show `tap` the calls of a module, outside the compiler; return a function that removes it."""
     # A module compiled in place runs its hooks inside the graph, so the call itself is wrapped.
-    inner = part._compiled_call_impl
+    inner = compiled_call(part)
     if inner is None:
         return part.register_forward_pre_hook(tap, with_kwargs=True).remove
 
@@ -89,8 +89,8 @@ def hook(
         tap(part, args, kwargs)
         return inner(*args, **kwargs)
 
-    part._compiled_call_impl = calling
-    return lambda: setattr(part, "_compiled_call_impl", inner)
+    set_compiled_call(part, calling)
+    return lambda: set_compiled_call(part, inner)
 
 
 def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lipscope._torch_internals import reads_one_input
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
@@ -178,7 +179,7 @@ def attention_map(
     `mask` is additive or boolean in torch's sense (True = hidden); `padding` [n] is boolean in
     lipscope's sense (True = a real token).
     """
-    if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+    if not reads_one_input(module) or module.bias_k is not None or module.add_zero_attn:
         raise UserError(
             "this nn.MultiheadAttention uses kdim, vdim, bias_k or add_zero_attn: "
             "it is not a map of a single input and cannot be measured"

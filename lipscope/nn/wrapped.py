@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lipscope._torch_internals import compiled_module_class
+from lipscope._torch_internals import compiled_call, compiled_module_class
 from lipscope._types import UserError
 
 SHARDED = (
@@ -82,13 +82,13 @@ def check_bare(model: nn.Module) -> None:
     """Refuse to replace layers inside a wrapper, which would keep using the old ones."""
     check_whole(model)
     wrapper = next(
-        (m for m in model.modules() if unwrapped(m) is not m or m._compiled_call_impl is not None),
+        (m for m in model.modules() if unwrapped(m) is not m or compiled_call(m) is not None),
         None,
     )
     if wrapper is not None:
         kind = (
             "torch.compile"
-            if wrapper._compiled_call_impl is not None or is_compiled_copy(wrapper)
+            if compiled_call(wrapper) is not None or is_compiled_copy(wrapper)
             else None
         )
         raise UserError(

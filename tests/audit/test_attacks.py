@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel
 from lipscope._types import UserError
 from lipscope.attack.found import fresh_seed
 from lipscope.attack.tokens import guided_swaps, random_swaps
-from lipscope.audit.attacks import KINDS, PROBE, Plan, attack_model
+from lipscope.audit.attacks import KINDS, PROBE, AttackPlan, attack_model
 from lipscope.audit.token_target import layer_sigma, output_change
 from lipscope.cli import main
 from lipscope.linalg.spectral import spectral_norm
@@ -48,7 +48,7 @@ def test_every_kind_finds_something_and_keeps_it(kind, tiny, prose, tmp_path, ca
 
 def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):
     for kind in ("ascent", "tokens"):
-        study, lines = attack_model(model, prose, Plan(kind, length=6, swaps=2, layers=[0]))
+        study, lines = attack_model(model, prose, AttackPlan(kind, length=6, swaps=2, layers=[0]))
         sigma = study.largest("attention", 0)[0].value
         best = {line.name: line.value for line in lines}
         assert all(
@@ -66,7 +66,7 @@ def test_a_text_is_not_measured_with_a_seed_it_was_found_with(model, prose, monk
 
     for place in ("lipscope.audit.token_target", "lipscope.mean_field.local"):
         monkeypatch.setattr(f"{place}.spectral_norm", recording)
-    plan = Plan("tokens", length=5, swaps=1, layers=[0], seed=3)
+    plan = AttackPlan("tokens", length=5, swaps=1, layers=[0], seed=3)
     study, lines = attack_model(model, prose, plan)
     last = [seed for _, _, seed in used[-len(lines) :]]
     searched = {seed for _, tol, seed in used if tol == 1e-2}
