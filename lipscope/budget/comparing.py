@@ -156,8 +156,8 @@ def compare_runs(
 
     The hidden states of `a`, computed in float64, are the truth. The error of `b` at each of them
     is compared with the error that a correct run in `format` makes, predicted from the rounding of
-    every operation. A correct run has a state outside its budget with probability at most
-    `false_alarms`, over all states together.
+    every operation. If rounding errors are independent and their effect is linear, a correct run
+    has a state outside its budget with probability at most `false_alarms`, all states together.
 
     Args:
         a: The reference: what :func:`lipscope.load` takes, or a loaded :class:`Model`.

@@ -96,6 +96,7 @@ def comparison_table(found: RunComparison) -> Group:
     sentence = found.sentence()
     note = (
         f"{sentence[0].upper()}{sentence[1:]}.\n"
-        f"A correct run fails with probability at most {found.false_alarms:g}."
+        f"With independent rounding errors, a correct run fails with probability at most "
+        f"{found.false_alarms:g}."
     )
     return Group(table, Text(), Text(note))
