@@ -31,6 +31,12 @@ def transforms() -> int:
     return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
+def traced() -> bool:
+    """Whether operations are being recorded into a graph (torch.func.linearize, make_fx)."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and proxies.get_proxy_mode() is not None
+
+
 Dual = tuple[Any, Any]
 """A tensor, or None where an argument is not given, and its tangent, or None where it has none."""
 

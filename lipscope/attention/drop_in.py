@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention with torch's signature and conventions, and all derivatives of :func:`attend`.
@@ -73,6 +74,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None and attn_mask.ndim < 2:
         attn_mask = attn_mask.expand(1, attn_mask.shape[0] if attn_mask.ndim else 1)
     query, key, value = _same_heads(query, key, value, enable_gqa)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     rules = Rules(causal=is_causal, window=None, softcap=None, shift=0)
     out = attend_by_rules(query, key, value, attn_mask, None, None, rules, scale)
     return out[0] if flat else out
@@ -95,6 +99,9 @@ def _same_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor,
 
 
 _TORCHS_OWN = torch.nn.functional.scaled_dot_product_attention
+
+_lock, _users, _before = Lock(), 0, _TORCHS_OWN
+"""How many contexts, in all threads, need the attribute replaced, and what it was before."""
 
 
 class _Routing(TorchFunctionMode):
@@ -131,10 +138,17 @@ def attend_everywhere() -> Iterator[None]:
     # Two ways, because neither reaches everything: torch switches a mode off inside its own
     # composite functions (nn.MultiheadAttention calls one), and an attribute is not looked up by
     # code that imported the function by name.
-    before = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+    global _before, _users
+    with _lock:
+        if _users == 0:
+            _before = torch.nn.functional.scaled_dot_product_attention
+            torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+        _users += 1
     try:
         with _Routing():
             yield
     finally:
-        torch.nn.functional.scaled_dot_product_attention = before
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                torch.nn.functional.scaled_dot_product_attention = _before

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lipscope._checks import check_fields, shown
 from lipscope._types import UserError
+from lipscope.attention.arguments import check_options
 from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale, only_head
 from lipscope.attention.linearization import linearize
-from lipscope.attention.primitive import attend, check_options
+from lipscope.attention.primitive import attend
 from lipscope.attention.uncancelled import WeightNorms, weight_norms
 from lipscope.linalg.differentiate import check_input, check_tensor
 from lipscope.linalg.operator import LinearOperator

@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torchs_own
 
 from lipscope._torch_internals import (
     TransformFreeFunction,
@@ -25,6 +26,8 @@ from lipscope._torch_internals import (
 )
 from lipscope._types import UserError
 from lipscope.attention import backend
+from lipscope.attention.arguments import check_arguments
+from lipscope.attention.backend import HALF
 from lipscope.attention.pattern import Pattern
 
 
@@ -33,7 +36,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
     mask: Tensor | None = None,
@@ -104,13 +107,25 @@ def attend_by_rules(
     padding: Tensor | None,
     sinks: Tensor | None,
     rules: Rules,
-    scale: float | None,
+    scale: float | Tensor | None,
 ) -> Tensor:
     """`attend` with any alignment of queries and keys (`rules.shift`)."""
-    _check(q, k, v, mask, padding, sinks, rules.softcap, rules.window)
+    check_arguments(q, k, v, mask, padding, sinks, rules.softcap, rules.window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if isinstance(scale, Tensor):  # differentiable like any other factor of the queries
+        q, scale = q * scale, 1.0
     if torch.compiler.is_compiling():
         return _compiled(q, k, v, mask, padding, sinks, rules, scale)
+    if q.dtype in HALF and not (q.is_cuda and backend.has_triton()):
+        # Tiles compute in float32: the scale is applied there, before anything is rounded.
+        wide = attend_by_rules(
+            q.float(), k.float(), v.float(), mask, padding, sinks, rules, float(scale)
+        )
+        return wide.to(q.dtype)
+    if torch.is_autocast_enabled(q.device.type):
+        # Derivatives are computed later, outside of autocast, and must be those of this value.
+        with torch.autocast(q.device.type, enabled=False):
+            return _attend(q, k, v, mask, padding, sinks, rules, scale)
     return _attend(q, k, v, mask, padding, sinks, rules, scale)
 
 
@@ -130,7 +145,8 @@ def _attend(
     # then want the tangent of a gradient, for which it needs them as they are.
     nested, duals_recorded = transforms(), duals is not None and _records(*chain(*duals[:3]))
     if duals is None or nested > 1 or (nested == 0 and duals_recorded):
-        return _value(q * scale, k, v, mask, padding, sinks, rules).to(q.dtype)
+        direct = duals is None and nested == 0 and not _records(q, k, v)
+        return _value(q * scale, k, v, mask, padding, sinks, rules, direct).to(q.dtype)
     (q, dq), (k, dk), (v, dv), (mask, _), (sinks, _) = duals
     with outside_transforms((q, k, v, dq, dk, dv, mask, padding, sinks)) as inside:
         q, k, v, dq, dk, dv, mask, padding, sinks = inside
@@ -148,13 +164,14 @@ def _compiled(
     special = (mask, padding, sinks, rules.window, rules.softcap)
     if any(x is not None for x in special) or (rules.causal and rules.shift):
         return torch.compiler.disable(_attend)(q, k, v, mask, padding, sinks, rules, scale)
-    return torch.nn.functional.scaled_dot_product_attention(
+    return torchs_own(
         q, k, v, is_causal=rules.causal, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
     )
 
 
-def _value(q, k, v, mask, padding, sinks, rules) -> Tensor:
-    if transforms() == 0 and not _records(q, k, v):
+def _value(q, k, v, mask, padding, sinks, rules, direct: bool) -> Tensor:
+    """The value; `direct` if no derivative of it can be asked for."""
+    if direct:
         return backend.forward(q, k, v, make_pattern(mask, padding, sinks, rules))[0]
     return _Attend.apply(q, k, v, mask, padding, sinks, rules)[0]
 
@@ -201,6 +218,21 @@ def _wanted(ctx, inputs: slice) -> bool:
     return any(hasattr(node, "variable") or will_run_backward(node) for node in nodes)
 
 
+CONSTANTS = "attend treats mask and sinks as constants, and a derivative of one was requested"
+
+
+def _refuse_gradient(ctx, mask: int) -> None:
+    """Raise if autograd, at any level of torch.func, wants the gradient of the mask or sinks."""
+    if ctx.needs_input_grad[mask] or ctx.needs_input_grad[mask + 2]:
+        raise UserError(CONSTANTS)
+
+
+def _refuse_tangent(mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, *_) -> None:
+    """Raise if forward mode, at any level of torch.func, moves the mask or the sinks."""
+    if mask is not None or sinks is not None:
+        raise UserError(CONSTANTS)
+
+
 def _or_zeros(
     tangents: tuple[Tensor | None, ...], like: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,11 +258,15 @@ class _Attend(TransformFreeFunction):
         *tensors, ctx.rules = inputs
         o, lse = output
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # a mask without a tangent is not one that moves by zero
         ctx.save_for_backward(*tensors, o, lse)
         ctx.save_for_forward(*tensors, o, lse)
 
     @staticmethod
     def backward(ctx, g, _):
+        _refuse_gradient(ctx, mask=3)
+        if g is None:
+            return (None,) * 7
         q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
         return (
             *_Vjp.apply(q, k, v, g.to(q.dtype), o, lse, mask, padding, sinks, ctx.rules),
@@ -241,7 +277,8 @@ class _Attend(TransformFreeFunction):
         )
 
     @staticmethod
-    def jvp(ctx, dq, dk, dv, *_):
+    def jvp(ctx, dq, dk, dv, *constants):
+        _refuse_tangent(*constants)
         q, k, v, mask, padding, sinks, o, lse = ctx.saved_tensors
         dq, dk, dv = _or_zeros((dq, dk, dv), (q, k, v))
         do = _Jvp.apply(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, ctx.rules)
@@ -269,6 +306,7 @@ class _AttendAndTangent(TransformFreeFunction):
 
     @staticmethod
     def backward(ctx, g, gd, *_):
+        _refuse_gradient(ctx, mask=6)
         q, k, v, dq, dk, dv, mask, padding, sinks, o, do, lse, drift = ctx.saved_tensors
         state = (lse, mask, padding, sinks, ctx.rules)
         if gd is None:
@@ -298,21 +336,24 @@ class _Jvp(TransformFreeFunction):
     @staticmethod
     def setup_context(ctx, inputs, output):
         *tensors, ctx.rules = inputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, g):
+        _refuse_gradient(ctx, mask=8)
         q, k, v, dq, dk, dv, *state = ctx.saved_tensors
         onto: list[Tensor | None] = [None] * 6
-        if _wanted(ctx, slice(0, 3)):
+        if g is not None and _wanted(ctx, slice(0, 3)):
             onto[:3] = _SecondVjp.apply(q, k, v, dq, dk, dv, g, *state[1:], ctx.rules)
-        if _wanted(ctx, slice(3, 6)):
+        if g is not None and _wanted(ctx, slice(3, 6)):
             onto[3:] = _Vjp.apply(q, k, v, g, *state, ctx.rules)
         return *onto, None, None, None, None, None, None
 
     @staticmethod
-    def jvp(ctx, eq, ek, ev, ddq, ddk, ddv, *_):
+    def jvp(ctx, eq, ek, ev, ddq, ddk, ddv, _o, _lse, *constants):
+        _refuse_tangent(*constants)
         q, k, v, dq, dk, dv, *state = ctx.saved_tensors
         other, moved = _or_zeros((eq, ek, ev), (q, k, v)), _or_zeros((ddq, ddk, ddv), (q, k, v))
         bent = _SecondJvp.apply(q, k, v, dq, dk, dv, *other, *state[1:], ctx.rules)
@@ -331,12 +372,15 @@ class _Vjp(TransformFreeFunction):
     @staticmethod
     def setup_context(ctx, inputs, output):
         *tensors, ctx.rules = inputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, hq, hk, hv):
+        _refuse_gradient(ctx, mask=6)
         q, k, v, g, *state = ctx.saved_tensors
+        hq, hk, hv = _or_zeros((hq, hk, hv), (q, k, v))
         onto: list[Tensor | None] = [None] * 4
         if _wanted(ctx, slice(0, 3)):
             onto[:3] = _SecondVjp.apply(q, k, v, hq, hk, hv, g, *state[1:], ctx.rules)
@@ -345,7 +389,8 @@ class _Vjp(TransformFreeFunction):
         return *onto, None, None, None, None, None, None
 
     @staticmethod
-    def jvp(ctx, eq, ek, ev, dg, *_):
+    def jvp(ctx, eq, ek, ev, dg, _o, _lse, *constants):
+        _refuse_tangent(*constants)
         q, k, v, g, *state = ctx.saved_tensors
         bent = _SecondVjp.apply(
             q, k, v, *_or_zeros((eq, ek, ev), (q, k, v)), g, *state[1:], ctx.rules
@@ -404,82 +449,3 @@ class _SecondJvp(_Last):
     def forward(q, k, v, dq, dk, dv, eq, ek, ev, lse, mask, padding, sinks, rules):
         pattern = make_pattern(mask, padding, sinks, rules)
         return backend.second_jvp(q, k, v, lse, (dq, dk, dv), (eq, ek, ev), pattern)
-
-
-def _check(q, k, v, mask, padding, sinks, softcap, window) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise UserError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.ndim < 3 or not x.dtype.is_floating_point:
-            raise UserError(
-                f"{name} must be a floating-point tensor [..., heads, tokens, size], "
-                f"got {x.dtype} of shape {tuple(x.shape)}"
-            )
-        if x.shape[-2] == 0:
-            raise UserError(
-                f"{name} is empty (shape {tuple(x.shape)}); a sequence needs at least one token"
-            )
-    (H, n, size), (G, n_keys) = q.shape[-3:], k.shape[-3:-1]
-    if k.shape[-1] != size or v.shape[-3:-1] != k.shape[-3:-1]:
-        raise UserError(
-            f"q, k, v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
-            "q and k need the same last dimension, k and v the same heads and tokens"
-        )
-    if H % G:
-        raise UserError(
-            f"{H} query heads cannot share {G} key heads evenly; "
-            "the number of key heads must divide the number of query heads"
-        )
-    check_options(mask, padding, sinks, softcap, window)
-    if mask is not None and (
-        mask.ndim < 2 or mask.shape[-1] not in (1, n_keys) or mask.shape[-2] not in (1, n)
-    ):
-        raise UserError(
-            f"mask must broadcast to [..., {H}, {n}, {n_keys}], got {tuple(mask.shape)}"
-        )
-    if padding is not None and padding.shape[-1] != n_keys:
-        raise UserError(
-            f"padding must be boolean of shape [..., {n_keys}], True for real tokens, "
-            f"got {tuple(padding.shape)}"
-        )
-    if sinks is not None and sinks.shape != (H,):
-        raise UserError(
-            f"sinks must be a detached tensor of shape [{H}], one logit per head, "
-            f"got {tuple(sinks.shape)}"
-        )
-
-
-def check_options(
-    mask: Tensor | None,
-    padding: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-    window: int | None,
-) -> None:
-    """Check what can be checked of the options before the tokens are known."""
-    for name, x in (("mask", mask), ("padding", padding), ("sinks", sinks)):
-        if x is not None and not isinstance(x, Tensor):
-            raise UserError(f"{name} must be a tensor, got {type(x).__name__}")
-    # bool is a kind of int to Python, and window=True a slip for causal=True.
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
-        raise UserError(f"window must be an integer, got {type(window).__name__}")
-    if softcap is not None and not isinstance(softcap, int | float):
-        raise UserError(f"softcap must be a number, got {type(softcap).__name__}")
-    if mask is not None and mask.requires_grad:
-        raise UserError(
-            "mask requires grad, and attend treats it as a constant; pass mask.detach()"
-        )
-    if mask is not None and mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise UserError(
-            f"mask must be boolean (True = may attend) or floating point (added), got {mask.dtype}"
-        )
-    if padding is not None and padding.dtype != torch.bool:
-        raise UserError(f"padding must be boolean, True for real tokens, got {padding.dtype}")
-    if sinks is not None and sinks.requires_grad:
-        raise UserError(
-            "sinks require grad, and attend treats them as constants; pass sinks.detach()"
-        )
-    if softcap is not None and not softcap > 0:
-        raise UserError(f"softcap must be positive, got {softcap!r}")
-    if window is not None and window < 1:
-        raise UserError(f"window must be at least 1 (a token sees itself), got {window!r}")

@@ -74,7 +74,8 @@ def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | Non
     seen, level = pattern.visible(n, k.shape[-2], q.device), None
     if pattern.bias is not None:
         bias = pattern.bias.to(torch.promote_types(pattern.bias.dtype, S.dtype))
-        rest, level = (_spread(x, groups, n_heads, n) for x in without_level(bias, seen))
+        parts = without_level(bias, seen)
+        rest, level = (_spread(x.to(S.dtype), groups, n_heads, n) for x in parts)
         S = S + rest
     if seen is not None:
         S = S.masked_fill(~_spread(seen, groups, n_heads, n), -torch.inf)

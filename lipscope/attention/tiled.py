@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from lipscope._torch_internals import traced
 from lipscope.attention import reference
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple
@@ -40,7 +41,11 @@ class _Whole:
                 self.total = part
                 return
             self.total = part.new_zeros(*part.shape[:-2], self.n, part.shape[-1])
-        self.total[..., cut, :] += part
+        if traced():  # torch.func.linearize takes what is written in place for a constant
+            moved = self.total[..., cut, :] + part
+            self.total = self.total.slice_scatter(moved, -2, cut.start, cut.stop)
+        else:
+            self.total[..., cut, :] += part
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:

@@ -122,3 +122,13 @@ def test_everywhere_reaches_torchs_modules_and_ends():
     with pytest.raises(ZeroDivisionError), ls.attend_everywhere():
         raise ZeroDivisionError
     assert torch.nn.functional.scaled_dot_product_attention is torchs_own
+
+
+def test_everywhere_ends_with_the_last_of_several_threads():
+    first, second = ls.attend_everywhere(), ls.attend_everywhere()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.nn.functional.scaled_dot_product_attention is mine
+    second.__exit__(None, None, None)
+    assert torch.nn.functional.scaled_dot_product_attention is torchs_own

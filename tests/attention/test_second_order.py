@@ -147,3 +147,105 @@ for options in ({}, {"causal": True}, {"window": 5}):
 def test_compiled_forward_and_backward():
     """In a process of its own: run-time type checks of the tests cannot be compiled."""
     subprocess.run([sys.executable, "-c", COMPILED], check=True)
+
+
+MOVED = {
+    "jvp of a grad": lambda f, x, b, d: torch.func.jvp(
+        lambda b: torch.func.grad(lambda x: f(x, b).square().sum())(x), (b,), (d,)
+    ),
+    "jvp of a jvp": lambda f, x, b, d: torch.func.jvp(
+        lambda b: torch.func.jvp(lambda x: f(x, b), (x,), (x,))[1], (b,), (d,)
+    ),
+    "grad of a jvp": lambda f, x, b, d: torch.func.grad(
+        lambda b: torch.func.jvp(lambda x: f(x, 2 * b), (x,), (x,))[1].sum()
+    )(b),
+    "grad of a vmap": lambda f, x, b, d: torch.func.grad(
+        lambda b: torch.func.vmap(lambda x: f(x, b * x.mean()))(x[None]).square().sum()
+    )(b),
+    "backward of a jvp": lambda f, x, b, d: (
+        torch.func.jvp(lambda x: f(x * b.sum(), b), (x,), (x,))[1].sum().backward()
+    ),
+}
+
+
+@pytest.mark.parametrize("way", MOVED)
+@pytest.mark.parametrize("what", ["mask", "sinks"])
+def test_a_derivative_of_mask_or_sinks_is_refused_at_every_level(what, way):
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    b = torch.randn(*((5, 5) if what == "mask" else (2,)), dtype=torch.float64)
+    b.requires_grad_("backward" in way)
+
+    def f(x, b):
+        return ls.attend(x, x, x, **{what: b})
+
+    with pytest.raises(ls.UserError, match=r"as (a )?constants?"):
+        MOVED[way](f, x, b, torch.ones_like(b))
+
+
+def test_a_tangent_that_requires_grad_where_the_values_do_not():
+    q, k, v, d = torch.randn(4, 2, 5, 4, dtype=torch.float64).unbind()
+    d.requires_grad_()
+    with forward_ad.dual_level():
+        o, moved = forward_ad.unpack_dual(ls.attend(forward_ad.make_dual(q, d), k, v))
+    (back,) = torch.autograd.grad(moved.sum(), d)
+    expected = torch.func.vjp(lambda q: ls.attend(q, k, v), q)[1](torch.ones_like(o))[0]
+    torch.testing.assert_close(back, expected)
+
+
+def test_a_scale_may_be_a_tensor_and_has_derivatives():
+    q, k, v = torch.randn(3, 2, 5, 4, dtype=torch.float64).unbind()
+    s, ds = torch.tensor(0.7, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+    _, found = torch.func.jvp(lambda q, s: ls.attend(q, k, v, scale=s), (q, s), (k, ds))
+    _, truth = torch.func.jvp(lambda q, s: torch.softmax(s * q @ k.mT, -1) @ v, (q, s), (k, ds))
+    torch.testing.assert_close(found, truth)
+
+
+def test_linearize_with_several_tiles(monkeypatch):
+    from lipscope.attention import tiled
+
+    monkeypatch.setattr(tiled, "TILE", 8)
+    x, d = torch.randn(2, 1, 9, 4, dtype=torch.float64).unbind()
+
+    def f(x):
+        return ls.attend(x, 2 * x, x.sin()).square().sum()
+
+    found = torch.func.linearize(f, x)[1](d)
+    torch.testing.assert_close(found, torch.func.jvp(f, (x,), (d,))[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_scale_costs_half_precision_no_digits(dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (4 * torch.randn(1, 2, 33, 96, generator=generator).to(dtype) for _ in range(3))
+    x = [t.clone().requires_grad_() for t in (q, k, v)]
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    out, truth = ls.attend(*x), written_out(*exact, None, False)
+    assert (out.double() - truth).norm() <= 0.01 * truth.norm() * (dtype == torch.bfloat16 or 0.1)
+    mine = torch.autograd.grad(out.sum(), x)
+    for found, expected in zip(mine, torch.autograd.grad(truth.sum(), exact), strict=True):
+        assert (found.double() - expected).norm() <= 0.01 * expected.norm()
+
+
+def test_gradients_under_autocast_belong_to_the_value():
+    generator = torch.Generator().manual_seed(0)
+    x = [3 * torch.randn(1, 2, 17, 64, generator=generator) for _ in range(3)]
+    results = []
+    for inside in (True, False):
+        point = [t.clone().requires_grad_() for t in x]
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out = ls.attend(*point)
+        results.append((out, *torch.autograd.grad(out.sum(), point)))
+    for mine, truth in zip(*results, strict=True):
+        torch.testing.assert_close(mine, truth)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ls.scaled_dot_product_attention(*x)
+        truth = torch.nn.functional.scaled_dot_product_attention(*x)
+    assert found.dtype == truth.dtype == torch.bfloat16
+
+
+def test_a_float64_mask_with_float32_queries():
+    q, k, v = torch.randn(3, 2, 5, 4).unbind()
+    mask = torch.randn(5, 5, dtype=torch.float64)
+    out = ls.attend(q, k, v, mask=mask)
+    torch.testing.assert_close(out, ls.attend(q, k, v, mask=mask.float()))
+    assert out.dtype == torch.float32
