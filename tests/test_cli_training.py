@@ -93,7 +93,7 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--attention", "linear"], "choose one of dot, l2, contractive, cosine"),
+        (["--attention", "linear"], "choose one of dot, l2, ball, contractive, contractive-ball, cosine"),
         (["--invertible"], "choose attention contractive"),
         (
             ["--attention", "contractive", "--constant", "0"],
@@ -103,11 +103,11 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
         (["--attention", "contractive", "--invertible", "--constant", "1"], "below 1"),
         (
             ["--constant", "0.5"],
-            "constant is for contractive attention, l2 attention takes none",
+            "constant is for contractive or contractive-ball attention, l2 attention takes none",
         ),
         (
             ["--attention", "dot", "--constant", "0.9"],
-            "constant is for contractive attention, dot attention takes none",
+            "constant is for contractive or contractive-ball attention, dot attention takes none",
         ),
         (["--norm", "batch"], "choose one of pre, post, none"),
         (["--attention", "contractive", "--invertible", "--norm", "post"], "choose norm pre"),

@@ -35,7 +35,7 @@ def test_the_preflight_tells_models_with_attention_of_their_own(name):
     model = load(make(name))
     assert not model.preflight.routed and model.preflight.calls == 0 and model.heads == 0
     assert type(model.trunk).__name__ in model.preflight.reason
-    with pytest.raises(UserError, match=r"its own attention code.*scope block or model"):
+    with pytest.raises(UserError, match=r"its own attention code.*scope block, suffix or model"):
         model.sites(**sample(name))
 
 
