@@ -93,7 +93,10 @@ def test_the_same_command_goes_on_and_another_is_refused(tmp_path, text, capsys)
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--attention", "linear"], "choose one of dot, l2, ball, contractive, contractive-ball, cosine"),
+        (
+            ["--attention", "linear"],
+            "choose one of dot, l2, ball, contractive, contractive-ball, cosine",
+        ),
         (["--invertible"], "choose attention contractive"),
         (
             ["--attention", "contractive", "--constant", "0"],
