@@ -138,7 +138,8 @@ def read(
             option = tuple(word for part in text for word in _text_option(part))
     if parts is None:
         rows = _id_rows(text)
-        ids, name = tuple(i for row in rows for i in row), f"token ids ({len(rows)} rows)"
+        ids = tuple(i for row in rows for i in row)
+        name = f"token ids ({len(rows)} row{'' if len(rows) == 1 else 's'})"
         # The same ids measured whole and in windows are different studies: their digests differ.
         way = b"rows" if lengths is None else b"windows"
         digest = _digest(way, *(repr(row).encode() for row in rows))
