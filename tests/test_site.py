@@ -178,8 +178,11 @@ def test_a_page_in_a_browser(browser, address, page, width):
 def test_search_works_without_the_network(browser, address):
     context = browser.new_context(viewport={"width": 1400, "height": 900})
     tab = context.new_page()
-    tab.goto(f"{address}/index.html")
-    tab.fill("input[name=query]", "local_lipschitz")
-    tab.wait_for_selector(".md-search-result__item a")
+    # The index is loaded in a worker of its own; keys typed before that are not lost, but a field
+    # that is filled at once may be.
+    tab.goto(f"{address}/index.html", wait_until="networkidle")
+    tab.click("input[name=query]")
+    tab.locator("input[name=query]").press_sequentially("local_lipschitz", delay=20)
+    tab.wait_for_selector(".md-search-result__item a", timeout=120_000)
     assert "local_lipschitz" in tab.inner_text(".md-search-result__list")
     context.close()

@@ -131,7 +131,7 @@ def refuse_at_birth():
 
 def keep_slowly(directory: str, count: int) -> None:
     """A study of `count` fake jobs in a process that may be killed; prints every stored job."""
-    from lipscope.study.run import keep
+    from lipscope.study.run import store_outcomes
     from lipscope.study.store import Store
 
     def work(job: Job) -> Outcome:
@@ -141,7 +141,7 @@ def keep_slowly(directory: str, count: int) -> None:
     store = Store.create(Path(directory), info())
     done = store.done("sigma")
     todo = [job for job in jobs(count) if not set(job.row_keys()) <= done]
-    keep(
+    store_outcomes(
         run_in_process(work, todo),
         store,
         todo,
