@@ -62,7 +62,7 @@ def command_lines(place: Path) -> dict[str, list[str]]:
         "bounds": ["bounds", tiny, "--text", text, "--lengths", "8", "--layers", "0"],
         "attack": ["attack", tiny, "--kind", "ascent", "--text", text, "--length", "8"],
         "simulate": ["simulate", "--n", "12", "--time", "4", "--out", str(place / "flow")],
-        "report": ["report", study, "--out", str(place / "page.html")],
+        "report": ["report", "--quiet", study, "--out", str(place / "page.html")],
         "show": ["show", study],
         "export": ["export", study],
         "doctor": ["doctor"],
