@@ -83,22 +83,10 @@ def masked(
     Tiles are [M, N], or with KEYS_FIRST [N, M].
     """
     if MASK != 0:
+        tile = _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M, N)
+        rows = (i + tl.arange(0, M))[:, None]
         if KEYS_FIRST:
-            rows, columns = (i + tl.arange(0, M))[None, :], (j + tl.arange(0, N))[:, None]
-        else:
-            rows, columns = (i + tl.arange(0, M))[:, None], (j + tl.arange(0, N))[None, :]
-        if mask_tiles is not None:
-            # Through shared memory: element by element, a tile of bytes costs more than its scores.
-            place = tl.minimum(b, mask.last_batch), tl.minimum(h, mask.last_head)
-            tile = mask_tiles.load([place[0], place[1], i, j])
-            tile = tile.reshape(M, N)
-            if KEYS_FIRST:
-                tile = tile.T
-        else:
-            base = mask.entries + b.to(tl.int64) * mask.batch + h.to(tl.int64) * mask.head
-            at = base + rows.to(tl.int64) * mask.row + columns.to(tl.int64) * mask.column
-            inside = (rows < n) & (columns < n_keys)
-            tile = tl.load(at, mask=inside, other=0)
+            tile, rows = tile.T, (i + tl.arange(0, M))[None, :]
         if MASK == 1:  # what lies outside reads as 0 and is invisible
             t = tl.where(tile > 0, t, float("-inf"))
         else:
@@ -109,12 +97,29 @@ def masked(
 
 @triton.jit
 @no_type_check
+def _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M: tl.constexpr, N: tl.constexpr):
+    """Entries [M, N] of the mask; those outside of it read as 0."""
+    if mask_tiles is not None:
+        # Through shared memory: element by element, a tile of bytes costs more than its scores.
+        place = tl.minimum(b, mask.last_batch), tl.minimum(h, mask.last_head)
+        tile = mask_tiles.load([place[0], place[1], i, j]).reshape(M, N)
+    else:
+        rows, columns = (i + tl.arange(0, M))[:, None], (j + tl.arange(0, N))[None, :]
+        base = mask.entries + b.to(tl.int64) * mask.batch + h.to(tl.int64) * mask.head
+        at = base + rows.to(tl.int64) * mask.row + columns.to(tl.int64) * mask.column
+        tile = tl.load(at, mask=(rows < n) & (columns < n_keys), other=0)
+    return tile
+
+
+@triton.jit
+@no_type_check
 def row_level(mask, b, h, i, n, MASK: tl.constexpr):
-    """The level of queries i, in the units of the mask; 0 for a boolean mask."""
+    """The level of queries i, in the units of the mask; 0 for a boolean mask and an unseen row."""
     level = tl.zeros(i.shape, tl.float32)
     if MASK == 2:
         where = (b * mask.level_batch + h * mask.level_head).to(tl.int64) + i
         level = tl.load(mask.level + where, mask=i < n, other=0.0)
+        level = tl.where(level == float("-inf"), 0.0, level)
     return level
 
 
@@ -125,7 +130,7 @@ CHUNK = 16
 @triton.jit
 @no_type_check
 def _survey(
-    entries, batch, head, row, column, keys, states, level, shift, window, n, n_keys, lines, width,
+    mask, mask_tiles, keys, states, shift, window, n, n_keys, lines, width,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -134,20 +139,19 @@ def _survey(
     i, h, b = block * M, tl.program_id(1), tl.program_id(2)
     rows = i + tl.arange(0, M)
     line = (b * tl.num_programs(1) + h).to(tl.int64)
-    base = entries + b.to(tl.int64) * batch + h.to(tl.int64) * head
     states += (line * lines + block) * width
     top = tl.full([M], float("-inf"), tl.float32)
     for tile in tl.range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, width)):
         columns = tile * N + tl.arange(0, N)
+        entries = _entries(mask, mask_tiles, b, h, i, tile * N, n, n_keys, M, N)
         inside = (rows < n)[:, None] & (columns < n_keys)[None, :]
-        at = base + rows[:, None].to(tl.int64) * row + columns[None, :].to(tl.int64) * column
         seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL) & inside
         if keys is not None:
             seen = seen & are_real(keys, b, columns, n_keys)[None, :]
         if MASK == 1:
-            seen = seen & (tl.load(at, mask=inside, other=0) > 0)
+            seen = seen & (entries > 0)
         else:
-            bias = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+            bias = entries.to(tl.float32)
             seen = seen & (bias > float("-inf"))
             top = tl.maximum(top, tl.max(tl.where(seen, bias, float("-inf")), 1))
         some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
@@ -156,7 +160,8 @@ def _survey(
             every = some * 0  # an additive mask is always read
         tl.store(states + tile, (some + some * every).to(tl.int8))
     if MASK == 2:
-        tl.atomic_max(level + line * n + rows, top, mask=(rows < n) & (top > float("-inf")))
+        at = mask.level + line * n + rows
+        tl.atomic_max(at, top, mask=(rows < n) & (top > float("-inf")))
 
 
 @triton.jit
@@ -201,30 +206,19 @@ def mask_of(
     entries = entries.view(torch.uint8) if kind == BOOLEAN else entries
     device, heads = entries.device, entries.shape[1]
     B = entries.shape[0] if keys is None else torch.Size(leading).numel()
-    strides = [
+    batch, head, row, column = (
         0 if size == 1 else step for size, step in zip(entries.shape, entries.stride(), strict=True)
-    ]
-    lines, width = triton.cdiv(n, M), triton.cdiv(n_keys, N)
-    states = torch.empty(B, heads, lines, width, dtype=torch.int8, device=device)
-    rows = n if kind == ADDITIVE else 1
-    level = torch.full((B, heads, rows), -torch.inf, device=device)
-    _survey[lines * triton.cdiv(width, CHUNK), heads, B](
-        entries, *strides, keys, states, level, pattern.shift, pattern.window, n, n_keys, lines,
-        width, pattern.causal, kind, M, N, CHUNK,
-    )  # fmt: skip
-    level = level.masked_fill_(level == -torch.inf, 0.0)
-    per_line, per_tile, size = (1, width, M) if over_queries else (width, 1, N)
-    lines, width = (width, lines) if over_queries else (lines, width)
+    )
+    blocks = triton.cdiv(n, M), triton.cdiv(n_keys, N)
+    lines, per_line = blocks[::-1] if over_queries else blocks
+    size = M if over_queries else N
     first, last = (None if s is None else triton.cdiv(s, size) for s in span)
-    first, last = first or 0, width if last is None else min(last, width)
-    tiles = torch.empty(B, heads, lines, last - first, dtype=torch.int32, device=device)
-    counts = torch.empty(B, heads, lines, 2, dtype=torch.int32, device=device)
-    _list_tiles[lines, B * heads](
-        states, tiles, counts, per_line, per_tile, states[0, 0].numel(), first, last - first,
-        triton.next_power_of_2(last - first),
-    )  # fmt: skip
-    mask_tiles = _by_tiles(entries, M, N) if strides[2] and strides[3] else None
-    batch, head, row, column = strides
+    first, last = first or 0, per_line if last is None else min(last, per_line)
+    width = last - first
+    if kind == ADDITIVE:
+        level = torch.full((B, heads, n), -torch.inf, device=device)
+    else:
+        level = torch.empty(1, device=device)
     mask = Mask(
         entries=entries,
         batch=batch,
@@ -232,16 +226,27 @@ def mask_of(
         row=row,
         column=column,
         last_batch=entries.shape[0] - 1,
-        last_head=entries.shape[1] - 1,
+        last_head=heads - 1,
         level=level,
-        level_batch=0 if B == 1 else heads * rows,
-        level_head=0 if heads == 1 else rows,
-        tiles=tiles,
-        counts=counts,
+        level_batch=0 if B == 1 else heads * n,
+        level_head=0 if heads == 1 else n,
+        tiles=torch.empty(B, heads, lines, width, dtype=torch.int32, device=device),
+        counts=torch.empty(B, heads, lines, 2, dtype=torch.int32, device=device),
         tiles_batch=0 if B == 1 else heads * lines,
         tiles_head=0 if heads == 1 else lines,
-        width=last - first,
+        width=width,
     )
+    mask_tiles = _by_tiles(entries, M, N) if row and column else None
+    states = torch.empty(B, heads, *blocks, dtype=torch.int8, device=device)
+    _survey[blocks[0] * triton.cdiv(blocks[1], CHUNK), heads, B](
+        mask, mask_tiles, keys, states, pattern.shift, pattern.window, n, n_keys, *blocks,
+        pattern.causal, kind, M, N, CHUNK,
+    )  # fmt: skip
+    strides = (1, blocks[1]) if over_queries else (blocks[1], 1)
+    _list_tiles[lines, B * heads](
+        states, mask.tiles, mask.counts, *strides, states[0, 0].numel(), first, width,
+        triton.next_power_of_2(width),
+    )  # fmt: skip
     return Masking(mask, mask_tiles, kind)
 
 
