@@ -51,6 +51,7 @@ _CONTENTS = {
     "measure": "study.run",
     "nn": "",
     "render": "report.page",
+    "reproduce_papers": "reproduce.running",
     "scaled_dot_product_attention": "attention.drop_in",
     "simulate": "dynamics.simulation",
     "singular_triplets": "linalg.triplets",
@@ -102,6 +103,7 @@ __all__ = [
     "measure",
     "nn",
     "render",
+    "reproduce_papers",
     "scaled_dot_product_attention",
     "simulate",
     "singular_triplets",
@@ -157,6 +159,7 @@ if TYPE_CHECKING:
     from lipscope.monitor.monitor import SmoothnessMonitor as SmoothnessMonitor
     from lipscope.monitor.monitor import SmoothnessWarning as SmoothnessWarning
     from lipscope.report.page import render as render
+    from lipscope.reproduce.running import reproduce_papers as reproduce_papers
     from lipscope.study.run import measure as measure
     from lipscope.study.study import Study as Study
     from lipscope.study.study import concat as concat

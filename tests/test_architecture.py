@@ -29,6 +29,7 @@ FLOORS = [
     ("study",),
     ("audit", "budget", "charlm"),
     ("report",),
+    ("reproduce",),
     ("cli",),
     ("__main__",),
 ]

@@ -62,7 +62,7 @@ def judged(holds: bool, reason: str, interval: tuple[float, float] | None = None
     return Verdict(kind=kind, holds=bool(holds), interval=interval, reason=reason)
 
 
-class NotAvailable(Exception):
+class NotAvailable(Exception):  # noqa: N818, it is an answer, not an error
     """Raised by a run for something that the user must bring; the verdict is NEEDS."""
 
 

@@ -15,6 +15,8 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.study.texts import TextColumn, read_file
 
+Progress = Callable[[float, float], None]
+
 TEXTS = {
     "alice": ("alice.txt", None),
     "ag_news": ("ag_news_test.csv", "text"),
@@ -51,7 +53,7 @@ class Setting:
         texts: Path | None = None,
         device: str = "cpu",
         seed: int = 0,
-        progress: Callable[[float, float], None] = lambda done, total: None,
+        progress: Progress = lambda done, total: None,
     ) -> None:
         self.quick, self.models, self.texts = quick, models, texts
         self.device, self.seed, self.progress = device, seed, progress

@@ -1,0 +1,104 @@
+"""The command `reproduce`: the claims of both papers, each with a verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lipscope.cli.options import AsJson, Quiet, Seed
+from lipscope.cli.terminal import ExitCode, progress, show_json, warn
+
+if TYPE_CHECKING:
+    from lipscope.reproduce.running import Outcome
+
+
+def reproduce(
+    paper: Annotated[
+        str | None, typer.Argument(help="castin2024 or kim2021.", show_default="both")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="IDS", help="Claims by commas, for example C25,K1-K3.")
+    ] = None,
+    list_claims: Annotated[bool, typer.Option("--list", help="List the claims; run none.")] = False,
+    models: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory with bert-base-uncased and gpt2."),
+    ] = None,
+    text_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory with the papers' texts.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run each claim in seconds.")] = False,
+    device: Annotated[str, typer.Option(help="Device for large runs, for example cuda.")] = "cpu",
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory for numbers and page; rerun to resume."),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Test the claims of the two papers and give a verdict on each.
+
+    Exit code 0 whatever the verdicts; 3 if a claim could not be run.
+    """
+    names = None if only is None else only.split(",")
+    with progress("reproducing", quiet=quiet or list_claims) as report:
+        from lipscope.reproduce.registry import chosen
+        from lipscope.reproduce.running import reproduce_papers
+
+        listed = chosen(paper, names)
+        outcomes = (
+            []
+            if list_claims
+            else reproduce_papers(
+                paper,
+                names,
+                models=models,
+                texts=text_dir,
+                quick=quick,
+                device=device,
+                seed=seed,
+                out=out,
+                progress=report,
+            )
+        )
+    if list_claims:
+        if as_json:
+            fields = ("id", "paper", "says", "needs")
+            show_json([{name: getattr(claim, name) for name in fields} for claim in listed])
+        elif not quiet:
+            for claim in listed:
+                typer.echo(f"{claim.id:<4} {claim.paper:<10}  {claim.says}  [{claim.needs}]")
+        return
+    if as_json:
+        show_json([one.as_dict() for one in outcomes])
+    elif not quiet:
+        for one in outcomes:
+            typer.echo(_line(one))
+        typer.echo(_counts(outcomes))
+        if out is not None:
+            typer.echo(f"The page: {out / 'reproduce.html'}")
+    failed = [one.claim.id for one in outcomes if one.verdict is None]
+    if failed:
+        warn(f"{len(failed)} of {len(outcomes)} claims could not be run: {', '.join(failed)}")
+        raise typer.Exit(ExitCode.INCOMPLETE)
+
+
+def _line(one: Outcome) -> str:
+    """One claim in one line, starting with its id."""
+    from lipscope._files import for_terminal
+
+    verdict = one.verdict
+    found = verdict.interval if verdict is not None else None
+    between = "" if found is None else f"  [{found[0]:.3g}, {found[1]:.3g}]"
+    reason = one.error if verdict is None else verdict.reason
+    return for_terminal(f"{one.claim.id:<4} {one.word:<20} {one.claim.says}{between}  {reason}")
+
+
+def _counts(outcomes: list[Outcome]) -> str:
+    counts: dict[str, int] = {}
+    for one in outcomes:
+        counts[one.word] = counts.get(one.word, 0) + 1
+    return ", ".join(f"{word} {count}" for word, count in sorted(counts.items()))
