@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.linalg.ranks import ALONE, Ranks
+
 STORAGES = ("native", "bfloat16", "host")
 
 BLOCK = 256 << 20
@@ -29,11 +31,13 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def make_basis(storage: str, room: int, like: Float[Tensor, "B N"]) -> Native | Blocks:
+def make_basis(
+    storage: str, room: int, like: Float[Tensor, "B N"], ranks: Ranks = ALONE
+) -> Native | Blocks:
     """An empty basis of vectors like this one; `room` is where a native one starts."""
-    return (
-        Native(room, like) if storage == "native" else Blocks(like, rounded=storage == "bfloat16")
-    )
+    if storage == "native":
+        return Native(room, like, ranks)
+    return Blocks(like, rounded=storage == "bfloat16", ranks=ranks)
 
 
 class Native:
@@ -41,8 +45,8 @@ class Native:
     products want it.
     """
 
-    def __init__(self, room: int, like: Float[Tensor, "B N"]):
-        self.vectors = like.new_empty(room, *like.shape)
+    def __init__(self, room: int, like: Float[Tensor, "B N"], ranks: Ranks = ALONE):
+        self.vectors, self.ranks = like.new_empty(room, *like.shape), ranks
 
     def __getitem__(self, k: int | slice) -> Tensor:
         return self.vectors[k]
@@ -63,7 +67,7 @@ class Native:
         """w less its part in the span of the first k vectors, and the coefficients [B, k] of that
         part.
         """
-        return _project_out(w, self.vectors[:k])
+        return _project_out(w, self.vectors[:k], self.ranks)
 
     def combine(
         self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY
@@ -81,14 +85,16 @@ class Blocks:
     In bfloat16 the first vector keeps all its digits: a search started from a good guess changes
     that guess little, and only the change is rounded."""
 
-    def __init__(self, like: Float[Tensor, "B N"], rounded: bool):
+    def __init__(self, like: Float[Tensor, "B N"], rounded: bool, ranks: Ranks = ALONE):
         self.shape, self.dtype, self.device, self.rounded = (
             like.shape,
             like.dtype,
             like.device,
             rounded,
         )
-        self.height = max(1, BLOCK // (like.numel() * like.element_size()))
+        # The same on all ranks: they reduce their inner products block by block.
+        self.height = ranks.smallest(max(1, BLOCK // (like.numel() * like.element_size())))
+        self.ranks = ranks
         self.blocks: list[Tensor] = []
 
     def put(self, k: int, x: Float[Tensor, "B N"]) -> Tensor:
@@ -138,7 +144,7 @@ class Blocks:
         """
         coefficients = torch.zeros(w.shape[0], k, dtype=w.dtype, device=w.device)
         for cut, rows in self._brought(k):
-            w, coefficients[:, cut] = _project_out(w, rows)
+            w, coefficients[:, cut] = _project_out(w, rows, self.ranks)
         return w, coefficients
 
     def combine(
@@ -161,10 +167,12 @@ class Blocks:
         return block.pin_memory() if block.device != self.device else block
 
 
-def _project_out(w: Float[Tensor, "B N"], basis: Float[Tensor, "k B N"]) -> tuple[Tensor, Tensor]:
+def _project_out(
+    w: Float[Tensor, "B N"], basis: Float[Tensor, "k B N"], ranks: Ranks
+) -> tuple[Tensor, Tensor]:
     # As row vectors: the column form of the same products is an order of magnitude slower on a CPU.
     Q = basis.transpose(0, 1)
-    c = torch.bmm(w[:, None], Q.mT)
+    c = ranks.sum(torch.bmm(w[:, None], Q.mT))
     return torch.baddbmm(w[:, None], c, Q, alpha=-1)[:, 0], c[:, 0]
 
 

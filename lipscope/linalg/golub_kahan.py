@@ -10,16 +10,17 @@ from torch import Tensor
 
 from lipscope.linalg.basis import EVERY, Blocks, Native, make_basis
 from lipscope.linalg.operator import LinearOperator, Product
+from lipscope.linalg.ranks import ALONE, Ranks
 
 FIRST_ROOM = 16
 """Basis vectors allocated at first; doubled when full."""
 
 
-def norms(x: Float[Tensor, "B N"]) -> Float[Tensor, "B"]:
+def norms(x: Float[Tensor, "B N"], ranks: Ranks = ALONE) -> Float[Tensor, "B"]:
     """Norms of the members, summed in float64: a float32 sum of a long vector is off by more than
     it should be.
     """
-    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).cpu()
+    return ranks.norm(torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)).cpu()
 
 
 class GolubKahan:
@@ -39,18 +40,21 @@ class GolubKahan:
     ):
         self.J = J
         self.members = start.shape[0]
-        self.capacity = max(4, min(capacity, 1 + min(J.in_size, J.out_size)))
+        self.ranks = J.ranks
+        most = 1 + min(J.domain_size, J.range_size)
+        self.capacity = max(4, min(J.ranks.smallest(capacity), most))
         self.k = 0
         room = min(self.capacity, FIRST_ROOM)
-        self.V = make_basis(storage, room + 1, start)
-        self.U = make_basis(storage, room, start.new_empty(1).expand(self.members, J.out_size))
+        self.V = make_basis(storage, room + 1, start, J.ranks)
+        image = start.new_empty(1).expand(self.members, J.out_size)
+        self.U = make_basis(storage, room, image, J.ranks)
         self.H = torch.zeros(self.members, room, room, dtype=torch.float64)
         self.b = torch.zeros(self.members, dtype=torch.float64)
         self.scale = torch.ones(self.members, dtype=torch.float64)
         self.drift = torch.zeros(self.members, dtype=torch.float64)
         self.coefficients: list[tuple[Tensor, Tensor]] = []
         self.restarted, self.rounded = False, storage == "bfloat16"
-        self.v = self.V.put(0, start / start.norm(dim=1, keepdim=True))
+        self.v = self.V.put(0, start / J.ranks.norm(start.norm(dim=1, keepdim=True)))
         self.u = self.v[:, :0]
 
     def step(self) -> None:
@@ -91,7 +95,7 @@ class GolubKahan:
         finite = H.isfinite().all(dim=(1, 2))
         H = torch.where(finite[:, None, None], H, 0.0)
         p, _, qh = torch.linalg.svd(H)
-        q = qh[:, 0]
+        q = self.ranks.agreed(qh[:, 0])  # all ranks must stop at the same step
         image = (H @ q[:, :, None])[:, :, 0]
         theta = torch.linalg.vector_norm(image, dim=1)
         p = torch.where(theta[:, None] > 0, image / theta[:, None], p[:, :, 0])
@@ -104,8 +108,8 @@ class GolubKahan:
         right, left = self.V.combine(q[:, None])[0], self.U.combine(p[:, None])[0]
         w = self._product(self.J.mv, right, self.J.in_shape)
         z = self._product(self.J.rmv, left, self.J.out_shape)
-        forward = norms(w - theta.to(w)[:, None] * left)  # H q = theta p
-        return torch.maximum(forward, norms(z - self.pulled_back(p))) / theta
+        forward = norms(w - theta.to(w)[:, None] * left, self.ranks)  # H q = theta p
+        return torch.maximum(forward, norms(z - self.pulled_back(p), self.ranks)) / theta
 
     def pulled_back(self, p: Tensor, members: slice = EVERY) -> Tensor:
         """J' U' p as the recurrence has it, V' H' p + b p_k v_{k+1}, for some of the members."""
@@ -134,7 +138,7 @@ class GolubKahan:
         overflows.
         """
         limit = 1000 if w.dtype == torch.float64 else 120
-        largest = w.abs().amax(dim=1).double().cpu()
+        largest = self.ranks.largest(w.abs().amax(dim=1).double()).cpu()
         usable = largest.isfinite() & (largest > 0)
         exponent = torch.frexp(torch.where(usable, largest, 1.0)).exponent.clamp(-limit, limit)
         self.scale = torch.ldexp(torch.ones_like(largest), -exponent)
@@ -144,7 +148,7 @@ class GolubKahan:
         """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is
         invariant.
         """
-        norm = norms(w)
+        norm = norms(w, self.ranks)
         floor = (
             8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2))
             if self.k
@@ -196,9 +200,8 @@ class GolubKahan:
         J V = U diag(theta) and J' U = V diag(theta) + v_{k+1} (b p_k)'.
         """
         H = self.H[:, : self.k, : self.k]
-        p, theta, qh = torch.linalg.svd(
-            torch.where(H.isfinite().all(dim=(1, 2))[:, None, None], H, 0.0)
-        )
+        finite = H.isfinite().all(dim=(1, 2))[:, None, None]
+        p, theta, qh = map(self.ranks.agreed, torch.linalg.svd(torch.where(finite, H, 0.0)))
         kept = max(1, self.k // 3)
         V, U = self.V.combine(qh[:, :kept]), self.U.combine(p.mT[:, :kept])
         self.v = self.V.put(kept, self.v)

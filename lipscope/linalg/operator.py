@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.linalg.ranks import ALONE, Ranks
 
 Product = Callable[[Tensor], Tensor]
 Pair = tuple[Product, Product]  # with J and with J'
@@ -58,6 +59,8 @@ class LinearOperator:
         compressed: The same operator through fewer input dimensions.
         rough: A cheaper operator close to this one, good enough to find the singular vectors but
             not to measure them.
+        ranks: The processes that share the operator. With more than one, products, shapes and
+            vectors are those of this process's tokens.
 
     Example:
         >>> import torch, lipscope as ls
@@ -83,6 +86,12 @@ class LinearOperator:
     take: Callable[[Tensor], LinearOperator] | None = None
     compressed: Compression | None = None
     rough: LinearOperator | None = None
+    ranks: Ranks = ALONE
+
+    def __repr__(self) -> str:
+        each = "" if self.batch is None else f"{self.batch} of "
+        shapes = f"{list(self.in_shape)} -> {list(self.out_shape)}"
+        return f"LinearOperator({each}{shapes}, {str(self.dtype).removeprefix('torch.')})"
 
     @property
     def in_size(self) -> int:
@@ -91,6 +100,16 @@ class LinearOperator:
     @property
     def out_size(self) -> int:
         return math.prod(self.out_shape)
+
+    @property
+    def domain_size(self) -> int:
+        """Numbers in an input, those of all ranks together."""
+        return math.prod(self.ranks.whole(self.in_shape))
+
+    @property
+    def range_size(self) -> int:
+        """Numbers in an output, those of all ranks together."""
+        return math.prod(self.ranks.whole(self.out_shape))
 
     @property
     def leading(self) -> Shape:
@@ -255,6 +274,7 @@ def _made_of(
         dtype=A.dtype,
         device=A.device,
         perturbed=_joined(A, B, join),
+        ranks=A.ranks,
         **stated,
     )
 

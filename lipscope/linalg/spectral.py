@@ -150,10 +150,8 @@ def spectral_norm(
         near = spectral_norm(J.rough, max(tol, ROUGH), solver=solver)
         found = near.steps
         # A rough operator may overflow where J does not: then it has nothing to say.
-        usable = (
-            near.right.isfinite().all() and near.right.reshape(J.batch or 1, -1).any(dim=1).all()
-        )
-        start = near.right if usable else None
+        size = norms(near.right.reshape(J.batch or 1, -1), J.ranks)
+        start = near.right if (size.isfinite() & (size > 0)).all() else None
     members = J.batch or 1
     v = (
         _random_start(J, members, solver.seed)
@@ -186,7 +184,7 @@ class _Run:
         self.random, self.certify = random, random and J.dtype == torch.float64 and not self.rounded
         B = J.batch or 1
         self.resolution = J.resolution.reshape(B)
-        self.overlap = smallest_overlap(J.in_size, solver.failure / B)
+        self.overlap = smallest_overlap(J.domain_size, solver.failure / B)
         self.aim = (
             Gap(self.ratio, self.overlap, B) if self.ratio is not None and self.certify else None
         )
@@ -207,7 +205,7 @@ class _Run:
             * (2 if self.rounded else start.element_size())
         )
         basis = GolubKahan(J, start, _budget(self.solver, J.device) // vectors, storage)
-        exhausted = min(J.in_size, J.out_size + 1)
+        exhausted = min(J.domain_size, J.range_size + 1)
         index = torch.arange(start.shape[0])
         open_ = torch.ones(len(index), dtype=torch.bool)
         for step in range(1, self.solver.max_steps + 1):
@@ -298,9 +296,9 @@ class _Run:
         z = self._product(J.rmv, self.left, J.out_shape, scale) if both else self.back
         # What the recurrence says J v and J' u are, against what they are: the rounding of a
         # product, measured.
-        forward = norms(w - self.theta.to(w)[:, None] * self.left)
-        noise = torch.maximum(forward, norms(z - self.back)) / self.theta
-        sigma = norms(w) / norms(self.right).clamp_min(0.5)
+        forward = norms(w - self.theta.to(w)[:, None] * self.left, J.ranks)
+        noise = torch.maximum(forward, norms(z - self.back, J.ranks)) / self.theta
+        sigma = norms(w, J.ranks) / norms(self.right, J.ranks).clamp_min(0.5)
         left = torch.where(sigma.to(w)[:, None] > 0, w / sigma.to(w)[:, None], self.left)
         residual = torch.where(sigma == 0, 0.0, self.residual + noise)
         value = sigma / scale
@@ -371,7 +369,7 @@ class _Run:
         off = J.compared(
             self.right.reshape((*shape, *J.in_shape)), product.reshape((*shape, *J.out_shape))
         )
-        size = torch.linalg.vector_norm(product, dim=1, dtype=torch.float64).cpu()
+        size = norms(product, J.ranks)
         return 4 * off.reshape(-1) + 4 * torch.finfo(J.dtype).eps * size
 
     def _measured(self, w: Tensor, z: Tensor, scale: Tensor) -> tuple[Tensor, str]:
@@ -383,8 +381,9 @@ class _Run:
         try:
             for i in range(DRAWS):
                 mv, rmv = J.perturbed(i)
-                forward = norms(self._product(mv, self.right, J.in_shape, scale) - w)
-                backward = norms(self._product(rmv, self.left, J.out_shape, scale) - z)
+                forward = self._product(mv, self.right, J.in_shape, scale) - w
+                backward = self._product(rmv, self.left, J.out_shape, scale) - z
+                forward, backward = norms(forward, J.ranks), norms(backward, J.ranks)
                 spread = torch.maximum(
                     spread, torch.maximum(forward, backward).nan_to_num(torch.inf, torch.inf)
                 )
@@ -426,7 +425,7 @@ def _worth_checking(step: int, basis: GolubKahan) -> bool:
     """
     return (
         step % 2 == 0
-        or basis.v.numel() > SMALL
+        or basis.members * basis.J.domain_size > SMALL
         or bool((basis.b == 0).any())
         or not bool(basis.b.isfinite().all())
     )
@@ -446,11 +445,12 @@ def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
     The seed is hashed: an input that was itself drawn with it must not be the start.
     """
     number = secrets.randbits(63) if seed is None else fresh_seed(seed, "start")
+    # One draw for all ranks, of which each keeps its part: the same start as a single process has.
+    number = int(J.ranks.agreed(torch.tensor(number)))
     generator = torch.Generator(device=J.device).manual_seed(number)
     dtype = torch.float64 if J.device.type == "cpu" else J.dtype
-    return torch.randn(members, J.in_size, generator=generator, dtype=dtype, device=J.device).to(
-        J.dtype
-    )
+    start = torch.randn(members, J.domain_size, generator=generator, dtype=dtype, device=J.device)
+    return J.ranks.own(start.to(J.dtype))
 
 
 def fresh_seed(seed: int, purpose: str) -> int:
@@ -495,6 +495,6 @@ def _check_options(
     if start is not None and start.numel() != (J.batch or 1) * J.in_size:
         raise UserError(f"start must have shape {J.leading + J.in_shape}, got {tuple(start.shape)}")
     if start is not None and not (
-        start.isfinite().all() and start.reshape(J.batch or 1, -1).norm(dim=1).all()
+        start.isfinite().all() and J.ranks.norm(start.reshape(J.batch or 1, -1).norm(dim=1)).all()
     ):
         raise UserError("start must be finite and not zero")

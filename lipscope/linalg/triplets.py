@@ -46,14 +46,15 @@ def singular_triplets(
         >>> [round(e.value, 6) for e in ls.singular_triplets(J, 2)]
         [1.0, 1.0]
     """
-    if not 1 <= k <= min(J.in_size, J.out_size):
+    if not 1 <= k <= min(J.domain_size, J.range_size):
         raise UserError(
-            f"k must be between 1 and {min(J.in_size, J.out_size)}, the smaller side of J, "
+            f"k must be between 1 and {min(J.domain_size, J.range_size)}, the smaller side of J, "
             f"got {k!r}"
         )
     solver = solver or Solver()
     # The vectors found so far depend on their starts, so every search needs a start of its own.
     first = secrets.randbits(63) if solver.seed is None else solver.seed
+    first = int(J.ranks.agreed(torch.tensor(first)))
     found: list[Any] = []
     blur: Any = 0.0
     least: Any = math.inf
@@ -89,7 +90,7 @@ def _deflated(J: LinearOperator, found: list[Any]) -> LinearOperator:
     def without(x: Tensor, vectors: list[Tensor]) -> Tensor:
         for v in vectors:
             inner = tuple(range(len(J.leading), x.ndim))
-            x = x - (x * v).sum(dim=inner, keepdim=True) * v
+            x = x - J.ranks.sum((x * v).sum(dim=inner, keepdim=True)) * v
         return x
 
     left, right = [e.left for e in found], [e.right for e in found]
@@ -115,4 +116,5 @@ def _deflated(J: LinearOperator, found: list[Any]) -> LinearOperator:
         # What was taken out was of the size of the largest: rounding still is.
         size=found[0].value if J.size is None else J.size,
         perturbed=None if perturbed is None else lambda i: deflated(perturbed(i)),
+        ranks=J.ranks,
     )
