@@ -6,6 +6,7 @@ bfloat16 and float16 are formats to store numbers in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -41,15 +42,23 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALF else x
 
 
-def _wide3(triple: Triple) -> Triple:
-    x, y, z = triple
-    return _wide(x), _wide(y), _wide(z)
+def _wide3(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Triple:
+    """A point or a tangent as the tiles take it: float32 at least, the scale in its queries."""
+    q = _wide(q)
+    return q if pattern.scale == 1 else q * pattern.scale, _wide(k), _wide(v)
+
+
+def _narrow3(onto: Sequence[Tensor], dtype: torch.dtype, pattern: Pattern) -> Triple:
+    """Gradients in scaled queries, keys and values as those in q, k, v of this dtype."""
+    gq, gk, gv = onto
+    gq = gq if pattern.scale == 1 else gq * pattern.scale
+    return gq.to(dtype), gk.to(dtype), gv.to(dtype)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """o (float32 for half precision) and the log-sum-exp, +inf for a fully masked row."""
     if not fused(q, k, v, pattern):
-        return tiled.forward(_wide(q), _wide(k), _wide(v), pattern)
+        return tiled.forward(*_wide3(q, k, v, pattern), pattern)
     from lipscope.attention import triton_forward
 
     o, lse = triton_forward.forward(q, k, v, pattern)
@@ -60,8 +69,8 @@ def jvp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern
 ) -> Tensor:
     if not fused(q, k, v, pattern):
-        wide = _wide(q), _wide(k), _wide(v)
-        return tiled.jvp(*wide, lse, _wide3(tangent), pattern).to(q.dtype)
+        wide = _wide3(q, k, v, pattern)
+        return tiled.jvp(*wide, lse, _wide3(*tangent, pattern), pattern).to(q.dtype)
     from lipscope.attention import triton_jvp
 
     return triton_jvp.jvp(q, k, v, o, lse, tangent, pattern)
@@ -72,8 +81,8 @@ def value_and_tangent(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, J d and the log-sum-exp, as `forward` and `jvp` return them, and each row's mean of dT."""
     if not fused(q, k, v, pattern):
-        wide = _wide(q), _wide(k), _wide(v)
-        o, do, lse, drift = tiled.value_and_tangent(*wide, _wide3(tangent), pattern)
+        wide = _wide3(q, k, v, pattern)
+        o, do, lse, drift = tiled.value_and_tangent(*wide, _wide3(*tangent, pattern), pattern)
         return o, do.to(q.dtype), lse, drift
     from lipscope.attention import triton_jvp, triton_tangent
 
@@ -85,16 +94,15 @@ def value_and_tangent(
 
 
 def dual_number(
-    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, scale: float, pattern: Pattern
+    q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern
 ) -> tuple[Tensor, Tensor]:
-    """o and J d in the dtype of q, for scores scale <q, k>, where no derivative will follow."""
+    """o and J d in the dtype of q, where no derivative will follow."""
     if fused(q, k, v, pattern):
         from lipscope.attention import triton_tangent
 
         if triton_tangent.unsupported(q, pattern) is None:
-            return triton_tangent.value_and_tangent(q, k, v, tangent, pattern, scale, False)[:2]
-    dq, dk, dv = tangent
-    o, do, *_ = value_and_tangent(q * scale, k, v, (dq * scale, dk, dv), pattern)
+            return triton_tangent.value_and_tangent(q, k, v, tangent, pattern, False)[:2]
+    o, do, *_ = value_and_tangent(q, k, v, tangent, pattern)
     return o.to(q.dtype), do.to(q.dtype)
 
 
@@ -103,8 +111,8 @@ def vjp(
 ) -> Triple:
     """torch's own backward where it supports dtype and pattern, our kernels otherwise."""
     if not fused(q, k, v, pattern):
-        gq, gk, gv = tiled.vjp(_wide(q), _wide(k), _wide(v), lse, _wide(g), pattern)
-        return gq.to(q.dtype), gk.to(q.dtype), gv.to(q.dtype)
+        onto = tiled.vjp(*_wide3(q, k, v, pattern), lse, _wide(g), pattern)
+        return _narrow3(onto, q.dtype, pattern)
     from lipscope.attention import library_vjp, triton_vjp
 
     if library_vjp.unsupported(q, k, v, pattern) is None:
@@ -122,19 +130,18 @@ def second_vjp(
         if triton_second.unsupported(q, v, pattern) is None:
             o, do, _, drift = value_and_tangent(q, k, v, tangent, pattern)
             zero = torch.zeros_like(g)
-            onto = triton_second.both_vjp(q, k, v, tangent, zero, g, o, do, lse, drift, pattern)
-            return onto[:3]
-    wide = _wide(q), _wide(k), _wide(v)
-    gq, gk, gv = tiled.second_vjp(*wide, lse, _wide3(tangent), _wide(g), pattern)
-    return gq.to(q.dtype), gk.to(q.dtype), gv.to(q.dtype)
+            return triton_second.both_vjp(q, k, v, tangent, zero, g, o, do, lse, drift, pattern)[:3]
+    wide, moved = _wide3(q, k, v, pattern), _wide3(*tangent, pattern)
+    onto = tiled.second_vjp(*wide, lse, moved, _wide(g), pattern)
+    return _narrow3(onto, q.dtype, pattern)
 
 
 def second_jvp(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: Triple, other: Triple, pattern: Pattern
 ) -> Tensor:
     """The second derivative of o in the directions `first` and `other`."""
-    wide = _wide(q), _wide(k), _wide(v)
-    return tiled.second_jvp(*wide, lse, _wide3(first), _wide3(other), pattern).to(q.dtype)
+    point, d, e = (_wide3(*x, pattern) for x in ((q, k, v), first, other))
+    return tiled.second_jvp(*point, lse, d, e, pattern).to(q.dtype)
 
 
 def both_vjp(
@@ -147,6 +154,6 @@ def both_vjp(
 
         if triton_second.unsupported(q, v, pattern) is None:
             return triton_second.both_vjp(q, k, v, tangent, g, gd, o, do, lse, drift, pattern)
-    wide = _wide(q), _wide(k), _wide(v)
-    onto = tiled.both_vjp(*wide, lse, _wide3(tangent), _wide(g), _wide(gd), pattern)
-    return tuple(x.to(q.dtype) for x in onto)
+    wide, moved = _wide3(q, k, v, pattern), _wide3(*tangent, pattern)
+    onto = tiled.both_vjp(*wide, lse, moved, _wide(g), _wide(gd), pattern)
+    return _narrow3(onto[:3], q.dtype, pattern) + _narrow3(onto[3:], q.dtype, pattern)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipscope._display import Displayed
 from lipscope._types import UserError
 
 
 @dataclass(frozen=True, eq=False)
-class Rope:
+class Rope(Displayed):
     """Rotary positions, which rotate the queries and keys of a `Dot` kernel.
 
     Coordinate `j` is paired with coordinate `j + k/2`, as in Hugging Face models.
@@ -72,7 +73,7 @@ class Rope:
 
 
 @dataclass(frozen=True, eq=False)
-class Dot:
+class Dot(Displayed):
     """Dot-product scores, `scale <q_i, k_j>`.
 
     Args:
@@ -98,7 +99,7 @@ class Dot:
 
 
 @dataclass(frozen=True, eq=False)
-class L2:
+class L2(Displayed):
     """Squared-distance scores, `-scale |q_i - k_j|^2` (Kim et al., 2021).
 
     With `K = Q` and values that factor through the queries, attention with these scores has a

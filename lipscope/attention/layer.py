@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipscope._checks import check_fields, shown
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.arguments import check_options
 from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale, only_head
@@ -21,7 +22,7 @@ from lipscope.linalg.operator import LinearOperator
 
 
 @dataclass(frozen=True, eq=False)
-class SelfAttention:
+class SelfAttention(Displayed):
     """Self-attention as a map of tokens, in the papers' convention.
 
     For one head without biases, `f(X)_i = sum_j P_ij V x_j` with
@@ -189,7 +190,7 @@ class SelfAttention:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadsApart:
+class HeadsApart(Displayed):
     """The heads of a layer side by side, X [n, d] -> [heads, n, m], or both with a batch B first.
 
     The Jacobian is a batch of `B * heads` operators, member-major.

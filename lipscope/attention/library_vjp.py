@@ -50,7 +50,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
 def vjp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern
 ) -> Triple:
-    """gq, gk, gv from g [..., H, n, m]; q includes the scale of the score."""
+    """gq, gk, gv from g [..., H, n, m]."""
     flat = [_flat(x) for x in (g, q, k, v, o.to(q.dtype))]
     lse = lse.reshape(-1, *lse.shape[-2:]).contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the dropout's random state
@@ -68,11 +68,11 @@ def vjp(
             n_keys,
             0.0,
             causal,
-            scale=1.0,
+            scale=pattern.scale,
         )
     else:
         out = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *flat, lse, None, None, n, n_keys, 0.0, causal, unused, unused, scale=1.0
+            *flat, lse, None, None, n, n_keys, 0.0, causal, unused, unused, scale=pattern.scale
         )
     gq, gk, gv = out
     return gq.view(q.shape), gk.view(k.shape), gv.view(v.shape)

@@ -26,6 +26,8 @@ class Pattern:
     queries, keys: boolean [..., n] and [..., n'], True for real tokens
     softcap:       score T becomes softcap * tanh(T / softcap)
     sinks:         [H], one logit per head that joins the denominator of the softmax
+    scale:         factor of <q, k>; 1 where q includes it, as it does unless half precision would
+                   round the product
     """
 
     causal: bool = False
@@ -36,6 +38,7 @@ class Pattern:
     keys: Tensor | None = None
     sinks: Tensor | None = None
     shift: int = 0
+    scale: float = 1.0
 
     def tile(self, rows: slice, cols: slice) -> Pattern:
         mask = self.mask

@@ -9,7 +9,7 @@ state, not variables: their own dependence on q, k, v is part of the formulas.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -97,6 +97,7 @@ class Rules:
     window: int | None
     softcap: float | None
     shift: int
+    scale: float = 1.0
 
 
 def attend_by_rules(
@@ -136,6 +137,9 @@ def _attend(
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         leading = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
         q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
+    # Half-precision queries times the scale would be rounded: the kernels scale the scores.
+    late = q.dtype in HALF
+    rules = replace(rules, scale=scale) if late else rules
     duals = read_tangents((q, k, v, mask, sinks))
     if duals is not None and any(tangent is not None for _, tangent in duals[3:]):
         raise UserError("mask or sinks carry a tangent, and attend treats them as constants")
@@ -146,12 +150,15 @@ def _attend(
     nested, duals_recorded = transforms(), duals is not None and _records(*chain(*duals[:3]))
     if duals is None or nested > 1 or (nested == 0 and duals_recorded):
         direct = duals is None and nested == 0 and not _records(q, k, v)
-        return _value(q * scale, k, v, mask, padding, sinks, rules, direct).to(q.dtype)
+        q = q if late else q * scale
+        return _value(q, k, v, mask, padding, sinks, rules, direct).to(q.dtype)
     (q, dq), (k, dk), (v, dv), (mask, _), (sinks, _) = duals
     with outside_transforms((q, k, v, dq, dk, dv, mask, padding, sinks)) as inside:
         q, k, v, dq, dk, dv, mask, padding, sinks = inside
         dq, dk, dv = _or_zeros((dq, dk, dv), (q, k, v))
-        o, do = _value_and_tangent(q, k, v, dq, dk, dv, scale, mask, padding, sinks, rules)
+        if not late:
+            q, dq = q * scale, dq * scale
+        o, do = _value_and_tangent(q, k, v, dq, dk, dv, mask, padding, sinks, rules)
     return with_tangent(o, do)
 
 
@@ -176,15 +183,11 @@ def _value(q, k, v, mask, padding, sinks, rules, direct: bool) -> Tensor:
     return _Attend.apply(q, k, v, mask, padding, sinks, rules)[0]
 
 
-def _value_and_tangent(
-    q, k, v, dq, dk, dv, scale, mask, padding, sinks, rules
-) -> tuple[Tensor, Tensor]:
+def _value_and_tangent(q, k, v, dq, dk, dv, mask, padding, sinks, rules) -> tuple[Tensor, Tensor]:
     if not _records(q, k, v, dq, dk, dv):
         pattern = make_pattern(mask, padding, sinks, rules)
-        return backend.dual_number(q, k, v, (dq, dk, dv), scale, pattern)
-    o, do, _, _ = _AttendAndTangent.apply(
-        q * scale, k, v, dq * scale, dk, dv, mask, padding, sinks, rules
-    )
+        return backend.dual_number(q, k, v, (dq, dk, dv), pattern)
+    o, do, _, _ = _AttendAndTangent.apply(q, k, v, dq, dk, dv, mask, padding, sinks, rules)
     return o.to(q.dtype), do.to(q.dtype)
 
 
@@ -207,6 +210,7 @@ def make_pattern(
         keys=padding,
         sinks=sinks,
         shift=rules.shift,
+        scale=rules.scale,
     )
 
 

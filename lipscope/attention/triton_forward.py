@@ -38,7 +38,8 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _forward(
-    q, k, v, o, lse, keys, stops, sinks, units, mask, mask_tiles, softcap, window, shift, n, n_keys,
+    q, k, v, o, lse, keys, stops, sinks, units, mask, mask_tiles, scale, softcap, window, shift, n,
+    n_keys,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -48,9 +49,9 @@ def _forward(
     g, stop = h // GROUP, n_keys
     if stops is not None:
         stop = tl.load(stops + b)
-    score_unit, v_unit = 1.0, 1.0
+    score_unit, v_unit = scale, 1.0
     if units is not None:
-        score_unit, v_unit = tl.load(units), tl.load(units + 1)
+        score_unit, v_unit = scale * tl.load(units), tl.load(units + 1)
     rows = i + tl.arange(0, M)
     qi = read(q, b, h, i, M, K)
     qi_low = read_low(q, b, h, i, qi, PRODUCT)
@@ -131,7 +132,7 @@ TILES = {
 def forward(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair"
 ) -> tuple[Tensor, Tensor]:
-    """o [..., H, n, m] and lse [..., H, n], both in float32; q includes the scale of the score."""
+    """o [..., H, n, m] and lse [..., H, n], both in float32."""
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
     K, V = block(q.shape[-1]), block(m)
@@ -148,8 +149,8 @@ def forward(
     mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
     _forward[triton.cdiv(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(o, M), lse, keys, stops,
-        pattern.sinks, units, mask, mask_tiles, pattern.softcap, pattern.window, pattern.shift, n,
-        n_keys, H // G, pattern.causal, kind, product, M, N, K, V,
+        pattern.sinks, units, mask, mask_tiles, pattern.scale, pattern.softcap, pattern.window,
+        pattern.shift, n, n_keys, H // G, pattern.causal, kind, product, M, N, K, V,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     o, lse = o.view(*q.shape[:-1], m), lse.view(q.shape[:-1])

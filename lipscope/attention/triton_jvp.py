@@ -44,8 +44,8 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _jvp(
-    q, k, v, dq, dk, dv, o, do, lse, means, keys, stops, units, mask, mask_tiles, softcap, window,
-    shift, n, n_keys, start, end,
+    q, k, v, dq, dk, dv, o, do, lse, means, keys, stops, units, mask, mask_tiles, scale, softcap,
+    window, shift, n, n_keys, start, end,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -57,9 +57,9 @@ def _jvp(
         stop = tl.load(stops + b)
     if end is not None:
         stop = tl.minimum(stop, end)
-    score_unit, dscore_unit, v_unit, dv_unit = 1.0, 1.0, 1.0, 1.0
+    score_unit, dscore_unit, v_unit, dv_unit = scale, scale, scale, 1.0
     if units is not None:
-        score_unit, dscore_unit = tl.load(units), tl.load(units + 1)
+        score_unit, dscore_unit = scale * tl.load(units), scale * tl.load(units + 1)
         v_unit, dv_unit = tl.load(units + 2) * dscore_unit, tl.load(units + 3)
     rows = i + tl.arange(0, M)
     top, rest = read_top(lse, (b * tl.num_programs(1) + h) * n, rows, n)
@@ -90,6 +90,8 @@ def _jvp(
                 dt = add_low(tl.zeros([M, N], tl.float32), dqi, dqi_low, kj, kj_low, PRODUCT)
                 dt = add_low(dt, qi, qi_low, dkj, dkj_low, PRODUCT)
                 dt = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T, dt))
+                if PRODUCT == "plain":  # bf16 has the range for it, and no units
+                    dt *= dscore_unit
                 t, slope = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
                 if run != 1:
@@ -109,7 +111,8 @@ def _jvp(
                 drift += tl.sum(w, 1)
                 acc = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
                 acc = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
-    drift *= dscore_unit
+    if PRODUCT != "plain":
+        drift *= dscore_unit
     acc = (acc - drift[:, None] * read(o, b, h, i, M, V).to(tl.float32)) * rest[:, None]
     if means is not None:
         at = means + (b * tl.num_programs(1) + h).to(tl.int64) * n + rows
@@ -142,7 +145,7 @@ def jvp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern,
     precision: Precision = "pair",
 ) -> Tensor:  # fmt: skip
-    """do [..., H, n, m] along (dq, dk, dv); q and dq include the scale of the score."""
+    """do [..., H, n, m] along (dq, dk, dv)."""
     return _launch(q, k, v, o, lse, tangent, pattern, precision, None)
 
 
@@ -180,8 +183,9 @@ def _launch(
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
             descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
             descriptor(saved, M), descriptor(do, M),
-            lse, drift, keys, stops, units, mask, mask_tiles, pattern.softcap, pattern.window,
-            pattern.shift, n, n_keys, start, end, H // G, pattern.causal, kind, product, M, N, K, V,
+            lse, drift, keys, stops, units, mask, mask_tiles, pattern.scale, pattern.softcap,
+            pattern.window, pattern.shift, n, n_keys, start, end,
+            H // G, pattern.causal, kind, product, M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
     return do.view(*q.shape[:-1], m)

@@ -6,7 +6,9 @@ mean, w = c v' minus its mean, and
     Z = P * w,     Y = P * (s * w + c dv' - (c * do) 1 + g v' - (g * o) 1):
 
     gq = Y k + Z dk,   gk = Y' q + Z' dq,   gv = (P * s)' c + P' g,
-    gdq = Z k,         gdk = Z' q,          gdv = P' c.
+    gdq = Z k,         gdk = Z' q,          gdv = P' c,
+
+the first two of each line times the scale of the scores.
 
 Two kernels instead of one avoid atomic additions: results do not depend on the order of execution.
 """
@@ -58,8 +60,8 @@ def _rows_of(lse, drift, means, offset, rows, n, TOTAL: tl.constexpr):
 @triton.jit
 @no_type_check
 def _onto_queries(
-    q, k, v, dq, dk, dv, g, c, gq, gdq, lse, drift, means, keys, stops, mask, mask_tiles, window,
-    shift, n, n_keys, total,
+    q, k, v, dq, dk, dv, g, c, gq, gdq, lse, drift, means, keys, stops, mask, mask_tiles, scale,
+    window, shift, n, n_keys, total,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -86,8 +88,8 @@ def _onto_queries(
                 j = tile_at(mask, b, h, line, step, N, MASK)
                 kj, dkj = read(k, b, group, j, N, K), read(dk, b, group, j, N, K)
                 vj, dvj = read(v, b, group, j, N, V), read(dv, b, group, j, N, V)
-                t = tl.dot(qi, kj.T) * LOG2E
-                s = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T)) - mean_s[:, None]
+                t = tl.dot(qi, kj.T) * (scale * LOG2E)
+                s = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T)) * scale - mean_s[:, None]
                 w = tl.dot(ci, vj.T) - mean_w[:, None]
                 y = tl.dot(ci, dvj.T, tl.dot(gi, vj.T)) - mean_y[:, None]
                 columns = j + tl.arange(0, N)
@@ -103,15 +105,15 @@ def _onto_queries(
                 on_q = add_product(on_q, y, row_peak(y, PRODUCT), kj, kj, 1.0, PRODUCT)
                 on_q = add_product(on_q, z, row_peak(z, PRODUCT), dkj, dkj, 1.0, PRODUCT)
                 on_dq = add_product(on_dq, z, row_peak(z, PRODUCT), kj, kj, 1.0, PRODUCT)
-    gq.store([b, h, i, 0], on_q.to(gq.dtype).reshape(1, 1, M, K))
-    gdq.store([b, h, i, 0], on_dq.to(gdq.dtype).reshape(1, 1, M, K))
+    gq.store([b, h, i, 0], (on_q * scale).to(gq.dtype).reshape(1, 1, M, K))
+    gdq.store([b, h, i, 0], (on_dq * scale).to(gdq.dtype).reshape(1, 1, M, K))
 
 
 @triton.jit
 @no_type_check
 def _onto_keys(
     q, k, v, dq, dk, dv, g, c, gk, gv, gdk, gdv, lse, drift, means, keys, stops, mask, mask_tiles,
-    window, shift, n, n_keys, total,
+    scale, window, shift, n, n_keys, total,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -148,8 +150,8 @@ def _onto_keys(
                     top, mean_s, mean_w, mean_y = _rows_of(
                         lse, drift, means, offset, columns, n, total
                     )
-                    t = tl.dot(kj, qi.T) * LOG2E
-                    s = tl.dot(dkj, qi.T, tl.dot(kj, dqi.T)) - mean_s[None, :]
+                    t = tl.dot(kj, qi.T) * (scale * LOG2E)
+                    s = tl.dot(dkj, qi.T, tl.dot(kj, dqi.T)) * scale - mean_s[None, :]
                     w = tl.dot(vj, ci.T) - mean_w[None, :]
                     y = tl.dot(dvj, ci.T, tl.dot(vj, gi.T)) - mean_y[None, :]
                     if run != 1:
@@ -171,9 +173,9 @@ def _onto_keys(
         real = are_real(keys, b, rows, n_keys)[:, None]
         on_k, on_v = tl.where(real, on_k, 0.0), tl.where(real, on_v, 0.0)
         on_dk, on_dv = tl.where(real, on_dk, 0.0), tl.where(real, on_dv, 0.0)
-    gk.store([b, group, j, 0], on_k.to(gk.dtype).reshape(1, 1, N, K))
+    gk.store([b, group, j, 0], (on_k * scale).to(gk.dtype).reshape(1, 1, N, K))
     gv.store([b, group, j, 0], on_v.to(gv.dtype).reshape(1, 1, N, V))
-    gdk.store([b, group, j, 0], on_dk.to(gdk.dtype).reshape(1, 1, N, K))
+    gdk.store([b, group, j, 0], (on_dk * scale).to(gdk.dtype).reshape(1, 1, N, K))
     gdv.store([b, group, j, 0], on_dv.to(gdv.dtype).reshape(1, 1, N, V))
 
 
@@ -214,7 +216,7 @@ def both_vjp(
     means = torch.stack([c * o, g * o + c.float() * do]).sum(-1)
     keys, stops = padding_of(pattern, B)
     rows = (lse.contiguous(), drift.contiguous(), means, keys, stops)
-    rules = (pattern.window, pattern.shift, n, n_keys, lse.numel())
+    rules = (pattern.scale, pattern.window, pattern.shift, n, n_keys, lse.numel())
     for_queries, for_keys = TILES[max(64, K, V)]
     by_query = (True, False, False, True, False, False, True, True)  # rows of q, k, v, dq, ...
     for kernel, (M, N, warps, stages), out, over_queries, programs in (

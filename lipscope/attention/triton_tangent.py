@@ -119,11 +119,11 @@ def unsupported(q: Tensor, pattern: Pattern) -> str | None:
 
 def value_and_tangent(
     q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern,
-    scale: float = 1.0, keep_digits: bool = True,
+    keep_digits: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, do, lse (+inf for a fully masked row), and the mean score tangent of each row.
 
-    The score is scale <q, k>. With `keep_digits`, o is float32, for derivatives to come.
+    With `keep_digits`, o is float32, for derivatives to come.
     """
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     K, V, B = block(q.shape[-1]), block(m), q.shape[:-3].numel()
@@ -138,8 +138,8 @@ def value_and_tangent(
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
         descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
         descriptor(o, M), descriptor(do, M),
-        lse, drift, keys, stops, mask, mask_tiles, scale, pattern.window, pattern.shift, n, n_keys,
-        H // G, pattern.causal, kind, product_of(q.dtype, "half"), M, N, K, V,
+        lse, drift, keys, stops, mask, mask_tiles, pattern.scale, pattern.window, pattern.shift,
+        n, n_keys, H // G, pattern.causal, kind, product_of(q.dtype, "half"), M, N, K, V,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     shape, rows = (*q.shape[:-1], m), q.shape[:-1]

@@ -46,8 +46,8 @@ from lipscope.attention.triton_tiles import (
 @triton.jit
 @no_type_check
 def _onto_queries(
-    q, k, v, g, gq, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys, start, end,
-    mask, mask_tiles,
+    q, k, v, g, gq, lse, delta, keys, stops, units, scale, softcap, window, shift, n, n_keys,
+    start, end, mask, mask_tiles,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -59,9 +59,9 @@ def _onto_queries(
         stop = tl.load(stops + b)
     if end is not None:
         stop = tl.minimum(stop, end)
-    score_unit, dp_unit, k_unit = 1.0, 1.0, 1.0
+    score_unit, dp_unit, k_unit = scale, 1.0, 1.0
     if units is not None:
-        score_unit, dp_unit, k_unit = tl.load(units), tl.load(units + 1), tl.load(units + 3)
+        score_unit, dp_unit, k_unit = scale * tl.load(units), tl.load(units + 1), tl.load(units + 3)
     rows = i + tl.arange(0, M)
     offset = (b * tl.num_programs(1) + h) * n
     top, rest = read_top(lse, offset, rows, n)
@@ -98,14 +98,14 @@ def _onto_queries(
                 if softcap is not None:
                     z *= slope
                 acc = add_product(acc, z, row_peak(z, PRODUCT), kj, kj_low, k_unit, PRODUCT)
-    acc = add_earlier(acc * rest[:, None], gq, start, b, h, i)
+    acc = add_earlier(acc * (rest * scale)[:, None], gq, start, b, h, i)
     gq.store([b, h, i, 0], acc.to(gq.dtype).reshape(1, 1, M, K))
 
 
 @triton.jit
 @no_type_check
 def _onto_keys(
-    q, k, v, g, gk, gv, lse, delta, keys, stops, units, softcap, window, shift, n, n_keys,
+    q, k, v, g, gk, gv, lse, delta, keys, stops, units, scale, softcap, window, shift, n, n_keys,
     start, end, mask, mask_tiles,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -113,9 +113,9 @@ def _onto_keys(
     # Tiles are transposed here, keys by queries: the sums over queries run along columns.
     j = tl.program_id(0) * N
     group, b = tl.program_id(1), tl.program_id(2)
-    score_unit, dp_unit, q_unit, g_unit = 1.0, 1.0, 1.0, 1.0
+    score_unit, dp_unit, q_unit, g_unit = scale, 1.0, 1.0, 1.0
     if units is not None:
-        score_unit, dp_unit = tl.load(units), tl.load(units + 1)
+        score_unit, dp_unit = scale * tl.load(units), tl.load(units + 1)
         q_unit, g_unit = tl.load(units + 2), tl.load(units + 4)
     rows = j + tl.arange(0, N)
     reach = n
@@ -175,7 +175,7 @@ def _onto_keys(
         real = are_real(keys, b, rows, n_keys)[:, None]
         on_k, on_v = tl.where(real, on_k, 0.0), tl.where(real, on_v, 0.0)
     on_k, on_v = (
-        add_earlier(on_k, gk, start, b, group, j),
+        add_earlier(on_k * scale, gk, start, b, group, j),
         add_earlier(on_v, gv, start, b, group, j),
     )
     gk.store([b, group, j, 0], on_k.to(gk.dtype).reshape(1, 1, N, K))
@@ -201,7 +201,7 @@ def vjp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern,
     precision: Precision = "pair",
 ) -> Triple:  # fmt: skip
-    """gq, gk, gv from g [..., H, n, m]; q includes the scale of the score."""
+    """gq, gk, gv from g [..., H, n, m]."""
     (H, n, size), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
     factors = units = None
@@ -216,7 +216,7 @@ def vjp(
     delta = (g.float() * o.float()).sum(-1)
     keys, stops = padding_of(pattern, B)
     tensors = (lse.contiguous(), delta, keys, stops, units)
-    rules = (pattern.softcap, pattern.window, pattern.shift, n, n_keys)
+    rules = (pattern.scale, pattern.softcap, pattern.window, pattern.shift, n, n_keys)
     K, V = block(size), block(m)
     for_queries, for_keys = TILES[product, max(64, K, V)]
     M, N, warps, stages, registers = for_queries

@@ -142,6 +142,27 @@ def test_derivatives_in_bfloat16_use_the_output_before_it_is_rounded(offset):
     assert mine.dtype == torch.bfloat16 and (mine.double() - truth).norm() <= 1e-2 * truth.norm()
 
 
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_scale_does_not_round_the_queries(size, dtype):
+    """1/sqrt(32) and 1/sqrt(128) are no powers of two; torch's own kernels scale the scores."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 500, size, device="cuda").to(dtype) for _ in range(3))
+    q = 6 * q  # far from uniform weights, where a rounded query shows
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    exact = sdpa(q.double(), k.double(), v.double())
+    point = [x.clone().requires_grad_() for x in (q, k, v)]
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    value, library = ls.attend(*point), sdpa(q, k, v)
+    assert (value.double() - exact).norm() <= 1.1 * (library.double() - exact).norm()
+    g = torch.randn_like(q)
+    mine = torch.autograd.grad(value, point, g)
+    truth = torch.autograd.grad(sdpa(*wide), wide, g.double())
+    limit = 1e-2 if dtype == torch.bfloat16 else 1.5e-3
+    for x, y in zip(mine, truth, strict=True):
+        assert (x.double() - y).norm() <= limit * y.norm()
+
+
 @pytest.mark.parametrize("factor", [1e2, 1e5, 1e8, 1e12])
 def test_scores_beyond_the_kernels_resolution_go_through_tiles(factor, monkeypatch):
     """In saturated attention P dS v and its row sum cancel: the kernels would return rounding."""

@@ -201,7 +201,8 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
         return (torch.randn(*shape, dtype=torch.float64, device=device) * size).to(dtype).double()
 
     B, H, G, n, keys, k, m = case.B, case.H, case.G, case.n, case.keys, case.k, case.m
-    point = draw(B, H, n, k, size=case.sharp * k**-0.5), draw(B, G, keys, k), draw(B, G, keys, m)
+    scale = k**-0.5
+    point = draw(B, H, n, k, size=case.sharp), draw(B, G, keys, k), draw(B, G, keys, m)
     dq, dk, dv = (draw(*x.shape, size=case.size) for x in point)
     g = draw(B, H, n, m, size=case.size)
     sinks = torch.randn(H, device=device) if case.sinks else None
@@ -219,14 +220,15 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
             level = level.masked_fill(level == -math.inf, 0)
 
     def value(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return naive(q, k, v, case, seen, None if sinks is None else sinks.double(), bias)
+        logits = None if sinks is None else sinks.double()
+        return naive(scale * q, k, v, case, seen, logits, bias)
 
     o, lse = value(*point)
     do = torch.func.jvp(lambda *x: value(*x)[0], point, (dq, dk, dv))[1]
     onto = torch.func.vjp(lambda *x: value(*x)[0], *point)[1](g)
 
     pattern = Pattern(
-        case.causal, case.window, case.softcap, mask, real, real, sinks, shift=keys - n
+        case.causal, case.window, case.softcap, mask, real, real, sinks, keys - n, scale
     )
     q, k_, v, dq, dk, dv, g = (x.to(dtype) for x in (*point, dq, dk, dv, g))
     with poisoned():
@@ -262,7 +264,8 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     pairs = zip(names, mine, truth, strict=True)
     found = {name: ((x.double() - y).norm() / y.norm()).item() for name, x, y in pairs}
     assert torch.equal(mine_lse.isfinite(), lse.isfinite())
-    found["score"] = (point[0] @ point[1].repeat_interleave(H // G, dim=1).mT).abs().max().item()
+    t = scale * point[0] @ point[1].repeat_interleave(H // G, dim=1).mT
+    found["score"] = t.abs().max().item()
     lse = lse - level[..., 0]  # the kernels leave a row's level out
     off = (mine_lse.double() - lse) / lse.abs().clamp_min(1)
     found["lse"] = off[lse.isfinite()].abs().max().item()
