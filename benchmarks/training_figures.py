@@ -5,7 +5,13 @@ from __future__ import annotations
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.training_outcomes import NAMES, best_rate, breaking_plans, cells_of, outcomes
+from lipscope.reproduce.training_outcomes import (
+    NAMES,
+    best_rate,
+    breaking_plans,
+    cells_of,
+    outcomes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,124 +24,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.stacked_training import History, Schedule, Stack
-from benchmarks.training_plans import GRID, PLANS, SIZES, VARIANTS, Plan
-from lipscope._types import UserError
+from benchmarks.training_plans import GRID, PLANS, SIZES, VARIANTS
 from lipscope.charlm.characters import CharacterText, read_characters
-from lipscope.charlm.language_model import CharacterTransformer
-from lipscope.charlm.training import layer_constants
-
-OPENING = 10
-"""Number of first steps whose losses are all recorded."""
-
-HOPELESS = 10.0
-"""A test loss above which sigma is not measured."""
-
-
-def run_cell(
-    plan: Plan, variant: str, depth: int, text: CharacterText, device: str
-) -> dict[str, Any]:
-    """Train every seed at every learning rate together; losses by rate, then seed."""
-    kind = VARIANTS[variant]
-    architecture = plan.architecture(len(text.alphabet), kind, depth)
-    members = [(rate, seed) for rate in plan.rates for seed in range(plan.seeds)]
-    start = time.perf_counter()
-    stack = Stack(
-        architecture,
-        [seed for _, seed in members],
-        [rate for rate, _ in members],
-        device,
-        kind.make,
-    )
-    curve: list[dict[str, Any]] = []
-
-    def note(step: int, learned: torch.Tensor) -> None:
-        curve.append(
-            {
-                "step": step,
-                "training": learned.tolist(),
-                "test": stack.test_losses(text, 64).tolist(),
-            }
-        )
-
-    history = stack.train(
-        text, Schedule(plan.steps, plan.batch, plan.rate, plan.clip), plan.every, note
-    )
-    trained = time.perf_counter() - start
-    final = stack.test_losses(text, plan.tested).tolist()
-    tested = time.perf_counter() - start
-    ids = text.test_windows(1, plan.context)[0][0].to(stack.theta.device)
-    measured = [m for m, (_, seed) in enumerate(members) if seed == 0 and final[m] < HOPELESS]
-    models = {m: stack.model(m) for m in measured}
-    sigma = {m: layer_constants(model, ids) for m, model in models.items()}
-    inverted = measured if architecture.invertible and plan.norm != "none" else []
-    inverse = {m: inverse_error(models[m], ids) for m in inverted}
-    return {
-        "members": members,
-        "parameters": sum(torch.Size(s).numel() for s in stack._shapes.values()),
-        "final": final,
-        "curve": curve,
-        **described(history),
-        "sigma": sigma,
-        "inverse_error": inverse,
-        "seconds_training": trained,
-        "seconds_testing": tested - trained,
-        "seconds_sigma": time.perf_counter() - start - tested,
-        "gibibytes": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
-    }
-
-
-def described(history: History) -> dict[str, Any]:
-    """The first steps of each member, and where its loss first rose 0.5 above its best.
-
-    opening:  the losses of the first steps
-    rise:     steps done when the training loss first was 0.5 above its best so far, or not finite
-    gradient: the norm at the start, and its largest before that rise; weights: the same
-    """
-    losses = history.losses.double().nan_to_num(math.inf)
-    rose = ~(losses <= losses.cummin(0).values + 0.5) | losses.isinf()
-    rise = [int(column.nonzero()[0]) if column.any() else None for column in rose.T]
-    before = torch.arange(len(losses))[:, None] < torch.tensor(
-        [len(losses) if r is None else r for r in rise]
-    )
-    sizes = {"gradient": history.gradients, "weights": history.weights}
-    return {
-        "opening": history.losses[:OPENING].tolist(),
-        "rise": rise,
-        **{
-            name: {"start": x[0].tolist(), "largest": x.where(before, 0.0).amax(0).tolist()}
-            for name, x in sizes.items()
-        },
-    }
-
-
-@torch.no_grad()
-def inverse_error(model: CharacterTransformer, ids: torch.Tensor) -> float:
-    """Relative error in float32 of the embedded characters recovered from the trunk's output."""
-    X = model.embed(ids)
-    try:
-        found = model.trunk_inverse(model.trunk(X))
-    except UserError as error:
-        print(error, flush=True)
-        return math.nan
-    return float((found - X).norm() / X.norm())
+from lipscope.reproduce.training_cells import Plan, run_cell, strict
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(strict(content), allow_nan=False))
     os.replace(draft, path)
-
-
-def strict(x: Any) -> Any:
-    """Numbers for JSON: null if not finite, else the seven digits of float32."""
-    if isinstance(x, dict):
-        return {str(key): strict(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [strict(value) for value in x]
-    if isinstance(x, float):
-        return float(f"{x:.7g}") if math.isfinite(x) else None
-    return x
 
 
 def settings(text: CharacterText, plans: dict[str, Plan], device: str) -> dict[str, Any]:
@@ -194,7 +85,7 @@ def main() -> None:
             late = time.perf_counter() - start > options.seconds
             if key in content["cells"] or late or not re.search(options.match, key):
                 continue
-            cell = run_cell(plan, variant, depth, text, device)
+            cell = run_cell(plan, VARIANTS[variant], depth, text, device)
             content["cells"][key] = cell
             keep(options.file, content)
             spent = ", ".join(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
-from lipscope.charlm.language_model import Architecture, MakeAttention, make_attention
+from lipscope.charlm.language_model import Architecture
 from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.l2_attention import reaction
+from lipscope.reproduce.character_models import Variant
+from lipscope.reproduce.training_cells import Plan
 
 FORMER = {8: 6.40629, 16: 9.23277, 32: 12.98099, 128: 23.79452}
 """The bound of causal L2 attention with identity weights before it was logarithmic, by context."""
@@ -20,15 +21,6 @@ def make_former(a: Architecture) -> ContractiveL2Attention:
     now = reaction(a.context, a.width // a.heads, True, "2")
     constant = a.constant * min(1.0, now / FORMER[a.context])
     return ContractiveL2Attention(a.width, a.heads, constant, causal=True)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The attention and the blocks of a model; a factory of its own if `nn` has no such layer."""
-
-    attention: str
-    invertible: bool = False
-    make: MakeAttention = make_attention
 
 
 VARIANTS = {
@@ -43,43 +35,6 @@ VARIANTS = {
     "dot, l2 values": Variant("dot", make=lambda a: DotScoresL2Values(a.width, a.heads)),
     "l2, dot values": Variant("l2", make=lambda a: L2ScoresDotValues(a.width, a.heads)),
 }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The sizes of an experiment: every cell gets the same steps, windows and width."""
-
-    depths: tuple[int, ...]
-    rates: tuple[float, ...]
-    variants: tuple[str, ...]
-    norm: str = "pre"
-    width: int = 128
-    heads: int = 4
-    context: int = 128
-    batch: int = 64
-    steps: int = 800
-    seeds: int = 3
-    warmup: int = 100
-    decay: bool = True
-    clip: float | None = 1.0
-    every: int = 50
-    tested: int = 1_000_000
-
-    def rate(self, step: int) -> float:
-        rising = min(1.0, (step + 1) / (self.warmup + 1))
-        return rising * (0.55 + 0.45 * math.cos(math.pi * step / self.steps) if self.decay else 1.0)
-
-    def architecture(self, vocabulary: int, variant: Variant, depth: int) -> Architecture:
-        return Architecture(
-            vocabulary,
-            variant.attention,
-            depth,
-            self.width,
-            self.heads,
-            self.context,
-            variant.invertible,
-            norm=self.norm,
-        )
 
 
 GRID = Plan(

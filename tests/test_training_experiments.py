@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
-from benchmarks.stacked_training import History
 from benchmarks.training_figures import draw_breaking, draw_grid
-from benchmarks.training_grid import described, keep, run_cell, settings
+from benchmarks.training_grid import keep, settings
 from benchmarks.training_page import PAGE, RESULTS, filled
 from benchmarks.training_plans import PLANS, VARIANTS
 from lipscope.charlm.characters import CharacterText
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
+from lipscope.reproduce.stacked_training import History
+from lipscope.reproduce.training_cells import first_steps, run_cell
 
 TEXT = CharacterText.of("to be, or not to be: that is the question. " * 9, 8)
 QUICK = {
@@ -36,7 +37,7 @@ def test_every_plan_and_variant_reaches_the_page(tmp_path):
     }
     assert {variant for plan in plans.values() for variant in plan.variants} == set(VARIANTS)
     cells = {
-        f"{name}/{variant}/1": run_cell(plan, variant, 1, TEXT, "cpu")
+        f"{name}/{variant}/1": run_cell(plan, VARIANTS[variant], 1, TEXT, "cpu")
         for name, plan in plans.items()
         for variant in plan.variants
     }
@@ -86,8 +87,11 @@ def test_a_hybrid_has_the_scores_of_one_and_the_values_of_the_other(hybrid, scor
 def test_a_rise_is_half_a_nat_above_the_best_so_far():
     losses = torch.tensor([[3.0, 3.0, 3.0], [2.0, 3.4, 2.0], [2.4, 3.6, math.nan], [2.6, 2.0, 2.0]])
     sizes = torch.tensor([[1.0] * 3, [5.0] * 3, [7.0] * 3, [9.0] * 3])
-    found = described(History(losses, sizes, 10 * sizes))
+    found = first_steps(History(losses, sizes, 10 * sizes))
     assert found["rise"] == [3, 2, 2]
     assert found["gradient"] == {"start": [1.0] * 3, "largest": [7.0, 5.0, 5.0]}
     assert found["weights"]["largest"] == [70.0, 50.0, 50.0]
-    assert described(History(losses[:2, :2], sizes[:2, :2], sizes[:2, :2]))["rise"] == [None, None]
+    assert first_steps(History(losses[:2, :2], sizes[:2, :2], sizes[:2, :2]))["rise"] == [
+        None,
+        None,
+    ]

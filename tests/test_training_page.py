@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from benchmarks.training_outcomes import broke, outcomes
 from benchmarks.training_page import PAGE, RESULTS, filled, largest_rates, rises_table
+from lipscope.reproduce.training_outcomes import broke, outcomes
 
 
 def test_the_tables_are_those_of_the_results():

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.stacked_training import Schedule, Stack
 from lipscope.charlm.characters import CharacterText
 from lipscope.charlm.language_model import Architecture, CharacterTransformer
+from lipscope.reproduce.character_models import CharacterLSTM
+from lipscope.reproduce.stacked_training import Schedule, Stack
 
 TEXT = CharacterText.of("to be, or not to be: that is the question. " * 9, 8)
 STEPS, BATCH = 4, 3
@@ -18,11 +19,11 @@ def architecture(attention: str, invertible: bool = False) -> Architecture:
     return Architecture(len(TEXT.alphabet), attention, 2, 8, 2, 8, invertible)
 
 
-def alone(a: Architecture, seed: int, rate: float) -> CharacterTransformer:
+def alone(a: Architecture, seed: int, rate: float, build=CharacterTransformer):
     """The same training spelled out, one model, torch's own Adam."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = CharacterTransformer(a)
+        model = build(a)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.98))
     starts = torch.randint(
         len(TEXT.learned) - a.context, (STEPS, BATCH), generator=torch.Generator().manual_seed(seed)
@@ -50,11 +51,18 @@ def alone(a: Architecture, seed: int, rate: float) -> CharacterTransformer:
     ],
 )
 def test_a_stack_trains_each_member_as_if_it_were_alone(attention, invertible, norm):
-    a = replace(architecture(attention, invertible), norm=norm)
-    stack = Stack(a, [3, 4], [1e-2, 1e-3], "cpu")
+    check_members(replace(architecture(attention, invertible), norm=norm))
+
+
+def test_a_stack_trains_other_models_too():
+    check_members(architecture("dot"), CharacterLSTM)
+
+
+def check_members(a: Architecture, build=CharacterTransformer):
+    stack = Stack(a, [3, 4], [1e-2, 1e-3], "cpu", build)
     stack.train(TEXT, Schedule(STEPS, BATCH, lambda _: 1.0, 0.5), STEPS, lambda *_: None)
     for member, (seed, rate) in enumerate(((3, 1e-2), (4, 1e-3))):
-        expected = alone(a, seed, rate).state_dict()
+        expected = alone(a, seed, rate, build).state_dict()
         for name, weight in stack.model(member).state_dict().items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=2e-5, msg=name)
 

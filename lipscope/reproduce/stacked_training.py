@@ -1,7 +1,7 @@
 """Many models of one architecture trained at once: stacked weights under one CUDA graph.
 
-The models are those of `lipscope train`, under vmap. They share nothing but kernel launches: a
-member that diverges does not affect the others.
+The models are those of `lipscope train`, or others of characters, under vmap. They share nothing
+but kernel launches: a member that diverges does not affect the others.
 """
 
 from __future__ import annotations
@@ -11,17 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
 from lipscope.charlm.characters import CharacterText
-from lipscope.charlm.language_model import (
-    Architecture,
-    CharacterTransformer,
-    MakeAttention,
-    make_attention,
-)
+from lipscope.charlm.language_model import Architecture, CharacterTransformer
 
 BETAS, EPS = (0.9, 0.98), 1e-8
 ALIGNED = 64
@@ -59,9 +54,9 @@ class Stack:
         seeds: list[int],
         rates: list[float],
         device: str,
-        attention: MakeAttention = make_attention,
+        build: Callable[[Architecture], nn.Module] = CharacterTransformer,
     ) -> None:
-        self.architecture, self.seeds, self._attention = architecture, seeds, attention
+        self.architecture, self.seeds, self._build = architecture, seeds, build
         self.rates = torch.tensor(rates, device=device)[:, None]
         with torch.random.fork_rng(devices=[]):
             models = [self._fresh(seed) for seed in seeds]
@@ -74,9 +69,14 @@ class Stack:
         self.theta = torch.stack(rows).to(device).requires_grad_(True)
         self._skeleton = copy.deepcopy(models[0]).to("meta")
 
-    def _fresh(self, seed: int) -> CharacterTransformer:
+    def _fresh(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return CharacterTransformer(self.architecture, self._attention)
+        return self._build(self.architecture)
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights of one member."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 
     def _flatten(self, weights: dict[str, Tensor]) -> Tensor:
         row = torch.zeros(sum(self._sizes))
@@ -105,9 +105,9 @@ class Stack:
         where = 0 if inputs.ndim == 3 else None
         return vmap(one, in_dims=(0, where, where))(self.weights(theta), inputs, targets)
 
-    def model(self, member: int) -> CharacterTransformer:
+    def model(self, member: int) -> nn.Module:
         """One member as an ordinary model."""
-        model = copy.deepcopy(self._skeleton).to_empty(device=self.theta.device)
+        model: nn.Module = copy.deepcopy(self._skeleton).to_empty(device=self.theta.device)
         model.load_state_dict(self.weights(self.theta.detach()[member]))
         return model
 
