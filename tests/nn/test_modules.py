@@ -161,6 +161,7 @@ import copy, torch
 torch.set_num_threads(1)
 from tests.nn.test_modules import assert_same, layer, loss_and_gradients
 for name in {names}:
+    torch.compiler.reset()  # layers share code, and dynamo counts its recompilations by code
     m = layer(name).to({device!r})
     twin = copy.deepcopy(m)
     compiled = torch.compile(twin, fullgraph=True, backend={backend!r})
