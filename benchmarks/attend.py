@@ -125,6 +125,7 @@ def row(shape: tuple[int, int, int, int]) -> dict[str, object]:
     """All figures of one shape."""
     *x, dq, dk, dv, g = draw(*shape)
     d, n = [dq, dk, dv], shape[2]
+    tiny = draw(1, 1, 8, 8, count=6)  # what forward mode costs the host whatever is computed
     with torch.no_grad():
         dense = torch.rand(1, 1, n, n, device="cuda") < 0.5
         sparse, share = band(n)
@@ -136,6 +137,9 @@ def row(shape: tuple[int, int, int, int]) -> dict[str, object]:
             "value + tangent, attend, dual numbers": rate(lambda: dual_numbers(attend, x, d)),
             "value + tangent, attend, one call alone": milliseconds(
                 lambda: forward_mode(attend, x, d)
+            ),
+            "torch.func.jvp of one multiplication": rate(
+                lambda: forward_mode(lambda q, k, v: q * 2.0, tiny[:3], tiny[3:])
             ),
             "value + tangent, math": attempt(rate, lambda: forward_mode(math, x, d)),
             "boolean mask, attend": rate(
