@@ -8,7 +8,7 @@ reads X only through the rows of Q, K, V: where these are fewer than d, tangents
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from lipscope.attention.uncancelled import (
     per_head,
 )
 from lipscope.linalg.operator import Compression, LinearOperator, Product
+from lipscope.linalg.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -64,6 +65,7 @@ class State:
     tiles: bool = False
     rope: Rope | None = None
     distance: tuple[Tensor, Tensor, float] | None = None  # centred q, k and scale of an L2 kernel
+    ranks: Ranks = ALONE  # with several, q, o and lse are those of this rank's tokens
 
     def read(self, E: Tensor) -> Triple:
         """dX [M, n, r] -> dq, dk, dv."""
@@ -80,6 +82,7 @@ class State:
         if self.distance is not None:
             # d(2s q, -s |q|^2, 1) and d(k, 1, -s |k|^2)
             q, k, s = self.distance
+            k = self.ranks.cut(k, -2)
             none_q, none_k = torch.zeros_like(dq[..., :1]), torch.zeros_like(dk[..., :1])
             dq = torch.cat([2 * s * dq, -2 * s * (q * dq).sum(-1, keepdim=True), none_q], dim=-1)
             dk = torch.cat([dk, none_k, -2 * s * (k * dk).sum(-1, keepdim=True)], dim=-1)
@@ -89,6 +92,7 @@ class State:
         """The adjoint of `read`."""
         if self.distance is not None:
             q, k, s = self.distance
+            k = self.ranks.cut(k, -2)
             gq = 2 * s * (gq[..., :-2] - q * gq[..., -2:-1])
             gk = gk[..., :-2] - 2 * s * k * gk[..., -1:]
         if self.rope is not None:
@@ -97,13 +101,7 @@ class State:
         return G @ (self.W[0] if self.W.shape[0] == 1 else self.W)
 
     def mv(self, E: Tensor) -> Tensor:
-        E = E.to(self.W.dtype)
-        if self.weights is not None:
-            do = reference.jvp(self.weights, self.q, self.k, self.v, self.read(E))
-        elif self.tiles:
-            do = tiled.jvp(self.q, self.k, self.v, self.lse, self.read(E), self.pattern)
-        else:
-            do = backend.jvp(self.q, self.k, self.v, self.o, self.lse, self.read(E), self.pattern)
+        do = self.push(self.read(E.to(self.W.dtype)))
         joined = do.transpose(-3, -2).flatten(-2)
         return joined if self.O is None else joined @ self.O.T
 
@@ -111,13 +109,52 @@ class State:
         U = U.to(self.W.dtype)
         U = U if self.O is None else U @ self.O
         g = U.unflatten(-1, (self.q.shape[1], -1)).transpose(-3, -2)
+        return self.write_back(*self.pull(g))
+
+    def push(self, tangent: Triple) -> Tensor:
+        """dq, dk, dv -> do, through the softmax."""
         if self.weights is not None:
-            return self.write_back(*reference.vjp(self.weights, self.q, self.k, self.v, g))
+            return reference.jvp(self.weights, self.q, self.k, self.v, tangent)
         if self.tiles:
-            return self.write_back(*tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern))
-        return self.write_back(
-            *backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern)
-        )
+            return tiled.jvp(self.q, self.k, self.v, self.lse, tangent, self.pattern)
+        return backend.jvp(self.q, self.k, self.v, self.o, self.lse, tangent, self.pattern)
+
+    def pull(self, g: Tensor) -> Triple:
+        """The adjoint of `push`: g [M, H, n, m] -> gq, gk, gv."""
+        if self.weights is not None:
+            return reference.vjp(self.weights, self.q, self.k, self.v, g)
+        if self.tiles:
+            return tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern)
+        return backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern)
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """P [M, H, rows, n'] in blocks of whole rows; a single block if P has been kept."""
+        H = self.q.shape[1]
+        if self.weights is not None:
+            rows, cols = slice(0, self.q.shape[2]), slice(0, self.k.shape[2])
+            yield rows, cols, reference.heads(self.weights.P, H)
+            return
+        for rows, cols, tile in tiled._blocks(self.q, self.k, self.pattern):
+            q, k = self.q[..., rows, :], self.k[..., cols, :]
+            P = reference.weights(q, k, self.lse[..., rows], tile).P
+            yield rows, cols, reference.heads(P, H)
+
+    def bias_left(self, largest_score: Tensor) -> Tensor:
+        """What the additive mask adds to the size of the logits: `Pattern.bias_left_by_head`."""
+        n, n_keys = self.q.shape[-2], self.k.shape[-2]
+        return self.pattern.bias_left_by_head(n, n_keys, largest_score)
+
+    def evaluated(self, condition: Tensor, keep: bool) -> State:
+        """The state with the output and the log-sum-exp, and with P if it is to be kept."""
+        q, k, v, pattern = self.q, self.k, self.v, self.pattern
+        if keep:
+            o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
+            return replace(self, o=o, lse=lse, weights=weights)
+        resolution = 8 * torch.finfo(q.dtype).eps * condition.max()
+        lost = q.dtype == torch.float32 and not resolution <= UNRESOLVED
+        tiles = lost and backend.fused(q, k, v, pattern)
+        o, lse = (tiled if tiles else backend).forward(q, k, v, pattern)
+        return replace(self, o=o, lse=lse, tiles=tiles)
 
     def take(self, members: Tensor) -> State:
         """The state of some of the members."""
@@ -178,15 +215,21 @@ class Rounding:
 
 
 def linearize(
-    f: SelfAttention, X: Tensor, apart: bool, weights: Tensor | None = None
+    f: SelfAttention,
+    X: Tensor,
+    apart: bool,
+    weights: Tensor | None = None,
+    kind: type[State] = State,
+    ranks: Ranks = ALONE,
 ) -> LinearOperator:
     """The Jacobian of f at X; with `apart`, of each head separately, as a batch (member-major).
 
     weights: token weights, [n] or [B, n], if rounding is to be stated for W^(1/2) J W^(-1/2).
+    kind:    the State of several ranks, if `ranks` share the tokens; X is then this rank's part
     """
     tokens = X if X.ndim == 3 else X[None]
     with torch.no_grad():
-        state, (condition, worst), blocks = _state(f, tokens, weights, apart)
+        state, (condition, worst), blocks = _state(f, tokens, weights, apart, kind, ranks)
         if apart:
             state = state.apart(f.heads)
             size = None if blocks is None else blocks.heads()
@@ -210,7 +253,7 @@ def linearize(
     if basis is not None:
         basis = basis.repeat(copies, 1, 1)
     if X.dtype != torch.float64:
-        core = replace(core, compared=compare(f, tokens, apart, basis))
+        core = replace(core, compared=compare(f, tokens, apart, basis, ranks))
     return core if basis is None else _uncompressed(core, basis, X.shape[-1])
 
 
@@ -235,16 +278,22 @@ def _over_heads(
 
 
 def _state(
-    f: SelfAttention, X: Tensor, token_weights: Tensor | None, apart: bool
+    f: SelfAttention,
+    X: Tensor,
+    token_weights: Tensor | None,
+    apart: bool,
+    kind: type[State] = State,
+    ranks: Ranks = ALONE,
 ) -> tuple[State, tuple[Tensor, Tensor], BlockNorms | None]:
     """Queries, keys, values and output at X, and how rounding grows (infinite after overflow)."""
     norms = f.weight_norms
     if f.padding is not None:
-        X = X * f.padding[..., None]  # the content of padded tokens must not matter
+        X = X * ranks.cut(f.padding, -1)[..., None]  # the content of padded tokens must not matter
     if f.kernel.sinks is None and f.biases is not None:
         # The value bias shifts all outputs alike, and the Jacobian does not depend on it.
         f = replace(f, biases=(*f.biases[:2], None))
     q, k, v = (x.contiguous() for x in f.project(X))
+    k, v = ranks.gather(k), ranks.gather(v)
     distance = None
     if isinstance(f.kernel, L2):
         centre = common_centre(k)
@@ -267,39 +316,32 @@ def _state(
         keys=f.padding,
         sinks=f.kernel.sinks,
     )
-    summed = _summed(f, X, norms)
-    condition, worst = _rounding_growth(f, summed, pattern, *(distance or (q, k, 1.0)))
-    weights, tiles = None, False
-    if q.shape[0] * f.heads * q.shape[2] ** 2 * q.element_size() <= CACHE:
-        o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
-    else:
-        lost = (
-            q.dtype == torch.float32
-            and not 8 * torch.finfo(q.dtype).eps * condition.max() <= UNRESOLVED
-        )
-        tiles = lost and backend.fused(q, k, v, pattern)
-        o, lse = (tiled if tiles else backend).forward(q, k, v, pattern)
-    O = None if f.O is None or apart else f.O.detach()
-    out = o.transpose(-3, -2).flatten(-2).to(v.dtype)
-    out = out if O is None else out @ O.T
-    finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))
-    condition = torch.where(finite[:, None].cpu(), condition, torch.inf)
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
-    state = State(
+    state = kind(
         W=q.new_empty(1, 0, 0),  # filled in by `linearize`, once the basis is known
-        O=O,
+        O=None if f.O is None or apart else f.O.detach(),
         q=q,
         k=k,
         v=v,
-        o=o,
-        lse=lse,
+        o=q.new_empty(0),  # o and lse are filled in by `evaluated`
+        lse=q.new_empty(0),
         pattern=pattern,
-        weights=weights,
-        tiles=tiles,
         rope=rope,
         distance=distance,
+        ranks=ranks,
     )
-    stretch = 1.0 if rope is None else float((rope.cos.abs() + rope.sin.abs()).max())
+    summed = _summed(f, ranks.largest(largest(X[:, None])), norms)
+    condition, worst = _rounding_growth(f, summed, state)
+    numbers = q.shape[0] * f.heads * -(-k.shape[2] // ranks.size) * k.shape[2]
+    state = state.evaluated(condition, keep=numbers * q.element_size() <= CACHE)
+    out = state.o.transpose(-3, -2).flatten(-2).to(v.dtype)
+    out = out if state.O is None else out @ state.O.T
+    finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))
+    lost = ranks.largest((~finite).double()) > 0
+    condition = torch.where(lost[:, None].cpu(), torch.inf, condition)
+    stretch = 1.0
+    if rope is not None:
+        stretch = float(ranks.largest((rope.cos.abs() + rope.sin.abs()).max()))
     stretch_q = stretch * (1.0 if distance else abs(default_scale(f.kernel, q.shape[-1])))
     norms = replace(norms, q=stretch_q * norms.q, k=stretch * norms.k)
     if rope is not None:  # every key is rotated by a different angle: only lengths remain
@@ -311,12 +353,12 @@ def _state(
     return state, (condition, worst), block_norms(state, norms, summed, 1 + worst, w)
 
 
-def _summed(f: SelfAttention, X: Tensor, norms: WeightNorms) -> Lengths:
+def _summed(f: SelfAttention, x: Tensor, norms: WeightNorms) -> Lengths:
     """|Q_h| |x| + |b_q|, and likewise for keys and values: what projections sum up, [M, H] each.
 
-    The rounding error of Q x is a multiple of it, whatever cancels in Q x.
+    The rounding error of Q x is a multiple of it, whatever cancels in Q x. x [M, 1] is the length
+    of the longest token.
     """
-    x = largest(X[:, None])
     own = (norms.q_all, norms.k_all, norms.v_all)
     counts = (f.heads, f.groups, f.groups)
     parts = []
@@ -328,9 +370,7 @@ def _summed(f: SelfAttention, X: Tensor, norms: WeightNorms) -> Lengths:
     return Lengths(*parts)
 
 
-def _rounding_growth(
-    f: SelfAttention, summed: Lengths, pattern: Pattern, q: Tensor, k: Tensor, s: float
-) -> tuple[Tensor, Tensor]:
+def _rounding_growth(f: SelfAttention, summed: Lengths, state: State) -> tuple[Tensor, Tensor]:
     """How rounding grows in a score, [M, H]: without (condition) and with the projections (worst).
 
     A score sums terms of size |q| |k| (condition). An error of |Q| |x| + |b_q| in a query is, times
@@ -338,7 +378,9 @@ def _rounding_growth(
     and the errors of the projections enter times 2 s (|q| + |k|). What an additive mask adds,
     beyond what a whole row shares, counts as a term of the score.
     """
-    long_q, long_k = (per_head(largest(x), f.heads) for x in (q, k))
+    q, k, s = state.distance or (state.q, state.k, 1.0)
+    ranks, softcap = state.ranks, state.pattern.softcap
+    long_q, long_k = (per_head(ranks.largest(largest(x)), f.heads) for x in (q, k))
     wide_q, wide_k = summed.q, summed.k
     if isinstance(f.kernel, L2):
         condition = s * (long_q + long_k).square()
@@ -346,8 +388,8 @@ def _rounding_growth(
     else:
         condition = long_q * long_k
         worst = condition + wide_q * long_k + long_q * wide_k
-    largest_score = condition if pattern.softcap is None else condition.clamp_max(pattern.softcap)
-    added = pattern.bias_left_by_head(q.shape[-2], k.shape[-2], largest_score.to(q.device)).cpu()
+    largest_score = condition if softcap is None else condition.clamp_max(softcap)
+    added = ranks.largest(state.bias_left(largest_score.to(q.device))).cpu()
     return condition + added, worst + added
 
 
@@ -393,6 +435,7 @@ def _operator(
         condition=drop(rounding.condition),
         worst=drop(rounding.worst),
         size=None if rounding.size is None else drop(rounding.size),
+        ranks=state.ranks,
         take=None
         if batch is None
         else lambda m: _operator(state.take(m), in_shape, len(m), rounding.each(lambda x: x[m])),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipscope.attention.kernels import L2, Dot, augment, default_scale
 from lipscope.attention.primitive import attend
+from lipscope.linalg.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -28,11 +29,14 @@ NUMBERS = 1 << 24
 Comparison = Callable[[Tensor, Tensor], Tensor]
 
 
-def compare(f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None) -> Comparison:
+def compare(
+    f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None, ranks: Ranks = ALONE
+) -> Comparison:
     """A function of tangents [B, n, r] and products [B, n, m] that returns error norms [B].
 
     X is [M, n, d] and B counts members, or heads of members with `apart`. basis [B | 1, d, r] maps
-    tangents to token space; None if they are there already.
+    tangents to token space; None if they are there already. With several ranks, X, tangents and
+    products are those of this rank's tokens, and the rows are chosen among all.
     """
 
     def difference(tangent: Tensor, product: Tensor) -> Tensor:
@@ -41,26 +45,26 @@ def compare(f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None) -> C
         E = tangent.double().reshape(product.shape[0], n, -1)
         E = E if basis is None else E @ basis.double().mT
         E = E.reshape(members, -1, n, X.shape[-1])  # one tangent for all heads, or one per head
-        index, share = _rows(product)
+        index, share = _rows(ranks.gather(product.double().square().sum(dim=(0, 2))[:, None])[:, 0])
+        cuts = _cuts(f, members * ranks.whole((n,))[0])
         with torch.no_grad():
-            heads = torch.cat([_head_rows(f, X, E, cut, index) for cut in _cuts(f, X)], dim=1)
+            heads = torch.cat([_head_rows(f, X, E, cut, index, ranks) for cut in cuts], dim=1)
             if apart:
                 exact = heads.flatten(0, 1)
             else:
                 exact = heads.transpose(1, 2).flatten(-2)
                 exact = exact if f.O is None else exact @ f.O.double().T
-        off = (exact - product[:, index].double()).square().sum(dim=-1)
+        off = (exact - ranks.rows(product, index).double()).square().sum(dim=-1)
         return (off * share).sum(dim=-1).sqrt().cpu()
 
     return difference
 
 
-def _rows(product: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows to compare, and how many rows each of them represents."""
-    n = product.shape[1]
-    size = product.double().square().sum(dim=(0, 2))
+def _rows(size: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows to compare, by their size [n], and how many rows each of them represents."""
+    n = len(size)
     if n <= ROWS:
-        return torch.arange(n, device=product.device), torch.ones_like(size)
+        return torch.arange(n, device=size.device), torch.ones_like(size)
     # Errors tend to be where the product is; a random half keeps the estimate of the rest unbiased.
     top = size.nan_to_num().topk(ROWS // 2).indices
     rest = torch.ones(n, dtype=torch.bool)
@@ -71,17 +75,20 @@ def _rows(product: Tensor) -> tuple[Tensor, Tensor]:
     ]
     share = torch.ones(len(top) + len(drawn), dtype=torch.float64)
     share[len(top) :] = len(others) / len(drawn)
-    return torch.cat([top, drawn.to(top)]), share.to(product.device)
+    return torch.cat([top, drawn.to(top)]), share.to(size.device)
 
 
-def _cuts(f: SelfAttention, X: Tensor) -> list[slice]:
-    whole = X.shape[0] * X.shape[1] * f.Q.shape[0] <= NUMBERS
+def _cuts(f: SelfAttention, tokens: int) -> list[slice]:
+    whole = tokens * f.Q.shape[0] <= NUMBERS
     return [slice(0, f.heads)] if whole else [slice(h, h + 1) for h in range(f.heads)]
 
 
-def _head_rows(f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor) -> Tensor:
+def _head_rows(
+    f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor, ranks: Ranks
+) -> Tensor:
     """Rows `index` of J E before the output projection, in float64: [M, heads in cut, rows, m]."""
-    tokens = (X if f.padding is None else X * f.padding[..., None]).double()[:, None]
+    X = X if f.padding is None else X * ranks.cut(f.padding, -1)[..., None]
+    tokens = X.double()[:, None]
     E = E if E.shape[1] == 1 else E[:, cut]
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
     point, tangent = [], []
@@ -93,16 +100,16 @@ def _head_rows(f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor
             x = x + by_head(b.double())[cut, None]
         if rope is not None and name != "v":
             x, dx = rope.turn(x), rope.turn(dx)
-        point.append(x)
-        tangent.append(dx)
+        chosen = ranks.gather if name != "q" else lambda y: ranks.rows(y, index)
+        point.append(chosen(x))
+        tangent.append(chosen(dx))
     sinks = None if f.kernel.sinks is None else f.kernel.sinks.double()[cut]
-    mask = _mask_rows(f, index, X.shape[1])
+    mask = _mask_rows(f, index, point[1].shape[-2])
 
     def rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = default_scale(f.kernel, q.shape[-1])
         if isinstance(f.kernel, L2):
             (q, k), scale = augment(f.kernel, q, k), 1.0
-        q = q[..., index, :]
         return attend(q, k, v, scale=scale, mask=mask, softcap=f.kernel.softcap, sinks=sinks)
 
     return torch.func.jvp(rows, tuple(point), tuple(tangent))[1]

@@ -15,15 +15,14 @@ Heads under an output matrix add up as sum_h ||O_h|| size_h. See docs/theory/sol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lipscope.attention import reference, tiled
 from lipscope.attention.reference import Triple
+from lipscope.linalg.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -105,7 +104,10 @@ class Lengths:
 
 @dataclass(frozen=True, eq=False)
 class BlockNorms:
-    """Norms of the three blocks of each head: values and keys [M, H], queries [M, H, n]."""
+    """Norms of the three blocks of each head: values and keys [M, H], queries [M, H, n].
+
+    Where several ranks share the queries, only the largest of their rows is kept, [M, H, 1].
+    """
 
     values: Tensor
     queries: Tensor
@@ -143,12 +145,13 @@ def block_norms(
     weights [M, n]: token weights, if the Jacobian is that of a measure, W^(1/2) J W^(-1/2)
     """
     q, k, scale = (s.q, s.k, 0.5) if s.distance is None else s.distance
-    H = q.shape[1]
-    top, off = _lengths((q, k, s.v), summed, growth)
+    H, ranks = q.shape[1], s.ranks  # ranks share the queries; each has all keys and values
+    top, off = _lengths((q, k, s.v), summed, growth, ranks)
     gain = 2 * scale
     # From here on q, k, v have longest vectors of length one, so that squares stay in range; `top`
     # multiplies the lengths back in.
-    q, k, v = (_over(per_head(x, H), per_head(largest(x), H)) for x in (q, k, s.v))
+    tops = (top.q, top.k, top.v)
+    q, k, v = (_over(per_head(x, H), t) for x, t in zip((q, k, s.v), tops, strict=True))
     q_long, k_long = _lengths_squared(q, norms.k_gram), _lengths_squared(k, norms.k_gram)
     q_row = q_long.sqrt() * top.q[..., None] + off.q[..., None]
     # Keys enter a distance s |q_i - k_j|^2 through 2 s (q_i - k_j), a product through q_i.
@@ -157,9 +160,10 @@ def block_norms(
     moments = torch.cat([v, k, *(x[..., None].to(v) for x in squares)], dim=-1)
     queries = torch.zeros_like(q_row)
     columns = torch.zeros(*q_row.shape[:2], 3, k.shape[2], dtype=torch.float64)
-    row_top, v_top = (q_row.amax(dim=-1) * (top.v + off.v)).clamp_min(TINY), top.v + off.v
+    v_top = top.v + off.v
+    row_top = (ranks.largest(q_row.amax(dim=-1)) * v_top).clamp_min(TINY)
     w = None if weights is None else weights.detach().double().cpu()
-    for rows, cols, P in _weights(s):
+    for rows, cols, P in s.blocks():
         # First and second moments of values and keys under each row of P, in one product.
         means = P @ moments[..., cols, :].to(P)
         v_mean, k_mean, v_square, k_square = means.split([v.shape[-1], k.shape[-1], 1, 1], dim=-1)
@@ -179,6 +183,7 @@ def block_norms(
         into = torch.stack(shares, dim=-2).square()
         into = into if w is None else into * w[:, None, None, rows]
         columns[..., cols] += (into.to(P) @ P).double().cpu()
+    columns = ranks.sum(columns)
     columns = columns if w is None else columns / w[:, None, None, :]
     of_values, of_keys, of_distances = columns.unbind(dim=-2)
     keys = gain * row_top * of_keys.amax(dim=-1).sqrt()
@@ -186,19 +191,25 @@ def block_norms(
         keys = keys + gain * v_top * (of_distances.sqrt() * k_column).amax(dim=-1)
     # Exactly zero: a row that sees no key (its log-sum-exp is infinite), and values of 0.
     seen = s.lse.cpu() < torch.inf
-    moved = (summed.v > 0) & seen.any(dim=-1)
+    any_seen = ranks.largest(seen.any(dim=-1).double()) > 0
+    moved = (summed.v > 0) & any_seen
     values = (norms.v * of_values.amax(dim=-1).sqrt()).clamp_min(TINY)
+    queries = torch.where(moved[..., None] & seen, norms.q[:, None] * queries, 0.0)
+    if ranks is not ALONE:
+        queries = ranks.largest(queries.amax(dim=-1, keepdim=True))
     return BlockNorms(
-        values=torch.where((norms.v > 0) & seen.any(dim=-1), values, 0.0),
-        queries=torch.where(moved[..., None] & seen, norms.q[:, None] * queries, 0.0),
+        values=torch.where((norms.v > 0) & any_seen, values, 0.0),
+        queries=queries,
         keys=torch.where(moved, norms.k * keys, 0.0),
     )
 
 
-def _lengths(parts: Triple, summed: Lengths, growth: Tensor) -> tuple[Lengths, Lengths]:
+def _lengths(
+    parts: Triple, summed: Lengths, growth: Tensor, ranks: Ranks
+) -> tuple[Lengths, Lengths]:
     """The longest vectors, and their errors divided by the growth of the weights P_ij."""
     heads = parts[0].shape[1]
-    top = [per_head(largest(x), heads) for x in parts]
+    top = [per_head(ranks.largest(largest(x)), heads) for x in parts]
     total = (a + b for a, b in zip(top, (summed.q, summed.k, summed.v), strict=True))
     off = [(x / growth).nan_to_num(nan=torch.inf, posinf=torch.inf) for x in total]
     return Lengths(*top), Lengths(*off)
@@ -231,14 +242,3 @@ def largest(x: Tensor) -> Tensor:
     x = x if x.element_size() >= 4 else x.float()
     top = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     return ((x / top).norm(dim=-1).amax(dim=-1).double() * top[..., 0, 0].double()).cpu()
-
-
-def _weights(s: State) -> Iterator[tuple[slice, slice, Tensor]]:
-    """P [M, H, rows, n'] in blocks of whole rows; a single block if P has been kept."""
-    H = s.q.shape[1]
-    if s.weights is not None:
-        yield slice(0, s.q.shape[2]), slice(0, s.k.shape[2]), reference.heads(s.weights.P, H)
-        return
-    for rows, cols, tile in tiled._blocks(s.q, s.k, s.pattern):
-        W = reference.weights(s.q[..., rows, :], s.k[..., cols, :], s.lse[..., rows], tile)
-        yield rows, cols, reference.heads(W.P, H)

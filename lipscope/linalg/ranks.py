@@ -26,13 +26,23 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Ranks:
     """One process that holds whole vectors; what `TokenShards` exchanges is here already."""
 
+    size = 1
+
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a vector of all ranks, from the shape of this rank's part."""
         return shape
 
-    def own(self, x: Tensor) -> Tensor:
-        """This rank's part of whole vectors, x [members, *shape]."""
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens, of all n along `dim`."""
         return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Tokens of this rank, [..., tokens, width], to all n in order, [..., n, width]."""
+        return x
+
+    def rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """Tokens at some of the n positions, whoever holds them: x [..., tokens, width]."""
+        return x[..., index, :]
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, the same bits on each."""
@@ -98,10 +108,14 @@ class TokenShards(Ranks):
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.n, *shape[1:])
 
-    def own(self, x: Tensor) -> Tensor:
-        """Rows of this rank, of x [members, n * width] whole vectors of tokens."""
-        rows = x.unflatten(1, (self.n, -1))
-        return rows[:, self.positions.to(x.device)].flatten(1)
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        return x.index_select(dim, self.positions.to(x.device))
+
+    def rows(self, x: Tensor, index: Tensor) -> Tensor:
+        positions = self.positions.to(index.device)
+        where = torch.searchsorted(positions, index).clamp_max(len(positions) - 1)
+        mine = positions[where] == index
+        return self.sum(torch.where(mine[:, None], x[..., where, :], 0))
 
     def sum(self, x: Tensor) -> Tensor:
         return self._reduced(x, dist.ReduceOp.SUM)
@@ -123,7 +137,6 @@ class TokenShards(Ranks):
         return self.sum(x if self.rank == 0 else torch.zeros_like(x))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Tokens of this rank, [..., tokens, width], to all n in order, [..., n, width]."""
         mine = self._packed(x.movedim(-2, 0), self._own_slots, 2 * self.block)
         everyone = mine.new_empty(2 * self.size * self.block, *mine.shape[1:])
         self._exchange(_gather_single, everyone, mine)
