@@ -33,10 +33,10 @@ def line(A: float, causal: bool = False) -> ls.SelfAttention:
 def transition() -> Figure:
     figure, ax = plt.subplots(figsize=(7, 4.6), layout="constrained")
     figures.draw_transitions(
-        {
-            R: ls.mean_field.transition(line(-1.0), R, 1e30, per_decade=8)
+        [
+            ls.mean_field.transition(line(-1.0), R, 1e30, per_decade=8)
             for R in (1.0, 2.0, 3.0, 4.0, 5.0)
-        },
+        ],
         ax,
     )
     ax.set_title("A = -1, V = 1: one token at R, a crowd at -R")

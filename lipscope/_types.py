@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from lipscope._display import Displayed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,7 +63,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
+class Point(Displayed):
     """The domain that consists of a single input.
 
     Args:
@@ -107,7 +109,7 @@ class Ball:
 
 
 @dataclass(frozen=True, eq=False)
-class Around:
+class Around(Displayed):
     """The domain of all sequences `Y` with `||Y - X||_F <= r`.
 
     Args:

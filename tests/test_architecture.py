@@ -15,7 +15,7 @@ PACKAGE = ROOT / "lipscope"
 
 # Lowest first; packages on one line never import each other.
 FLOORS = [
-    ("_contents",),
+    ("_contents", "_display"),
     ("_types",),
     ("_checks", "_files", "_torch_internals"),
     ("linalg",),
@@ -85,11 +85,7 @@ def import_violations(source: str, module: str) -> list[str]:
         elif target not in FLOOR:
             if not target.startswith("__"):
                 found.append(f"{module}: import {name!r} from its room, not from the contents page")
-        elif (
-            room in ("study", "budget")
-            and target == "report"
-            and re.match("plot(_|$)|_repr_html_$", function)
-        ):
+        elif target == "report" and re.match("plot(_|$)|_repr_html_$", function):
             continue  # the one exception: results draw themselves
         elif target != room and FLOOR[target] >= FLOOR[room]:
             found.append(f"{module}: {room} may not import {target}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipscope._checks import explained
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, one
@@ -20,7 +21,7 @@ ETAS = tuple(10.0**e for e in range(-6, 1))
 
 
 @dataclass(frozen=True, eq=False)
-class Response:
+class Response(Displayed):
     """Changes of f per step along the top right singular vector U of D_X f, with ||U|| = 1.
 
     etas:     The step sizes.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope._display import Displayed
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, many
 from lipscope.linalg.spectral import Solver, fresh_seed
@@ -15,7 +16,7 @@ from lipscope.mean_field.local import local_lipschitz
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Found(Displayed):
     """An input found by an attack.
 
     Attributes:

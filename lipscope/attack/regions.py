@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from lipscope._checks import check_fields
+from lipscope._display import Displayed
 from lipscope._types import Around, Ball, Domain, UserError
 
 
 @dataclass(frozen=True, eq=False)
-class Normed:
+class Normed(Displayed):
     """The domain of all sequences of n tokens that a LayerNorm or RMSNorm can output.
 
     Tokens are weight * z + bias with |z| <= sqrt(d) and, for LayerNorm, entries of z that sum to 0:

@@ -90,6 +90,25 @@ class Trial(NamedTuple):
     success: bool
 
 
+class Trials(list[Trial]):
+    """The trials that :func:`compare_attacks` returns."""
+
+    def plot(self) -> Any:
+        """Plot the change of the output and the success of each attack; returns both Axes."""
+        from lipscope.report.attack_figures import contest_figure
+
+        return contest_figure(self).axes
+
+    def __repr__(self) -> str:
+        texts = len({trial.text for trial in self})
+        return f"Trials({len(self)} on {texts} texts)"
+
+    def _repr_html_(self) -> str:
+        from lipscope.report.notebook import terminal_html
+
+        return terminal_html(comparison_table(self))
+
+
 @dataclass(frozen=True, eq=False)
 class AttackedText:
     """A text to attack: its token ids, the reader that runs them, their embeddings and output."""
@@ -107,7 +126,7 @@ def compare_attacks(
     contest: Contest | None = None,
     *,
     progress: Progress | None = None,
-) -> list[Trial]:
+) -> Trials:
     """Run every attack on every text, at every perturbation norm.
 
     The attacks are token swaps, the top singular direction, projected gradient ascent and random
@@ -122,7 +141,7 @@ def compare_attacks(
         progress: Called with the number of texts done and their total.
 
     Returns:
-        One :class:`Trial` per attack, text and norm.
+        A list with one :class:`Trial` per attack, text and norm; `plot` draws it.
 
     Raises:
         UserError: If there are too few texts, or a text is too short.
@@ -149,7 +168,7 @@ def compare_attacks(
     model = model if isinstance(model, Model) else load(model, dtype="float32")
     samples = _samples(model, _default_texts() if texts is None else texts, contest)
     sentences = torch.cat([sentence_embedding(one.hidden) for one in samples])
-    trials: list[Trial] = []
+    trials = Trials()
     for i, sample in enumerate(samples):
         if progress is not None:
             progress(i, len(samples))

@@ -138,6 +138,14 @@ class AttackedModel(NamedTuple):
     study: Study
     lines: list[Line]
 
+    def __repr__(self) -> str:
+        return f"AttackedModel({self.study!r}, {len(self.lines)} lines)"
+
+    def _repr_html_(self) -> str:
+        from lipscope.report.notebook import terminal_html
+
+        return terminal_html(attack_table(self.study, self.lines))
+
 
 @explained
 def attack_model(

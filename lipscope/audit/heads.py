@@ -43,6 +43,15 @@ class Audit(NamedTuple):
     study: Study
     not_offered: dict[str, str]
 
+    def __repr__(self) -> str:
+        return f"Audit({self.study!r}, {len(self.not_offered)} theorems not applicable)"
+
+    def _repr_html_(self) -> str:
+        from lipscope.report.bound_table import bound_summary
+        from lipscope.report.notebook import terminal_html
+
+        return terminal_html(bound_summary(self))
+
 
 class HeadAtSample(NamedTuple):
     """One head at one sample; `sigma` is the row that was measured there."""

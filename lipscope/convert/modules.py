@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope._display import html_table, text_table
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.convert.replacement import (
@@ -58,6 +59,10 @@ class Target:
             )
 
 
+HEAD = ("layer", "from", "to", "sigma before", "sigma after", "bound", "left behind")
+"""Columns of the table of a conversion."""
+
+
 @dataclass(frozen=True, eq=False)
 class ConvertedLayer:
     """One layer, at the tokens it reads in the old model and in the new one.
@@ -84,9 +89,8 @@ class Conversion:
     tokens: int
     layers: list[ConvertedLayer]
 
-    def __str__(self) -> str:
-        head = ("layer", "from", "to", "sigma before", "sigma after", "bound", "left behind")
-        rows = [
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             (
                 x.name,
                 x.old,
@@ -98,14 +102,15 @@ class Conversion:
             )
             for x in self.layers
         ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            for row in (head, *rows)
-        ]
-        return "\n".join(
-            [f"local constants at {self.tokens} tokens", *(line.rstrip() for line in lines)]
-        )
+
+    def __str__(self) -> str:
+        return f"local constants at {self.tokens} tokens\n{text_table([HEAD, *self._rows()])}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        table = html_table(HEAD, self._rows())
+        return f"<div><p>local constants at {self.tokens} tokens</p>{table}</div>"
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from scipy.spatial import cKDTree
 from torch import Tensor
 
 from lipscope._checks import explained
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.dynamics.integration import Ending
 from lipscope.dynamics.particles import Flow
@@ -28,7 +29,7 @@ NOISE = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Clusters:
+class Clusters(Displayed):
     """K clusters at the end of a flow, the heaviest first.
 
     centres [K, d]: weighted means of the members

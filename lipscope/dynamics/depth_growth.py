@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope._checks import explained
+from lipscope._display import Displayed
 from lipscope._types import Status
 from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.integration import Progress, check_count, check_tolerance
@@ -28,7 +30,7 @@ from lipscope.mean_field.measures import DiscreteMeasure
 
 
 @dataclass(frozen=True, eq=False)
-class DepthGrowth:
+class DepthGrowth(Displayed):
     """Growth factors of perturbations at depths `times` [T], the first of them 0.
 
     sigma:    || D_X X(t) ||, the largest factor by which the network up to this depth amplifies a
@@ -49,6 +51,12 @@ class DepthGrowth:
     local: Tensor
     statuses: tuple[Status, ...]
     overflow: float | None = None
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot the growth along depth, with the product over layers; returns matplotlib Axes."""
+        from lipscope.report.flow_figures import plot_depth_growth
+
+        return plot_depth_growth(self, ax)
 
     @property
     def summary(self) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lipscope._checks import explained
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2, default_scale
 from lipscope.attention.layer import SelfAttention
@@ -33,7 +34,7 @@ IMMINENT = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class GaussianFlow:
+class GaussianFlow(Displayed):
     """A Gaussian along depth: means [T, d] and covariances [T, d, d] at times [T].
 
     maps [T, d, d]: a token that starts at x is at means + maps (x - means[0]); covariances are

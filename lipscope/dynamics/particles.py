@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope._checks import explained
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
@@ -34,7 +36,7 @@ UNRESOLVED = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
+class Flow(Displayed):
     """Tokens along depth: positions [T, n, d] at times [T].
 
     weights [n]: masses of the tokens, None if they are equal
@@ -51,6 +53,20 @@ class Flow:
     steps: int
     evaluations: int
     unresolved: float | None = None
+
+    def plot(self, ax: Any = None, *, renormalised: bool = False) -> Any:
+        """Plot the paths of the tokens.
+
+        Args:
+            ax: matplotlib Axes to draw on. Default: new ones.
+            renormalised: Whether to draw z = e^{-tV} x in place of x.
+
+        Returns:
+            The Axes.
+        """
+        from lipscope.report.flow_figures import plot_flow
+
+        return plot_flow(self, ax, renormalised)
 
     @property
     def ok(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from lipscope._checks import explained, usable_device
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.clusters import Clusters, find_clusters
@@ -28,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(Displayed):
     """The moments of a Gaussian along depth, by their closed equation.
 
     closed:   up to the requested time
@@ -44,7 +46,7 @@ class Moments:
 
 
 @dataclass(frozen=True, eq=False)
-class Simulation:
+class Simulation(Displayed):
     """A simulated preset: the particles, what was found in them, and the settings to repeat it."""
 
     name: str
@@ -56,6 +58,12 @@ class Simulation:
     device: str
     flow: Flow
     found: Clusters | Moments | DepthGrowth
+
+    def plot(self) -> Any:
+        """Plot the tokens along depth, and what was found in them; returns both Axes."""
+        from lipscope.report.flow_figures import plot_simulation
+
+        return plot_simulation(self)
 
     @property
     def shown(self) -> Tensor:

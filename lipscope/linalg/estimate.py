@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lipscope._display import html_table, short
 from lipscope._types import Status
 
 
@@ -120,7 +121,7 @@ class BatchEstimate:
         return _table(list(self), self.confidence)
 
     def __repr__(self) -> str:
-        return f"BatchEstimate({len(self)} members, value={self.value})"
+        return f"BatchEstimate({len(self)} members, value={short(self.value)})"
 
 
 def one(e: Estimate | BatchEstimate) -> Estimate:
@@ -137,14 +138,16 @@ def many(e: Estimate | BatchEstimate) -> BatchEstimate:
 
 def _table(members: Sequence[Estimate], confidence: float) -> str:
     """A table for notebooks: one row per member."""
-    names = ("σ", "lower", "upper", "residual", "steps", "status")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    rows = "".join(
-        f"<tr><td>{e.value:.10g}</td><td>{e.lower:.10g}</td><td>{e.upper:.10g}</td>"
-        f"<td>{e.residual:.1e}</td><td>{e.steps}</td><td>{e.status.name.lower()}</td></tr>"
+    rows = [
+        (
+            f"{e.value:.10g}",
+            f"{e.lower:.10g}",
+            f"{e.upper:.10g}",
+            f"{e.residual:.1e}",
+            e.steps,
+            e.status.name.lower(),
+        )
         for e in members
-    )
-    return (
-        f"<table><caption>upper bounds at confidence {confidence:.10g}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    )
+    ]
+    table = html_table(("σ", "lower", "upper", "residual", "steps", "status"), rows)
+    return f"<div>{table}<p>upper bounds at confidence {confidence:.10g}</p></div>"

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope._checks import check_whole, explained
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import many, one
@@ -27,7 +29,7 @@ from lipscope.theorems.heads import heads_of, real_eigenpairs
 
 
 @dataclass(frozen=True, eq=False)
-class TwoDiracs:
+class TwoDiracs(Displayed):
     """The measure p delta_{Ru} + (1 - p) delta_{crowd u} with p = p_R, and its lower bound.
 
     guaranteed: |Vu| (gamma/2) R^2 e^{gamma R^2}, a lower bound of ||D_mu F||.
@@ -40,17 +42,25 @@ class TwoDiracs:
 
 
 @dataclass(frozen=True, eq=False)
-class Transition:
-    """sigma[i] = ||D_X f|| of n[i] tokens of the two-Dirac family.
+class Transition(Displayed):
+    """sigma[i] = ||D_X f|| of n[i] tokens of the two-Dirac family in the ball of radius R.
 
     predicted: number of tokens beyond which sigma stops growing, 1 / p_R.
     plateau:   ||D_mu F|| of the two-Dirac measure, the limit n -> infinity.
     """
 
+    R: float
     n: list[int]
     sigma: Tensor
     predicted: float
     plateau: float
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot sigma against n, with the prediction; returns matplotlib Axes."""
+        from lipscope.report.figures import new_axes
+        from lipscope.report.mean_field_figures import draw_transitions
+
+        return draw_transitions([self], new_axes(ax))
 
 
 @explained
@@ -144,7 +154,7 @@ def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) ->
     few = [min(n - 1, max(1, round(n * worst.p))) for n in counts]
     sigma = _repeated(f, worst.measure.points, counts, few)
     plateau = one(spectral_norm(derivative(f, worst.measure), 1e-9, solver=Solver(seed=0))).value
-    return Transition(n=counts, sigma=sigma, predicted=1 / worst.p, plateau=plateau)
+    return Transition(R=R, n=counts, sigma=sigma, predicted=1 / worst.p, plateau=plateau)
 
 
 def _repeated(f: SelfAttention, atoms: Tensor, counts: list[int], few: list[int]) -> Tensor:

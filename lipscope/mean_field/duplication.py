@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope._checks import explained
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate, many, one
@@ -32,7 +33,7 @@ from lipscope.mean_field.transport import wasserstein
 
 
 @dataclass(frozen=True, eq=False)
-class Splitting:
+class Splitting(Displayed):
     """The effect of splitting at a measure, with coinciding tokens merged.
 
     measure:   the input with coinciding atoms merged.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope._checks import check_exponent
+from lipscope._display import Displayed
 from lipscope._types import UserError
 
 STEPS = 1000
@@ -22,7 +23,7 @@ STEPS = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class Averaging:
+class Averaging(Displayed):
     """The d_p constant of averaging n tokens over their past, and the field that attains it."""
 
     constant: float

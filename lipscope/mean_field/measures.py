@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_tensor
 
 
 @dataclass(frozen=True, eq=False)
-class DiscreteMeasure:
+class DiscreteMeasure(Displayed):
     """A probability measure with finitely many atoms, `mu = sum_i w_i delta_{x_i}`.
 
     Points listed twice are two atoms that can move apart; `merged` joins them.

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from lipscope._checks import explained
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
@@ -22,15 +23,22 @@ from lipscope.mean_field.measures import DiscreteMeasure
 
 
 @dataclass(frozen=True, eq=False)
-class SplittingMap:
+class SplittingMap(Displayed):
     """gain[i, j] = L_split / ||D|| for two equal tokens at positions[i] and positions[j]."""
 
     positions: Tensor
     gain: Tensor
 
+    def plot(self, ax: Any = None) -> Any:
+        """Plot the gain over the positions of both tokens; returns matplotlib Axes."""
+        from lipscope.report.figures import new_axes
+        from lipscope.report.mean_field_figures import draw_splitting_map
+
+        return draw_splitting_map(self, new_axes(ax))
+
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class Row(Displayed):
     """One map of the table: the largest gain found with equal and with free weights, and where."""
 
     name: str

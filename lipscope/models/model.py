@@ -85,6 +85,12 @@ class Model:
         self._layers: list[Layer] | None = None
         self._memory = Memory()
 
+    def __repr__(self) -> str:
+        card = self.card
+        kind = "" if card.name == card.architecture else f"{card.architecture}, "
+        seed = "" if card.random_init is None else f", random weights (seed {card.random_init})"
+        return f"Model({card.name}: {kind}{card.dtype} on {card.device}{seed})"
+
     @property
     def owned(self) -> bool:
         """Whether lipscope loaded the module itself; a live one is borrowed and has no name."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
@@ -42,7 +43,7 @@ def _mark(module: nn.Module) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class Site(Displayed):
     """One map and its inputs. `lipscope.jacobian(f, X)` is a batch of len(members) Jacobians.
 
     layer:   counted from 0; None for the whole model

@@ -7,12 +7,15 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from html import escape
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope._checks import explained
+from lipscope._display import html_table
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
@@ -181,6 +184,33 @@ class SmoothnessMonitor:
     def close(self) -> None:
         """Remove all hooks from the model."""
         self.watch.release()
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot the constants measured so far, one curve per layer; returns matplotlib Axes."""
+        from lipscope.report.training import draw_readings
+
+        return draw_readings(self.readings, ax)
+
+    def __repr__(self) -> str:
+        layers, count = self.watch.names, len(self.readings)
+        last = f", the last at step {self.readings[-1].step}" if count else ""
+        often = "step" if self.every == 1 else f"{self.every} steps"
+        return (
+            f"SmoothnessMonitor({len(layers)} layer{'' if len(layers) == 1 else 's'}, every "
+            f"{often}: {count} reading{'' if count == 1 else 's'}{last})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name in self.watch.names:
+            own = [reading for reading in self.readings if reading.layer == name]
+            sigmas = [reading.sigma for reading in own if math.isfinite(reading.sigma)]
+            numbers = (
+                (f"{x:.4g}" for x in (sigmas[0], sigmas[-1], max(sigmas))) if sigmas else "–––"
+            )
+            rows.append((name, len(own), *numbers, own[-1].status if own else "–"))
+        head = ("layer", "readings", "σ, first", "σ, last", "σ, largest", "last status")
+        return f"<div><p>{escape(repr(self))}</p>{html_table(head, rows)}</div>"
 
     def _default_number(self) -> int:
         """The number of a step that came without one; it never overwrites rows of the file."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._checks import explained, norm_name
+from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
 from lipscope.nn.attention_layer import AttentionLayer, check_padding
@@ -30,7 +31,7 @@ PROVED = (ContractiveL2Attention, ContractiveMLP)
 
 
 @dataclass(frozen=True, eq=False)
-class Inverse:
+class Inverse(Displayed):
     """The solution x of x + g(x) = y, with an error bound.
 
     Attributes:
@@ -50,7 +51,7 @@ class Inverse:
 
 
 @dataclass(frozen=True, eq=False)
-class LogDet:
+class LogDet(Displayed):
     """An estimate of log |det D(x + g(x))|.
 
     Attributes:

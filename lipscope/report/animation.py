@@ -53,6 +53,6 @@ def _moving_tokens(ax: Axes, simulation: Simulation) -> Move:
         ax.set_xlabel("z = exp(-tV) x" if simulation.preset.renormalise else "x")
         ax.set_ylabel("token")
     else:
-        label_axes(ax, simulation)
-    dots = ax.scatter(z[0, :, 0], z[0, :, 1], s=8, c=colours(simulation), alpha=0.7)
+        label_axes(ax, simulation.dim, simulation.preset.renormalise)
+    dots = ax.scatter(z[0, :, 0], z[0, :, 1], s=8, c=colours(simulation.flow), alpha=0.7)
     return lambda frame: dots.set_offsets(z[frame, :, :2])

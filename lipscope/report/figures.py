@@ -30,7 +30,7 @@ def heatmap(study: Study, ax: Axes | None = None, n: int | None = None) -> Axes:
     if n is not None and n not in found.lengths:
         raise UserError(f"nothing was measured at n = {n}; choose one of {found.lengths}")
     at = len(found.lengths) - 1 if n is None else found.lengths.index(n)
-    ax, grid = _axes(ax), found.grids[at]
+    ax, grid = new_axes(ax), found.grids[at]
     charts.style(ax, SIZE)
     few = len(grid.columns) <= 14 and len(grid.rows) <= 24
     charts.heat_map(ax, grid, {}, texts=few, size=7.0)
@@ -53,7 +53,7 @@ def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Ax
     scope = scope or main_scope(scopes)
     if scope not in scopes:
         raise UserError(f"scope {scope} was not measured; choose one of {scopes}")
-    ax = _axes(ax)
+    ax = new_axes(ax)
     found = [curve for curve in length_curves(study) if curve.scope == scope]
     drawn = _DRAWN.setdefault(ax, [])
     drawn.append((study, found))
@@ -93,7 +93,7 @@ def tokens(
     peak = _measured(study).peak()
     layer = peak.layer if layer is None else layer
     found = study.tokens(layer, scope)
-    ax = _axes(ax)
+    ax = new_axes(ax)
     charts.style(ax, SIZE)
     charts.mirrored_bars(
         ax,
@@ -116,7 +116,8 @@ def _measured(study: Study) -> Study:
     return study
 
 
-def _axes(ax: Axes | None) -> Axes:
+def new_axes(ax: Axes | None) -> Axes:
+    """The Axes given, or new ones of a figure that notebooks show."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:

@@ -12,12 +12,17 @@ from torch import Tensor
 
 from lipscope.dynamics.clusters import Clusters
 from lipscope.dynamics.depth_growth import DepthGrowth
+from lipscope.dynamics.particles import Flow
 from lipscope.dynamics.simulation import Moments, Simulation
+from lipscope.report.figures import new_axes
 from lipscope.report.palette import colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+SIZE = (10, 4.6)
+"""Inches of the two panels."""
 
 PATHS = 400
 """Maximum number of paths drawn."""
@@ -41,14 +46,38 @@ def draw(simulation: Simulation) -> Figure:
     """Two panels: the tokens, and what was looked for along depth."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    return _panels(simulation, Figure(figsize=SIZE, layout="constrained"))
+
+
+def plot_simulation(simulation: Simulation) -> list[Axes]:
+    """The same in a figure that notebooks show; returns its Axes."""
+    import matplotlib.pyplot as plt
+
+    return _panels(simulation, plt.figure(figsize=SIZE, layout="constrained")).axes
+
+
+def plot_flow(flow: Flow, ax: Axes | None, renormalised: bool) -> Axes:
+    """The paths of the tokens of any flow."""
+    ax = new_axes(ax)
+    _paths(ax, flow, renormalised)
+    return ax
+
+
+def plot_depth_growth(found: DepthGrowth, ax: Axes | None) -> Axes:
+    """The growth of a small change along depth, and its bounds."""
+    ax = new_axes(ax)
+    _growth(ax, found)
+    return ax
+
+
+def _panels(simulation: Simulation, figure: Figure) -> Figure:
     left, right = figure.subplots(1, 2)
     found = simulation.found
     if isinstance(found, Moments):
         _cloud(left, simulation, found)
         _spread(right, simulation, found)
     else:
-        _paths(left, simulation)
+        _paths(left, simulation.flow, simulation.preset.renormalise)
         if isinstance(found, Clusters):
             _centres(left, simulation, found)
             _counts(right, simulation, found)
@@ -61,14 +90,14 @@ def draw(simulation: Simulation) -> Figure:
     return figure
 
 
-def label_axes(ax: Axes, simulation: Simulation) -> None:
+def label_axes(ax: Axes, dim: int, renormalised: bool) -> None:
     """Label the axes with the coordinates shown."""
-    letter = "z = exp(-tV) x" if simulation.preset.renormalise else "x"
-    if simulation.dim == 1:
+    letter = "z = exp(-tV) x" if renormalised else "x"
+    if dim == 1:
         ax.set_xlabel("depth t")
         ax.set_ylabel(letter)
         return
-    first = " (first two of them)" if simulation.dim > 2 else ""
+    first = " (first two of them)" if dim > 2 else ""
     ax.set_xlabel(f"{letter}, coordinate 1{first}")
     ax.set_ylabel("coordinate 2")
     ax.set_aspect("equal", adjustable="datalim")
@@ -85,13 +114,13 @@ def frame_axes(ax: Axes, z: Tensor) -> None:
         ax.set_ylim((low - pad)[1].item(), (high + pad)[1].item())
 
 
-def colours(simulation: Simulation) -> Any:
+def colours(flow: Flow) -> Any:
     """Colours by position in the sequence where order matters, else a single one."""
-    if not simulation.preset.causal:
+    if not flow.f.causal:
         return BLUE
     from matplotlib import colormaps
 
-    return colormaps["viridis"](np.linspace(0, 0.95, simulation.n))
+    return colormaps["viridis"](np.linspace(0, 0.95, flow.positions.shape[1]))
 
 
 def ellipse(mean: Tensor, covariance: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -104,19 +133,20 @@ def ellipse(mean: Tensor, covariance: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def _paths(ax: Axes, simulation: Simulation) -> None:
+def _paths(ax: Axes, flow: Flow, renormalised: bool) -> None:
     """The initial tokens and their paths."""
-    z, times = simulation.shown.numpy(), simulation.flow.times.numpy()
+    z = (flow.renormalised if renormalised else flow.positions).detach().cpu().numpy()
+    times, (n, dim) = flow.times.cpu().numpy(), z.shape[1:]
     # Spread over the sequence, because in a causal flow the position decides the fate of a token.
-    chosen = np.linspace(0, simulation.n - 1, min(simulation.n, PATHS)).round().astype(int)
-    tint = colours(simulation)
+    chosen = np.linspace(0, n - 1, min(n, PATHS)).round().astype(int)
+    tint = colours(flow)
     for i in chosen:
         own = tint if isinstance(tint, str) else tint[i]
-        along = (times, z[:, i, 0]) if simulation.dim == 1 else (z[:, i, 0], z[:, i, 1])
+        along = (times, z[:, i, 0]) if dim == 1 else (z[:, i, 0], z[:, i, 1])
         ax.plot(*along, color=own, linewidth=0.6, alpha=0.45)
-    if simulation.dim > 1:
+    if dim > 1:
         ax.scatter(z[0, :, 0], z[0, :, 1], s=6, c=tint, alpha=0.7, label="tokens at t = 0")
-    label_axes(ax, simulation)
+    label_axes(ax, dim, renormalised)
 
 
 def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
@@ -191,7 +221,7 @@ def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
     dots = ax.scatter(x[0, :, 0], x[0, :, 1], s=4, c=BLUE, alpha=0.4, label="particles")
     (own,) = ax.plot([], [], color=BLUE, linewidth=1, label="their mean and covariance, 2 sd")
     (exact,) = ax.plot([], [], color=ORANGE, linestyle="--", label="closed equation, 2 sd")
-    label_axes(ax, simulation)
+    label_axes(ax, simulation.dim, simulation.preset.renormalise)
     ax.legend(**(BELOW | {"bbox_to_anchor": (0.5, -0.24)}))
 
     def move(frame: int) -> None:

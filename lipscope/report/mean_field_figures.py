@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw_transitions(found: Mapping[float, Transition], ax: Axes) -> Axes:
+def draw_transitions(found: Sequence[Transition], ax: Axes) -> Axes:
     """sigma(n) of the adversarial family for each radius R, with sqrt n and n = e^{2 gamma R^2}."""
-    ends = [float(n) for n in max(found.values(), key=lambda curve: curve.n[-1]).n]
+    ends = [float(n) for n in max(found, key=lambda curve: curve.n[-1]).n]
     ax.plot(ends, [math.sqrt(n) for n in ends], "--", color=colour("muted"), label="√n")
-    for i, (R, curve) in enumerate(found.items()):
+    for i, curve in enumerate(found):
         tint = colour(series(i, len(found)))
         n = [float(count) for count in curve.n]
         ax.plot(
-            n, curve.sigma.tolist(), color=tint, label=f"R = {R:g}, plateau {curve.plateau:.3g}"
+            n,
+            curve.sigma.tolist(),
+            color=tint,
+            label=f"R = {curve.R:g}, plateau {curve.plateau:.3g}",
         )
         if curve.predicted <= n[-1]:
             ax.vlines(curve.predicted, 1, curve.plateau, color=tint, linewidth=0.8, linestyle=":")
@@ -50,7 +53,7 @@ def draw_transitions(found: Mapping[float, Transition], ax: Axes) -> Axes:
     )
     # sqrt n has no end: the axes follow the other curves.
     ax.set_xlim(2, ends[-1])
-    ax.set_ylim(1, 10 * max(curve.sigma.max().item() for curve in found.values()))
+    ax.set_ylim(1, 10 * max(curve.sigma.max().item() for curve in found))
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel("n, number of tokens")

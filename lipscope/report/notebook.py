@@ -1,10 +1,14 @@
-"""A study in a notebook cell: headline and a row per map, without scripts."""
+"""Results in a notebook cell, without scripts: a study, and the tables of the terminal."""
 
 from __future__ import annotations
 
 from html import escape
+from io import StringIO
 from statistics import median
 
+from rich.console import Console, RenderableType
+
+from lipscope._display import html_table
 from lipscope.report.formats import counted, digits, exponent_range, interval, layer_name, shown
 from lipscope.report.words import headline
 from lipscope.study.study import Study
@@ -17,9 +21,8 @@ def summary_html(study: Study) -> str:
     name = (
         f"<strong>{escape(shown(study.info.about.model, 80))}</strong>: {escape(headline(study))}"
     )
-    lines = "".join(_line(_cells(study, scope, layer)) for scope, layer in study.maps)
-    head = "".join(f"<th>{escape(text)}</th>" for text in HEAD)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>" if lines else ""
+    rows = [_cells(study, scope, layer) for scope, layer in study.maps]
+    table = html_table(HEAD, rows) if rows else ""
     missing = len(study.failed)
     failed = f"<p>Without a value: {counted(missing, 'row')}.</p>" if missing else ""
     return f"<div><p>{name}</p>{table}{failed}</div>"
@@ -35,5 +38,9 @@ def _cells(study: Study, scope: str, layer: int | None) -> tuple[str, ...]:
     return layer_name(layer), shown(scope, 30), f"{n:,}", digits(median(values), 4), spread, growth
 
 
-def _line(cells: tuple[str, ...]) -> str:
-    return f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in cells)}</tr>"
+def terminal_html(table: RenderableType) -> str:
+    """What a command prints, as it stands on a terminal 110 columns wide."""
+    console = Console(file=StringIO(), width=110, highlight=False, color_system=None)
+    with console.capture() as printed:
+        console.print(table)
+    return f"<pre>{escape(printed.get())}</pre>"

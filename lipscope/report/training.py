@@ -1,23 +1,27 @@
-"""Training curves, loss and constant of every attention layer: figure, CSV and table."""
+"""Training curves, loss and constant of every layer: figures, CSV and table."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lipscope._files import whole_file
+from lipscope._types import UserError
 from lipscope.report import charts
+from lipscope.report.figures import new_axes
 from lipscope.report.palette import colour, series
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
     from lipscope.charlm.training import CurvePoint
+    from lipscope.monitor.sigma_table import Reading
 
 CSV, PNG = "curves.csv", "curves.png"
 
@@ -57,17 +61,42 @@ def draw_curves(curve: Sequence[CurvePoint], unigram_loss: float) -> Figure:
     left.axhline(unigram_loss, color=colour("muted"), linestyle="--", label="unigram baseline")
     left.set(xlabel="step", ylabel="loss (nats per character)")
     left.legend()
-    layers = len(curve[0].constants)
-    for i in range(layers):
-        tint = colour(series(i, layers))
-        right.plot(steps, [r.constants[i] for r in curve], label=f"layer {i}", color=tint)
-    right.set(xlabel="step", ylabel="local Lipschitz constant of attention")
-    values = [sigma for r in curve for sigma in r.constants]
-    if max(values) > 4 * min(values):
-        right.set_yscale("log")
-        charts.log_ticks(right.yaxis, values)
-    right.legend(fontsize="small", ncols=1 + layers // 8)
+    found = {
+        f"layer {i}": (steps, [r.constants[i] for r in curve])
+        for i in range(len(curve[0].constants))
+    }
+    _constants(right, found)
+    right.set_ylabel("local Lipschitz constant of attention")
     return figure
+
+
+def draw_readings(readings: Sequence[Reading], ax: Axes | None) -> Axes:
+    """The constants that a monitor has measured, one curve per layer."""
+    ax = new_axes(ax)
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for reading in readings:
+        steps, sigmas = found.setdefault(reading.layer, ([], []))
+        steps.append(reading.step)
+        sigmas.append(reading.sigma)
+    if not found:
+        raise UserError("the monitor has no readings to draw; measure at least one step")
+    charts.style(ax, 10)
+    _constants(ax, found)
+    ax.set_ylabel("σ, local Lipschitz constant (lower bound)")
+    return ax
+
+
+def _constants(ax: Axes, found: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
+    """Curves of constants by step, on log axes if they differ much; a gap where there is none."""
+    for i, (name, (steps, sigmas)) in enumerate(found.items()):
+        tint, mark = colour(series(i, len(found))), "." if len(steps) == 1 else None
+        ax.plot(steps, sigmas, label=name, color=tint, marker=mark)
+    ax.set_xlabel("step")
+    values = [x for _, sigmas in found.values() for x in sigmas if 0 < x < math.inf]
+    if values and max(values) > 4 * min(values):
+        ax.set_yscale("log")
+        charts.log_ticks(ax.yaxis, values)
+    ax.legend(fontsize="small", ncols=1 + len(found) // 8)
 
 
 def curve_table(curve: Sequence[CurvePoint], unigram_loss: float) -> Table:

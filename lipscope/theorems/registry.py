@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lipscope._checks import explained, norm_name
+from lipscope._display import html_table, text_table
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems import (
@@ -78,6 +79,15 @@ class BoundRow:
         return self.value / sigma if sigma > 0 else math.inf
 
 
+HEAD = ("bound", "kind", "norm", "value", "source")
+"""Columns of the table of bounds."""
+
+
+def _cells(row: BoundRow) -> tuple[str, ...]:
+    sure = "" if row.confidence == 1 else f" (confidence {row.confidence:.10g})"
+    return row.name, row.kind, row.norm, f"{row.value:.6g}{sure}", row.cite
+
+
 @dataclass(frozen=True)
 class NotOffered:
     """A theorem that does not apply to the layer, and the hypothesis that fails."""
@@ -106,6 +116,18 @@ class BoundRows(list[BoundRow]):
     def __init__(self, rows: list[BoundRow], not_offered: list[NotOffered]) -> None:
         super().__init__(rows)
         self.not_offered = not_offered
+
+    def __repr__(self) -> str:
+        """A table: one line per bound, and the number of theorems that do not apply."""
+        table, count = text_table([HEAD, *map(_cells, self)]), len(self.not_offered)
+        more = f"{count} theorem{'' if count == 1 else 's'} not applicable: see not_offered"
+        return f"{table}\n{more}" if count else table
+
+    def _repr_html_(self) -> str:
+        table = html_table((*HEAD, "where"), [(*_cells(row), row.where) for row in self])
+        failed = [(no.name, no.failed) for no in self.not_offered]
+        below = html_table(("not applicable", "required"), failed) if failed else ""
+        return f"<div>{table}{below}</div>"
 
 
 @explained

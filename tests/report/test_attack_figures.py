@@ -4,7 +4,7 @@ import matplotlib
 import pytest
 
 from lipscope._types import UserError
-from lipscope.audit.attack_comparison import TOKENS, Trial
+from lipscope.audit.attack_comparison import TOKENS, Trial, Trials
 from lipscope.report.attack_figures import LOOKS, adversarial_growth_figure, contest_figure
 
 matplotlib.use("Agg")
@@ -18,7 +18,7 @@ def test_the_contest_has_a_line_for_every_attack_at_its_median():
         for budget in (0.1, 1, 2)
         if attack != TOKENS or budget >= 1
     ]
-    left, right = contest_figure(trials).axes
+    left, right = Trials(trials).plot()
     assert [line.get_label() for line in left.get_lines()] == list(LOOKS)
     for i, (line, share) in enumerate(zip(left.get_lines(), right.get_lines(), strict=True), 1):
         budgets = [1, 2] if line.get_label() == TOKENS else [0.1, 1, 2]

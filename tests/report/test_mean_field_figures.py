@@ -42,7 +42,7 @@ def curve(ax, name):
 def test_transitions(ax):
     f = one_head(-1.0)
     found = {R: ls.mean_field.transition(f, R, 1e30, per_decade=1) for R in (1.0, 3.0, 12.0)}
-    assert figures.draw_transitions(found, ax) is ax
+    assert figures.draw_transitions(list(found.values()), ax) is ax
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     assert curve(ax, "R = 3") == found[3.0].sigma.tolist()
     marks = [line for line in ax.lines if len(line.get_xdata()) == 1]
@@ -50,6 +50,14 @@ def test_transitions(ax):
     assert [(m.get_xdata()[0], m.get_ydata()[0]) for m in marks] == [
         (pytest.approx(math.exp(2 * R * R)), found[R].plateau) for R in (1.0, 3.0)
     ]
+
+
+def test_results_draw_themselves(ax):
+    found = ls.mean_field.transition(one_head(-1.0), 1.5, 1e6, per_decade=1)
+    assert found.plot(ax) is ax and curve(ax, "R = 1.5") == found.sigma.tolist()
+    gain = splitting_map(one_head(-1.0), torch.tensor([0.0, 4.0], dtype=torch.float64))
+    (image,) = gain.plot().collections
+    assert image.get_array().reshape(2, 2)[0, 1] == gain.gain[1, 0].item() > 1
 
 
 def test_splitting_map(ax):

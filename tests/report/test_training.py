@@ -8,8 +8,16 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from lipscope._types import UserError
 from lipscope.charlm.training import CurvePoint
-from lipscope.report.training import curve_table, curves_csv, draw_curves, write_curves
+from lipscope.monitor.sigma_table import Reading
+from lipscope.report.training import (
+    curve_table,
+    curves_csv,
+    draw_curves,
+    draw_readings,
+    write_curves,
+)
 
 CURVE = [
     CurvePoint(0, math.nan, 3.5, (1.25, 2.5)),
@@ -33,6 +41,30 @@ def test_the_figure_has_both_losses_and_every_layer():
         [p.constants[i] for p in CURVE] for i in range(2)
     ]
     assert "nats" in left.get_ylabel() and right.get_yscale() == "log"
+
+
+def test_readings_of_a_monitor_are_a_curve_per_layer():
+    readings = [
+        Reading(step, layer, sigma, 0.0, 8, 3, "converged")
+        for step, layer, sigma in (
+            (0, "first", 1.0),
+            (0, "second", 20.0),
+            (50, "first", math.nan),
+            (50, "second", 30.0),
+            (100, "first", 2.0),
+        )
+    ]
+    ax = draw_readings(readings, None)
+    first, second = ax.lines
+    assert (first.get_label(), second.get_label()) == ("first", "second")
+    # A step without a number is a gap in its curve, not a zero.
+    assert list(first.get_xdata()) == [0, 50, 100] and math.isnan(first.get_ydata()[1])
+    assert list(second.get_ydata()) == [20.0, 30.0]
+    assert ax.get_yscale() == "log" and ax.get_xlabel() == "step"
+    ax.figure.canvas.draw()
+    assert draw_readings(readings[:1], ax) is ax
+    with pytest.raises(UserError, match="no readings"):
+        draw_readings([], None)
 
 
 @pytest.mark.parametrize(

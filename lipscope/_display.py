@@ -1,0 +1,102 @@
+"""Results in a console and in a notebook: what they hold, shapes in place of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from enum import Enum
+from html import escape
+from typing import Any
+
+MANY = 6
+"""Numbers and entries beyond this are counted, not shown."""
+
+
+class Displayed:
+    """Base of dataclasses that hold tensors: a short repr, and a table in notebooks.
+
+    A class with a property `summary` shows that sentence; any other shows its fields, without
+    those that have their default value.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `dataclass` writes a repr of its own unless the class itself has one.
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Displayed.__repr__  # type: ignore[method-assign]
+
+    def _facts(self) -> Iterator[tuple[str, object]]:
+        """Names and values of what is shown."""
+        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, field.name)
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            if field.repr and (default is MISSING or not _same(value, default)):
+                yield field.name, value
+
+    def __repr__(self) -> str:
+        name, summary = type(self).__name__, getattr(self, "summary", None)
+        if isinstance(summary, str):
+            return f"{name}: {summary}"
+        return f"{name}({', '.join(f'{key}={short(value)}' for key, value in self._facts())})"
+
+    def _repr_html_(self) -> str:
+        name, summary = type(self).__name__, getattr(self, "summary", None)
+        rows = ((key, short(value)) for key, value in self._facts())
+        said = f": {escape(summary)}" if isinstance(summary, str) else ""
+        return f"<div><p><strong>{name}</strong>{said}</p>{html_table((), rows)}</div>"
+
+
+def short(value: object) -> str:
+    """A value in a few words: a tensor by its dtype and shape, a long list by its length."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return _tensor(value)
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{key!r}: {short(entry)}" for key, entry in value.items())
+        return f"{{{inside}}}" if len(value) <= MANY else f"{len(value)} entries"
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and not _named(value):
+        inside = ", ".join(map(short, value))
+        return f"[{inside}]" if len(value) <= MANY else f"{len(value)} entries"
+    return repr(value)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns, without lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A plain table for notebooks, everything escaped; without a head, rows begin with a name."""
+
+    def line(cells: Sequence[object], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    top = f"<thead>{line(head, 'th')}</thead>" if head else ""
+    return f"<table>{top}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
+
+
+def _tensor(x: Any) -> str:
+    kind = str(x.dtype).removeprefix("torch.")
+    place = getattr(x, "device", "cpu")
+    # Numbers elsewhere than on the CPU are left there: to show them would wait for the device.
+    few = len(x.shape) <= 1 and x.numel() <= MANY if hasattr(x, "numel") else False
+    if few and str(place) == "cpu":
+        return short(x.tolist())
+    return f"{kind}{list(x.shape)}" + ("" if str(place) == "cpu" else f" on {place}")
+
+
+def _named(value: object) -> bool:
+    """Whether a sequence is a record with a repr of its own, such as a NamedTuple."""
+    return hasattr(value, "_fields") or hasattr(value, "_repr_html_")
+
+
+def _same(value: object, default: object) -> bool:
+    """Whether a field has its default value; tensors never do."""
+    return value is default or (not hasattr(value, "shape") and value == default)
