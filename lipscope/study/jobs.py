@@ -187,7 +187,7 @@ def count_jobs(commands: Iterable[Command], rows: Iterable[Row]) -> JobCount:
     for command in commands:
         for job in command.asked.jobs(()):
             # Runs with more samples or scopes extend a job of an earlier run.
-            block = job.samples[0] // max(1, GROUPED_TOKENS // job.n)
+            block = block_of(job)
             for probe in {SIGMA, command.probe_prefix}:
                 asked[probe, job.n, block, job.layer] |= set(job.row_keys())
     there = {probe: set[RowKey]() for probe, *_ in asked}
@@ -203,10 +203,17 @@ def grouped(pairs: Sequence[tuple[int, int]]) -> tuple[Group, ...]:
     """Samples (n, sample), shortest first, in groups that are solved together."""
     # Samples are grouped by their number, never by what happens to be missing: rounding depends on
     # the batch, and no result may depend on when a run was interrupted.
-    blocks = groupby(
-        sorted(pairs), lambda pair: (pair[0], pair[1] // max(1, GROUPED_TOKENS // pair[0]))
-    )
+    blocks = groupby(sorted(pairs), lambda pair: (pair[0], _block(*pair)))
     return tuple((n, tuple(sample for _, sample in block)) for (n, _), block in blocks)
+
+
+def block_of(job: Job) -> int:
+    """The number of the group, among those of one length, that the samples of a job are from."""
+    return _block(job.n, job.samples[0])
+
+
+def _block(n: int, sample: int) -> int:
+    return sample // max(1, GROUPED_TOKENS // n)
 
 
 def run_in_process(work: Work, jobs: Sequence[Job]) -> Generator[Outcome]:

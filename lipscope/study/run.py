@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import shlex
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,8 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.scopes import SCOPES
 from lipscope.models.sites import Survey
+from lipscope.study.clusters import check_engine, open_engine
+from lipscope.study.engines import Engine, Start
 from lipscope.study.jobs import (
     WHOLE_MODEL,
     Command,
@@ -36,12 +37,22 @@ from lipscope.study.jobs import (
 )
 from lipscope.study.reading import Text, WholeInputs, Windows, read, sample_tokens
 from lipscope.study.records import SIGMA, About, Identity, StudyInfo
+from lipscope.study.sharding import Shard, check_shard
 from lipscope.study.store import Store
 from lipscope.study.study import Study
-from lipscope.study.work import NUMERIC_VERSION, SigmaWork, start_sigma_work, survey, threads_for
+from lipscope.study.work import (
+    NUMERIC_VERSION,
+    SigmaWork,
+    config_digest,
+    start_sigma_work,
+    survey,
+    threads_for,
+)
 
 Progress = Callable[[float, float], None]
 """Called with the work done and the total work, at the start and after every job."""
+
+OpenEngine = Callable[[], AbstractContextManager[Engine | None]]
 
 
 @explained
@@ -58,6 +69,8 @@ def measure(
     gap: float | None = None,
     seed: int = 0,
     workers: int = 1,
+    cluster: str | None = None,
+    shard: Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     inputs: Tensor | None = None,
     special_tokens: bool = False,
@@ -79,7 +92,11 @@ def measure(
         gap: Keep iterating until upper / lower - 1 is at most this (float64 only). A row that
             cannot reach it says why in its status.
         seed: Seed for drawing samples and for the solver's random starts.
-        workers: Number of worker processes; 1 measures in this process.
+        workers: Number of worker processes on this machine; 1 measures in this process.
+        cluster: Workers on other machines: the address of a dask scheduler, a batch system and a
+            number of its jobs ("slurm:64"), or a YAML file; see docs/scaling.md.
+        shard: (k, N): measure only the k-th of N parts of the study, k from 1. `lipscope merge`
+            or :func:`concat` joins them.
         out: Directory to save the study in; repeat the same call to resume an interrupted run.
         inputs: Embeddings [B, n, d] or pixel values [B, c, h, w], measured whole, instead of a
             text.
@@ -103,6 +120,12 @@ def measure(
         >>> ls.measure(model, torch.arange(64), lengths=[4, 8, 16], samples=1)
         Study(LlamaModel: 30 values, 0 failed, n = 4 to 16)
     """
+    check_engine(workers, cluster)
+    model = model if isinstance(model, Model) else load(model)
+    if (workers > 1 or cluster is not None) and not model.owned:
+        raise UserError(
+            "a live module can only be measured in this process; use workers=1, or give its path"
+        )
     return measure_as(
         Verb("measure"),
         model,
@@ -115,7 +138,8 @@ def measure(
         tol=tol,
         gap=gap,
         seed=seed,
-        workers=workers,
+        engine=partial(open_engine, workers, cluster),
+        shard=None if shard is None else check_shard(shard),
         out=out,
         inputs=inputs,
         special_tokens=special_tokens,
@@ -148,23 +172,24 @@ def measure_as(
     tol: float = 1e-6,
     gap: float | None = None,
     seed: int = 0,
-    workers: int = 1,
+    engine: OpenEngine = nullcontext,
+    shard: Shard | None = None,
     out: str | os.PathLike[str] | None = None,
     inputs: Tensor | None = None,
     special_tokens: bool = False,
     progress: Progress | None = None,
 ) -> Study:
-    """`measure` for any command; the arguments are those of `measure`."""
-    _check_numbers(samples=samples, tol=tol, gap=gap, seed=seed, workers=workers)
+    """`measure` for any command; the other arguments are those of `measure`.
+
+    Args:
+        engine: Opens the engine that runs the jobs; None runs them in this process.
+    """
+    _check_numbers(samples=samples, tol=tol, gap=gap, seed=seed)
     model = model if isinstance(model, Model) else load(model)
     if gap is not None and model.card.dtype != "float64":
         raise UserError(
             f"gap limits upper / lower - 1, and {model.card.dtype} gives no upper bound; "
             "measure in float64 (--dtype float64), or omit gap"
-        )
-    if workers > 1 and not model.owned:
-        raise UserError(
-            "a live module can only be measured in this process; use workers=1, or give its path"
         )
     with threads_for(tokens=1):
         given = read(
@@ -179,7 +204,7 @@ def measure_as(
     request, trial = _request(model, given, layers, heads, scopes)
     identity = Identity(
         weights=model.card.weights,
-        config=_config_digest(model),
+        config=config_digest(model),
         revision=model.card.revision or "",
         tokenizer=model.card.tokenizer or "",
         text=given.digest,
@@ -203,17 +228,15 @@ def measure_as(
         jobs = request.jobs(store.done(SIGMA))
         pairs = ((job.n, sample) for job in jobs for sample in job.samples)
         store.write_samples(sample_tokens(model, given, pairs))
-        if workers == 1:
-            work = SigmaWork(model, given, identity, surveyed=(request.groups[0], trial))
-            outcomes = run_in_process(work, jobs)
-        else:
-            from lipscope.study.workers import Workers
-
-            # Workers share the cores; with torch's default each would use all of them.
-            threads = max(1, (os.cpu_count() or 1) // workers)
-            start = partial(start_sigma_work, model.card, given, identity, threads)
-            outcomes = Workers(start, workers).run(jobs)
-        store_outcomes(outcomes, store, jobs, info, progress)
+        if shard is not None:
+            jobs = [job for job in jobs if shard.has(job)]
+        with engine() if jobs else nullcontext() as running:
+            if running is None:
+                work = SigmaWork(model, given, identity, surveyed=(request.groups[0], trial))
+                outcomes = run_in_process(work, jobs)
+            else:
+                outcomes = running.run(_start(model, given, identity), jobs)
+            store_outcomes(outcomes, store, jobs, info, progress)
     except BaseException:
         store.close()
         raise
@@ -258,7 +281,15 @@ def store_outcomes(
         raise
 
 
-def _check_numbers(*, samples: int, tol: float, gap: float | None, seed: int, workers: int) -> None:
+def _start(model: Model, inputs: Windows | WholeInputs, identity: Identity) -> Start:
+    """What sets up the work on a worker, which may be on another machine."""
+    card = model.card
+    if Path(card.name).is_dir():  # a worker may have been started elsewhere
+        card = replace(card, name=str(Path(card.name).absolute()))
+    return partial(start_sigma_work, card, inputs, identity)
+
+
+def _check_numbers(*, samples: int, tol: float, gap: float | None, seed: int) -> None:
     if samples < 1:
         raise UserError(f"samples must be at least 1, got {samples}")
     if not 0 < tol < 1:
@@ -266,8 +297,6 @@ def _check_numbers(*, samples: int, tol: float, gap: float | None, seed: int, wo
     check_gap(gap)
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}")
-    if workers < 1:
-        raise UserError(f"workers must be at least 1, got {workers}")
 
 
 def _request(
@@ -307,16 +336,6 @@ def _request(
         if WHOLE_MODEL in wanted:
             trial.site(WHOLE_MODEL)  # raises if the model has no such map
     return Request(groups=groups, layers=tuple(chosen), heads=numbers, scopes=wanted), trial
-
-
-def _config_digest(model: Model) -> str:
-    """Digest of the configuration, which matters as much as the weights do."""
-    trunk: Any = model.trunk
-    config = trunk.config.to_dict()
-    # Where a configuration comes from and what wrote it does not change any number.
-    for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
-        config.pop(name, None)
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _about(model: Model, inputs: Windows | WholeInputs, line: str) -> About:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -33,15 +36,17 @@ class SigmaWork:
 
     identity: the accuracy and the seed of the study
     surveyed: the group of samples whose forward pass is in memory, and that pass
+    threads:  of torch; by default, those it has
     """
 
     model: Model
     inputs: Windows | WholeInputs
     identity: Identity
     surveyed: tuple[Group, Survey] | None = field(default=None, repr=False)
+    threads: int | None = None
 
     def __call__(self, job: Job) -> Outcome:
-        with threads_for(job.n * len(job.samples)):
+        with threads_for(job.n * len(job.samples), self.threads):
             if self.surveyed is None or self.surveyed[0] != job.group:
                 self.surveyed = None  # free the old activations before new ones are computed
                 self.surveyed = job.group, survey(self.model, self.inputs, *job.group)
@@ -57,22 +62,39 @@ class SigmaWork:
 def start_sigma_work(
     card: Card, inputs: Windows | WholeInputs, identity: Identity, threads: int
 ) -> SigmaWork:
-    """The same work, in a worker process."""
-    torch.set_num_threads(threads)
+    """The same work, on a worker; raises UserError if the model is not the same there."""
+    if identity.numeric_version != NUMERIC_VERSION:
+        raise UserError("the worker has another version of lipscope; install the same everywhere")
     # The recorded commit, not the branch: the branch may have moved since.
     revision = None if card.name == embedded.NAME else card.revision
-    model = load(
-        card.name,
-        dtype=card.dtype,
-        device=card.device,
-        revision=revision,
-        random_init=card.random_init,
-    )
+    with threads_for(tokens=1):
+        model = _load(card.name, card.dtype, card.device, revision, card.random_init)
     if model.card.weights != card.weights:
         raise UserError(
-            f"the weights of {card.name} changed during the measurement; start a new study"
+            f"the worker has other weights of {card.name}: they changed during the measurement, or "
+            "another machine has other files; start a new study"
         )
-    return SigmaWork(model, inputs, identity)
+    if config_digest(model) != identity.config:
+        raise UserError(f"the worker has another configuration of {card.name}")
+    return SigmaWork(model, inputs, identity, threads=threads)
+
+
+@lru_cache(maxsize=1)
+def _load(
+    name: str, dtype: str, device: str, revision: str | None, random_init: int | None
+) -> Model:
+    """A model, kept from one study of a sweep to the next."""
+    return load(name, dtype=dtype, device=device, revision=revision, random_init=random_init)
+
+
+def config_digest(model: Model) -> str:
+    """Digest of the configuration, which matters as much as the weights do."""
+    trunk: Any = model.trunk
+    config = trunk.config.to_dict()
+    # Where a configuration comes from and what wrote it does not change any number.
+    for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
+        config.pop(name, None)
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def survey(model: Model, inputs: Windows | WholeInputs, n: int, samples: Sequence[int]) -> Survey:
@@ -129,11 +151,11 @@ def sigma(
 
 
 @contextmanager
-def threads_for(tokens: int) -> Iterator[None]:
-    """Use a single thread for a small batch."""
+def threads_for(tokens: int, threads: int | None = None) -> Iterator[None]:
+    """Use a single thread for a small batch, and `threads` for a larger one."""
     # More threads would mostly wait for each other; on a busy machine, ten times as long.
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if tokens <= GROUPED_TOKENS else before)
+    torch.set_num_threads(1 if tokens <= GROUPED_TOKENS else threads or before)
     try:
         yield
     finally:

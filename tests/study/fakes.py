@@ -148,3 +148,8 @@ def keep_slowly(directory: str, count: int) -> None:
         info(),
         lambda done, total: print(done, flush=True),
     )
+
+
+def start_answering(threads: int):
+    """Empty work for a worker: a made-up result, at once."""
+    return answer

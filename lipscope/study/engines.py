@@ -1,0 +1,282 @@
+"""Run jobs on the workers of a dask cluster, any of which may die while it does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from lipscope._types import UserError
+from lipscope.study.jobs import Group, Job, Outcome, Work, attempt, reason
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+TRIES = 3
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the list of workers."""
+
+WAITING = 60.0
+"""Seconds without any worker after which, and every so often, the log says so."""
+
+Start = Callable[[int], Work]
+"""Called once on each worker with its number of threads; returns the work it does there."""
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerLostError(UserError):
+    """The connection to the scheduler is gone; what was measured is saved."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Runs jobs on every worker that a scheduler lists, one at a time on each.
+
+    A worker that dies costs its current job one try of three, and nothing else. Dask itself would
+    blame every task that is queued on a dead worker, so that neighbours of a deadly job fail with
+    it; here no worker ever has a second task, and the tries are counted on this side.
+
+    client:  a connection to the scheduler
+    restore: asks for workers again that have ended, where lipscope started the cluster
+    """
+
+    client: Client
+    restore: Callable[[], None] = lambda: None
+
+    def run(self, start: Start, jobs: Sequence[Job]) -> Generator[Outcome]:
+        """One outcome per job, in the order in which they are done.
+
+        Args:
+            start: Sets up the work on a worker, before its first job.
+            jobs: The jobs, which share nothing but the work.
+
+        Raises:
+            UserError: If the work cannot be set up, for a reason that the user can fix.
+            SchedulerLostError: If the scheduler ends.
+        """
+        run = _Run(self, start, _Queue(jobs))
+        try:
+            while run.queue or run.busy():
+                yield from run.look()
+                run.give()
+                yield from run.take()
+        finally:
+            run.end()
+
+
+@dataclass
+class _Worker:
+    """A worker, seen from here: what it runs now, and what it holds."""
+
+    address: str
+    future: Future | None = None
+    ready: bool = False
+    job: Job | None = None
+    last: Group | None = None
+
+
+@dataclass
+class _Run:
+    """The state of one call of `Engine.run`."""
+
+    engine: Engine
+    start: Start
+    queue: _Queue
+    token: str = field(default_factory=lambda: uuid4().hex)
+    workers: dict[str, _Worker] = field(default_factory=dict)
+    finished: SimpleQueue[tuple[_Worker, Future]] = field(default_factory=SimpleQueue)
+    deaths: Counter[Job] = field(default_factory=Counter)
+    failed_starts: int = 0
+    next_look: float = 0.0
+    next_word: float = field(default_factory=lambda: time.monotonic() + WAITING)
+
+    def busy(self) -> bool:
+        return any(worker.job for worker in self.workers.values())
+
+    def look(self) -> Generator[Outcome]:
+        """Compare the scheduler's list of workers with ours, once a second."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return
+        self.next_look = now + LOOK_EVERY
+        listed = self.ask_for_workers()
+        # Most schedulers keep the task of a dead worker waiting for another one, and none may run
+        # it: the worker is missed here.
+        for address in self.workers.keys() - listed:
+            yield from self.bury(self.workers[address])
+        for address in listed:
+            self.workers.setdefault(address, _Worker(address))
+        self.engine.restore()
+        if self.workers:
+            self.next_word = now + WAITING
+        elif now > self.next_word:
+            self.next_word = now + WAITING
+            log.info("waiting for workers: the scheduler lists none")
+
+    def ask_for_workers(self) -> dict[str, int]:
+        """The address and the number of threads of every worker."""
+        try:
+            if self.engine.client.status != "running":
+                raise OSError("no connection")
+            return self.engine.client.nthreads()
+        except OSError as error:
+            raise SchedulerLostError(
+                "the scheduler ended, or cannot be reached; what was measured is saved if --out "
+                "was given: run the same command again to resume"
+            ) from error
+
+    def give(self) -> None:
+        """Give every idle worker a job; before its first, the work itself."""
+        every = self.workers.values()
+        starting = sum(worker.future is not None and not worker.ready for worker in every)
+        for worker in every:
+            if worker.future is not None or starting >= len(self.queue):
+                continue
+            if worker.ready:
+                worker.job = self.queue.next_for(worker, every)
+                worker.last = worker.job.group
+                self.submit(worker, run_job, self.token, worker.job)
+            else:
+                starting += 1
+                self.submit(worker, set_up, self.token, self.start)
+
+    def submit(self, worker: _Worker, function: Callable[..., Any], *arguments: Any) -> None:
+        future = worker.future = self.engine.client.submit(
+            function, *arguments, workers=[worker.address], retries=0, pure=False
+        )
+        future.add_done_callback(lambda done: self.finished.put((worker, done)))
+
+    def take(self) -> Generator[Outcome]:
+        """What the next worker has to say, if one has within a second."""
+        try:
+            worker, future = self.finished.get(timeout=LOOK_EVERY)
+        except Empty:
+            return
+        if self.workers.get(worker.address) is not worker or worker.future is not future:
+            return  # it was missed before; its job is elsewhere
+        try:
+            found = self.result(worker)
+        except _WorkerLostError:
+            yield from self.bury(worker)
+            return
+        job, worker.future, worker.job = worker.job, None, None
+        if job is None:
+            if isinstance(found, Exception):
+                raise UserError(f"a worker cannot be set up: {reason(found)}")
+            self.failed_starts, worker.ready = 0, True
+        elif isinstance(found, Outcome):
+            yield found
+        elif isinstance(found, Exception):
+            yield Outcome(job, failure=reason(found))
+        else:  # another command has used the worker since, and only one model is kept there
+            worker.ready = False
+            self.queue.put_back(job)
+
+    def result(self, worker: _Worker) -> Any:
+        """What a task returned, or the exception it ended with."""
+        from distributed import CancelledError, KilledWorker, TimeoutError
+
+        patience = LOOK_EVERY
+        while worker.future is not None:
+            try:
+                return worker.future.result(timeout=patience)
+            except KilledWorker as error:
+                raise _WorkerLostError from error
+            except CancelledError as error:  # nothing here is ever cancelled before it is buried
+                self.ask_for_workers()
+                raise _WorkerLostError from error
+            except TimeoutError:
+                # A result that its worker has taken along is not coming; one that is large, is.
+                patience *= 2
+                if worker.address not in self.ask_for_workers():
+                    break
+            except Exception as error:
+                return error
+        raise _WorkerLostError
+
+    def bury(self, worker: _Worker) -> Generator[Outcome]:
+        """Forget a dead worker; its job is tried again, or has failed for good."""
+        del self.workers[worker.address]
+        if worker.future is not None:
+            worker.future.cancel()
+        if worker.job is None:
+            self.failed_starts += worker.future is not None
+            if self.failed_starts >= TRIES:
+                raise UserError(
+                    f"workers do not start: {TRIES} in a row died while they were set up; is there "
+                    "enough memory? In a script, call measure under `if __name__ == '__main__':`"
+                )
+            return
+        # The job may have killed its worker, or merely been there.
+        self.deaths[worker.job] += 1
+        if self.deaths[worker.job] < TRIES:
+            self.queue.put_back(worker.job)
+        else:
+            failure = f"the worker died while running this job, {TRIES} times"
+            yield Outcome(worker.job, failure=failure)
+
+    def end(self) -> None:
+        """Cancel what is still running, after an error or an interrupt."""
+        left = [worker.future for worker in self.workers.values() if worker.future is not None]
+        with suppress(Exception):
+            if left and self.engine.client.status == "running":
+                self.engine.client.cancel(left)
+
+
+class _WorkerLostError(Exception):
+    """A worker died before its result was here."""
+
+
+class _Queue:
+    """Waiting jobs, grouped by samples, so that a worker keeps the input it has prepared."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._groups: dict[Group, deque[Job]] = {}
+        for job in jobs:
+            self._groups.setdefault(job.group, deque()).append(job)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups.values()))
+
+    def put_back(self, job: Job) -> None:
+        self._groups.setdefault(job.group, deque()).appendleft(job)
+
+    def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Job:
+        """A job on the worker's own input, else on one no other worker has prepared, else any."""
+        elsewhere = {other.last for other in workers if other is not worker}
+        own = worker.last if worker.last in self._groups else None
+        fresh = next((group for group in self._groups if group not in elsewhere), None)
+        group = own or fresh or next(iter(self._groups))
+        job = self._groups[group].popleft()
+        if not self._groups[group]:
+            del self._groups[group]
+        return job
+
+
+# What follows runs on a worker. One work is kept there, the newest: a model can be large.
+_work: dict[str, Work] = {}
+_alone = Lock()
+
+
+def set_up(token: str, start: Start) -> None:
+    """Set up the work of a run on this worker."""
+    from distributed import get_worker
+
+    with _alone:
+        _work.clear()
+        _work[token] = start(get_worker().state.nthreads)
+
+
+def run_job(token: str, job: Job) -> Outcome | None:
+    """The outcome of a job; None if the work of its run is not here any more."""
+    with _alone:  # a worker with several threads gives them to torch
+        work = _work.get(token)
+        return None if work is None else attempt(work, job)
