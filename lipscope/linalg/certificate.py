@@ -16,16 +16,13 @@ allows. See docs/theory/solver.md."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope._types import UserError
-
-if TYPE_CHECKING:
-    from lipscope.linalg.golub_kahan import GolubKahan
 
 UNIT = 2.0**-53
 GRID = 128
@@ -51,9 +48,6 @@ SEARCHED = 1 - 1e-4
 """The part of the distance that is aimed at: the bound is searched on a grid, whose last step is
 finer than this.
 """
-
-ALLOWED = 1.1
-"""How much noisier a product may be at the end: the same one, in another batch."""
 
 
 def smallest_overlap(size: int, failure: float) -> float:
@@ -237,45 +231,32 @@ class Gap:
     certificate.py). Where the ratio lies under it, twice the distance of the floor is good enough:
     more steps would be taken for nothing."""
 
-    def __init__(self, ratio: float, overlap: float, members: int):
-        self.overlap, self.ratio = overlap, ratio
-        self.noise = torch.zeros(members, dtype=torch.float64)
+    def __init__(self, ratio: float, overlap: float):
+        self.ratio, self.overlap = ratio, overlap
 
-    def closed(
+    def settled(
         self,
-        basis: GolubKahan,
-        ritz: tuple[Tensor, ...],
-        index: Int[Tensor, "b"],
-        asked: Bool[Tensor, "b"],
+        theta: Float[Tensor, "b"],
+        a: Float[Tensor, "b k"],
+        b: Float[Tensor, "b k"],
+        source: Float[Tensor, "b"],
         rounding: Float[Tensor, "b"],
-    ) -> Bool[Tensor, "b"]:
-        """Which of those asked for need no further steps; the basis holds the members `index` of
-        the batch.
+    ) -> tuple[Bool[Tensor, "b"], Bool[Tensor, "b"]]:
+        """Which members need no further steps, if their products are as noisy as `source` says;
+        and whether the ratio is above the noise floor.
 
         rounding: by how much, relative to the norm, both bounds will be widened at the end.
         """
-        distance = self.ratio / widening(rounding[asked]) - 1
-        closed, theta, members = torch.zeros_like(asked), ritz[0][asked], index[asked]
-        a, b = (torch.stack(x, dim=1)[asked] for x in zip(*basis.coefficients, strict=True))
-        drift = basis.drift[asked] / theta
 
-        def reaches(wanted: Tensor) -> tuple[Tensor, Tensor]:
-            noise = perturbation(self.noise[members], drift)
-            return bounded_by(theta * (1 + SEARCHED * wanted), a, b, self.overlap, noise)
+        def reaches(distance: Tensor) -> tuple[Tensor, Tensor]:
+            return bounded_by(theta * (1 + SEARCHED * distance), a, b, self.overlap, source)
 
-        reached, possible = reaches(distance)
-        if possible.all() and not reached.any():
-            return closed
-        # Before anything is settled: the noise of the very vectors that the bounds would be drawn
-        # from.
-        self.noise[index] = ALLOWED * basis.noise(*ritz)
-        reached, possible = reaches(distance)
+        reached, possible = reaches(self.ratio / widening(rounding) - 1)
         if not possible.all():
-            floor = noise_floor(a, b, self.overlap, perturbation(self.noise[members], drift))
+            floor = noise_floor(a, b, self.overlap, source)
             near, _ = reaches(2 * (floor / theta - 1))
             reached |= ~possible & (near | floor.isinf())
-        closed[asked] = reached
-        return closed
+        return reached, possible
 
 
 def widening(rounding: Tensor) -> Tensor:

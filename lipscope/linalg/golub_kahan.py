@@ -102,15 +102,6 @@ class GolubKahan:
         nan = torch.where(finite, 0.0, torch.nan)
         return theta + nan, p + nan[:, None], q + nan[:, None]
 
-    def noise(self, theta: Tensor, p: Tensor, q: Tensor) -> Tensor:
-        """The rounding of a product with J and of one with J', seen, relative to theta: the larger
-        of J V' q - U' H q and J' U' p - (V' H' p + b p_k v_{k+1})."""
-        right, left = self.V.combine(q[:, None])[0], self.U.combine(p[:, None])[0]
-        w = self._product(self.J.mv, right, self.J.in_shape)
-        z = self._product(self.J.rmv, left, self.J.out_shape)
-        forward = norms(w - theta.to(w)[:, None] * left, self.ranks)  # H q = theta p
-        return torch.maximum(forward, norms(z - self.pulled_back(p), self.ranks)) / theta
-
     def pulled_back(self, p: Tensor, members: slice = EVERY) -> Tensor:
         """J' U' p as the recurrence has it, V' H' p + b p_k v_{k+1}, for some of the members."""
         H = self.H[members, : self.k, : self.k]

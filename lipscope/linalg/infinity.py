@@ -12,7 +12,7 @@ from torch import Tensor
 from lipscope._types import Status
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.operator import LinearOperator, lengths
-from lipscope.linalg.spectral import DRAWS, WIDENED
+from lipscope.linalg.solve import DRAWS, WIDENED
 
 EXACT = "largest absolute row sum, all rows; the interval is rounding"
 SEEN = (

@@ -62,6 +62,20 @@ def test_a_gap_that_is_reached_holds_the_truth(name, gap):
     )
 
 
+@pytest.mark.parametrize("name", ["close pair", "geometric", "rank one"])
+def test_a_reached_gap_costs_one_pair_of_products_beyond_the_steps(name):
+    """The pair that shows the rounding is the one that the value is evaluated with."""
+    calls: list[str] = []
+
+    def multiply(x: torch.Tensor, way: str) -> torch.Tensor:
+        calls.append(way)
+        return x * SPECTRA[name]
+
+    J = ls.LinearOperator(lambda x: multiply(x, "J"), lambda x: multiply(x, "J'"), (SIZE,), (SIZE,))
+    e = asked(J, 0.01)
+    assert e.missed == "" and calls.count("J") == calls.count("J'") == e.steps + 1
+
+
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_attention_against_the_dense_svd(n):
     """A batch of layers' inputs, one token included, where J = V has no attention in it."""
