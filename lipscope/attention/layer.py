@@ -85,7 +85,7 @@ class SelfAttention(Displayed):
         return W.unflatten(0, (self.groups, -1)).repeat_interleave(self.heads // self.groups, dim=0)
 
     def __call__(self, X: Tensor) -> Tensor:
-        _check_tokens(self, X)
+        check_tokens(self, X)
         q, k, v = self.project(X)
         if isinstance(self.kernel, L2):
             q, k = augment(self.kernel, q, k)
@@ -133,7 +133,7 @@ class SelfAttention(Displayed):
 
         A product takes O(n^2) time and, for long sequences, O(n d) memory.
         """
-        _check_tokens(self, X)
+        check_tokens(self, X)
         return linearize(self, X, apart=False)
 
     def head(self, h: int) -> SelfAttention:
@@ -203,7 +203,7 @@ class HeadsApart(Displayed):
         return joined.unflatten(-1, (self.layer.heads, -1)).transpose(-3, -2)
 
     def linearize(self, X: Tensor) -> LinearOperator:
-        _check_tokens(self.layer, X)
+        check_tokens(self.layer, X)
         return linearize(self.layer, X, apart=True)
 
     def double(self) -> HeadsApart:
@@ -262,7 +262,8 @@ def _check_weights(f: SelfAttention) -> None:
         raise UserError(f"mask is {f.mask.dtype} and Q is {f.Q.dtype}; convert one of them")
 
 
-def _check_tokens(f: SelfAttention, X: Tensor) -> None:
+def check_tokens(f: SelfAttention, X: Tensor, tokens: int | None = None) -> None:
+    """Raise unless X fits f; `tokens` is their number where X holds only some of them."""
     check_input(X)
     d = f.Q.shape[1]
     if X.shape[-1] != d:
@@ -275,7 +276,7 @@ def _check_tokens(f: SelfAttention, X: Tensor) -> None:
             f"X is {X.dtype} and the weights are {f.Q.dtype}; "
             "convert one of them, for example with f.to(X.dtype)"
         )
-    n, B = X.shape[-2], X.shape[0] if X.ndim == 3 else None
+    n, B = tokens or X.shape[-2], X.shape[0] if X.ndim == 3 else None
     allowed = [(n, n)] if B is None else [(n, n), (B, n, n)]
     if f.mask is not None and tuple(f.mask.shape) not in allowed:
         raise UserError(

@@ -127,6 +127,11 @@ class State:
             return tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern)
         return backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern)
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether P is kept, not recomputed by every product."""
+        return self.weights is not None
+
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """P [M, H, rows, n'] in blocks of whole rows; a single block if P has been kept."""
         H = self.q.shape[1]
@@ -442,7 +447,7 @@ def _operator(
     )
     kernels = backend.fused(state.q, state.k, state.v, state.pattern)
     kernels = (
-        kernels and state.q.dtype == torch.float32 and state.weights is None and not state.tiles
+        kernels and state.q.dtype == torch.float32 and not state.keeps_weights and not state.tiles
     )
     if not (kernels and rounding.condition.max() <= ROUGH_SCORES):
         return exact

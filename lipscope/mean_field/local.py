@@ -7,10 +7,13 @@ import re
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from lipscope._checks import explained, norm_name
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.sharded import sharded_jacobian
 from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.infinity import infinity_norm
@@ -31,6 +34,7 @@ def local_lipschitz(
     gap: float | None = None,
     solver: Solver | None = None,
     splitting: bool = False,
+    mesh: DeviceMesh | ProcessGroup | None = None,
 ) -> Estimate | BatchEstimate:
     """Compute the local Lipschitz constant of a map at an input, `||D_X f||`.
 
@@ -50,6 +54,9 @@ def local_lipschitz(
         solver: Options of the solver.
         splitting: Whether copies of a token may move apart. Left and right vectors are then fields
             on two copies of every atom.
+        mesh: If given, the processes that solve together, for a `SelfAttention` or its
+            `heads_apart()`. X and the vectors of the result are then this process's tokens
+            (`lipscope.attention.sharded.shard`); all numbers are the same on every process.
 
     Returns:
         The constant with its bounds, status and singular vectors; for a batch, one per member.
@@ -79,12 +86,17 @@ def local_lipschitz(
             raise UserError(
                 f"norm must be '2' (L2 of the measure) on measures and with splitting, got {norm!r}"
             )
+        if mesh is not None:
+            raise UserError("mesh spreads tokens, not measures, and no splitting; omit mesh")
         return _on_measure(f, X, tol, precision, gap, solver, splitting)
-    check_input(X)
+    if mesh is None:
+        check_input(X)
+    elif norm != "2":
+        raise UserError(f"mesh solves for norm='2' only, got norm={norm!r}; omit mesh")
     if precision == "exact":
         f, X = in_float64(f), X.double()
     try:
-        J = jacobian(f, X)
+        J = jacobian(f, X) if mesh is None else sharded_jacobian(f, X, mesh)
         return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
     except torch.OutOfMemoryError as error:
         # The frames of the error still hold everything, so this is what was in use when it came.

@@ -1,0 +1,354 @@
+"""One solve over several ranks: attention whose tokens are spread over processes, one GPU each.
+
+    J:   dX -> dq, dk, dv of this rank's tokens; dk and dv are gathered; do = jvp(dq, dk, dv)
+    J':  g -> gq, and this rank's share of gk and gv, which are summed over ranks and scattered
+
+Keys and values at X are gathered once. A rank computes whole rows of scores, those of its own
+queries, so no softmax is ever split; the outputs of a product stay where the next one needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.attention.kernels import Dot, Rope
+from lipscope.attention.layer import HeadsApart, SelfAttention, check_tokens
+from lipscope.attention.linearization import State, linearize
+from lipscope.attention.pattern import Pattern
+from lipscope.attention.reference import Triple, Weights
+from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.ranks import TokenShards
+
+T = TypeVar("T")
+
+
+def shard(X: Tensor, mesh: Any) -> Tensor:
+    """The tokens of X that belong to this rank.
+
+    Args:
+        X: All tokens, shape `[n, d]` or `[B, n, d]`, the same on every rank.
+        mesh: A one-dimensional `torch.distributed.DeviceMesh`, or a process group.
+
+    Returns:
+        This rank's tokens, in increasing order of their positions: the first half of them from
+        the first half of X, the others from the second half, so that a causal mask leaves every
+        rank the same work.
+
+    Raises:
+        UserError: If X has fewer tokens than there are ranks, or `mesh` is not a mesh.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch, torch.distributed as dist
+        >>> from lipscope.attention.sharded import shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> X = torch.eye(4, dtype=torch.float64)
+        >>> f = ls.SelfAttention(X, X, X, causal=True)
+        >>> e = ls.local_lipschitz(f, shard(X, dist.group.WORLD), mesh=dist.group.WORLD)
+        >>> round(e.value, 3) == round(ls.local_lipschitz(f, X).value, 3)
+        True
+        >>> dist.destroy_process_group()
+    """
+    return shards_of(X.shape[-2], mesh).cut(X, -2)
+
+
+def unshard(x: Tensor, mesh: Any) -> Tensor:
+    """All tokens in order, from those of each rank: the inverse of `shard`.
+
+    Args:
+        x: This rank's tokens, `[..., tokens, size]`, for example `e.right` of an estimate.
+        mesh: The mesh they were sharded with.
+
+    Returns:
+        `[..., n, size]`, the same on every rank.
+
+    Raises:
+        UserError: If `mesh` is not a mesh.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from lipscope.attention.sharded import shard, unshard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> X = torch.eye(4)
+        >>> torch.equal(unshard(shard(X, dist.group.WORLD), dist.group.WORLD), X)
+        True
+        >>> dist.destroy_process_group()
+    """
+    return _shards_here(x, mesh).gather(x)
+
+
+def group_of(mesh: Any) -> Any:
+    """The process group of a mesh."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UserError(
+            "mesh needs running processes; start them with torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not hasattr(mesh, "get_group") or not hasattr(mesh, "ndim"):
+        raise UserError(
+            f"mesh must be a torch.distributed.DeviceMesh or a process group, "
+            f"got {type(mesh).__name__}"
+        )
+    if mesh.ndim != 1:
+        raise UserError(
+            f"mesh must have one dimension, over which tokens are spread, got {mesh.ndim}; "
+            "pass one of its dimensions, for example mesh['tokens']"
+        )
+    return mesh.get_group()
+
+
+def shards_of(n: int, mesh: Any) -> TokenShards:
+    """n tokens over the ranks of a mesh."""
+    group = group_of(mesh)
+    return TokenShards(n, dist.get_world_size(group), dist.get_rank(group), group)
+
+
+def _shards_here(x: Tensor, mesh: Any) -> TokenShards:
+    """The spread of the tokens of which this rank has x [..., tokens, size]."""
+    group = group_of(mesh)
+    shapes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, tuple(x.shape), group)
+    shards = shards_of(sum(shape[-2] for shape in shapes), mesh)
+    expected = [
+        (*shapes[0][:-2], len(TokenShards(shards.n, shards.size, rank).positions), shapes[0][-1])
+        for rank in range(shards.size)
+    ]
+    if shapes != expected:
+        raise UserError(
+            f"X on the ranks has shapes {', '.join(map(str, shapes))}, but {shards.n} tokens are "
+            f"spread as {', '.join(map(str, expected))}; "
+            "use lipscope.attention.sharded.shard(X, mesh)"
+        )
+    return shards
+
+
+def on_all(check: Callable[[], T], mesh: Any) -> T:
+    """What `check` returns; an error on one rank is raised on all, so that none waits for it."""
+    result, error = None, None
+    try:
+        result = check()
+    except UserError as caught:
+        error = str(caught)
+    group = group_of(mesh)
+    errors: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group)
+    for rank, message in enumerate(errors):
+        if message is not None:
+            raise UserError(message if len(errors) == 1 else f"rank {rank}: {message}")
+    return result  # type: ignore[return-value]
+
+
+def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
+    """The Jacobian of f, whose tokens X are spread over the ranks of a mesh.
+
+    Args:
+        f: A `SelfAttention`, or its `heads_apart()`; masks, padding and rotary tables are those of
+            all n tokens.
+        X: This rank's tokens, `shard(X, mesh)`.
+        mesh: A one-dimensional `torch.distributed.DeviceMesh`, or a process group.
+
+    Returns:
+        The operator; its products, and the vectors of a solve, are those of this rank's tokens.
+
+    Raises:
+        UserError: On every rank, if an input of any rank is invalid or f is not attention.
+
+    Example:
+        >>> import lipscope as ls
+        >>> import torch, torch.distributed as dist
+        >>> from lipscope.attention.sharded import sharded_jacobian
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> X = torch.eye(4, dtype=torch.float64)
+        >>> f = ls.SelfAttention(X, X, X)
+        >>> J = sharded_jacobian(f, X, dist.group.WORLD)
+        >>> torch.equal(J.to_dense(), ls.jacobian(f, X).to_dense())
+        True
+        >>> dist.destroy_process_group()
+    """
+    on_all(lambda: _check_place(X, mesh), mesh)
+    shards = _shards_here(X, mesh)
+    layer = f.layer if isinstance(f, HeadsApart) else f
+    on_all(lambda: _check_layer(layer, X, shards.n), mesh)
+    kernel = layer.kernel
+    if isinstance(kernel, Dot) and kernel.rope is not None:
+        # Rotary positions are those of the tokens that are here.
+        rope = Rope(*(shards.cut(x[: shards.n], 0) for x in (kernel.rope.cos, kernel.rope.sin)))
+        layer = replace(layer, kernel=replace(kernel, rope=rope))
+    return linearize(layer, X, isinstance(f, HeadsApart), kind=ShardedState, ranks=shards)
+
+
+def _check_place(X: Any, mesh: Any) -> None:
+    if not isinstance(X, Tensor) or X.ndim not in (2, 3):
+        got = tuple(X.shape) if isinstance(X, Tensor) else type(X).__name__
+        raise UserError(f"X must be tokens of shape [tokens, d] or [B, tokens, d], got {got}")
+    if dist.get_backend(group_of(mesh)) == "nccl" and not X.is_cuda:
+        raise UserError(
+            f"the mesh exchanges tensors of GPUs (nccl) and X is on {X.device}; move X there, or "
+            "initialise the process group with gloo"
+        )
+
+
+def _check_layer(f: Any, X: Tensor, n: int) -> None:
+    if not isinstance(f, SelfAttention):
+        raise UserError(
+            f"mesh spreads the tokens of a SelfAttention or of its heads_apart(), "
+            f"and f is {type(f).__name__}, which is not known to act token by token otherwise; "
+            "omit mesh, or measure its attention alone"
+        )
+    check_tokens(f, X, n)
+    rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
+    if rope is not None and len(rope.cos) < n:
+        raise UserError(
+            f"rope tables have shape {tuple(rope.cos.shape)}, which does not cover {n} tokens; "
+            f"use Rope.standard({n}, {rope.cos.shape[1]})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Consecutive queries of this rank, the keys they can see, and the pattern between the two."""
+
+    rows: slice
+    cols: slice
+    pattern: Pattern
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedState(State):
+    """The state of one rank: its own queries, and the keys and values of all."""
+
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def keeps_weights(self) -> bool:
+        return any(part.weights is not None for part in self.parts)
+
+    def bias_left(self, largest_score: Tensor) -> Tensor:
+        left = [self._state(part).bias_left(largest_score) for part in self._cut()]
+        return torch.stack(left).amax(dim=0)
+
+    def evaluated(self, condition: Tensor, keep: bool) -> ShardedState:
+        parts, states = self._cut(), []
+        for part in parts:
+            states.append(self._state(part).evaluated(condition, keep))
+        return replace(
+            self,
+            o=torch.cat([s.o for s in states], dim=-2),
+            lse=torch.cat([s.lse for s in states], dim=-1),
+            tiles=states[0].tiles,
+            parts=tuple(
+                replace(part, weights=s.weights) for part, s in zip(parts, states, strict=True)
+            ),
+        )
+
+    def push(self, tangent: Triple) -> Tensor:
+        dq, dk, dv = tangent
+        dk, dv = self.ranks.gather(torch.cat([dk, dv], dim=-1)).split(_widths(dk, dv), dim=-1)
+        pushed = [
+            self._state(part).push(
+                (dq[..., part.rows, :], dk[..., part.cols, :], dv[..., part.cols, :])
+            )
+            for part in self.parts
+        ]
+        return pushed[0] if len(pushed) == 1 else torch.cat(pushed, dim=-2)
+
+    def pull(self, g: Tensor) -> Triple:
+        onto_queries, onto_keys = [], self.k.new_zeros(0)
+        for part in self.parts:
+            gq, gk, gv = self._state(part).pull(g[..., part.rows, :])
+            onto_queries.append(gq)
+            both = torch.cat([gk, gv], dim=-1)
+            if len(self.parts) == 1 and part.cols == slice(0, self.k.shape[-2]):
+                onto_keys = both
+            else:
+                if not onto_keys.numel():
+                    onto_keys = both.new_zeros(*both.shape[:-2], self.k.shape[-2], both.shape[-1])
+                onto_keys[..., part.cols, :] += both
+        gk, gv = self._shards.scatter_sum(onto_keys).split(_widths(self.k, self.v), dim=-1)
+        gq = onto_queries[0] if len(onto_queries) == 1 else torch.cat(onto_queries, dim=-2)
+        return gq, gk, gv
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        for part in self.parts:
+            for rows, cols, P in self._state(part).blocks():
+                yield _moved(rows, part.rows.start), _moved(cols, part.cols.start), P
+
+    def apart(self, heads: int) -> ShardedState:
+        alone = [self._state(part).apart(heads) for part in self.parts]
+        parts = tuple(
+            replace(part, pattern=s.pattern, weights=s.weights)
+            for part, s in zip(self.parts, alone, strict=True)
+        )
+        whole = State.apart(replace(self, parts=()), heads)
+        assert isinstance(whole, ShardedState)
+        return replace(whole, parts=parts)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> ShardedState:
+        whole = super()._each(change)
+        assert isinstance(whole, ShardedState)
+        parts = tuple(
+            replace(
+                part,
+                pattern=part.pattern.each(change),
+                weights=None if part.weights is None else part.weights.each(change),
+            )
+            for part in self.parts
+        )
+        return replace(whole, parts=parts)
+
+    @property
+    def _shards(self) -> TokenShards:
+        assert isinstance(self.ranks, TokenShards)
+        return self.ranks
+
+    def _cut(self) -> tuple[Part, ...]:
+        """The queries of this rank in consecutive runs; all of them where position is nothing."""
+        pattern, n, first = self.pattern, self.k.shape[-2], 0
+        if not (pattern.causal or pattern.window or pattern.mask is not None):
+            queries = None if pattern.queries is None else self.ranks.cut(pattern.queries, -1)
+            everything = slice(0, self.q.shape[-2]), slice(0, n)
+            return (Part(*everything, replace(pattern, queries=queries)),)
+        (start, middle), (second, stop) = self._shards.chunks
+        runs = [(start, stop)] if middle == second else [(start, middle), (second, stop)]
+        parts = []
+        for start, stop in runs:
+            if start < stop:
+                cols = pattern.columns(slice(start, stop), n)
+                rows = slice(first, first + stop - start)
+                parts.append(Part(rows, cols, pattern.tile(slice(start, stop), cols)))
+                first = rows.stop
+        return tuple(parts)
+
+    def _state(self, part: Part) -> State:
+        """The state of a part; until `evaluated` there are neither outputs nor log-sum-exps."""
+        known = self.o.numel() > 0
+        return State(
+            W=self.W[:0],
+            O=None,
+            q=self.q[..., part.rows, :],
+            k=self.k[..., part.cols, :],
+            v=self.v[..., part.cols, :],
+            o=self.o[..., part.rows, :] if known else self.o,
+            lse=self.lse[..., part.rows] if known else self.lse,
+            pattern=part.pattern,
+            weights=part.weights,
+            tiles=self.tiles,
+        )
+
+
+def _widths(k: Tensor, v: Tensor) -> list[int]:
+    return [k.shape[-1], v.shape[-1]]
+
+
+def _moved(cut: slice, by: int) -> slice:
+    return slice(cut.start + by, cut.stop + by)
