@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from lipscope._checks import check_positive
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser, read_formats
 from lipscope.budget.intervals import Interval, of_squares, of_sums
 from lipscope.budget.metrics import Measure, Metric, read_metric
+from lipscope.budget.probing import batches
 from lipscope.budget.result import BudgetRow, ErrorBudget
 from lipscope.budget.rounding import follow_run, squared_errors
 from lipscope.budget.running import distance, exact_outputs, outputs_in, second_order_share
@@ -140,33 +142,31 @@ def _price_run(
     assert f.dtype is not None
     low = subject.in_dtype(f.dtype)
     generator = torch.Generator().manual_seed(seed)
-    tables: list[list[dict[ErrorSite, float]]] = []
+    sequences: list[dict[ErrorSite, Tensor]] = []
     missed = made = 0.0
     for ids in subject.sequences:
         run = follow_run(subject, low, ids)
         y = metric.read(run.output)
         change = metric.read(run.run[0]).detach().to(y.dtype) - y.detach()
-        sequence = []
-        for _ in range(probes):
-            v = metric.probe(y, generator)
-            table: dict[ErrorSite, float] = {}
-            linear = 0.0
-            for r, (squared, product) in zip(
-                run.roundings, squared_errors(y, v, run.roundings), strict=True
-            ):
-                where = "other" if r.layer is None else f"layer {r.layer}"
-                site = ErrorSite(f"{where} {r.kind}", r.layer, r.kind)
-                table[site] = table.get(site, 0.0) + squared
-                linear += product
-            seen = float((v * change).sum())
-            missed, made = missed + (seen - linear) ** 2, made + seen**2
-            sequence.append(table)
-        tables.append(sequence)
-    sites = list(dict.fromkeys(site for s in tables for table in s for site in table))
-    q = torch.tensor(
-        [[[table.get(site, 0.0) for site in sites] for table in s] for s in tables],
-        dtype=torch.float64,
-    ).transpose(0, 1)
+        parts = []
+        for batch in batches(probes, [r.exact for r in run.roundings]):
+            v = torch.stack([metric.probe(y, generator) for _ in batch])
+            squares, linear = squared_errors([y], [v], run.roundings)
+            parts.append(squares)
+            seen = (v * change).flatten(1).sum(dim=1).double().cpu()
+            missed += float((seen - linear.sum(dim=1)).square().sum())
+            made += float(seen.square().sum())
+        by_site: dict[ErrorSite, Tensor] = {}
+        for r, squared in zip(run.roundings, torch.cat(parts).T, strict=True):
+            where = "other" if r.layer is None else f"layer {r.layer}"
+            site = ErrorSite(f"{where} {r.kind}", r.layer, r.kind)
+            by_site[site] = by_site.get(site, 0) + squared
+        sequences.append(by_site)
+    sites = list(dict.fromkeys(site for by_site in sequences for site in by_site))
+    nothing = torch.zeros(probes, dtype=torch.float64)
+    q = torch.stack(
+        [torch.stack([s.get(site, nothing) for site in sites], dim=-1) for s in sequences], dim=1
+    )  # [probes, sequences, sites]
     none = torch.zeros(q.shape[:2], dtype=q.dtype)
     means = q.mean(dim=0).sum(dim=0)
     shares = means / means.sum().clamp_min(torch.finfo(q.dtype).tiny)

@@ -15,8 +15,9 @@ sum_s sum_i e_si^2 E g_si^2 over all sites s, with g_s = J_s' v for random v of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipscope._torch_internals import tree_leaves, tree_map
+from lipscope.budget.probing import gradients
 from lipscope.budget.subject import (
     Subject,
     arithmetic,
@@ -33,6 +35,7 @@ from lipscope.budget.subject import (
     with_last,
 )
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
+from lipscope.models.running import hooked
 
 IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 WEIGHT = "weight"
@@ -58,11 +61,19 @@ class RoundingTrace(TorchFunctionMode):
     def __init__(self, low: torch.dtype, high: torch.dtype) -> None:
         super().__init__()
         self.low, self.high = low, high
-        self.roundings: list[Rounding] = []
+        self.noted: list[Rounding] = []
         self.layer: int | None = None
         self._paused = False
         # By id; the tensor itself is kept, so that its id is not given to another one.
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def roundings(self) -> list[Rounding]:
+        """What was noted, without the operations that happened to be exact."""
+        if not self.noted:
+            return []
+        # All at once: one by one, each would wait for the device.
+        made = torch.stack([r.error.any() for r in self.noted]).tolist()
+        return [r for r, rounded in zip(self.noted, made, strict=True) if rounded]
 
     def pair(self, low: Tensor, exact: Tensor) -> None:
         """Let `exact` stand for `low` in the reference."""
@@ -115,34 +126,39 @@ class RoundingTrace(TorchFunctionMode):
         if func is nn.functional.embedding:
             self._note_rows(low, *args[:2])
             return low
-        local = local or self._raised((args, kwargs))
+        noted = [r.dtype.itemsize <= self.low.itemsize for r in results]
+        if not in_place:
+            # Views have no error, and neither have results wider than the format's: intermediate
+            # values that it does not round.
+            stored = {_storage(x) for x in given if _is_float(x)}
+            noted = [n and _storage(r) not in stored for n, r in zip(noted, results, strict=True)]
         exact_args = tree_map(lambda x: self.exact(x) if _is_float(x) else x, (args, kwargs))
         if in_place:
             # Into a copy: what was noted about the tensor before the change must stay as it is.
             exact_args = ((exact_args[0][0].clone(), *exact_args[0][1:]), exact_args[1])
+        unrounded: Any = None
         with arithmetic(self.high):
-            with torch.no_grad():
-                unrounded = func(*local[0], **local[1])
+            if any(noted):
+                local = local or self._raised((args, kwargs))
+                with torch.no_grad():
+                    unrounded = func(*local[0], **local[1])
             exact = func(*exact_args[0], **exact_args[1])
         if in_place:
-            unrounded, exact = local[0][0], exact_args[0][0]
-        triples = zip(
-            results, *([x for x in tree_leaves(t) if _is_float(x)] for t in (unrounded, exact)),
-            strict=True,
-        )  # fmt: skip
-        for result, before_rounding, reference in triples:
-            self._note(name, result, before_rounding, reference)
+            unrounded, exact = local[0][0] if local else None, exact_args[0][0]
+        exacts = [x for x in tree_leaves(exact) if _is_float(x)]
+        befores = [x for x in tree_leaves(unrounded) if _is_float(x)] if any(noted) else exacts
+        for result, before, reference, wanted in zip(results, befores, exacts, noted, strict=True):
+            self._note(name, result, before if wanted else None, reference)
         return low
 
-    def _note(self, name: str, low: Tensor, unrounded: Tensor, exact: Tensor) -> None:
-        # Wider results than the format's are intermediate values that it does not round.
-        if low.dtype.itemsize <= self.low.itemsize:
+    def _note(self, name: str, low: Tensor, unrounded: Tensor | None, exact: Tensor) -> None:
+        """Pair a result with the reference, and note its error if the result was rounded."""
+        if unrounded is not None:
             error = low.detach().to(self.high) - unrounded.to(self.high)
             # Infinite entries are masks; they are equal, or the run is lost anyway.
             error = torch.where(error.isfinite(), error, 0)
-            if bool(error.any()):
-                exact = exact if exact.requires_grad else exact.detach().requires_grad_()
-                self.roundings.append(Rounding(name, self.layer, exact, error))
+            exact = exact if exact.requires_grad else exact.detach().requires_grad_()
+            self.noted.append(Rounding(name, self.layer, exact, error))
         self.pair(low, exact)
 
     def _note_rows(self, low: Tensor, ids: Tensor, table: Tensor) -> None:
@@ -150,7 +166,7 @@ class RoundingTrace(TorchFunctionMode):
         used, places = ids.unique(return_inverse=True)
         rows = self.exact(table).detach()[used].requires_grad_()
         error = table.detach()[used].to(self.high) - rows.detach()
-        self.roundings.append(Rounding(WEIGHT, self.layer, rows, error))
+        self.noted.append(Rounding(WEIGHT, self.layer, rows, error))
         self.pair(low, rows[places])
 
     def _raised(self, tree: Any, clone: bool = False) -> Any:
@@ -187,8 +203,7 @@ def follow_run(reference: Subject, low: Subject, ids: Tensor) -> Followed:
         exact = parameter.detach().requires_grad_()
         trace.pair(rounded, exact)
         error = rounded.detach().to(reference.dtype) - exact.detach()
-        if bool(error.any()):
-            trace.roundings.append(Rounding(WEIGHT, layer_of(name), exact, error))
+        trace.noted.append(Rounding(WEIGHT, layer_of(name), exact, error))
     with (
         plugged(low.module, low.attention),
         _marking(trace, low.module),
@@ -203,30 +218,21 @@ def follow_run(reference: Subject, low: Subject, ids: Tensor) -> Followed:
         output=tree_map(lambda x: trace.exact(x) if _is_float(x) else x, output),
         states=[trace.exact(h) for h in states],
         run=(output, [h.detach() for h in states]),
-        roundings=trace.roundings,
+        roundings=trace.roundings(),
     )
 
 
 @contextmanager
 def _marking(trace: RoundingTrace, module: nn.Module) -> Iterator[None]:
     """Tell the trace which layer is running."""
-    handles: list[Any] = []
-    for name, part in blocks(module).items():
-        number = layer_of(name)
 
-        def enter(part: nn.Module, args: Any, number: int | None = number) -> None:
-            trace.layer = number
+    def mark(layer: int | None, *call: Any) -> None:
+        trace.layer = layer
 
-        def leave(part: nn.Module, args: Any, output: Any) -> None:
-            trace.layer = None
-
-        handles.append(part.register_forward_pre_hook(enter))
-        handles.append(part.register_forward_hook(leave))
-    try:
+    with ExitStack() as stack:
+        for name, part in blocks(module).items():
+            stack.enter_context(hooked([part], partial(mark, layer_of(name)), partial(mark, None)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -244,24 +250,34 @@ def _attention_as_one(trace: RoundingTrace) -> Iterator[None]:
         yield
 
 
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def squared_errors(
-    y: Tensor, v: Tensor, roundings: Sequence[Rounding]
-) -> list[tuple[float, float]]:
-    """(sum_i g_i^2 e_i^2, <g, e>) of every rounding for one probe v of y; zeros if y is not hit.
+    outputs: Sequence[Tensor], probes: Sequence[Tensor], roundings: Sequence[Rounding]
+) -> tuple[Tensor, Tensor]:
+    """sum_i g_i^2 e_i^2 and <g, e> of every rounding, [K, roundings] on the CPU.
 
     The first is the expected square of <v, dy> if rounding were repeated at random; the second is
-    the share of this very run in <v, dy>, to first order.
+    the share of this very run in <v, dy>, to first order. Both are zero where y is not hit.
+
+    Args:
+        outputs: Tensors y_o of the graph of the reference.
+        probes: v_o [K, *y_o.shape]; a probe is the v_o of all outputs together.
+        roundings: What was rounded.
     """
-    gradients = torch.autograd.grad(
-        y, [r.exact for r in roundings], v, retain_graph=True, allow_unused=True
-    )
-    products = (
-        None if g is None else g * r.error for r, g in zip(roundings, gradients, strict=True)
-    )
-    return [
-        (0.0, 0.0) if p is None else (float(p.square().sum()), float(p.sum())) for p in products
-    ]
+    found = gradients(outputs, probes, [r.exact for r in roundings])
+    none = probes[0].new_zeros(len(probes[0]))
+    squares, sums = [], []
+    for r, g in zip(roundings, found, strict=True):
+        product = None if g is None else (g * r.error).flatten(1)
+        squares.append(none if product is None else product.square().sum(dim=1))
+        sums.append(none if product is None else product.sum(dim=1))
+    # One transfer for all of them: each one would wait for the device.
+    both = torch.stack([torch.stack(squares, dim=1), torch.stack(sums, dim=1)]).double().cpu()
+    return both[0], both[1]

@@ -30,8 +30,17 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, read_formats
 from lipscope.budget.metrics import Measure, Metric, read_metric
+from lipscope.budget.probing import batches, gradients
 from lipscope.budget.running import distance, exact_outputs, outputs_in
-from lipscope.budget.sites import ErrorSite, check_routed, linears, matrix, weight_error
+from lipscope.budget.sites import (
+    ErrorSite,
+    by_head,
+    check_routed,
+    linears,
+    matrix,
+    weight_error,
+    whole,
+)
 from lipscope.budget.subject import (
     Source,
     Subject,
@@ -199,10 +208,9 @@ def _gather(
             y = metric.read(output)
             _add_local(found, places, len(subject.sequences))
             nodes = [p.node for p in places] + [p.weight[0] for p in places if p.weight]
-            for _ in range(probes):
-                v = metric.probe(y, generator)
-                gradients = torch.autograd.grad(y, nodes, v, retain_graph=True, allow_unused=True)
-                _add_probe(found, places, list(gradients), probes)
+            for batch in batches(probes, nodes):
+                v = torch.stack([metric.probe(y, generator) for _ in batch])
+                _add_probes(found, places, gradients([y], [v], nodes), probes)
             if sigma and b == 0 and not metric.divergence:
                 _add_sigma(found, places, y)
     return {
@@ -232,32 +240,36 @@ def _add_local(
                     sums[key] = sums.get(key, 0.0) + value
 
 
-def _add_probe(
+def _add_probes(
     found: dict[str, dict[ErrorSite, dict[str, float]]],
     places: list[_Place],
     gradients: list[Tensor | None],
     probes: int,
 ) -> None:
+    """Add the squares that a batch of probes gives to every score of derivatives."""
     weights = iter(gradients[len(places) :])
     for place, g in zip(places, gradients, strict=False):
         g_W = next(weights) if place.weight else None
         if g is None:
             continue
-        for name, e in place.errors.items():
-            for i, site in enumerate(place.sites):
-                u, local = (x[:, i] if site.head is not None else x for x in (g, e))
-                mean = float(u.square().mean())
-                add = {
-                    "Frobenius": mean * float(local.square().sum()),
-                    "diagonal": float((u * local).square().sum()),
-                    "budget": float((u * local).sum()) ** 2,
-                }
-                if g_W is not None and place.weight is not None:
-                    dW = place.weight[1][name]
-                    add["trace"] = float(g_W.square().mean()) * float(dW.square().sum())
-                sums = found[name][site]
-                for key, value in add.items():
-                    sums[key] = sums.get(key, 0.0) + value / probes
+        split = whole if place.sites[0].head is None else by_head
+        e, u = split(torch.stack(list(place.errors.values()))), split(g)  # [F | K, parts, entries]
+        squares = u.square().sum(dim=0)
+        sums = {
+            "Frobenius": squares.mean(dim=-1) * e.square().sum(dim=-1),
+            "diagonal": torch.einsum("pe,fpe->fp", squares, e.square()),
+            "budget": torch.einsum("kpe,fpe->kfp", u, e).square().sum(dim=0),
+        }
+        if g_W is not None and place.weight is not None:
+            dW = torch.stack(list(place.weight[1].values()))
+            mean = g_W.square().sum(dim=0).mean()
+            sums["trace"] = mean * dW.square().flatten(1).sum(dim=1)[:, None]
+        table = torch.stack(list(sums.values())).tolist()  # [scores, formats, parts]
+        for score, by_format in zip(sums, table, strict=True):
+            for name, parts in zip(place.errors, by_format, strict=True):
+                for site, value in zip(place.sites, parts, strict=True):
+                    so_far = found[name][site]
+                    so_far[score] = so_far.get(score, 0.0) + value / probes
 
 
 def _add_sigma(

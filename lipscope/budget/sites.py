@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser
 from lipscope.budget.metrics import Metric
+from lipscope.budget.probing import batches, gradients
 from lipscope.budget.subject import Subject, changing_cache, layer_of
 from lipscope.models.plug import AttentionCall
 
@@ -88,19 +89,15 @@ def collect_products(
             y = metric.read(graph.output)
             tensors = [*graph.weights.values(), *graph.inputs.values(), *graph.cache.values()]
             made = _errors_made(graph, formats, errors)
-            rows = []
-            for k in range(probes):
-                v = metric.probe(y, generator)
+            parts = []
+            for batch in batches(probes, tensors):
+                v = torch.stack([metric.probe(y, generator) for _ in batch])
                 with torch.enable_grad():
-                    gradients = torch.autograd.grad(
-                        y, tensors, v, retain_graph=k + 1 < probes, allow_unused=True
-                    )
-                rows.append(_one_probe(made, list(gradients)))
+                    parts.append(_products(made, gradients([y], [v], tensors)))
         for f in formats:
-            # Sites of modules that did not run (a pooler) have no gradient in any probe.
-            sites[f.name] = [site for name, site, _ in rows[0] if name == f.name]
-            t = [[t for name, _, t in row if name == f.name] for row in rows]
-            found[f.name].append(torch.tensor(t, dtype=torch.float64))
+            sites[f.name] = [site for name, site in parts[0][0] if name == f.name]
+            chosen = [i for i, (name, _) in enumerate(parts[0][0]) if name == f.name]
+            found[f.name].append(torch.cat([t[:, chosen] for _, t in parts]))
     return {name: Products(sites[name], torch.stack(parts, dim=1)) for name, parts in found.items()}
 
 
@@ -179,7 +176,7 @@ class _Errors:
     """The errors of several formats in one tensor of the graph.
 
     e:     [formats, parts, entries]; a part is a head, or the whole tensor
-    split: how the gradient is brought into the shape [parts, entries]
+    split: how gradients [K, ...] are brought into the shape [K, parts, entries]
     sites: the site of every part
     """
 
@@ -194,47 +191,51 @@ def _errors_made(graph: _Graph, formats: list[Format], weights: dict[str, Tensor
     made = []
     for name in graph.weights:
         site = ErrorSite(name, layer_of(name), "weight")
-        split = _transposed if graph.transposed[name] else _whole
+        split = _transposed if graph.transposed[name] else whole
         names = [f.name for f in formats if f.weight]
         made.append(_Errors(names, weights[name][:, None], split, [site]))
     for name, x in graph.inputs.items():
         named = {f.name: f.activation(x.detach()) - x.detach() for f in formats if f.activation}
-        e = torch.stack([_whole(e) for e in named.values()])
-        made.append(
-            _Errors(list(named), e, _whole, [ErrorSite(name, layer_of(name), "activation")])
-        )
+        e = whole(torch.stack(list(named.values())))
+        site = ErrorSite(name, layer_of(name), "activation")
+        made.append(_Errors(list(named), e, whole, [site]))
     for (layer, kind), x in graph.cache.items():
         named = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
-        e = torch.stack([_by_head(e) for e in named.values()])
+        e = by_head(torch.stack(list(named.values())))
         name = f"layer {layer} {kind}s"
         heads = [ErrorSite(name, layer, kind, head) for head in range(x.shape[1])]
-        made.append(_Errors(list(named), e, _by_head, heads))
+        made.append(_Errors(list(named), e, by_head, heads))
     return made
 
 
-def _one_probe(
+def _products(
     made: list[_Errors], gradients: list[Tensor | None]
-) -> list[tuple[str, ErrorSite, float]]:
-    """The product of every format at every site, for one probe."""
+) -> tuple[list[tuple[str, ErrorSite]], Tensor]:
+    """What each product belongs to, and the products [K, sites of all formats] on the CPU.
+
+    Sites of modules that did not run (a pooler) have no gradient, and no product.
+    """
+    keys: list[tuple[str, ErrorSite]] = []
     found = []
     for errors, g in zip(made, gradients, strict=True):
         if g is not None:
-            products = torch.einsum("fpe,pe->fp", errors.e, errors.split(g)).tolist()
-            for name, parts in zip(errors.formats, products, strict=True):
-                found += [(name, s, t) for s, t in zip(errors.sites, parts, strict=True)]
-    return found
+            found.append(torch.einsum("fpe,kpe->kfp", errors.e, errors.split(g)).flatten(1))
+            keys += [(name, site) for name in errors.formats for site in errors.sites]
+    return keys, torch.cat(found, dim=1).double().cpu()
 
 
-def _whole(g: Tensor) -> Tensor:
-    return g.reshape(1, -1)
+def whole(x: Tensor) -> Tensor:
+    """Tensors [K, ...] as one part each, [K, 1, entries]."""
+    return x.flatten(1)[:, None]
 
 
-def _transposed(g: Tensor) -> Tensor:
-    return g.mT.reshape(1, -1)
+def by_head(x: Tensor) -> Tensor:
+    """Keys or values [K, B, G, n, k] as one part per head, [K, G, entries]."""
+    return x.transpose(1, 2).flatten(2)
 
 
-def _by_head(g: Tensor) -> Tensor:
-    return g.transpose(0, 1).flatten(1)
+def _transposed(x: Tensor) -> Tensor:
+    return whole(x.mT)
 
 
 def _weight(part: nn.Module) -> Tensor:

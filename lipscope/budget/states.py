@@ -19,6 +19,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
 from lipscope.budget.intervals import degrees_of_freedom
+from lipscope.budget.probing import batches
 from lipscope.budget.rounding import Followed, follow_run, squared_errors
 from lipscope.budget.subject import Subject
 
@@ -56,16 +57,16 @@ def state_budgets(
 ) -> tuple[list[StateBudget], list[list[Tensor]]]:
     """The budget of every hidden state (or of one), and the states of the reference."""
     generator = torch.Generator().manual_seed(seed)
-    noise: list[list[list[float]]] = []
+    noise: list[Tensor] = []
     states: list[list[Tensor]] = []
     errors: list[list[Tensor]] = []
     for ids in subject.sequences:
         run = follow_run(subject, low, ids)
         chosen = range(len(run.states)) if only is None else [only]
-        noise.append([_noise(run, i, probes, generator) for i in chosen])
+        noise.append(_noise(run, [run.states[i] for i in chosen], probes, generator))
         states.append([run.states[i].detach() for i in chosen])
         errors.append([run.run[1][i].to(subject.dtype) - run.states[i].detach() for i in chosen])
-    q = torch.tensor(noise, dtype=torch.float64).permute(1, 2, 0)  # [states, probes, sequences]
+    q = torch.stack(noise, dim=-1)  # [states, probes, sequences]
     budgets = [
         StateBudget(
             squared=float(q[i].mean(dim=0).sum()),
@@ -93,13 +94,22 @@ def state_tolerance(subject: Subject, format: str, state: int, probes: int, seed
     return {"atol": quantile * budget.peak * rms, "rtol": torch.finfo(dtype).eps}
 
 
-def _noise(run: Followed, state: int, probes: int, generator: torch.Generator) -> list[float]:
-    y = run.states[state]
-    found = []
-    for _ in range(probes):
-        v = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
-        found.append(sum(squared for squared, _ in squared_errors(y, v, run.roundings)))
-    return found
+def _noise(run: Followed, states: list[Tensor], probes: int, generator: torch.Generator) -> Tensor:
+    """q of every probe at every state, [states, probes]."""
+    drawn = [
+        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
+        for y in states
+        for _ in range(probes)
+    ]
+    q = []
+    # One backward pass serves probes of several states: a probe is zero at all states but its own.
+    for batch in batches(len(drawn), [r.exact for r in run.roundings]):
+        hit = sorted({row // probes for row in batch})
+        v = [states[i].new_zeros(len(batch), *states[i].shape) for i in hit]
+        for k, row in enumerate(batch):
+            v[row // probes - hit[0]][k] = drawn[row]
+        q.append(squared_errors([states[i] for i in hit], v, run.roundings)[0].sum(dim=1))
+    return torch.cat(q).reshape(len(states), probes)
 
 
 def _peak(error: Tensor) -> float:

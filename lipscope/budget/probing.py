@@ -1,0 +1,60 @@
+"""Gradients of many probes in few backward passes.
+
+A backward pass of a small model takes as long as it takes to launch its operations, whatever their
+size. `torch.func.vmap` over the backward pass launches each of them once for many probes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+BYTES = 2**30
+"""The gradients of the probes of one backward pass take at most this much memory."""
+
+
+def batches(count: int, tensors: Sequence[Tensor]) -> Iterator[range]:
+    """Split `count` probes into ranges whose gradients fit into memory together."""
+    each = sum(x.numel() * x.element_size() for x in tensors)
+    step = max(1, BYTES // max(each, 1))
+    for first in range(0, count, step):
+        yield range(first, min(first + step, count))
+
+
+def gradients(
+    outputs: Sequence[Tensor], probes: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients of sum_o <v_o, y_o> with respect to every tensor x, [K, *x.shape].
+
+    Args:
+        outputs: Tensors y_o of one graph, which is retained.
+        probes: v_o [K, *y_o.shape].
+        tensors: Tensors of the graph. The gradient is None where no output depends on the tensor.
+    """
+    used: list[bool] = []
+
+    def one(*v: Tensor) -> tuple[Tensor, ...]:
+        found = torch.autograd.grad(outputs, tensors, v, retain_graph=True, allow_unused=True)
+        used[:] = [g is not None for g in found]
+        return tuple(g for g in found if g is not None)
+
+    # In float32 and below attention may run on kernels that do not take a batch of gradients.
+    if len(probes[0]) > 1 and all(y.dtype == torch.float64 for y in outputs):
+        try:
+            with warnings.catch_warnings():
+                # Operations without a batching rule run one probe after another; that is all.
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                return _placed(torch.func.vmap(one)(*probes), used)
+        except RuntimeError:
+            pass  # an operation that cannot be batched at all, or too little memory
+    parts = zip(*(one(*v) for v in zip(*probes, strict=True)), strict=True)
+    return _placed([torch.stack(part) for part in parts], used)
+
+
+def _placed(found: Sequence[Tensor], used: list[bool]) -> list[Tensor | None]:
+    """The gradients in the order of the tensors, with None for unused ones."""
+    rest = iter(found)
+    return [next(rest) if hit else None for hit in used]
