@@ -77,7 +77,7 @@ def _forward(
                 columns = j + tl.arange(0, N)
                 if run != 1:
                     t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
-                if run != 1 and (MASK != 1 or CAUSAL or window is not None):
+                if run != 1 and MASK != 1:
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     t = tl.where(seen, t, float("-inf"))
                 if keys is not None:

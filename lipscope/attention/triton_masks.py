@@ -1,8 +1,9 @@
 """Explicit masks in the kernels: the tiles of scores a mask leaves, and the level of its rows.
 
 Tiles in which no query sees a key are skipped; those in which every query sees every key come last
-and read no mask. The level of a row is the largest entry of an additive mask that it sees; it is
-taken out before the mask meets the scores (`pattern.without_level`).
+and read no mask. What a boolean mask, causal order, window and padding leave of the others is kept
+as bits, a word for 32 keys. The level of a row is the largest entry of an additive mask that it
+sees; it is taken out before the mask meets the scores (`pattern.without_level`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ NONE, BOOLEAN, ADDITIVE = 0, 1, 2
 class Mask(NamedTuple):
     """What a kernel reads of a mask. A stride is 0 where the mask is broadcast."""
 
+    words: Tensor  # [B' * H' * n', words]: bits of visible keys, unused by additive masks
+    words_batch: int
+    words_head: int
+    words_row: int
     entries: Tensor
     batch: int
     head: int
@@ -47,9 +52,7 @@ class Masking(NamedTuple):
     """The mask of a pattern as a kernel gets it; (None, None, NONE) without a mask."""
 
     mask: Mask | None
-    mask_tiles: (
-        TensorDescriptor | None
-    )  # its entries by tiles, unless rows or columns are broadcast
+    mask_tiles: TensorDescriptor | None  # an additive one by tiles, if nothing is broadcast in them
     kind: int
 
 
@@ -83,16 +86,38 @@ def masked(
     Tiles are [M, N], or with KEYS_FIRST [N, M].
     """
     if MASK != 0:
-        tile = _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M, N)
-        rows = (i + tl.arange(0, M))[:, None]
-        if KEYS_FIRST:
-            tile, rows = tile.T, (i + tl.arange(0, M))[None, :]
-        if MASK == 1:  # what lies outside reads as 0 and is invisible
-            t = tl.where(tile > 0, t, float("-inf"))
+        rows, column = i + tl.arange(0, M), tl.arange(0, N)
+        column = column[:, None] if KEYS_FIRST else column[None, :]
+        if MASK == 1:
+            # A word holds 32 keys of a row: far less to move than a tile of bytes.
+            at = _words_of(mask, b, h, rows) + j // 32
+            word = _beside(tl.load(at, mask=rows < n, other=0), KEYS_FIRST)
+            if N == 64:
+                upper = _beside(tl.load(at + 1, mask=rows < n, other=0), KEYS_FIRST)
+                word = tl.where(column < 32, word, upper)
+            t = tl.where(((word >> (column % 32)) & 1) != 0, t, float("-inf"))
         else:
-            level = row_level(mask, b, h, rows, n, MASK)
+            tile = _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M, N)
+            if KEYS_FIRST:
+                tile = tile.T
+            level = row_level(mask, b, h, _beside(rows, KEYS_FIRST), n, MASK)
             t += (tile.to(tl.float32) - level) * 1.4426950408889634
     return t
+
+
+@triton.jit
+@no_type_check
+def _words_of(mask, b, h, rows):
+    """Where the bits of these rows begin."""
+    place = b.to(tl.int64) * mask.words_batch + h.to(tl.int64) * mask.words_head
+    return mask.words + place + rows.to(tl.int64) * mask.words_row
+
+
+@triton.jit
+@no_type_check
+def _beside(x, KEYS_FIRST: tl.constexpr):
+    """x, one number per query, as a column of a tile, or with KEYS_FIRST as a row."""
+    return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
@@ -134,7 +159,7 @@ def _survey(
     CAUSAL: tl.constexpr, MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The state of each tile (0 empty, 1 mixed, 2 whole), and the level of each row."""
+    """The state of each tile (0 empty, 1 mixed, 2 whole), its bits, and the level of each row."""
     block, chunk = tl.program_id(0) % lines, tl.program_id(0) // lines
     i, h, b = block * M, tl.program_id(1), tl.program_id(2)
     rows = i + tl.arange(0, M)
@@ -150,6 +175,10 @@ def _survey(
             seen = seen & are_real(keys, b, columns, n_keys)[None, :]
         if MASK == 1:
             seen = seen & (entries > 0)
+            word = (tile * N) // 32 + tl.arange(0, N // 32)
+            at = _words_of(mask, b, h, rows)[:, None] + word[None, :]
+            bits = seen.to(tl.int32).reshape(M, N // 32, 32) << tl.arange(0, 32)[None, None, :]
+            tl.store(at, tl.sum(bits, 2), mask=(rows < n)[:, None])
         else:
             bias = entries.to(tl.float32)
             seen = seen & (bias > float("-inf"))
@@ -215,11 +244,19 @@ def mask_of(
     first, last = (None if s is None else triton.cdiv(s, size) for s in span)
     first, last = first or 0, per_line if last is None else min(last, per_line)
     width = last - first
+    alike = row == 0 and not (pattern.causal or pattern.window)  # every row is like the first
     if kind == ADDITIVE:
         level = torch.full((B, heads, n), -torch.inf, device=device)
+        words = torch.empty(1, 1, 1, 1, dtype=torch.int32, device=device)
     else:
         level = torch.empty(1, device=device)
+        sizes = B, heads, 1 if alike else n, blocks[1] * N // 32
+        words = torch.empty(sizes, dtype=torch.int32, device=device)
     mask = Mask(
+        words=words,
+        words_batch=0 if B == 1 else words[0].numel(),
+        words_head=0 if heads == 1 else words[0, 0].numel(),
+        words_row=0 if alike else words.shape[-1],
         entries=entries,
         batch=batch,
         head=head,
@@ -247,7 +284,7 @@ def mask_of(
         states, mask.tiles, mask.counts, *strides, states[0, 0].numel(), first, width,
         triton.next_power_of_2(width),
     )  # fmt: skip
-    return Masking(mask, mask_tiles, kind)
+    return Masking(mask, None if kind == BOOLEAN else mask_tiles, kind)
 
 
 def _by_tiles(entries: Tensor, M: int, N: int) -> TensorDescriptor:

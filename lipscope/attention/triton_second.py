@@ -96,7 +96,7 @@ def _onto_queries(
                 if run != 1:
                     t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 p = tl.exp2(t - top[:, None])
-                if run != 1 and (MASK != 1 or CAUSAL or window is not None):
+                if run != 1 and MASK != 1:
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     p = tl.where(seen, p, 0.0)
                 if keys is not None:
@@ -157,7 +157,7 @@ def _onto_keys(
                     if run != 1:
                         t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, True)
                     p = tl.exp2(t - top[None, :])
-                    if run != 1 and (MASK != 1 or CAUSAL or window is not None):
+                    if run != 1 and MASK != 1:
                         seen = visible(
                             columns[None, :], rows[:, None], n_keys, shift, window, CAUSAL
                         )

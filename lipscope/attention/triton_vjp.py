@@ -90,7 +90,7 @@ def _onto_queries(
                 if run != 1:
                     t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 z = tl.exp2(t - top[:, None]) * (dp * dp_unit - mean[:, None])
-                if run != 1 and (MASK != 1 or CAUSAL or window is not None):
+                if run != 1 and MASK != 1:
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     z = tl.where(seen, z, 0.0)
                 if keys is not None:
@@ -161,7 +161,7 @@ def _onto_keys(
                     p = tl.exp2(t - top[None, :])
                     if PRODUCT == "pair":
                         p *= rest[None, :]
-                    if run != 1 and (MASK != 1 or CAUSAL or window is not None):
+                    if run != 1 and MASK != 1:
                         seen = visible(
                             columns[None, :], rows[:, None], n_keys, shift, window, CAUSAL
                         )

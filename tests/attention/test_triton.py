@@ -45,7 +45,7 @@ class Case:
     size: float = 1.0
     sharp: float = 1.0
     span: int | None = None
-    mask: str | None = None  # boolean, additive, or blocks: a boolean mask with empty tiles
+    mask: str | None = None  # boolean, additive, blocks (boolean with empty tiles), or one row
     mask_shape: tuple[int, int] = (1, 1)  # its batch and heads
 
 
@@ -108,6 +108,10 @@ CASES |= {
         B=2, n=277, keys=277, k=16, m=32, causal=True, padded=True, span=128, mask="additive"
     ),
 }
+CASES |= {
+    "one row of a mask": Case(B=2, n=70, keys=150, k=32, m=32, mask="row", mask_shape=(2, 1)),
+    "one row of a mask, causal": Case(n=150, keys=150, k=32, m=32, causal=True, mask="row"),
+}
 INTERPRETED = [(name, "pair") for name in CASES] + [
     ("causal, grouped, padded", "half"),
     ("causal, grouped, padded", "float16"),
@@ -150,6 +154,8 @@ def visibility(case: Case, real: Tensor | None, device: str) -> Tensor:
 def explicit_mask(case: Case, device: str) -> Tensor | None:
     """A mask with a row that sees nothing; additive ones carry a large constant in some rows."""
     shape = (*case.mask_shape, case.n, case.keys)
+    if case.mask == "row":
+        return torch.rand(*case.mask_shape, 1, case.keys, device=device) < 0.6
     if case.mask is None:
         return None
     if case.mask == "blocks":
