@@ -54,7 +54,7 @@ def check_study(directory: Path, repair: bool) -> bool:
     Returns:
         Whether the study is intact.
     """
-    from lipscope.study.study import DamageWarning, Study, copy_studies
+    from lipscope.study.study import DamageWarning, Study, copy_study
 
     warnings.simplefilter("ignore", DamageWarning)  # every loss is listed below
     study = Study.open(directory)
@@ -65,7 +65,7 @@ def check_study(directory: Path, repair: bool) -> bool:
     if repair:
         place = directory.resolve()
         copy = place.with_name(f"{place.name}.repaired")
-        copy_studies([study], copy)
+        copy_study(study, copy)
         typer.echo(for_terminal(f"{'what is intact' if lost else 'a copy'} is in {copy}"))
     return not lost
 

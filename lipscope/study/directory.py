@@ -27,6 +27,18 @@ _WHAT_DIFFERS = {
 }
 
 
+def require_parts(first: Identity, other: Identity, one: Path, two: Path) -> None:
+    """Raise UserError if two studies differ in what decides a number: they are no parts of one."""
+    for name in first.differences(other)[:1]:
+        what = _WHAT_DIFFERS.get(name)
+        if what is None:
+            what = f"{name} = {getattr(other, name)} in place of {getattr(first, name)}"
+        raise UserError(
+            f"{two} is a study of {what}, compared with {one}; merge joins parts of one study, "
+            "`lipscope compare` compares different ones"
+        )
+
+
 def connect_to_read(directory: Path) -> sqlite3.Connection:
     """A read-only connection to the study in `directory`."""
     path = directory / FILE

@@ -174,8 +174,12 @@ class Store:
 
     def put(self, kind: str, key: str, value: str | bytes) -> None:
         """Store a record of some kind under a key, replacing one with the same kind and key."""
+        self.put_all([(kind, key, value)])
+
+    def put_all(self, records: Iterable[tuple[str, str, str | bytes]]) -> None:
+        """Store records (kind, key, value), all of them or none."""
         with self._transaction():
-            self._put([(kind, key, value)])
+            self._put(records)
 
     def rows(self, probe: str | None = None) -> list[Row]:
         """All rows, or those of one probe, in an order independent of when they were written."""
@@ -214,6 +218,10 @@ class Store:
         """(key, value) of all records of a kind, in the order in which they were written."""
         return [(key, value) for its, key, value in self._read(RECORDS) if its == kind]
 
+    def all_records(self) -> list[Record]:
+        """(kind, key, value) of every record, in the order in which they were written."""
+        return self._read(RECORDS)
+
     def get(self, kind: str, key: str) -> Any:
         """The value of one record, or None if there is none."""
         with suppress(sqlite3.Error, UnicodeError):
@@ -242,16 +250,6 @@ class Store:
         for table in (ROWS, RECORDS):
             self._read(table)
         return self.lost
-
-    def copy_to(self, other: Store) -> None:
-        """Write everything that is intact to another store, keeping what that has already."""
-        has = {row[:8] for row in other.rows() if not row.failing}
-        other.write(row for row in self.rows() if row[:8] not in has)
-        with other._transaction():
-            known = {record[:2] for record in other._read(RECORDS)}
-            other._put(record for record in self._read(RECORDS) if record[:2] not in known)
-        for command in self.commands():
-            other.add_command(command)
 
     def _read(self, table: Table) -> list[Record]:
         """The intact records of a table; what is lost is noted."""

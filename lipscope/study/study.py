@@ -18,6 +18,7 @@ from lipscope._types import UserError
 from lipscope.study.directory import FILE
 from lipscope.study.growth import Growth, check_lengths, fit
 from lipscope.study.jobs import JobCount, command_lines, count_jobs
+from lipscope.study.merging import claimed, join, write_whole
 from lipscope.study.records import COLUMNS, SIGMA, Row, StudyInfo
 from lipscope.study.store import Store, damage
 
@@ -105,7 +106,7 @@ class Study:
         Raises:
             UserError: If the directory holds something, or cannot be written.
         """
-        return copy_studies([self], Path(directory))
+        return copy_study(self, Path(directory))
 
     @property
     def store(self) -> Store:
@@ -414,7 +415,8 @@ def concat(studies: Sequence[Study]) -> Study:
     """Join studies of one model, text and set of options, as several machines measure them.
 
     Args:
-        studies: Any number of studies. Where several have a row, the first one counts.
+        studies: Any number of studies, in any order. Where several have a row, one with a value
+            counts before one that failed.
 
     Returns:
         A study in memory, with the rows of all; :meth:`Study.save` writes it to a directory.
@@ -446,23 +448,15 @@ def concat(studies: Sequence[Study]) -> Study:
                 "concatenate their data frames instead: "
                 "pandas.concat([study.to_dataframe() for study in studies])"
             )
-    return copy_studies(given, None)
+    return Study(join(study.store for study in given).store)
 
 
-def copy_studies(studies: Sequence[Study], directory: Path | None) -> Study:
-    """Everything intact in some studies, in a new directory or in memory."""
-    if directory is not None and (directory / FILE).exists():
+def copy_study(study: Study, directory: Path) -> Study:
+    """Everything intact in a study, in a new directory."""
+    if (directory / FILE).exists():
         raise UserError(f"{directory} holds a study; give a new or empty directory")
-    store = Store.create(directory, studies[0].info)
-    try:
-        for study in studies:
-            study.store.copy_to(store)
-    except BaseException:
-        store.close()
-        raise
-    if directory is None:
-        return Study(store)
-    store.close()
+    with claimed(directory):
+        write_whole(join([study.store]).store, directory)
     return Study.open(directory)
 
 
