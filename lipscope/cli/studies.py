@@ -37,6 +37,7 @@ from lipscope.cli.terminal import (
     show_table,
     tell,
 )
+from lipscope.cli.torchrun import on_ranks
 
 if TYPE_CHECKING:
     from lipscope.study.study import Study
@@ -56,6 +57,7 @@ class MeasureCommand(TyperCommand):
             typer.echo(f"   {name:<10} {scope.formula}\n{'':<14}{scope.description}")
 
 
+@on_ranks
 def measure(
     model: ModelName = None,
     text: Texts = None,

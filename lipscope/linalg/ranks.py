@@ -8,7 +8,8 @@ than early ones, every rank then has the same work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,25 @@ from lipscope._types import UserError
 # torch 2.13 renamed both; the old names warn there, the new ones do not exist before.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class LostRankError(BaseException):
+    """Another process ended, or does not answer.
+
+    Not an Exception: what catches those takes an error for that of a single input, and continues.
+    """
+
+
+@contextmanager
+def rank_lost() -> Iterator[None]:
+    """An error in an exchange, in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = " ".join(str(error).split())[:160]
+        raise LostRankError(
+            f"another rank ended or does not answer ({said}); start all processes again"
+        ) from error
 
 
 class Ranks:
@@ -168,19 +188,21 @@ class TokenShards(Ranks):
         return dist.get_backend(self.group) == "gloo"
 
     def _exchange(self, collective: Callable[..., Any], out: Tensor, x: Tensor) -> None:
-        if x.is_cuda and self._moves_through_host:
-            moved = torch.empty_like(out, device="cpu")
-            collective(moved, x.cpu(), group=self.group)
-            out.copy_(moved)
-        else:
-            collective(out, x, group=self.group)
+        with rank_lost():
+            if x.is_cuda and self._moves_through_host:
+                moved = torch.empty_like(out, device="cpu")
+                collective(moved, x.cpu(), group=self.group)
+                out.copy_(moved)
+            else:
+                collective(out, x, group=self.group)
 
     def _reduced(self, x: Tensor, op: Any) -> Tensor:
         self.sent["reduce"] += 2 * (self.size - 1) / self.size * _bytes(x)
         # NCCL reads tensors on a GPU only, gloo those of the host.
         where = "cpu" if self._moves_through_host else torch.device("cuda")
         y = x.to(where, copy=True)
-        dist.all_reduce(y, op=op, group=self.group)
+        with rank_lost():
+            dist.all_reduce(y, op=op, group=self.group)
         return y.to(x.device)
 
 

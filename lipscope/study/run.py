@@ -35,6 +35,7 @@ from lipscope.study.jobs import (
     grouped,
     run_in_process,
 )
+from lipscope.study.ranks import RankEngine, open_rank_engine
 from lipscope.study.reading import Text, WholeInputs, Windows, read, sample_tokens
 from lipscope.study.records import SIGMA, About, Identity, StudyInfo
 from lipscope.study.sharding import Shard, check_shard
@@ -52,7 +53,7 @@ from lipscope.study.work import (
 Progress = Callable[[float, float], None]
 """Called with the work done and the total work, at the start and after every job."""
 
-OpenEngine = Callable[[], AbstractContextManager[Engine | None]]
+OpenEngine = Callable[[], AbstractContextManager[Engine | RankEngine | None]]
 
 
 @explained
@@ -138,7 +139,7 @@ def measure(
         tol=tol,
         gap=gap,
         seed=seed,
-        engine=partial(open_engine, workers, cluster),
+        engine=open_rank_engine() or partial(open_engine, workers, cluster),
         shard=None if shard is None else check_shard(shard),
         out=out,
         inputs=inputs,

@@ -17,12 +17,12 @@ import torch
 from lipscope._types import UserError
 from lipscope.linalg.estimate import many
 from lipscope.linalg.spectral import Solver
-from lipscope.mean_field.local import local_lipschitz
 from lipscope.models import embedded
 from lipscope.models.loading import load
 from lipscope.models.model import Card, Model
 from lipscope.models.sites import Site, Survey
 from lipscope.study.jobs import GROUPED_TOKENS, Group, Job, Outcome
+from lipscope.study.ranks import solve
 from lipscope.study.reading import WholeInputs, Windows
 from lipscope.study.records import SIGMA, Identity, Row, Sensitivity
 
@@ -115,9 +115,7 @@ def sigma(
     # The seed depends on what is solved, not on what was solved before: runs can resume.
     name = f"lipscope start {identity.seed} {site.scope} {site.layer} {n} {list(samples)}"
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    solved = local_lipschitz(
-        site.f, site.X, identity.tol, gap=identity.gap, solver=Solver(seed=seed)
-    )
+    solved = solve(site.f, site.X, identity.tol, gap=identity.gap, solver=Solver(seed=seed))
     estimates = many(solved)
     # Members of a batch are solved together: each gets an equal share of the time.
     seconds = (time.perf_counter() - began) / len(site.members)
