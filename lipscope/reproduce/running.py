@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ class Record:
     """What one run of a claim measured, and under which conditions.
 
     used: hash of every model and text, or what stood in for it
+    code: hash of the source of the run
     """
 
     id: str
@@ -45,6 +48,7 @@ class Record:
     device: str
     seconds: float
     used: dict[str, str]
+    code: str = ""
     version: str = __version__
 
 
@@ -175,28 +179,41 @@ def _folder(name: str, given: os.PathLike[str] | None) -> Path | None:
 
 
 def _outcome(claim: Claim, setting: Setting, keep: Keep) -> Outcome:
-    record = keep.find(claim.id, setting)
-    if record is None:
-        setting.used = {}
-        began = time.perf_counter()
-        try:
-            numbers = claim.run(setting)
-        except NotAvailable as missing:
-            return Outcome(claim, Verdict(Kind.NEEDS, None, reason=str(missing)))
-        except Exception as error:  # one claim that fails must not take the others with it
-            return Outcome(claim, None, error=f"{type(error).__name__}: {error}")
-        record = Record(
-            id=claim.id,
-            # As it will be read back: tuples become lists, keys become strings.
-            numbers=json.loads(json.dumps(numbers)),
-            quick=setting.quick,
-            seed=setting.seed,
-            device=setting.device,
-            seconds=time.perf_counter() - began,
-            used=dict(setting.used),
-        )
-        keep.add(record)
-    return Outcome(claim, decide(claim, record), record)
+    try:
+        record = keep.find(claim, setting) or keep.add(_measure(claim, setting))
+        return Outcome(claim, decide(claim, record), record)
+    except NotAvailable as missing:
+        return Outcome(claim, Verdict(Kind.NEEDS, None, reason=str(missing)))
+    except Exception as error:  # one claim that fails must not take the others with it
+        return Outcome(claim, None, error=f"{type(error).__name__}: {error}")
+
+
+def _measure(claim: Claim, setting: Setting) -> Record:
+    setting.used = {}
+    began = time.perf_counter()
+    numbers = claim.run(setting)
+    return Record(
+        id=claim.id,
+        # As it will be read back: tuples become lists, keys become strings.
+        numbers=json.loads(json.dumps(numbers)),
+        quick=setting.quick,
+        seed=setting.seed,
+        device=setting.device,
+        seconds=time.perf_counter() - began,
+        used=dict(setting.used),
+        code=_code(claim),
+    )
+
+
+def _code(claim: Claim) -> str:
+    """A hash of the source of `run`: numbers of another experiment are not this claim's."""
+    run: Any = claim.run
+    while isinstance(run, partial):
+        run = run.func
+    try:
+        return _checksum(getsource(run))
+    except (OSError, TypeError):  # no source at hand
+        return ""
 
 
 def decide(claim: Claim, record: Record) -> Verdict:
@@ -220,20 +237,21 @@ class Keep:
         self._path = path
         self._records = [] if path is None else list(read_records(path))
 
-    def find(self, name: str, setting: Setting) -> Record | None:
+    def find(self, claim: Claim, setting: Setting) -> Record | None:
         """The last record of a claim that this setting would give again; a full run beats quick."""
         for record in reversed(self._records):
             enough = record.quick == setting.quick or not record.quick
-            same = (record.id, record.seed, record.version) == (name, setting.seed, __version__)
+            same = (record.id, record.seed) == (claim.id, setting.seed)
+            same = same and (record.version, record.code) == (__version__, _code(claim))
             if enough and same and setting.same(record.used):
                 return record
         return None
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record) -> Record:
         """Append a record; it is on disk when this returns."""
         self._records.append(record)
         if self._path is None:
-            return
+            return record
         content = json.dumps(record.__dict__, sort_keys=True)
         with open(self._path, "ab") as file:
             # A line that a crash cut short would otherwise swallow this one.
@@ -241,6 +259,7 @@ class Keep:
             file.write(b"\n" * torn + f"{_checksum(content)} {content}\n".encode())
             file.flush()
             os.fsync(file.fileno())
+        return record
 
 
 def _checksum(content: str) -> str:

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lipscope._types import UserError
-from lipscope.models.embedded import default_text
+from lipscope.models import embedded
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.study.texts import TextColumn, read_file
+from lipscope.study.texts import read_file
 
 Progress = Callable[[float, float], None]
+T = TypeVar("T")
 
 TEXTS = {
-    "alice": ("alice.txt", None),
-    "ag_news": ("ag_news_test.csv", "text"),
-    "ptb_train": ("ptb.char.train.txt", None),
-    "ptb_valid": ("ptb.char.valid.txt", None),
-    "ptb_test": ("ptb.char.test.txt", None),
+    "alice": "alice.txt",
+    "ag_news": "ag_news_test.csv",
+    "ptb_train": "ptb.char.train.txt",
+    "ptb_valid": "ptb.char.valid.txt",
+    "ptb_test": "ptb.char.test.txt",
 }
-"""Files of `--text-dir` by the name a claim uses, and the column of a table."""
+"""Files of `--text-dir` by the name a claim uses."""
 
-STAND_IN_MODEL, STAND_IN_TEXT = "all-MiniLM-L6-v2", "Python's help topics"
+STAND_IN = "stand-in "
+"""Begins the note of everything that stands in for what a paper used."""
+
+PROSE, WORDS = "Python's help topics", "the tokenizer of all-MiniLM-L6-v2"
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2Model"]},
     "bert-base-uncased": {"model_type": "bert", "architectures": ["BertModel"]},
@@ -58,73 +64,129 @@ class Setting:
         self.quick, self.models, self.texts = quick, models, texts
         self.device, self.seed, self.progress = device, seed, progress
         self.used: dict[str, str] = {}
-        self._loaded: dict[tuple[str, int | None], Model] = {}
+        self._loaded: dict[tuple[Any, ...], Model] = {}
+        self._shared: dict[tuple[Any, ...], tuple[Any, dict[str, str]]] = {}
 
-    def model(self, name: str, random_init: int | None = None) -> tuple[Model, bool]:
+    def model(
+        self, name: str, random_init: int | None = None, causal: bool = False
+    ) -> tuple[Model, bool]:
         """The model of this name in `models`, or the embedded one, and whether it stands in.
 
         Args:
             name: For example "bert-base-uncased".
-            random_init: Seed of random weights; then only the tokenizer may stand in, and the
-                second result is False.
+            random_init: Seed of random weights; then only the tokenizer may stand in.
+            causal: Whether an encoder is read as a decoder, with a causal mask. The stand-in for
+                GPT-2 always is.
         """
-        self.used[name] = self.model_hash(name, random_init)
-        key = (name, random_init)
+        causal = causal or (name == "gpt2" and self._folder(name) is None and random_init is None)
+        self.used[name] = self._model_note(name, random_init)
+        if random_init is not None:
+            self.used[f"{name} tokenizer"] = self._tokenizer_note(name)
+        key = (name, random_init, causal)
         if key not in self._loaded:
-            self._loaded[key] = self._load(name, random_init)
-        return self._loaded[key], self.used[name].startswith("stand-in")
+            # One at a time: a model in float64 takes a gigabyte.
+            self._loaded = {key: self._load(name, random_init, causal)}
+        return self._loaded[key], self.used[name].startswith(STAND_IN)
 
     def text(self, name: str) -> tuple[str, bool]:
         """The text of this name in `texts`, or the embedded prose, and whether it stands in."""
-        self.used[name] = self.text_hash(name)
-        file, column = TEXTS[name]
-        if self.texts is None or not (self.texts / file).is_file():
-            return default_text(), True
-        path = self.texts / file
-        return (read_file(path) if column is None else TextColumn(path, column).read()), False
+        self.used[name] = self._text_note(name)
+        path = self._text_path(name)
+        if path is None:
+            return embedded.default_text(), True
+        if path.suffix == ".csv":
+            return " ".join(text for _, text in self.labelled(name) or []), False
+        return read_file(path), False
 
-    def model_hash(self, name: str, random_init: int | None = None) -> str:
-        """sha256 of the files of a model, or the name of what stands in for it."""
-        folder = self._folder(name)
+    def labelled(self, name: str) -> list[tuple[int, str]] | None:
+        """The label and the text of every line of a table such as AG_NEWS; None if it is missing.
+
+        A line holds the label and then the parts of the text, as torchtext distributes them.
+        """
+        self.used[name] = self._text_note(name)
+        path = self._text_path(name)
+        if path is None:
+            return None
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if len(row) >= 2]
+        if not rows or not rows[0][0].strip().isdigit():
+            raise UserError(f"{path} must have a class number in its first column, and no header")
+        return [(int(row[0]), " ".join(row[1:])) for row in rows]
+
+    def shared(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` returns, made once for all claims that ask under this key."""
+        if key not in self._shared:
+            before, self.used = self.used, {}
+            try:
+                self._shared[key] = make(), dict(self.used)
+            finally:
+                self.used = before
+        found, used = self._shared[key]
+        self.used |= used
+        value: T = found
+        return value
+
+    def same(self, used: dict[str, str]) -> bool:
+        """Whether a run under this setting would use the same models and texts."""
+        return all(self._note_now(name, before) == before for name, before in used.items())
+
+    def _note_now(self, name: str, before: str) -> str:
+        if name in TEXTS:
+            return self._text_note(name)
+        if name.endswith(" tokenizer"):
+            return self._tokenizer_note(name.removesuffix(" tokenizer"))
+        return before if before.startswith("random weights") else self._model_note(name, None)
+
+    def _model_note(self, name: str, random_init: int | None) -> str:
         if random_init is not None:
-            return f"random weights {random_init}"
+            return f"random weights, seed {random_init}"
+        folder = self._folder(name)
         if folder is None:
-            return f"stand-in {STAND_IN_MODEL}"
+            return STAND_IN + embedded.NAME + (" with a causal mask" if name == "gpt2" else "")
         digest = hashlib.sha256()
         for path in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
             with open(path, "rb") as file:
                 digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
+        return f"sha256 {digest.hexdigest()}"
 
-    def text_hash(self, name: str) -> str:
-        """sha256 of a text, or the name of what stands in for it."""
-        path = None if self.texts is None else self.texts / TEXTS[name][0]
-        if path is None or not path.is_file():
-            return f"stand-in {STAND_IN_TEXT}"
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+    def _tokenizer_note(self, name: str) -> str:
+        return "its own" if self._folder(name) is not None else STAND_IN + WORDS
 
-    def same(self, used: dict[str, str]) -> bool:
-        """Whether a run under this setting would use the same models and texts."""
-        return all(self._hash_now(name, before) == before for name, before in used.items())
+    def _text_note(self, name: str) -> str:
+        path = self._text_path(name)
+        if path is None:
+            return STAND_IN + PROSE
+        return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
-    def _hash_now(self, name: str, before: str) -> str:
-        if before.startswith("random weights"):
-            return before
-        return self.text_hash(name) if name in TEXTS else self.model_hash(name)
+    def _text_path(self, name: str) -> Path | None:
+        path = None if self.texts is None else self.texts / TEXTS[name]
+        return path if path is not None and path.is_file() else None
 
     def _folder(self, name: str) -> Path | None:
         folder = None if self.models is None else self.models / name
         return folder if folder is not None and folder.is_dir() else None
 
-    def _load(self, name: str, random_init: int | None) -> Model:
+    def _load(self, name: str, random_init: int | None, causal: bool) -> Model:
         folder = self._folder(name)
-        if folder is not None:
+        if folder is None and random_init is not None:
+            return self._random(name, random_init)
+        if not causal or (name == "gpt2" and folder is not None):
             return load(folder, device=self.device, random_init=random_init)
-        if random_init is None:
-            return load(None, device=self.device)
+        source = folder or embedded.folder()
+        # The same files with another configuration; links out of a folder are not followed.
+        with tempfile.TemporaryDirectory() as place:
+            for path in source.iterdir():
+                if path.is_file() and path.suffix in (".json", ".safetensors", ".txt"):
+                    shutil.copy(path, place)
+            config = Path(place) / "config.json"
+            fields = json.loads(config.read_text(encoding="utf-8")) | {"is_decoder": True}
+            config.write_text(json.dumps(fields), encoding="utf-8")
+            return load(place, device=self.device)
+
+    def _random(self, name: str, seed: int) -> Model:
         if name not in CONFIGS:
             raise UserError(f"there is no configuration for {name}; put its folder into --models")
         # A configuration without numbers is the default one, which is the released model's.
         with tempfile.TemporaryDirectory() as place:
             (Path(place) / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
-            return load(place, "embedded", device=self.device, random_init=random_init)
+            return load(place, "embedded", device=self.device, random_init=seed)
