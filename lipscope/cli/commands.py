@@ -20,6 +20,7 @@ from lipscope.cli import (
     comparing,
     interruption,
     reproducing,
+    scaling,
     simulating,
     studies,
     training,
@@ -40,6 +41,8 @@ for command in (
     studies.report,
     comparing.compare,
     studies.export,
+    scaling.merge,
+    scaling.sweep,
     audits.bounds,
     audits.attack,
     budgets.budget,
@@ -71,7 +74,7 @@ def run(arguments: Sequence[str] | None) -> int:
     codecs.register_error("lipscope", _in_plain_letters)
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):  # None when closed, and a host may have put its own there
-            stream.reconfigure(errors="lipscope")  # type: ignore[union-attr]
+            stream.reconfigure(errors="lipscope")  # type: ignore[union-attr]  # see above
     # standalone_mode=False: typer must neither print errors itself nor call sys.exit.
     try:
         with warnings.catch_warnings():
@@ -92,7 +95,7 @@ def run(arguments: Sequence[str] | None) -> int:
             raise
         if isinstance(error, OSError):
             _drop_output()
-        return tell(message, ExitCode.BAD_INPUT)
+        return tell(message, getattr(error, "exit_code", ExitCode.BAD_INPUT))
     return int(code or 0)
 
 

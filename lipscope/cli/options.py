@@ -45,3 +45,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print errors alone, and what --json asks for.")
 ]
+Workers = Annotated[int, typer.Option(help="Number of worker processes on this machine.")]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS|slurm:N|FILE", help="Workers elsewhere: tcp://host:port, a batch system."
+    ),
+]
+ShardOption = Annotated[
+    str | None, typer.Option("--shard", metavar="K/N", help="Measure the K-th of N parts alone.")
+]

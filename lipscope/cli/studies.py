@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from lipscope._types import UserError
 from lipscope.cli.options import (
     AsJson,
+    Cluster,
     Column,
     Device,
     Dtype,
@@ -23,10 +24,12 @@ from lipscope.cli.options import (
     RandomInit,
     Revision,
     Seed,
+    ShardOption,
     StudyDirectory,
     StudyOut,
     Texts,
     Tokenizer,
+    Workers,
 )
 from lipscope.cli.terminal import (
     ExitCode,
@@ -89,7 +92,9 @@ def measure(
     device: Device = None,
     dtype: Dtype = "float64",
     seed: Seed = 0,
-    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
+    workers: Workers = 1,
+    cluster: Cluster = None,
+    shard: ShardOption = None,
     out: StudyOut = None,
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Write no report.html beside the study.")
@@ -110,6 +115,11 @@ def measure(
     )
     words = read_texts(text, column, quiet)
     with progress(quiet=quiet) as report:
+        from lipscope.study.clusters import check_engine
+        from lipscope.study.sharding import parse_shard
+
+        check_engine(workers, cluster)  # before a model is loaded
+        part = None if shard is None else parse_shard(shard)
         from lipscope.models.loading import load
         from lipscope.study.run import measure as run
 
@@ -132,6 +142,8 @@ def measure(
             gap=gap,
             seed=seed,
             workers=workers,
+            cluster=cluster,
+            shard=None if part is None else (part.number, part.count),
             out=out,
             special_tokens=special_tokens,
             progress=report,

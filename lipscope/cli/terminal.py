@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 import time
 import warnings
@@ -134,6 +135,13 @@ class Report:
         self._show(self.doing, done, total)
 
 
+class _Log(logging.Handler):
+    """Shows what the library logs, such as the address of a dashboard."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(record.getMessage(), 0)
+
+
 class Lines:
     """Progress for a log file: one line every few seconds, so that a short run has none."""
 
@@ -159,6 +167,10 @@ def progress(doing: str = "measuring", quiet: bool = False) -> Iterator[Report]:
     console = Console(stderr=True)
     if quiet:
         warnings.simplefilter("ignore", UserWarning)
+    else:
+        log = logging.getLogger("lipscope")
+        log.setLevel(logging.INFO)
+        log.handlers = [_Log()]
     if quiet or not console.is_terminal:
         yield Report(doing, (lambda *_: None) if quiet else Lines())
         return

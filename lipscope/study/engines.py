@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 class SchedulerLostError(UserError):
     """The connection to the scheduler is gone; what was measured is saved."""
 
+    exit_code = 3  # incomplete, and not for want of the right options
+
 
 @dataclass(frozen=True)
 class Engine:

@@ -1,0 +1,228 @@
+"""Sweeps: one study for each model, text and group of settings in a TOML file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lipscope._checks import shown
+from lipscope._files import whole_file
+from lipscope._types import UserError
+from lipscope.models.loading import load
+from lipscope.models.model import Model
+from lipscope.study.engines import SchedulerLostError
+from lipscope.study.run import OpenEngine, Progress, Verb, measure_as
+from lipscope.study.sharding import Shard
+from lipscope.study.study import Study
+from lipscope.study.texts import TextColumn, content
+
+STAMP = "sweep.stamp"
+"""File beside a finished study: a digest of what it was made from."""
+
+OF_MODEL: Mapping[str, Any] = {
+    "dtype": None, "device": None, "revision": None, "random_init": None, "tokenizer": None,
+}  # fmt: skip
+OF_MEASUREMENT: Mapping[str, Any] = {
+    "lengths": None, "samples": 3, "layers": None, "heads": None, "scopes": ["heads", "attention"],
+    "tol": 1e-6, "gap": None, "seed": 0, "special_tokens": False,
+}  # fmt: skip
+"""The settings of a sweep, arguments of `load` and of `measure`, with their defaults."""
+
+
+class Entry(NamedTuple):
+    """One study of a sweep: what is loaded, what is read, what is measured, and where it goes."""
+
+    model: str
+    loading: dict[str, Any]
+    text: Path | TextColumn | None
+    measuring: dict[str, Any]
+    out: Path
+
+    def stamp(self) -> str:
+        """A digest of everything the study is made from, as far as it shows without loading."""
+        words = None if self.text is None else content(self.text)
+        # As `make` does it: a model that was written again is another one.
+        files = [
+            (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+            for path in sorted(Path(self.model).glob("*.*"))
+            if path.suffix in (".safetensors", ".json")
+        ]
+        whole = [self.model, self.loading, words, self.measuring, files]
+        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+    def finished(self) -> bool:
+        """Whether all of the study is there, made from what is asked for now."""
+        try:
+            if (self.out / STAMP).read_text(encoding="utf-8") != self.stamp():
+                return False
+        except FileNotFoundError:
+            return False
+        with closing(Study.open(self.out)) as study:
+            return not study.unfinished and not study.damage
+
+
+class Ending(NamedTuple):
+    """How a study of a sweep ended: measured, finished before, or why some of it is missing."""
+
+    entry: Entry
+    how: str
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The studies of a sweep, those of one model one after the other."""
+
+    entries: tuple[Entry, ...]
+
+    def part(self, shard: Shard) -> Sweep:
+        """A part of the sweep; all studies of a model are in one part, which alone loads it."""
+        return Sweep(tuple(entry for entry in self.entries if shard.has_name(entry.model)))
+
+    def run(
+        self, engine: OpenEngine, progress: Callable[[Entry], Progress | None]
+    ) -> Iterator[Ending]:
+        """Measure what is not finished; what is wrong with one study ends that study alone.
+
+        Args:
+            engine: Opens the engine that runs the jobs.
+            progress: Makes the `progress` of `measure` for one study.
+        """
+        for _, entries in groupby(self.entries, lambda entry: (entry.model, entry.loading)):
+            model: Model | None = None
+            for entry in entries:
+                try:
+                    if entry.finished():
+                        yield Ending(entry, "finished before")
+                        continue
+                    model = model or load(entry.model, **entry.loading)
+                    yield _measure(entry, model, engine, progress(entry))
+                except SchedulerLostError:
+                    raise
+                except UserError as error:
+                    yield Ending(entry, str(error), failed=True)
+
+
+def _measure(entry: Entry, model: Model, engine: OpenEngine, progress: Progress | None) -> Ending:
+    stamp = entry.stamp()
+    study = measure_as(
+        Verb("measure"),
+        model,
+        entry.text,
+        **entry.measuring,
+        engine=engine,
+        out=entry.out,
+        progress=progress,
+    )
+    with closing(study):
+        if study.failed:
+            return Ending(entry, f"{len(study.failed)} rows failed", failed=True)
+    with whole_file(entry.out / STAMP) as draft:
+        draft.write_text(stamp, encoding="utf-8")
+    return Ending(entry, "measured")
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep in a TOML file; relative paths in it begin at its directory.
+
+    Args:
+        path: The file, with the keys models, texts, settings and out; see docs/scaling.md.
+
+    Raises:
+        UserError: If the file cannot be read, or asks for what does not exist.
+    """
+    try:
+        asked = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"cannot read the sweep in {path}: {error}") from error
+    _check_keys(asked, ("models", "texts", "settings", "out"), str(path))
+    models = _models(asked.get("models"), path.parent)
+    texts = _texts(asked.get("texts", []), path.parent)
+    settings = asked.get("settings", {})
+    if not isinstance(settings, dict) or not all(isinstance(x, dict) for x in settings.values()):
+        raise UserError(f"{path}: settings are tables with names, as in [settings.short]")
+    out = path.parent / str(asked.get("out", path.stem))
+    entries = []
+    for model_name, model in models.items():
+        for setting, chosen in (settings or {"": {}}).items():
+            _check_keys(chosen, (*OF_MODEL, *OF_MEASUREMENT), f"{path}, settings.{setting}")
+            loading = {key: chosen[key] for key in OF_MODEL if key in chosen}
+            measuring = {key: chosen.get(key, default) for key, default in OF_MEASUREMENT.items()}
+            for text_name, text in texts.items():
+                name = "--".join(filter(None, (model_name, text_name, setting)))
+                entries.append(
+                    Entry(
+                        model=model,
+                        loading=loading,
+                        text=text,
+                        measuring=measuring,
+                        out=out / name,
+                    )
+                )
+    return Sweep(tuple(entries))
+
+
+def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise UserError(f"{where}: {key} is not known; the keys are {', '.join(known)}")
+
+
+def _models(given: Any, folder: Path) -> dict[str, str]:
+    """Models by name: folders, patterns of folders, and names on the hub."""
+    if not isinstance(given, list) or not given or not all(isinstance(x, str) for x in given):
+        raise UserError(f"models must be a list of model ids and directories, got {shown(given)}")
+    found: list[Path | str] = []
+    for one in given:
+        if any(c in one for c in "*?["):
+            matches = sorted(path for path in _glob(folder, one) if path.is_dir())
+            if not matches:
+                raise UserError(f"no directory matches {one}, which models of the sweep names")
+            found += matches
+        else:
+            found.append((folder / one).absolute() if (folder / one).is_dir() else one)
+    names = _names([Path(one).parts for one in found])
+    return dict(zip(names, map(str, found), strict=True))
+
+
+def _glob(folder: Path, pattern: str) -> Iterator[Path]:
+    absolute = Path(pattern).is_absolute()
+    base = Path(Path(pattern).anchor) if absolute else folder.absolute()
+    return base.glob(str(Path(pattern).relative_to(base)) if absolute else pattern)
+
+
+def _texts(given: Any, folder: Path) -> dict[str, Path | TextColumn | None]:
+    """Texts by name; the embedded text if there are none."""
+    found: list[Path | TextColumn] = []
+    for one in given if isinstance(given, list) else [given]:
+        if isinstance(one, str):
+            found.append((folder / one).absolute())
+        elif isinstance(one, dict) and one.keys() == {"file", "column"}:
+            found.append(TextColumn((folder / str(one["file"])).absolute(), str(one["column"])))
+        else:
+            raise UserError(
+                f'texts are files, or tables {{file = "news.csv", column = "title"}}; got '
+                f"{shown(one)}"
+            )
+    names = _names(
+        [(*t.path.parts, t.column) if isinstance(t, TextColumn) else t.parts for t in found]
+    )
+    return dict(zip(names, found, strict=True)) or {"": None}
+
+
+def _names(paths: Sequence[tuple[str, ...]]) -> list[str]:
+    """The last parts of paths, as few as tell all of them apart."""
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        names = ["-".join(parts[-depth:]).replace("/", "") for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    if paths:
+        raise UserError("the sweep names a model or a text twice")
+    return []
