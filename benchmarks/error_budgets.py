@@ -77,9 +77,10 @@ class Bench:
         module = make(name, self.context, self.tiny)
         module.load_state_dict(torch.load(self.out / f"{name}.pt", weights_only=True))
         module = module.to(self.device).eval()
-        if name.startswith("char"):
-            return module.network if head else module
-        return module if head else module.base_model
+        if head:
+            return module.network if name.startswith("char") else module
+        # Loaded once: comparisons would hash and check it again and again.
+        return ls.load(module)
 
     def ids(self, name: str, rows: int, n: int, seed: int = 0) -> Tensor:
         """Windows of the text, in bytes or in tokens of the embedded model."""
@@ -91,6 +92,10 @@ class Bench:
         g = torch.Generator().manual_seed(1000 + seed)
         starts = torch.randint(len(source) - n, (rows,), generator=g)
         return torch.stack([source[s : s + n] for s in starts])
+
+    def pick(self, tiny: Any, cpu: Any, cuda: Any) -> Any:
+        """A size for this machine."""
+        return tiny if self.tiny else cpu if self.device == "cpu" else cuda
 
     def lengths(self, name: str) -> tuple[int, ...]:
         lengths = (32, 64) if self.tiny else (64, 256, 512, 1024, 2048)
@@ -129,7 +134,7 @@ def train(bench: Bench, name: str) -> dict[str, float]:
 
 def runs(bench: Bench, name: str, format: str, n: int) -> dict[str, Any]:
     """Observed / predicted at every hidden state of a correct run."""
-    model, rows = bench.model(name), 2 if n > 512 else 4
+    model, rows = bench.model(name), 2 if n > 512 or bench.device == "cpu" else 4
     port = rounded(model, DTYPES[format])
     found = ls.compare_runs(model, port, bench.ids(name, rows, n), probes=4, format=format)
     ratios = [round(state.ratio, 3) for state in found.states]
@@ -147,7 +152,7 @@ def formats(bench: Bench, name: str, metric: str) -> dict[str, Any]:
         "output": "bf16,fp16,int8,fp8,int6:32,int4:32,int3:32,w8a8,kv8,kv4",
         "kl": "bf16,int8,int6:32,int4:32,int3:32",
     }[metric]
-    n, rows, probes = (32, 2, 8) if bench.tiny else (256, 8, 64)
+    n, rows, probes = bench.pick((32, 2, 8), (64, 4, 64), (256, 8, 64))
     budget = ls.error_budget(
         bench.model(name, head=metric == "kl"),
         bench.ids(name, rows, n),
@@ -169,7 +174,7 @@ def formats(bench: Bench, name: str, metric: str) -> dict[str, Any]:
 
 def scores(bench: Bench, name: str, metric: str, wanted: str) -> list[Any]:
     """Rank correlation and scale of every score against one site at a time."""
-    n, rows, probes = (24, 2, 8) if bench.tiny else (128, 4, 128)
+    n, rows, probes = bench.pick((24, 2, 8), (48, 2, 128), (128, 4, 128))
     table = compare_scores(
         bench.model(name, head=metric == "kl"),
         bench.ids(name, rows, n),
@@ -248,7 +253,7 @@ def clean(bench: Bench, name: str, chunk: int, count: int) -> dict[str, Any]:
 def cost(bench: Bench, name: str) -> dict[str, Any]:
     """8 probes and six formats against rounding one layer at a time in six formats."""
     wanted = read_formats("int8,int6:32,int4:32,int3:32,fp8,int5:32")
-    n, rows = (24, 2) if bench.tiny else (256, 4)
+    n, rows = bench.pick((24, 2), (64, 2), (256, 4))
     subject = read_subject(
         bench.model(name), bench.ids(name, rows, n), head=False, length=n, samples=rows
     )

@@ -160,9 +160,9 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_whole(name: str, value: object, least: int, most: int = 2**63 - 1) -> None:
+def check_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> None:
     """Raise unless `value` is an integer from `least` to `most`."""
-    if not _is_integer(value) or not least <= value <= most:  # type: ignore[operator]
+    if not _is_integer(value) or not least <= value <= most:
         raise UserError(f"{name} must be a whole number from {least} to {most}, got {shown(value)}")
 
 

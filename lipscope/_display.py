@@ -23,7 +23,7 @@ class Displayed:
         super().__init_subclass__(**kwargs)
         # `dataclass` writes a repr of its own unless the class itself has one.
         if "__repr__" not in vars(cls):
-            cls.__repr__ = Displayed.__repr__  # type: ignore[method-assign]
+            cls.__repr__ = Displayed.__repr__  # type: ignore[method-assign]  # as meant
 
     def _facts(self) -> Iterator[tuple[str, object]]:
         """Names and values of what is shown."""

@@ -79,7 +79,7 @@ class TransformFreeFunction(torch.autograd.Function):
         if transforms() or torch.compiler.is_compiling():
             return super().apply(*args)
         fast = super(torch.autograd.Function, cls)
-        return fast.apply(*unwrap_dead_wrappers(args))  # type: ignore[attr-defined]
+        return fast.apply(*unwrap_dead_wrappers(args))  # type: ignore[attr-defined]  # of a base in C
 
 
 def is_dropout(module: nn.Module) -> bool:

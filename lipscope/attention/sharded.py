@@ -144,7 +144,7 @@ def on_all(check: Callable[[], T], mesh: Any) -> T:
     for rank, message in enumerate(errors):
         if message is not None:
             raise UserError(message if len(errors) == 1 else f"rank {rank}: {message}")
-    return result  # type: ignore[return-value]
+    return result  # type: ignore[return-value]  # without an error there is a result
 
 
 def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:

@@ -25,6 +25,7 @@ from lipscope.budget.subject import (
     with_last,
 )
 from lipscope.models.loading import load
+from lipscope.study.frames import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,13 +83,7 @@ class RunComparison:
 
     def to_dataframe(self) -> pd.DataFrame:
         """The rows as a pandas DataFrame."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise UserError(
-                "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
-            ) from error
-        return pd.DataFrame.from_records(self.states, columns=list(StateRatio._fields))
+        return data_frame(self.states, StateRatio._fields)
 
     def as_dict(self) -> dict[str, Any]:
         """The rows and the verdict, as plain values."""

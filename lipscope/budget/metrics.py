@@ -40,7 +40,7 @@ class Metric:
     @property
     def head(self) -> bool:
         """Whether the outputs of the task head are needed."""
-        return self.name != "output"
+        return self.read is not last_hidden
 
     def probe(self, y: Tensor, generator: torch.Generator) -> Tensor:
         """A random v in the shape of y; drawn on the CPU, so that a seed is portable."""

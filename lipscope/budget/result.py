@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lipscope._files import for_spreadsheet, whole_file
 from lipscope._types import UserError
 from lipscope.budget.intervals import Interval
+from lipscope.study.frames import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,14 +133,7 @@ class ErrorBudget:
 
     def to_dataframe(self) -> pd.DataFrame:
         """The rows as a pandas DataFrame; the total of each format is a row of kind "total"."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise UserError(
-                "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
-            ) from error
-        frame = pd.DataFrame.from_records(self.records(), columns=list(BudgetRow._fields))
-        return frame.astype({"layer": "Int64", "head": "Int64", "observed": "float64"})
+        return data_frame(self.records(), BudgetRow._fields).astype({"observed": "float64"})
 
     def records(self) -> list[BudgetRow]:
         """All rows, then the total of each format with its observed error."""

@@ -15,14 +15,27 @@ from torch import Tensor, nn
 from lipscope.budget.formats import Format, Quantiser
 from lipscope.budget.metrics import Metric
 from lipscope.budget.sites import ErrorSite, check_routed, linears, weight_error
-from lipscope.budget.subject import Subject, changing_cache
+from lipscope.budget.subject import Subject, changing_cache, last_hidden
 from lipscope.models.plug import AttentionCall
+
+STACKED = 4096
+"""Sequences run as one batch up to this number of tokens."""
 
 
 def exact_outputs(subject: Subject, metric: Metric) -> list[Tensor]:
     """What the metric reads in the reference, per sequence."""
     with torch.no_grad(), subject.ready():
+        if _stackable(subject, metric):
+            return list(metric.read(subject.module(torch.cat(subject.sequences))).split(1))
         return [metric.read(subject.module(ids)) for ids in subject.sequences]
+
+
+def _stackable(subject: Subject, metric: Metric) -> bool:
+    """Whether all sequences can run as one batch whose outputs come apart again."""
+    shapes = {ids.shape for ids in subject.sequences}
+    plain = metric.divergence or metric.read is last_hidden
+    exact = subject.routed and subject.dtype == torch.float64
+    return plain and exact and len(shapes) == 1 and subject.tokens <= STACKED
 
 
 def outputs_in(

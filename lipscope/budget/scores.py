@@ -52,6 +52,7 @@ from lipscope.budget.subject import (
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.plug import AttentionCall
+from lipscope.study.frames import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,13 +89,7 @@ class ScoreTable:
 
     def to_dataframe(self) -> pd.DataFrame:
         """The rows as a pandas DataFrame."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise UserError(
-                "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
-            ) from error
-        return pd.DataFrame.from_records(self.rows, columns=list(Score._fields))
+        return data_frame(self.rows, Score._fields)
 
 
 def compare_scores(
@@ -280,7 +275,8 @@ def _add_sigma(
         J = _following(place.node, y)
         if J is None:
             continue
-        estimate: Any = spectral_norm(J, 1e-2, solver=Solver(max_steps=60, seed=0))
+        # Two digits are enough for a score.
+        estimate: Any = spectral_norm(J, 5e-2, solver=Solver(max_steps=20, seed=0))
         for name, e in place.errors.items():
             for i, site in enumerate(place.sites):
                 local = e[:, i] if site.head is not None else e

@@ -60,7 +60,7 @@ class Routed(AttentionLayer):
     config: PretrainedConfig
 
     # Windows of characters have no padding.
-    def forward(self, X: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, X: Tensor) -> Tensor:  # type: ignore[override]  # no padding argument
         q, k, v = self.project(X)
         # transformers builds the mask, because its form depends on the attention function.
         mask = create_causal_mask(self.config, X, attention_mask=None, past_key_values=None)

@@ -380,6 +380,7 @@ def _norm(g: nn.Module) -> str:
 def _contraction(g: nn.Module, constant: float | None) -> float:
     """The checked constant: the given one, else that of g."""
     _check_contraction(g, constant)
+    # The check before has made sure that g.constant is a number.
     return float(g.constant if constant is None else constant)  # type: ignore[arg-type]
 
 

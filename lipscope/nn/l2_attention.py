@@ -241,7 +241,7 @@ def _factors(Q: Tensor, V: Tensor, O: Tensor, norm: str, least: Tensor) -> tuple
 def _constant_for_the_compiler(function: F) -> F:
     """Mark a function as torch.compiler.assume_constant_result does."""
     # Calling that function here would import the compiler, and Triton with it.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by the compiler
     return function
 
 

@@ -167,7 +167,7 @@ def record_of(kind: type[T], facts: Any) -> T:
     """An Identity or About from facts that may lack fields, hold unknown ones, or be lost."""
     known = facts if isinstance(facts, dict) else {}
     given: dict[str, Any] = {}
-    for f in fields(kind):  # type: ignore[arg-type]
+    for f in fields(kind):  # type: ignore[arg-type]  # T is a dataclass
         types, empty = _EMPTY[str(f.type)]
         value = known.get(f.name)
         if isinstance(value, dict):

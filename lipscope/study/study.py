@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.study.directory import FILE
+from lipscope.study.frames import data_frame
 from lipscope.study.growth import Growth, check_lengths, fit
 from lipscope.study.jobs import JobCount, command_lines, count_jobs
 from lipscope.study.merging import claimed, join, write_whole
@@ -346,15 +347,8 @@ class Study:
         The last columns, the same in every row, say what was measured: frames of several studies
         can be concatenated.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise UserError(
-                "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
-            ) from error
         records = [(*row, *self.subject) for row in self.rows]
-        frame = pd.DataFrame.from_records(records, columns=[*COLUMNS, *SUBJECT_COLUMNS])
-        return frame.astype({"layer": "Int64", "head": "Int64"})
+        return data_frame(records, [*COLUMNS, *SUBJECT_COLUMNS])
 
     def plot_heatmap(self, ax: Any = None, *, n: int | None = None) -> Any:
         """Plot a heat map of sigma, layers x heads, at length n (by default the greatest).
