@@ -61,7 +61,12 @@ def closed_form(
         shared = own.mask is None or own.mask.ndim == 2 or own.mask.shape[1] == 1
         if own.q.shape[-2] != own.k.shape[-2] or not shared:
             return None
-        probed = attention_call(host, core, seen.single.at(_probe(X))) if known is None else None
+        try:
+            probed = (
+                attention_call(host, core, seen.single.at(_probe(X))) if known is None else None
+            )
+        except RuntimeError:  # another argument belongs to this sample, and the map is not plain
+            return None
         # Rotary conventions (halves or pairs, full or half tables) do not differ in shape:
         # try each reading and keep the first whose projections reproduce q, k and v.
         for layout, order, rope in _rotations(seen.call, own):

@@ -182,7 +182,15 @@ class Heads:
         f = _EachHead(
             host=self.host, module=self.module, call=call, single=self.single, heads=heads
         )
-        return linearize(f, X[samples])
+        try:
+            return linearize(f, X[samples])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UserError(
+                f"{type(self.module).__name__} does not run on copies of one sample, one per head "
+                f"({on_one_line(error)}); give two samples or more, or use another scope"
+            ) from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -351,9 +351,12 @@ class Model:
             )
             return self._call({"pixel_values": pixels})
         if kind != "input_ids":
+            # A model with several main inputs (OneFormer) has a list of names.
+            names = [kind] if isinstance(kind, str) else list(kind)
+            given = ", ".join(f"{name!r}: tensor" for name in names)
             raise UserError(
-                f"{self.card.architecture} reads {kind}, not tokens; in Python, give it what it "
-                f"reads: load(...).sites(inputs={{{kind!r}: tensor, ...}})"
+                f"{self.card.architecture} reads {' and '.join(names)}, not tokens; in Python, "
+                f"give it what it reads: load(...).sites(inputs={{{given}, ...}})"
             )
         n = min(8, self.max_positions or 8)
         vocabulary = getattr(self._text_config(), "vocab_size", 256)

@@ -162,6 +162,8 @@ class Survey:
                 f"{type(layer.block).__name__} (layer {i}) does not normalise its input before "
                 "attention, so scope normed is not available; use residual"
             )
+        if (core := self.trace.cores[i]) is not None and layer.core is not None:
+            _check_tokens(layer.core, i, core)
         return self._rerun("normed", i, seen, Tap(layer.projection, "output"))
 
     def _residual(self, i: int) -> Site:
@@ -230,4 +232,11 @@ def _check_tokens(module: nn.Module, i: int, seen: Seen) -> None:
         raise UserError(
             f"{type(module).__name__} (layer {i}) concatenates its samples into shape {shape}; "
             "give one sample at a time"
+        )
+    rows = seen.single.hidden.shape[0]
+    if rows != 1:
+        raise UserError(
+            f"{type(module).__name__} (layer {i}) cuts a sample into {rows} sequences, such as "
+            "windows or frames, and this scope needs a single one; use scope residual, block, "
+            "suffix or model"
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ Text = Any
 
 MOST_SAMPLES = 100_000
 """A list of all samples is made before the first is measured; more of them would fill memory."""
+
+KINDS: dict[str, tuple[str, int | None]] = {
+    "inputs_embeds": ("embeddings [B, n, d]", 3),
+    "pixel_values": ("pixel values [B, channels, height, width]", 4),
+}
+"""Arguments of models in words, and their number of dimensions; others have any."""
 
 DEFAULT_LENGTHS = (8, 16, 32, 64, 128, 256)
 
@@ -68,12 +74,18 @@ class Windows:
 
 @dataclass(frozen=True)
 class WholeInputs:
-    """Token ids, embeddings or pixels measured whole: row i is sample i, of lengths[i] tokens."""
+    """Inputs measured whole: row i is sample i, of lengths[i] tokens.
+
+    argument: the model's argument that the rows are; empty for token ids
+    others:   its other arguments, each with one row per sample
+    """
 
     rows: tuple[Tensor, ...]
     lengths: tuple[int, ...]
     digest: str
     name: str
+    argument: str = ""
+    others: Mapping[str, Tensor] = field(default_factory=dict)
     option: None = None
 
     @property
@@ -87,6 +99,11 @@ class WholeInputs:
 
     def batch(self, n: int, samples: Sequence[int]) -> Tensor:
         return torch.stack([self.rows[sample] for sample in samples])
+
+    def arguments(self, samples: Sequence[int]) -> dict[str, Tensor]:
+        """All arguments of the model for some samples."""
+        chosen = {name: values[list(samples)] for name, values in self.others.items()}
+        return {self.argument: self.batch(0, samples), **chosen}
 
 
 def offset(places: int, n: int, sample: int, seed: int) -> int:
@@ -115,11 +132,12 @@ def read(
             raise UserError("give a text or inputs, not both")
         if lengths is not None:
             raise UserError("inputs are measured whole; omit lengths, or give a text")
-        return _read_tensor(model, inputs)
-    if model.trunk.main_input_name == "pixel_values":
+        return _read_inputs(model, inputs)
+    kind = model.trunk.main_input_name
+    if kind != "input_ids":
+        what = "pixel values" if kind == "pixel_values" else "a tensor, or {name: tensor, ...}"
         raise UserError(
-            f"{model.card.name} reads pixels, not text; "
-            "measure it from Python, with inputs=pixel values"
+            f"{model.card.name} reads {kind}, not text; measure it from Python, with inputs={what}"
         )
     option: tuple[str, ...] | None = None
     parts: list[str] | None = None
@@ -134,8 +152,7 @@ def read(
         option = (*_text_option(text.path), "--column", text.column)
     elif isinstance(text, Sequence) and text and all(map(_is_text, text)):
         parts, name = [content(part) for part in text], f"{len(text)} texts"
-        if all(isinstance(part, Path) for part in text):
-            option = tuple(word for part in text for word in _text_option(part))
+        option = _texts_option(text)
     if parts is None:
         rows = _id_rows(text)
         ids = tuple(i for row in rows for i in row)
@@ -217,6 +234,17 @@ def _text_option(path: Path) -> tuple[str, str]:
     return "--text", str(path.absolute())
 
 
+def _texts_option(texts: Sequence[Any]) -> tuple[str, ...] | None:
+    """The options that give all these files; None if a command line cannot."""
+    columns = {part.column if isinstance(part, TextColumn) else None for part in texts}
+    if len(columns) != 1 or not all(isinstance(part, Path | TextColumn) for part in texts):
+        return None
+    paths = [part.path if isinstance(part, TextColumn) else part for part in texts]
+    (column,) = columns
+    words = [word for path in paths for word in _text_option(path)]
+    return (*words, *(() if column is None else ("--column", column)))
+
+
 def _is_text(part: object) -> bool:
     return isinstance(part, str | Path | TextColumn)
 
@@ -268,30 +296,57 @@ def _check_positions(model: Model, lengths: Sequence[int]) -> None:
         )
 
 
-def _read_tensor(model: Model, inputs: Any) -> WholeInputs:
-    pixels = model.trunk.main_input_name == "pixel_values"
-    rank = 4 if pixels else 3
-    what = "pixel values [B, channels, height, width]" if pixels else "embeddings [B, n, d]"
+def _read_inputs(model: Model, inputs: Any) -> WholeInputs:
+    """A tensor for the model's main argument or its embeddings, or tensors for all arguments."""
+    kinds = model.trunk.main_input_name
+    kind = kinds if isinstance(kinds, str) else kinds[0]
+    given = dict(inputs) if isinstance(inputs, Mapping) else {}
+    if not given:
+        argument = "inputs_embeds" if kind == "input_ids" else kind
+        given = {argument: _checked_tensor(argument, inputs)}
+    argument = kind if kind in given else next(iter(given))
+    count = len(given[argument]) if isinstance(given[argument], torch.Tensor) else 0
+    for name, values in given.items():
+        if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != count:
+            raise UserError(
+                f"inputs[{name!r}] must be a tensor with one row per sample, got {shown(values)}"
+            )
+        if not count or not values.isfinite().all():
+            raise UserError("inputs must be finite, and contain at least one sample")
+    given = {name: values.detach().cpu() for name, values in given.items()}
+    if argument == "inputs_embeds":
+        n = given[argument].shape[-2]
+        _check_positions(model, (n,))
+    else:
+        # What the first block reads: patches of an image, frames of a sound.
+        first = {name: values[:1] for name, values in given.items()}
+        n = model.survey(inputs=first).site("block", 0).X.shape[-2]
+    contents = [
+        (f"{name} {tuple(x.shape)}".encode(), x.double().contiguous().numpy().tobytes())
+        for name, x in sorted(given.items())
+    ]
+    what, _ = KINDS.get(argument, (argument, None))
+    return WholeInputs(
+        rows=tuple(given.pop(argument)),
+        lengths=(n,) * count,
+        digest=_digest(*(part for pair in contents for part in pair)),
+        name=what.split(" [")[0],
+        argument=argument,
+        others=given,
+    )
+
+
+def _checked_tensor(argument: str, inputs: Any) -> Tensor:
+    """One tensor with samples first; a single sample may come without that dimension."""
+    what, rank = KINDS.get(argument, (argument, None))
     if (
         not isinstance(inputs, torch.Tensor)
         or not inputs.is_floating_point()
-        or inputs.ndim not in (rank - 1, rank)
+        or (rank is not None and inputs.ndim not in (rank - 1, rank))
     ):
-        shape = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
-        raise UserError(f"inputs of this model must be floating-point {what}, got {shape}")
-    inputs = inputs.detach().cpu()
-    rows = tuple(inputs if inputs.ndim == rank else inputs[None])
-    if not rows or not inputs.isfinite().all():
-        raise UserError("inputs must be finite, and contain at least one sample")
-    n = inputs.shape[-2]
-    if pixels:
-        n = model.survey(pixel_values=rows[0][None]).site("block", 0).X.shape[-2]
-    _check_positions(model, (n,))
-    digest = _digest(
-        str(tuple(inputs.shape)).encode(), inputs.double().contiguous().numpy().tobytes()
-    )
-    name = what.split(" [")[0]
-    return WholeInputs(rows=rows, lengths=(n,) * len(rows), digest=digest, name=name)
+        found = tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+        raise UserError(f"inputs of this model must be floating-point {what}, got {found}")
+    return inputs[None] if inputs.ndim + 1 == rank else inputs
 
 
 def _digest(*parts: bytes) -> str:

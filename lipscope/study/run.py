@@ -73,7 +73,7 @@ def measure(
     cluster: str | None = None,
     shard: Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
-    inputs: Tensor | None = None,
+    inputs: Tensor | Mapping[str, Tensor] | None = None,
     special_tokens: bool = False,
     progress: Progress | None = None,
 ) -> Study:
@@ -99,8 +99,9 @@ def measure(
         shard: (k, N): measure only the k-th of N parts of the study, k from 1. `lipscope merge`
             or :func:`concat` joins them.
         out: Directory to save the study in; repeat the same call to resume an interrupted run.
-        inputs: Embeddings [B, n, d] or pixel values [B, c, h, w], measured whole, instead of a
-            text.
+        inputs: Measured whole, instead of a text: embeddings [B, n, d], pixel values [B, c, h, w],
+            the sound that an audio model reads, or all arguments of the model by name, each with
+            one row per sample. The n of a row is the number of tokens that the first block reads.
         special_tokens: Whether to frame every sample with the tokenizer's special tokens.
         progress: Called with the work done and the total work, at the start and after every job.
 
@@ -176,7 +177,7 @@ def measure_as(
     engine: OpenEngine = nullcontext,
     shard: Shard | None = None,
     out: str | os.PathLike[str] | None = None,
-    inputs: Tensor | None = None,
+    inputs: Tensor | Mapping[str, Tensor] | None = None,
     special_tokens: bool = False,
     progress: Progress | None = None,
 ) -> Study:

@@ -99,12 +99,9 @@ def config_digest(model: Model) -> str:
 
 def survey(model: Model, inputs: Windows | WholeInputs, n: int, samples: Sequence[int]) -> Survey:
     """One forward pass over some samples of one length."""
-    batch = inputs.batch(n, samples)
-    if not batch.is_floating_point():
-        return model.survey(batch)
-    if model.trunk.main_input_name == "pixel_values":
-        return model.survey(pixel_values=batch)
-    return model.survey(inputs_embeds=batch)
+    if isinstance(inputs, WholeInputs) and inputs.argument:
+        return model.survey(inputs=inputs.arguments(samples))
+    return model.survey(inputs.batch(n, samples))
 
 
 def sigma(

@@ -136,6 +136,7 @@ def _measure(module: Any) -> dict[str, Any]:
 def _inputs(model: Any) -> dict[str, Any]:
     """A short input of the kind that the model reads."""
     kind, config = model.trunk.main_input_name, model.trunk.config
+    kind = kind if isinstance(kind, str) else kind[0]
     if kind == "input_ids":
         return {"input_ids": model._sample_input().kwargs["input_ids"]}
     if kind == "pixel_values":

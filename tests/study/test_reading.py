@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ViTConfig, ViTModel
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    ViTConfig,
+    ViTModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
+)
 
 from lipscope._types import UserError
+from lipscope.mean_field.local import local_lipschitz
+from lipscope.models._transformers_internals import random_model
 from lipscope.models.loading import load
 from lipscope.study.reading import Windows, offset, read
 from lipscope.study.run import measure
+from lipscope.study.texts import TextColumn
+from tests.models.small import small_configs
 
 WINDOWS: dict[str, Any] = {"lengths": (4, 8), "samples": 2}
 WHOLE: dict[str, Any] = {}
@@ -80,6 +91,13 @@ def test_no_text_means_the_embedded_one(model):
         (None, torch.zeros(0, 4, 8), WHOLE, "at least one"),
         (None, torch.full((1, 4, 8), torch.nan), WHOLE, "finite"),
         (None, [[0.5]], WHOLE, "got list"),
+        (None, {"inputs_embeds": [[0.5]]}, WHOLE, r"inputs\['inputs_embeds'\] must be a tensor"),
+        (
+            None,
+            {"input_ids": torch.ones(2, 4), "attention_mask": torch.ones(3, 4)},
+            WHOLE,
+            r"inputs\['attention_mask'\] must be a tensor with one row per sample",
+        ),
         (None, torch.zeros(1, 49, 8), WHOLE, "length 49 is above the 48 positions"),
     ],
 )
@@ -107,10 +125,59 @@ def test_pixels():
     pixels = torch.randn(2, 3, 8, 8)
     study = measure(model, inputs=pixels, scopes=("attention",))
     assert [(row.n, row.sample) for row in study.rows] == [(5, 0), (5, 1)] and not study.failed
-    with pytest.raises(UserError, match="reads pixels, not text"):
+    with pytest.raises(UserError, match="reads pixel_values, not text"):
         measure(model, "a text")
     with pytest.raises(UserError, match="pixel values"):
         measure(model, inputs=torch.randn(2, 8))
+
+
+def test_sound():
+    """What an audio model reads is measured like any other input, sample by sample."""
+    torch.manual_seed(0)
+    model = load(random_model(Wav2Vec2Model, next(small_configs(Wav2Vec2Config))).eval())
+    sound = torch.randn(2, 1200)
+    study = measure(model, inputs=sound, scopes=("attention", "block"), tol=1e-9)
+    assert not study.failed and len({row.n for row in study.rows}) == 1
+    for sample in range(2):
+        sites = model.sites(inputs={"input_values": sound[sample : sample + 1]}, scopes=["block"])
+        expected = [local_lipschitz(site.f, site.X[0], tol=1e-9).value for site in sites]
+        found = [row.value for row in study.rows if (row.scope, row.sample) == ("block", sample)]
+        assert found == pytest.approx(expected, rel=1e-7)
+    named = measure(model, inputs={"input_values": sound}, scopes=("block",), tol=1e-9)
+    assert named.info.identity.text == study.info.identity.text
+    with pytest.raises(UserError, match="reads input_values, not text"):
+        measure(model, "a text")
+
+
+def test_several_inputs_by_name():
+    """Another picture changes the numbers of its own sample and of no other."""
+    torch.manual_seed(0)
+    model = load(random_model(CLIPModel, next(small_configs(CLIPConfig))).eval())
+    ids = torch.tensor([[1, 5, 7, 2], [1, 3, 2, 2]])
+    pixels = torch.randn(2, 3, 32, 32)
+    study = measure(model, inputs={"input_ids": ids, "pixel_values": pixels}, scopes=("block",))
+    other = {"input_ids": ids, "pixel_values": torch.stack([pixels[0], pixels[0]])}
+    changed = measure(model, inputs=other, scopes=("block",))
+    assert study.info.identity.text != changed.info.identity.text
+
+    def values(found, sample):
+        return [row.value for row in found.rows if row.sample == sample]
+
+    assert values(study, 0) == pytest.approx(values(changed, 0), rel=1e-6)
+    assert values(study, 1) != pytest.approx(values(changed, 1), rel=1e-3)
+
+
+def test_several_texts_record_the_options_that_give_them(model, tmp_path):
+    files = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for file in files:
+        file.write_text('{"body": "' + "ba be bi bo bu " * 4 + '"}\n')
+    given = [word for file in files for word in ("--text", str(file))]
+    assert read(model, files, **WINDOWS).option == tuple(given)
+    columns = [TextColumn(file, "body") for file in files]
+    assert read(model, columns, **WINDOWS).option == (*given, "--column", "body")
+    # A command line has one column for all files, and cannot hold a text itself.
+    assert read(model, [columns[0], files[1]], **WINDOWS).option is None
+    assert read(model, [files[0], "ba be bi bo bu " * 4], **WINDOWS).option is None
 
 
 def windows(**changes) -> Windows:
