@@ -178,6 +178,7 @@ def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
     shards = _shards_here(X, mesh)
     layer = f.layer if isinstance(f, HeadsApart) else f
     on_all(lambda: _check_layer(layer, X, shards.n), mesh)
+    _check_spread(X, shards)
     kernel = layer.kernel
     if isinstance(kernel, Dot) and kernel.rope is not None:
         # Rotary positions are those of the tokens that are here.
@@ -210,6 +211,20 @@ def _check_layer(f: Any, X: Tensor, n: int) -> None:
         raise UserError(
             f"rope tables have shape {tuple(rope.cos.shape)}, which does not cover {n} tokens; "
             f"use Rope.standard({n}, {rope.cos.shape[1]})"
+        )
+
+
+def _check_spread(X: Tensor, shards: TokenShards) -> None:
+    """Refuse the whole input on every rank, which looks like an input R times as long."""
+    total = X.double().sum()
+    high, low = shards.largest(torch.stack([total, -total]))
+    alike = shards.size > 1 and bool(high == -low)
+    # Tokens that are all equal are the same on every rank, rightly.
+    varied = shards.largest((X != X[..., :1, :]).any().double()) > 0
+    if alike and bool(varied):
+        raise UserError(
+            f"all {shards.size} ranks have the same tokens; give each its own, "
+            "lipscope.attention.sharded.shard(X, mesh)"
         )
 
 

@@ -8,6 +8,7 @@ than early ones, every rank then has the same work.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -37,7 +38,8 @@ def rank_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = " ".join(str(error).split())[:160]
+        # Gloo begins with the line of its own source that noticed.
+        said = " ".join(re.sub(r"^\[[^]]*\]", "", str(error)).split())[:160]
         raise LostRankError(
             f"another rank ended or does not answer ({said}); start all processes again"
         ) from error
@@ -208,8 +210,13 @@ class TokenShards(Ranks):
 
 def chunks_of(n: int, size: int, rank: int) -> list[tuple[int, int]]:
     """The two ranges of positions (start, stop) that a rank holds."""
-    pair = (rank, 2 * size - 1 - rank)
-    return [(j * n // (2 * size), (j + 1) * n // (2 * size)) for j in pair]
+    length, longer = divmod(n, 2 * size)
+
+    def start(j: int) -> int:
+        # The first chunks are the longer ones: with n >= R, every rank has a token.
+        return j * length + min(j, longer)
+
+    return [(start(j), start(j + 1)) for j in (rank, 2 * size - 1 - rank)]
 
 
 def _bytes(x: Tensor) -> int:
