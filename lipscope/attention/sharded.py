@@ -220,7 +220,7 @@ def _check_spread(X: Tensor, shards: TokenShards) -> None:
     high, low = shards.largest(torch.stack([total, -total]))
     alike = shards.size > 1 and bool(high == -low)
     # Tokens that are all equal are the same on every rank, rightly.
-    varied = shards.largest((X != X[..., :1, :]).any().double()) > 0
+    varied = shards.largest((X[..., :1, :] != X).any().double()) > 0
     if alike and bool(varied):
         raise UserError(
             f"all {shards.size} ranks have the same tokens; give each its own, "

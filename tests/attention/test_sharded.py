@@ -17,7 +17,7 @@ import torch
 import lipscope as ls
 from lipscope.attention.sharded import group_of
 from lipscope.linalg.ranks import TokenShards, chunks_of
-from tests.attention.four_ranks import SIZES, layer, long_enough, more
+from tests.attention.four_ranks import SIZES, long_enough, more
 from tests.cases import KINDS
 from tests.naive import dense_jacobian
 
@@ -68,9 +68,8 @@ def test_several_ranks_give_the_same_numbers_to_rounding(found, name, size):
     # An upper bound contains the rounding that was seen, which is not the same twice.
     upper = flat(plain["upper"])
     assert torch.equal(upper.isinf(), flat(e["upper"]).isinf())
-    assert (
-        (flat(e["upper"]) - upper)[upper.isfinite()].abs() <= 1e-4 * upper[upper.isfinite()]
-    ).all()
+    off = (flat(e["upper"]) - upper)[upper.isfinite()].abs()
+    assert (off <= 1e-4 * upper[upper.isfinite()]).all()
     assert torch.equal(flat(e["steps"]), flat(plain["steps"]))
     for field in ("right", "left"):
         assert (e[field] - plain[field]).abs().max() <= (1e-12 if exact else 1e-5), field
@@ -84,14 +83,10 @@ def test_against_the_dense_jacobian(found, name, size):
     f, X = case(name)
     D, e = dense_jacobian(f.double(), X.double()), found[0]["solves"][size][name]
     true, tol = torch.linalg.matrix_norm(D, 2), 1e-12 if X.dtype == torch.float64 else 1e-5
-    J = ls.jacobian(f, X)
-    tol = max(tol, float(J.rounding.max())) * float(true)
-    assert (e["JE"].double().flatten() - D @ e["E"].double().flatten()).norm() <= tol * e[
-        "E"
-    ].norm()
-    assert (e["JU"].double().flatten() - D.T @ e["U"].double().flatten()).norm() <= tol * e[
-        "U"
-    ].norm()
+    tol = max(tol, float(ls.jacobian(f, X).rounding.max())) * float(true)
+    for product, x, matrix in (("JE", "E", D), ("JU", "U", D.T)):
+        got, x = e[product].double().flatten(), e[x].double().flatten()
+        assert (got - matrix @ x).norm() <= tol * x.norm(), product
     assert e["lower"] <= true * (1 + 1e-14) and true * (1 - 1e-14) <= e["upper"]
 
 
@@ -133,7 +128,7 @@ def test_the_traffic_of_a_product_is_the_formula(found, name, width, members, si
         before, after_J, after_Jt = found[rank]["solves"][size][name]["sent"]
         J = {kind: after_J[kind] - before[kind] for kind in before}
         Jt = {kind: after_Jt[kind] - after_J[kind] for kind in before}
-        assert J == {"gather": expected, "scatter": 0, "reduce": 0}
+        assert {"gather": expected, "scatter": 0, "reduce": 0} == J
         assert Jt == {"gather": 0, "scatter": expected, "reduce": 0}
         # Before any product: keys and values at X, gathered once. A solve of single heads and one
         # of all gather the same.
@@ -147,7 +142,8 @@ def test_errors_reach_every_rank(found):
     assert all(other["refused"] == said for other in found[1:])
     expected = {
         "NaN on rank 1": "rank 1: X holds nan at index [0, 0]",
-        "the same tokens on all": "use lipscope.attention.sharded.shard(X, mesh)",
+        "the same tokens on all": "all 4 ranks have the same tokens; give each its own",
+        "other counts": "has shapes (2, 6), (3, 6), (4, 6), (5, 6), but 14 tokens are spread as",
         "too few tokens": "1 tokens cannot be spread over 4 ranks; use at most 1 processes",
         "another map": "f is Linear, which is not known to act token by token",
         "another norm": "mesh solves for norm='2' only",
@@ -191,16 +187,9 @@ def test_every_token_belongs_to_one_rank_and_work_is_even(size):
             assert [tuple(chunk) for chunk in r.chunks] == chunks_of(n, size, r.rank)
 
 
-def torchrun(*arguments: str, **options) -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-    ]
-    return [*command, "0", "-m", "lipscope", "measure", *arguments]
+def torchrun(*arguments: str) -> list[str]:
+    start = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    return [sys.executable, "-m", *start, "-m", "lipscope", "measure", *arguments]
 
 
 @pytest.mark.slow
