@@ -88,7 +88,7 @@ class Start:
     deaths: int = 0
     seconds: float = 0.0
 
-    def __call__(self):
+    def __call__(self, threads: int):
         return self.work
 
     def work(self, job: Job) -> Outcome:
@@ -104,26 +104,11 @@ class Start:
         return answer(job)
 
 
-def leave_an_orphan(job: Job) -> Outcome:
-    """Dies at layer 1, leaving behind a child that keeps the worker's pipe open for a while."""
-    if job.layer == 1:
-        if os.fork() == 0:
-            os.closerange(1, 3)  # nobody shall wait for its output
-            time.sleep(60)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return answer(job)
-
-
-def start_leaving_orphans():
-    return leave_an_orphan
-
-
-def die_at_birth():
+def die_at_birth(threads: int):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refuse_at_birth():
+def refuse_at_birth(threads: int):
     from lipscope._types import UserError
 
     raise UserError("no such model")
