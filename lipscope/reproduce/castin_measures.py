@@ -426,7 +426,7 @@ def judge_features(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 
 def run_which_split(setting: Setting) -> Numbers:
-    tries = 200 if setting.quick else 2000
+    tries = 60 if setting.quick else 2000
     rows = splitting_table(n=3, tries=tries, seed=setting.seed)
     return {"rows": [{"map": r.name, "equal": r.equal, "free": r.free} for r in rows]}
 

@@ -147,7 +147,7 @@ def _with_dropout(attention: Any, X: Tensor, seed: int) -> list[float]:
             torch.manual_seed(seed)
             found = []
             for x in X:
-                _, back = torch.func.vjp(lambda y: attention(y, attention_mask=mask)[0], x[None])
+                back = torch.func.vjp(lambda y: attention(y, attention_mask=mask)[0], x[None])[1]
                 with torch.no_grad():
                     other = attention(x[None], attention_mask=mask)[0]
                 found.append(back(other)[0].norm().sqrt().item())

@@ -243,7 +243,9 @@ class Keep:
             enough = record.quick == setting.quick or not record.quick
             same = (record.id, record.seed) == (claim.id, setting.seed)
             same = same and (record.version, record.code) == (__version__, _code(claim))
-            if enough and same and setting.same(record.used):
+            # A GPU is asked for where a processor could not do it all.
+            again = "gpu" in claim.needs and record.device == "cpu" != setting.device
+            if enough and same and not again and setting.same(record.used):
                 return record
         return None
 

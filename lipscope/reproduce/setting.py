@@ -74,7 +74,7 @@ class Setting:
 
         Args:
             name: For example "bert-base-uncased".
-            random_init: Seed of random weights; then only the tokenizer may stand in.
+            random_init: Seed of random weights; then only the tokenizer can stand in.
             causal: Whether an encoder is read as a decoder, with a causal mask. The stand-in for
                 GPT-2 always is.
         """
@@ -125,6 +125,10 @@ class Setting:
         self.used |= used
         value: T = found
         return value
+
+    def folder(self, name: str) -> Path | None:
+        """The folder of a model in `models`, or None; noted either way by the caller."""
+        return self._folder(name)
 
     def same(self, used: dict[str, str]) -> bool:
         """Whether a run under this setting would use the same models and texts."""
@@ -187,6 +191,13 @@ class Setting:
         if name not in CONFIGS:
             raise UserError(f"there is no configuration for {name}; put its folder into --models")
         # A configuration without numbers is the default one, which is the released model's.
+        return self.from_config(CONFIGS[name], seed)
+
+    def from_config(
+        self, config: dict[str, Any], seed: int, dtype: str = "float64", device: str | None = None
+    ) -> Model:
+        """A model with random weights from the fields of a `config.json`."""
         with tempfile.TemporaryDirectory() as place:
-            (Path(place) / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
-            return load(place, "embedded", device=self.device, random_init=seed)
+            (Path(place) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            where = device or self.device
+            return load(place, "embedded", device=where, dtype=dtype, random_init=seed)
