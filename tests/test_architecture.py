@@ -15,7 +15,7 @@ PACKAGE = ROOT / "lipscope"
 
 # Lowest first; packages on one line never import each other.
 FLOORS = [
-    ("_contents", "_display"),
+    ("_contents", "_display", "_notebook_bar"),
     ("_types",),
     ("_checks", "_files", "_torch_internals"),
     ("linalg",),

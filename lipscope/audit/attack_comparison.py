@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lipscope._checks import explained
 from lipscope._files import whole_file
+from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.attack.perturbation import (
     gradient_perturbations,
@@ -120,6 +121,7 @@ class AttackedText:
 
 
 @explained
+@with_bar("attacking")
 def compare_attacks(
     model: Any = None,
     texts: Sequence[str] | None = None,
@@ -138,7 +140,8 @@ def compare_attacks(
         texts: At least three different texts. Default: 16 paragraphs of the embedded text.
         contest: Number of swaps, text length and seed, as a
             ``lipscope.audit.attack_comparison.Contest``.
-        progress: Called with the number of texts done and their total.
+        progress: Called with the number of texts done and their total. Default: a
+            bar in notebooks, nothing elsewhere.
 
     Returns:
         A list with one :class:`Trial` per attack, text and norm; `plot` draws it.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lipscope._checks import explained
 from lipscope._files import for_terminal
+from lipscope._notebook_bar import with_bar
 from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
@@ -148,6 +149,7 @@ class AttackedModel(NamedTuple):
 
 
 @explained
+@with_bar("attacking")
 def attack_model(
     model: Any,
     text: Text,
@@ -163,7 +165,8 @@ def attack_model(
         text: A string, a file (``Path``), a list of strings or token ids.
         plan: The kind of attack and its settings.
         out: Directory of a study to add the results to. Default: keep them in memory.
-        progress: Called with the number of layers done and their total.
+        progress: Called with the number of layers done and their total. Default: a
+            bar in notebooks, nothing elsewhere.
 
     Returns:
         The study, with a row per result, and the list of results.

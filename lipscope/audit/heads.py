@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lipscope._checks import check_positive, explained
+from lipscope._notebook_bar import with_bar
 from lipscope._types import Ball, Point, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import regime
@@ -63,6 +64,7 @@ class HeadAtSample(NamedTuple):
 
 
 @explained
+@with_bar("bounding")
 def audit_model(
     model: Any = None,
     text: Text = None,
@@ -95,7 +97,8 @@ def audit_model(
         seed: Seed for samples, solver and search.
         climb: Settings of the search for the worst input. Default: a short climb with `seed`.
         out: Directory to save the study in; repeat the same call to resume an interrupted run.
-        progress: Called with the number of heads done and their total.
+        progress: Called with the number of heads done and their total. Default: a
+            bar in notebooks, nothing elsewhere.
 
     Returns:
         The study, with a row per bound, and the theorems that do not apply.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lipscope._checks import explained, usable_device
 from lipscope._display import Displayed
+from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.clusters import Clusters, find_clusters
@@ -82,6 +83,7 @@ class Simulation(Displayed):
 
 
 @explained
+@with_bar("simulating")
 def simulate(
     preset: str = "clusters",
     *,
@@ -101,7 +103,8 @@ def simulate(
         time: Depth to integrate to; by default the preset's.
         device: For example "cpu", "cuda" or "cuda:1".
         seed: Seed of the initial tokens.
-        progress: Called with (done, total) as the integration proceeds.
+        progress: Called with (done, total) as the integration proceeds. Default: a
+            bar in notebooks, nothing elsewhere.
 
     Returns:
         The flow, and what was found in it: clusters, moments or growth along depth.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lipscope import __version__
 from lipscope._checks import explained
+from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.spectral import Solver
@@ -57,6 +58,7 @@ OpenEngine = Callable[[], AbstractContextManager[Engine | RankEngine | None]]
 
 
 @explained
+@with_bar("measuring")
 def measure(
     model: Any = None,
     text: Text = None,
@@ -104,6 +106,7 @@ def measure(
             one row per sample. The n of a row is the number of tokens that the first block reads.
         special_tokens: Whether to frame every sample with the tokenizer's special tokens.
         progress: Called with the work done and the total work, at the start and after every job.
+            Default: a bar in notebooks, nothing elsewhere.
 
     Returns:
         The :class:`Study` with one row per layer, head, length and sample.
