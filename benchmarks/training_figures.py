@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -27,28 +28,25 @@ ROOF, ROW = 3.45, 0.07
 
 
 def draw_grid(results: dict[str, Any]) -> Figure:
-    """Test loss over steps for every cell of the grid, and sigma by layer."""
+    """Test loss over steps for every cell of the grid and of the balls, and sigma by layer."""
     from matplotlib.figure import Figure
 
     plan = results["settings"]["plans"]["grid"]
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
     loss, sigma = figure.subplots(1, 2)
-    for (variant, depth), cell in cells_of(results, "grid").items():
+    cells = cells_of(results, "grid") | cells_of(results, "balls")
+    for (variant, depth), cell in cells.items():
         look = {"color": COLOURS[variant], "linestyle": STYLES[::-1][plan["depths"].index(depth)]}
         _, members = best_rate(cell)
         curve = [mean(point["test"][m] for m in members) for point in cell["curve"]]
-        loss.plot(
-            [p["step"] for p in cell["curve"]],
-            curve,
-            label=f"{NAMES[variant]}, depth {depth}",
-            **look,
-        )
+        loss.plot([p["step"] for p in cell["curve"]], curve, **look)
         values = cell["sigma"][str(members[0])]
         sigma.plot(range(len(values)), values, marker=".", **look)
     _levels(loss, results)
     loss.set(xlabel="step", ylabel=LOSS, ylim=(1.5, 3.5))
     sigma.set(xlabel="layer", ylabel="local Lipschitz constant of attention", yscale="log")
-    figure.legend(*loss.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    depths = [f"depth {depth}" for depth in plan["depths"]]
+    _legend(figure, [variant for variant, _ in cells], dict(zip(depths, STYLES[::-1], strict=True)))
     return figure
 
 
@@ -57,13 +55,28 @@ def draw_breaking(results: dict[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     plans = breaking_plans(results)
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    figure = Figure(figsize=(11, 8.5), layout="constrained")
     panels = list(figure.subplots(2, -(-len(plans) // 2), sharey=True).flat)
     for name, panel in zip(plans, panels, strict=False):
         _draw_plan(panel, results, name)
     for spare in panels[len(plans) :]:
         spare.remove()
+    shown = [variant for name in plans for variant, _ in cells_of(results, name)]
+    words = ("smallest depth of a panel", "next", "largest of three")
+    _legend(figure, shown, dict(zip(words, STYLES, strict=True)))
     return figure
+
+
+def _legend(figure: Figure, variants: Iterable[str], styles: dict[str, Any]) -> None:
+    """One legend for all panels: colours are attentions, line styles depths."""
+    from matplotlib.lines import Line2D
+
+    colours = [Line2D([], [], color=COLOURS[v], label=NAMES[v]) for v in dict.fromkeys(variants)]
+    lines = [
+        Line2D([], [], color="black", linestyle=style, label=words)
+        for words, style in styles.items()
+    ]
+    figure.legend(handles=[*colours, *lines], loc="outside lower center", ncols=4, fontsize="small")
 
 
 def _draw_plan(panel: Axes, results: dict[str, Any], name: str) -> None:
@@ -78,7 +91,6 @@ def _draw_plan(panel: Axes, results: dict[str, Any], name: str) -> None:
             color=colour,
             linestyle=style,
             marker=".",
-            label=_label(variant, depth),
         )
         lost = {rate: end.broken + end.stuck for rate, end in ends.items() if not end.fine}
         height = ROOF + ROW * row
@@ -97,14 +109,9 @@ def _draw_plan(panel: Axes, results: dict[str, Any], name: str) -> None:
     panel.set(
         title=title, xscale="log", xlabel="learning rate", ylabel=LOSS, ylim=(1.6, ROOF + 0.6)
     )
-    panel.set_xticks(plan["rates"], [f"{rate:g}" for rate in plan["rates"]], fontsize="small")
+    ticks = [f"{rate:g}" for rate in plan["rates"]]
+    panel.set_xticks(plan["rates"], ticks, fontsize="small", rotation=60)
     panel.minorticks_off()
-    if panel.lines[2:]:
-        panel.legend(fontsize="x-small", loc="lower left", ncols=2, handlelength=3)
-
-
-def _label(variant: str, depth: int) -> str:
-    return f"{NAMES[variant].replace('contractive L2, 0.9, ', '').replace(', 0.9', '')}, {depth}"
 
 
 def _levels(panel: Axes, results: dict[str, Any]) -> None:
