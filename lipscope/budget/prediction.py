@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,14 +14,16 @@ from torch import Tensor
 from lipscope._checks import check_positive
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser, read_formats
-from lipscope.budget.intervals import Interval, of_squares, of_sums
 from lipscope.budget.metrics import Measure, Metric, read_metric
+from lipscope.budget.parts import Part
 from lipscope.budget.probing import batches
-from lipscope.budget.result import BudgetRow, ErrorBudget
+from lipscope.budget.result import ErrorBudget
 from lipscope.budget.rounding import follow_run, squared_errors
-from lipscope.budget.running import distance, exact_outputs, outputs_in, second_order_share
-from lipscope.budget.sites import ErrorSite, Products, collect_products
+from lipscope.budget.running import exact_outputs, outputs_in, second_order
+from lipscope.budget.scores import worst_cases
+from lipscope.budget.sites import ErrorSite, collect_products
 from lipscope.budget.states import state_tolerance
+from lipscope.budget.storing import BudgetStore, Settings, assemble
 from lipscope.budget.subject import Source, Subject, Text, read_subject
 
 PROBES = 16
@@ -34,7 +40,11 @@ def error_budget(
     length: int = 128,
     samples: int = 4,
     embeddings: bool = False,
+    worst: bool = False,
     seed: int = 0,
+    out: str | os.PathLike[str] | None = None,
+    command: str = "",
+    progress: Callable[[int, int], None] | None = None,
 ) -> ErrorBudget:
     """Predict what low precision costs, site by site, from a few backward passes.
 
@@ -60,7 +70,12 @@ def error_budget(
         samples: Number of sequences taken from a text; each is a sample of its own.
         embeddings: Whether weight formats also apply to a head that shares its weight with the
             embedding.
+        worst: Whether to measure sigma of all that follows each site as well, for the worst case
+            to first order of weight and cache formats, in `budget.worst`. It takes longest.
         seed: Seed of the probes.
+        out: Directory of a study to save the budget in, one job per sequence; rerun to resume.
+        command: The command line to note in that study.
+        progress: Function called with (done, total) sequences.
 
     Returns:
         The predicted errors as an :class:`ErrorBudget`.
@@ -84,110 +99,120 @@ def error_budget(
     if probes < 2:
         raise UserError("probes must be at least 2, one probe has no interval")
     wanted, measure = read_formats(formats), read_metric(metric)
+    if out is not None and not (isinstance(metric, str) and not isinstance(formats, Mapping)):
+        raise UserError(
+            "a saved budget needs formats and a metric with names: functions cannot be recognised "
+            "when a run is resumed; omit out"
+        )
     subject = read_subject(model, text, head=measure.head, length=length, samples=samples)
-    exact = exact_outputs(subject, measure)
-    size = sum(measure.size(y) for y in exact)
-    stored = [f for f in wanted if f.dtype is None]
-    products = (
-        collect_products(subject, stored, measure, probes, seed, embeddings) if stored else {}
+    store = None if out is None else BudgetStore(Path(out), subject, seed, command)
+    settings = Settings(
+        metric=measure.name, probes=probes, embeddings=embeddings, observe=observe, seed=seed
     )
-    rows: list[BudgetRow] = []
-    totals: dict[str, Interval] = {}
-    curved: dict[str, float] = {}
-    observed: dict[str, float] = {}
+    parts: dict[str, list[Part]] = {f.name: [] for f in wanted}
+    try:
+        for b, found in enumerate(_jobs(subject, wanted, measure, settings, store)):
+            for name, part in found.items():
+                parts[name].append(part)
+            if progress is not None:
+                progress(b + 1, len(subject.sequences))
+    finally:
+        if store is not None:
+            store.close()
+    return assemble(
+        subject.name,
+        settings,
+        parts,
+        measure,
+        worst=worst_cases(subject, wanted, measure) if worst else {},
+        tolerance=lambda state, f: state_tolerance(subject, f, state, probes, seed),
+    )
+
+
+def _jobs(
+    subject: Subject,
+    wanted: list[Format],
+    metric: Metric,
+    settings: Settings,
+    store: BudgetStore | None,
+) -> Iterator[dict[str, Part]]:
+    """The parts of all formats, sequence by sequence: stored ones, or new ones, then stored."""
+    lows: dict[str, Subject] = {}
+    for b, ids in enumerate(subject.sequences):
+        found = {} if store is None else store.parts(settings, b, len(ids[0]), wanted)
+        missing = [f for f in wanted if f.name not in found]
+        if missing:
+            for f in missing:
+                if f.dtype is not None and f.name not in lows:
+                    lows[f.name] = subject.in_dtype(f.dtype)
+            began = time.perf_counter()
+            one = replace(subject, sequences=(ids,))
+            made = _price_sequence(one, missing, metric, settings, b, lows)
+            if store is not None:
+                store.write(settings, b, made, metric, time.perf_counter() - began)
+            found |= made
+        yield {f.name: found[f.name] for f in wanted}
+
+
+def _price_sequence(
+    subject: Subject,
+    wanted: list[Format],
+    metric: Metric,
+    settings: Settings,
+    b: int,
+    lows: Mapping[str, Subject],
+) -> dict[str, Part]:
+    """The parts of some formats at sequence b, the only one of `subject`."""
+    probes, seed = settings.probes, settings.seed_of(b)
+    (exact,) = exact_outputs(subject, metric)
+    stored = [f for f in wanted if f.dtype is None]
+    embeddings = settings.embeddings
+    products = collect_products(subject, stored, metric, probes, seed, embeddings) if stored else {}
+    found = {}
     for f in wanted:
         if f.dtype is None:
-            found, totals[f.name] = _priced(products[f.name], f, measure, size)
-            curved[f.name] = second_order_share(subject, f, measure)
+            sites, q = products[f.name].sites, products[f.name].t[:, 0]
+            # One sequence is enough to see what a format does; it takes three more runs.
+            curved = second_order(subject, f, metric) if b == 0 else None
         else:
-            found, totals[f.name], curved[f.name] = _price_run(
-                subject, f, measure, size, probes, seed
-            )
-        rows += found
-        if observe:
-            made = outputs_in(subject, f, measure, embeddings=embeddings)
-            observed[f.name] = distance(measure, exact, made)
-    return ErrorBudget(
-        model=subject.name,
-        metric=measure.name,
-        rows=rows,
-        totals=totals,
-        observed=observed,
-        second_order=curved,
-        sequences=len(subject.sequences),
-        tokens=subject.tokens,
-        probes=probes,
-        _tolerance=lambda state, f: state_tolerance(subject, f, state, probes, seed),
-    )
+            sites, q, curved = _follow(subject, lows[f.name], metric, probes, seed)
+        observed = None
+        if settings.observe:
+            low = subject if f.dtype is None else replace(lows[f.name], sequences=subject.sequences)
+            (made,) = outputs_in(low, f, metric, embeddings=embeddings)
+            observed = metric.squared(exact, made)
+        found[f.name] = Part(
+            sites=sites,
+            q=q,
+            summed=f.dtype is not None,
+            curved=curved,
+            observed=observed,
+            size=metric.size(exact),
+            n=subject.tokens,
+        )
+    return found
 
 
-def _priced(
-    products: Products, f: Format, metric: Metric, size: float
-) -> tuple[list[BudgetRow], Interval]:
-    """The rows of a format and its total, errors of different sites added with their signs."""
-    t = products.t
-    shares = t.square().mean(dim=0).sum(dim=0)
-    shares = shares / shares.sum().clamp_min(torch.finfo(shares.dtype).tiny)
-    rows = [
-        _row(site, f, metric.interval(of_squares(t[..., i]), size), float(shares[i]))
-        for i, site in enumerate(products.sites)
-    ]
-    return rows, metric.interval(of_squares(t.sum(dim=-1)), size)
-
-
-def _price_run(
-    subject: Subject, f: Format, metric: Metric, size: float, probes: int, seed: int
-) -> tuple[list[BudgetRow], Interval, float]:
-    """The rows of a run in a dtype, its total, and the part of the error that is not linear."""
-    assert f.dtype is not None
-    low = subject.in_dtype(f.dtype)
+def _follow(
+    subject: Subject, low: Subject, metric: Metric, probes: int, seed: int
+) -> tuple[list[ErrorSite], Tensor, tuple[float, float]]:
+    """Sites of a run in a dtype, their sums [K, sites], and how linear its error is."""
     generator = torch.Generator().manual_seed(seed)
-    sequences: list[dict[ErrorSite, Tensor]] = []
+    run = follow_run(subject, low, subject.sequences[0])
+    y = metric.read(run.output)
+    change = metric.read(run.run[0]).detach().to(y.dtype) - y.detach()
+    parts = []
     missed = made = 0.0
-    for ids in subject.sequences:
-        run = follow_run(subject, low, ids)
-        y = metric.read(run.output)
-        change = metric.read(run.run[0]).detach().to(y.dtype) - y.detach()
-        parts = []
-        for batch in batches(probes, [r.exact for r in run.roundings]):
-            v = torch.stack([metric.probe(y, generator) for _ in batch])
-            squares, linear = squared_errors([y], [v], run.roundings)
-            parts.append(squares)
-            seen = (v * change).flatten(1).sum(dim=1).double().cpu()
-            missed += float((seen - linear.sum(dim=1)).square().sum())
-            made += float(seen.square().sum())
-        by_site: dict[ErrorSite, Tensor] = {}
-        for r, squared in zip(run.roundings, torch.cat(parts).T, strict=True):
-            where = "other" if r.layer is None else f"layer {r.layer}"
-            site = ErrorSite(f"{where} {r.kind}", r.layer, r.kind)
-            by_site[site] = by_site.get(site, 0) + squared
-        sequences.append(by_site)
-    sites = list(dict.fromkeys(site for by_site in sequences for site in by_site))
-    nothing = torch.zeros(probes, dtype=torch.float64)
-    q = torch.stack(
-        [torch.stack([s.get(site, nothing) for site in sites], dim=-1) for s in sequences], dim=1
-    )  # [probes, sequences, sites]
-    none = torch.zeros(q.shape[:2], dtype=q.dtype)
-    means = q.mean(dim=0).sum(dim=0)
-    shares = means / means.sum().clamp_min(torch.finfo(q.dtype).tiny)
-    rows = [
-        _row(site, f, metric.interval(of_sums(none, q[..., i]), size), float(shares[i]))
-        for i, site in enumerate(sites)
-    ]
-    total = metric.interval(of_sums(none, q.sum(dim=-1)), size)
-    return rows, total, (missed / made) ** 0.5 if made else 0.0
-
-
-def _row(site: ErrorSite, f: Format, interval: Interval, share: float) -> BudgetRow:
-    return BudgetRow(
-        site=site.name,
-        layer=site.layer,
-        head=site.head,
-        kind=site.kind,
-        format=f.name,
-        predicted=interval.value,
-        low=interval.low,
-        high=interval.high,
-        observed=None,
-        share=share,
-    )
+    for batch in batches(probes, [r.exact for r in run.roundings]):
+        v = torch.stack([metric.probe(y, generator) for _ in batch])
+        squares, linear = squared_errors([y], [v], run.roundings)
+        parts.append(squares)
+        seen = (v * change).flatten(1).sum(dim=1).double().cpu()
+        missed += float((seen - linear.sum(dim=1)).square().sum())
+        made += float(seen.square().sum())
+    by_site: dict[ErrorSite, Tensor] = {}
+    for r, squared in zip(run.roundings, torch.cat(parts).T, strict=True):
+        where = "other" if r.layer is None else f"layer {r.layer}"
+        site = ErrorSite(f"{where} {r.kind}", r.layer, r.kind)
+        by_site[site] = by_site.get(site, 0) + squared
+    return list(by_site), torch.stack(list(by_site.values()), dim=1), (missed, made)

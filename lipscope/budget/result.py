@@ -50,6 +50,8 @@ class ErrorBudget:
         metric: What the errors are: "output" is relative to the output, "kl" in nats per token.
         rows: One row per format and site.
         observed: By format, the error of a real run, if it was asked for.
+        worst: By format, the worst case to first order by sigma, if it was asked for: the sum over
+            all sites of sigma of what follows times the norm of the error, at the first sequence.
         second_order: By format, the norm of the part of the error that is not linear, relative to
             the error. A large share means that the prediction is not to be trusted.
         sequences: Number of sequences.
@@ -72,6 +74,7 @@ class ErrorBudget:
     rows: list[BudgetRow]
     totals: dict[str, Interval]
     observed: dict[str, float]
+    worst: dict[str, float]
     second_order: dict[str, float]
     sequences: int
     tokens: int
@@ -173,6 +176,7 @@ class ErrorBudget:
             "tokens": self.tokens,
             "probes": self.probes,
             "second_order": self.second_order,
+            "worst": self.worst,
             "rows": [row._asdict() for row in self.records()],
         }
 
@@ -183,7 +187,7 @@ class ErrorBudget:
 
     def plot(self, ax: Any = None) -> Any:
         """Plot the error of each layer in each format; returns matplotlib Axes."""
-        from lipscope.report.budget_figures import layer_errors
+        from lipscope.report.budgets import layer_errors
 
         return layer_errors(self, ax)
 

@@ -47,7 +47,8 @@ def outputs_in(
 ) -> list[Tensor]:
     """What the metric reads when the model runs in a format, or with its error at one site only."""
     if format.dtype is not None:
-        return exact_outputs(subject.in_dtype(format.dtype), metric)
+        low = subject if subject.dtype == format.dtype else subject.in_dtype(format.dtype)
+        return exact_outputs(low, metric)
     return _outputs(subject, format, metric, only, embeddings=embeddings)
 
 
@@ -57,8 +58,8 @@ def distance(metric: Metric, exact: list[Tensor], other: Iterable[Tensor]) -> fl
     return metric.value(squared, sum(metric.size(y) for y in exact))
 
 
-def second_order_share(subject: Subject, format: Format, metric: Metric) -> float:
-    """Norm of the part of an error that is not linear in it, relative to the error.
+def second_order(subject: Subject, format: Format, metric: Metric) -> tuple[float, float]:
+    """Squared norms of the part of an error that is not linear in it, and of the error.
 
     With dy(s) = s a + s^2 b + O(s^3) at strength s, dy(2) - 2 dy(1) = 2 b + O(s^3). The errors of
     activations, keys and values are those of the exact run: rounded again, they would differ by
@@ -69,8 +70,8 @@ def second_order_share(subject: Subject, format: Format, metric: Metric) -> floa
     (exact,), (once,), (twice,) = (
         _outputs(first, format, metric, None, strength, kept) for strength in (0.0, 1.0, 2.0)
     )
-    total = float((once - exact).norm())
-    return float(((twice - exact) / 2 - (once - exact)).norm()) / total if total else 0.0
+    bent = (twice - exact) / 2 - (once - exact)
+    return float(bent.square().sum()), float((once - exact).square().sum())
 
 
 def first_order_errors(

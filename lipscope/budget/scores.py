@@ -138,6 +138,23 @@ def compare_scores(
     return ScoreTable(rows, values)
 
 
+def worst_cases(subject: Subject, formats: list[Format], metric: Metric) -> dict[str, float]:
+    """By format, sum_s sigma_s |e_s| at the first sequence: the error if all sites conspired.
+
+    For formats of weights, keys and values; the others have more sites than can be measured.
+    """
+    wanted = [f for f in formats if f.dtype is None and f.activation is None]
+    if metric.divergence or not wanted:
+        return {}
+    first = replace(subject, sequences=subject.sequences[:1])
+    size = sum(metric.size(y) for y in exact_outputs(first, metric))
+    found = _gather(first, wanted, metric, probes=2, seed=0, sigma=True)
+    return {
+        name: sum(metric.value(sums["sigma"], size) for sums in sites.values())
+        for name, sites in found.items()
+    }
+
+
 def spearman(a: Iterable[float], b: Iterable[float]) -> float:
     """Rank correlation; NaN if one of the two is constant."""
     ranks = [torch.tensor(list(x)).argsort().argsort().double() for x in (a, b)]

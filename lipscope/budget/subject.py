@@ -32,6 +32,7 @@ class Subject:
     attention: the attention function it runs on, by transformers' name
     own:       the attention function of a run in low precision
     routed:    whether lipscope's attention can stand in for its own
+    model:     the loaded model, if it is one of transformers
     """
 
     module: nn.Module
@@ -41,6 +42,7 @@ class Subject:
     own: str
     routed: bool
     name: str
+    model: Model | None = None
 
     @property
     def tokens(self) -> int:
@@ -110,6 +112,7 @@ def read_subject(
         own=own,
         routed=routed,
         name=name,
+        model=model,
     )
 
 

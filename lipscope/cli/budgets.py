@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lipscope.cli.options import AsJson, ModelName, Quiet, Seed, Texts
+from lipscope.cli.options import AsJson, ModelName, Quiet, Seed, StudyOut, Texts
 from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table
 
 Length = Annotated[int, typer.Option(help="Maximum number of tokens per sequence.")]
@@ -34,7 +36,12 @@ def budget(
     ] = False,
     length: Length = 128,
     samples: Samples = 4,
+    worst: Annotated[
+        bool,
+        typer.Option("--worst", help="Measure σ after every site, for the worst case. Takes long."),
+    ] = False,
     seed: Seed = 0,
+    out: StudyOut = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all rows as CSV.")] = None,
     keep: Annotated[
         Path | None,
@@ -48,11 +55,11 @@ def budget(
 ) -> None:
     """Predict what low precision costs, and which layers and heads it comes from."""
     words: Any = read_texts(text)
-    with progress("propagating", quiet=quiet):
+    with progress("propagating", quiet=quiet) as report:
         from lipscope.budget.layer_lists import layer_lists
         from lipscope.budget.prediction import error_budget
         from lipscope.budget.scores import compare_scores
-        from lipscope.report.budget_table import budget_table, score_table, shares_table
+        from lipscope.report.budgets import budget_table, score_table, shares_table
 
         found = error_budget(
             model,
@@ -63,7 +70,23 @@ def budget(
             observe=observe,
             length=length,
             samples=samples,
+            worst=worst,
             seed=seed,
+            out=out,
+            command=_line(
+                model,
+                text,
+                {
+                    "--format": format,
+                    "--metric": metric,
+                    "--probes": probes,
+                    "--length": length,
+                    "--samples": samples,
+                    "--seed": seed,
+                },
+                observe,
+            ),
+            progress=report,
         )
         ranked = (
             compare_scores(
@@ -100,6 +123,16 @@ def budget(
         show_table(score_table(ranked), quiet)
 
 
+def _line(
+    model: str | None, text: list[str] | None, options: Mapping[str, object], observe: bool
+) -> str:
+    """The command line that a study notes."""
+    texts = [word for name in text or () for word in ("--text", name)]
+    given = [word for name, value in options.items() for word in (name, str(value))]
+    flags = ["--observe"] if observe else []
+    return shlex.join(["lipscope", "budget", *([model] if model else []), *texts, *given, *flags])
+
+
 def check(
     a: Annotated[str, typer.Argument(metavar="A", help="The reference: model id or directory.")],
     b: Annotated[
@@ -124,7 +157,7 @@ def check(
     words: Any = read_texts(text)
     with progress("comparing", quiet=quiet):
         from lipscope.budget.comparing import compare_runs
-        from lipscope.report.budget_table import comparison_table
+        from lipscope.report.budgets import comparison_table
 
         found = compare_runs(
             a,

@@ -27,6 +27,7 @@ from lipscope.report.formats import counted, shown
 from lipscope.report.identity import labels, random_seed
 from lipscope.report.study_charts import growth_part, heat_chart, main_scope, ranking
 from lipscope.report.token_strips import token_data, token_part
+from lipscope.study.records import BUDGET, OBSERVED
 from lipscope.study.study import Study
 
 SHORT = 64
@@ -95,7 +96,9 @@ def html(study: Study, against: Study | None = None) -> str:
     """The report of a study as a string; values of the other study stand beside it."""
     about, identity = study.info.about, study.info.identity
     data: dict[str, object] = {"table": columns(study)}
-    body = [section("smooth", "How smooth is this model?", *_smooth(study, against))]
+    priced = any(row.probe == BUDGET for row in study.rows)
+    smooth = section("smooth", "How smooth is this model?", *_smooth(study, against))
+    body = [] if priced and not study.sigma else [smooth]
     if study.sigma:
         found, every = heat(study), strips(study)
         data["heat"] = {
@@ -106,6 +109,8 @@ def html(study: Study, against: Study | None = None) -> str:
         if every:
             data["tokens"] = token_data(every, _first(study, every))
         body += _measured(study, against, found, every)
+    if priced:
+        body += _budgets(study)
     body += [
         section("sure", "How sure are we?", words.sure(study), _facts(study)),
         section(
@@ -126,6 +131,15 @@ def html(study: Study, against: Study | None = None) -> str:
         data=data,
         tiles=words.tiles(study),
     ).html()
+
+
+def _budgets(study: Study) -> list[str]:
+    """A section per budget of the study."""
+    # Late: adding up the parts of a budget imports torch.
+    from lipscope.budget.storing import stored_budgets
+    from lipscope.report.budgets import budget_section
+
+    return [budget_section(budget, i) for i, budget in enumerate(stored_budgets(study))]
 
 
 def _smooth(study: Study, against: Study | None) -> tuple[str, ...]:
@@ -239,7 +253,9 @@ def _facts(study: Study) -> str:
     maps = "".join(
         f"<dt>{escape(shown(scope, 30))}</dt>"
         f"<dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
-        for scope in dict.fromkeys(row.scope for row in study.rows)
+        for scope in dict.fromkeys(
+            row.scope for row in study.rows if row.probe not in (BUDGET, OBSERVED)
+        )
     )
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
     facts = "".join(

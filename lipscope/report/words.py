@@ -25,7 +25,7 @@ from lipscope.report.formats import (
 )
 from lipscope.report.study_table import certificate, replaces_attention, width
 from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
-from lipscope.study.records import Row
+from lipscope.study.records import BUDGET, Row
 from lipscope.study.study import Study, Token
 
 NOTHING = "No value has been measured yet."
@@ -58,6 +58,9 @@ def warning(study: Study) -> str:
 def headline(study: Study) -> str:
     """One sentence."""
     if not study.sigma:
+        formats = sorted({row.scope for row in study.rows if row.probe == BUDGET})
+        if formats:
+            return f"Predicted numerical error in {', '.join(shown(f, 30) for f in formats)}."
         return "Every measurement failed: there is no value to show." if study.failed else NOTHING
     row, layers = most_sensitive(study)
     name, value = next(iter(layers.items()))

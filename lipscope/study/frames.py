@@ -14,7 +14,7 @@ WHOLE = ("layer", "head")
 """Columns of integers that may be missing."""
 
 
-def data_frame(records: Iterable[Sequence[Any]], columns: Sequence[str]) -> pd.DataFrame:
+def data_frame(records: Iterable[tuple[Any, ...]], columns: Sequence[str]) -> pd.DataFrame:
     """A DataFrame with these columns; `layer` and `head` are nullable integers.
 
     Raises:

@@ -11,6 +11,9 @@ T = TypeVar("T")
 SIGMA = "sigma"
 """The probe that measures the local Lipschitz constant."""
 
+BUDGET, OBSERVED = "budget", "observed error"
+"""The probes of predicted and observed numerical errors; the scope of their rows is a format."""
+
 FAILED = "failed"
 FAILING = (FAILED, "overflow", "non_finite")
 

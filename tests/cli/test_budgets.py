@@ -37,6 +37,22 @@ def test_budget_prints_totals_and_shares_and_writes_exports(place, capsys):
     assert set(json.loads(keep.read_text())["int8"]) == {"llm-compressor", "modelopt", "mlx"}
 
 
+def test_budget_is_saved_resumed_and_reported(place, capsys):
+    study = place / "study"
+    words = ["budget", *arguments(place), "--format", "int8,kv4", "--out", str(study), "--json"]
+    assert main(words) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    assert main(["report", str(study), "--out", str(place / "report.html")]) == 0
+    page = (place / "report.html").read_text()
+    assert "What does low precision cost?" in page and "lipscope budget" in page
+    capsys.readouterr()
+    assert main(["export", str(study)]) == 0
+    found = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert {row["scope"] for row in found} == {"int8", "kv4"}
+
+
 def test_budget_prints_json_with_scores(place, capsys):
     assert main(["budget", *arguments(place), "--format", "int8", "--scores", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

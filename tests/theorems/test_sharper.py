@@ -121,7 +121,8 @@ def test_the_integrals_behind_few_coordinates(k: int):
             for y in (0.0, math.sqrt(5 / 6), *u[::10].tolist())
         )
         logs.append(2 * (w * u.square()).sum().item() + math.log(nearest))
-    others, n = totals[0] ** (k - 1), 10**9  # with this many tokens, the form for few coordinates is the smallest
+    # With this many tokens, the form for few coordinates is the smallest.
+    others, n = totals[0] ** (k - 1), 10**9
     for causal in (False, True):
         sees = sight(layer(causal), n)
         past = [0.0, 0.0]
