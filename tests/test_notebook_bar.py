@@ -105,7 +105,7 @@ def test_every_long_call_has_a_bar(monkeypatch):
         ls.simulate,
         ls.audit_model,
         ls.compare_attacks,
-        lambda: ls.attack_model(None, None, ls.AttackPlan()),
+        lambda: ls.attack_model(None, None, ls.AttackPlan("ascent")),
     ):
         with pytest.raises(Reached):
             call()

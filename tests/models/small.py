@@ -18,6 +18,7 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"experts_per_tok|top_?k$|n_group$|topk_group$", 1),
     (r"(num|n)_.*experts$|moe_num_experts|^num_experts", 2),
     (r"head_dim$|dim_head$|kv_channels|d_kv$|qk_\w*_dim$|v_head_dim$|attention_head_size", 8),
+    (r"rotary_dim$", 8),
     (r"lora_rank$|mamba_d_head$", 16),
     (r"(attention|self|query)?_?heads?$|n_head$", 4),
     (r"intermediate|ffn|mlp_dim|d_ff$|inner_dim|d_inner|encoder_hid|n_inner", 48),
@@ -44,6 +45,8 @@ def shrunk(config: Any, key: str = "", scale: int = 1) -> Any:
     """The configuration, as nested dictionaries, with small sizes and token ids."""
     if isinstance(config, dict):
         small = {name: shrunk(value, str(name), scale) for name, value in config.items()}
+        if "mrope_section" in small:  # axes of rotary positions: they share half a head of size 8
+            small["mrope_section"] = [2, 1, 1]
         if small.get("vocab_size", 0) is None:
             small["vocab_size"] = 99
         layers = [small.get(name) for name in ("num_hidden_layers", "n_layer", "num_layers")]

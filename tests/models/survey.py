@@ -2,6 +2,7 @@
 
     python -m tests.models.survey                # all of them, about an hour on one core; resumes
     python -m tests.models.survey bert llama     # some of them, with their reasons
+    python -m tests.models.survey --new-scopes   # those measured before, at scopes added since
     python -m tests.models.survey --page > docs/models.md      # the page, from the results
 
 Results are kept in the folder for temporary files, one JSON line per architecture.
@@ -10,12 +11,14 @@ Results are kept in the folder for temporary files, one JSON line per architectu
 import argparse
 import copy
 import json
+import re
 import signal
 import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +45,11 @@ class TooSlow(BaseException):
     """The time limit; not an Exception, so that nothing on the way takes it for a refusal."""
 
 
-def examine(name: str) -> dict[str, Any]:
-    """One architecture: its outcome, the scopes that were measured, or the reason why not."""
+def examine(name: str, known: Collection[str] = ()) -> dict[str, Any]:
+    """One architecture: its outcome, the scopes that were measured, or the reason why not.
+
+    Scopes in `known` have been measured before: their sites are found again, not solved.
+    """
 
     def stop(*_: Any) -> None:
         raise TooSlow
@@ -52,7 +58,7 @@ def examine(name: str) -> dict[str, Any]:
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     started = time.process_time()
     try:
-        found = _examine(name)
+        found = _examine(name, known)
     except TooSlow:
         found = {"outcome": "slow", "reason": f"more than {SECONDS} s"}
     except UserError as error:
@@ -65,7 +71,7 @@ def examine(name: str) -> dict[str, Any]:
     return {"name": name, **found, "seconds": round(time.process_time() - started, 1)}
 
 
-def _examine(name: str) -> dict[str, Any]:
+def _examine(name: str, known: Collection[str] = ()) -> dict[str, Any]:
     reasons, refusal = [], None
     try:
         for config in small_configs(CONFIG_MAPPING[name]):
@@ -78,7 +84,7 @@ def _examine(name: str) -> dict[str, Any]:
                 reasons.append(f"{type(error).__name__}: {str(error)[:200]}")
                 continue
             try:
-                return {"class": type(module).__name__, **_measure(module)}
+                return {"class": type(module).__name__, **_measure(module, known)}
             except UserError as error:
                 # Sizes that do not fit together look like a model that needs other inputs.
                 refusal = refusal or error
@@ -110,7 +116,7 @@ def _where(error: BaseException) -> str:
     return " ".join(f"{Path(f.filename).name}:{f.lineno}" for f in here[-3:])
 
 
-def _measure(module: Any) -> dict[str, Any]:
+def _measure(module: Any, known: Collection[str]) -> dict[str, Any]:
     """The scopes at which the norm of the Jacobian is found, at the first and the last layer."""
     model = load(module)
     survey = model.survey(**_inputs(model))
@@ -120,6 +126,8 @@ def _measure(module: Any) -> dict[str, Any]:
             model.check_scopes([scope])
             for layer in {0, model.layers - 1} if scope != "model" else {None}:
                 site = survey.site(scope, layer)
+                if scope in known:
+                    continue
                 found = spectral_norm(
                     jacobian(site.f, site.X), tol=0.1, solver=Solver(max_steps=20)
                 )
@@ -183,9 +191,20 @@ def _keep(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+MISFIT = (
+    "size of tensor|split_with_sizes|shape '|shapes cannot|expected input|doesn't match model|"
+    "out of range|repeat_interleave|without overflow|`sliding_window`"
+)
+"""What a model says when its small sizes do not fit together; its own may well do."""
+
 WHY = {
     "sizes in floating point": "computes sizes in floating point: rounding cannot be probed",
     "no trunk": "part of another model, or a task without hidden states",
+    "lipscope's attention": "attention that lipscope cannot replace, and no scope around it",
+    "own attention code": "attention that lipscope cannot replace, and no scope around it",
+    "map of a single sequence": "attention that lipscope cannot replace, and no scope around it",
+    "cuts a sample": "no sequences of tokens inside: convolutions, windows",
+    "non-finite": "values that are not finite with small random weights",
     "does not run on": "needs more inputs: give them all with `inputs=`",
     "not tokens; in Python": "reads sound or something else: give it with `inputs=`",
     "not sequences": "no sequences of tokens inside: convolutions, windows",
@@ -202,6 +221,10 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     counts = Counter(row["outcome"] for row in found.values())
     measured, refused = defaultdict(list), defaultdict(list)
     for name, row in sorted(found.items()):
+        if row["outcome"] == "refused" and re.search(MISFIT, row["reason"]):
+            counts.subtract(["refused"])
+            counts.update(["not built"])
+            continue
         if row["outcome"] == "measured":
             measured[", ".join(row["scopes"])].append(f"`{name}`")
         elif row["outcome"] == "refused":
@@ -238,7 +261,7 @@ first and last layer, at every [scope](scopes.md). This page is generated:
 | measured | {measured} |
 | refused, with a sentence that says why | {refused} |
 | crashed, or took more than a minute | {crashed} |
-| not built small: another package is needed, or sizes depend on each other | {not_built} |
+| nothing known: needs another package, or no small sizes that fit together | {not_built} |
 
 ## Measured
 
@@ -246,9 +269,8 @@ first and last layer, at every [scope](scopes.md). This page is generated:
 
 ## Refused
 
-Some of these run with more inputs than token ids, or with sound. In Python, give them all by name:
-`ls.load(model).sites(inputs={{"input_features": X}}, scopes=["block"])`, and measure each site with
-`ls.local_lipschitz(site.f, site.X)`.
+Some of these run with more inputs than token ids, or with sound. In Python, give them all by name,
+each with one row per sample: `ls.measure(model, inputs={{"input_features": X}}, scopes=["block"])`.
 
 {refusals}
 """
@@ -258,6 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="architectures (model_type); all by default")
     parser.add_argument("--page", action="store_true", help="print docs/models.md")
+    parser.add_argument("--new-scopes", action="store_true", help="measure scopes added since")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -265,11 +288,12 @@ def main() -> None:
     found = results()
     if not arguments.page:
         for name in arguments.names or CONFIG_MAPPING:
-            if name in found and not arguments.names:
+            known = found.get(name, {}).get("scopes", ()) if arguments.new_scopes else ()
+            if name in found and not arguments.names and not (known and set(SCOPES) - set(known)):
                 continue
             # Written first: what kills the process is found in the results, and not tried again.
             _keep({"name": name, "outcome": "crashed", "reason": "the process died"})
-            found[name] = _keep(examine(name))
+            found[name] = _keep(examine(name, known))
             print(name, found[name]["outcome"], found[name].get("reason", ""), flush=True)
     print(page(found) if arguments.page else Counter(row["outcome"] for row in found.values()))
 
