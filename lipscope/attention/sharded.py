@@ -18,11 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.attention.backend import HALF
 from lipscope.attention.kernels import Dot, Rope
 from lipscope.attention.layer import HeadsApart, SelfAttention, check_tokens
 from lipscope.attention.linearization import State, linearize
 from lipscope.attention.pattern import Pattern
+from lipscope.attention.primitive import Rules, attend_by_rules
 from lipscope.attention.reference import Triple, Weights
+from lipscope.linalg.differentiate import check_input
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.ranks import TokenShards
 
@@ -152,7 +155,7 @@ def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
 
     Args:
         f: A `SelfAttention`, or its `heads_apart()`; masks, padding and rotary tables are those of
-            all n tokens.
+            all n tokens. Or a block of a model, the `f` of a `Site`.
         X: This rank's tokens, `shard(X, mesh)`.
         mesh: A one-dimensional `torch.distributed.DeviceMesh`, or a process group.
 
@@ -176,6 +179,10 @@ def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
     """
     on_all(lambda: _check_place(X, mesh), mesh)
     shards = _shards_here(X, mesh)
+    if hasattr(f, "linearize_on"):
+        on_all(lambda: check_input(X), mesh)
+        _check_spread(X, shards)
+        return f.linearize_on(X, shards)
     layer = f.layer if isinstance(f, HeadsApart) else f
     on_all(lambda: _check_layer(layer, X, shards.n), mesh)
     _check_spread(X, shards)
@@ -249,11 +256,14 @@ class ShardedState(State):
         return any(part.weights is not None for part in self.parts)
 
     def bias_left(self, largest_score: Tensor) -> Tensor:
-        left = [self._state(part).bias_left(largest_score) for part in self._cut()]
+        left = [
+            self._state(part).bias_left(largest_score)
+            for part in _parts(self.pattern, self._shards)
+        ]
         return torch.stack(left).amax(dim=0)
 
     def evaluated(self, condition: Tensor, keep: bool) -> ShardedState:
-        parts, states = self._cut(), []
+        parts, states = _parts(self.pattern, self._shards), []
         for part in parts:
             states.append(self._state(part).evaluated(condition, keep))
         return replace(
@@ -268,7 +278,8 @@ class ShardedState(State):
 
     def push(self, tangent: Triple) -> Tensor:
         dq, dk, dv = tangent
-        dk, dv = self.ranks.gather(torch.cat([dk, dv], dim=-1)).split(_widths(dk, dv), dim=-1)
+        if self.ranks.size > 1:
+            dk, dv = self._shards.gather(torch.cat([dk, dv], dim=-1)).split(_widths(dk, dv), dim=-1)
         pushed = [
             self._state(part).push(
                 (dq[..., part.rows, :], dk[..., part.cols, :], dv[..., part.cols, :])
@@ -278,20 +289,20 @@ class ShardedState(State):
         return pushed[0] if len(pushed) == 1 else torch.cat(pushed, dim=-2)
 
     def pull(self, g: Tensor) -> Triple:
-        onto_queries, onto_keys = [], self.k.new_zeros(0)
+        if self.ranks.size == 1:
+            return self._state(self.parts[0]).pull(g)
+        n, widths = self.k.shape[-2], _widths(self.k, self.v)
+        onto_queries = []
+        onto_keys = self.k.new_zeros(*self.k.shape[:-2], n, sum(widths))
         for part in self.parts:
-            gq, gk, gv = self._state(part).pull(g[..., part.rows, :])
+            gq = torch.zeros((), dtype=g.dtype, device=g.device)
+            for piece in _pieces(part, g):
+                onto, gk, gv = self._state(piece).pull(g[..., part.rows, :])
+                gq = gq + onto
+                onto_keys[..., piece.cols, :] += torch.cat([gk, gv], dim=-1)
             onto_queries.append(gq)
-            both = torch.cat([gk, gv], dim=-1)
-            if len(self.parts) == 1 and part.cols == slice(0, self.k.shape[-2]):
-                onto_keys = both
-            else:
-                if not onto_keys.numel():
-                    onto_keys = both.new_zeros(*both.shape[:-2], self.k.shape[-2], both.shape[-1])
-                onto_keys[..., part.cols, :] += both
-        gk, gv = self._shards.scatter_sum(onto_keys).split(_widths(self.k, self.v), dim=-1)
-        gq = onto_queries[0] if len(onto_queries) == 1 else torch.cat(onto_queries, dim=-2)
-        return gq, gk, gv
+        gk, gv = self._shards.scatter_sum(onto_keys).split(widths, dim=-1)
+        return torch.cat(onto_queries, dim=-2), gk, gv
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
         for part in self.parts:
@@ -326,24 +337,6 @@ class ShardedState(State):
         assert isinstance(self.ranks, TokenShards)
         return self.ranks
 
-    def _cut(self) -> tuple[Part, ...]:
-        """The queries of this rank in consecutive runs; all of them where position is nothing."""
-        pattern, n, first = self.pattern, self.k.shape[-2], 0
-        if not (pattern.causal or pattern.window or pattern.mask is not None):
-            queries = None if pattern.queries is None else self.ranks.cut(pattern.queries, -1)
-            everything = slice(0, self.q.shape[-2]), slice(0, n)
-            return (Part(*everything, replace(pattern, queries=queries)),)
-        (start, middle), (second, stop) = self._shards.chunks
-        runs = [(start, stop)] if middle == second else [(start, middle), (second, stop)]
-        parts = []
-        for start, stop in runs:
-            if start < stop:
-                cols = pattern.columns(slice(start, stop), n)
-                rows = slice(first, first + stop - start)
-                parts.append(Part(rows, cols, pattern.tile(slice(start, stop), cols)))
-                first = rows.stop
-        return tuple(parts)
-
     def _state(self, part: Part) -> State:
         """The state of a part; until `evaluated` there are neither outputs nor log-sum-exps."""
         known = self.o.numel() > 0
@@ -361,9 +354,99 @@ class ShardedState(State):
         )
 
 
+def _parts(pattern: Pattern, shards: TokenShards) -> tuple[Part, ...]:
+    """The queries of this rank in consecutive runs; all of them where position is nothing."""
+    n, first = shards.n, 0
+    if not (pattern.causal or pattern.window or pattern.mask is not None):
+        queries = None if pattern.queries is None else shards.cut(pattern.queries, -1)
+        everything = slice(0, len(shards.positions)), slice(0, n)
+        return (Part(*everything, replace(pattern, queries=queries)),)
+    (start, middle), (second, stop) = shards.chunks
+    runs = [(start, stop)] if middle == second else [(start, middle), (second, stop)]
+    parts = []
+    for start, stop in runs:
+        if start < stop:
+            cols = pattern.columns(slice(start, stop), n)
+            rows = slice(first, first + stop - start)
+            parts.append(Part(rows, cols, pattern.tile(slice(start, stop), cols)))
+            first = rows.stop
+    return tuple(parts)
+
+
+def _pieces(part: Part, g: Tensor) -> list[Part]:
+    """The part, or in half precision a rectangle and the square on the diagonal.
+
+    torch's own backward, the fastest there is, has causal order for squares only. Outputs and
+    log-sum-exps are those of all keys, so the cotangents of pieces add up.
+    """
+    start, p = part.cols.stop - (part.rows.stop - part.rows.start), part.pattern
+    more = (p.window, p.softcap, p.mask, p.queries, p.keys, p.sinks)
+    if not (g.is_cuda and g.dtype in HALF and p.causal and 0 < start == p.shift):
+        return [part]
+    if any(x is not None for x in more):  # which torch's backward does not know
+        return [part]
+    rectangle, square = slice(0, start), slice(start, part.cols.stop)
+    return [
+        replace(part, cols=rectangle, pattern=replace(p, causal=False, shift=0)),
+        replace(part, cols=square, pattern=replace(p, shift=0)),
+    ]
+
+
 def _widths(k: Tensor, v: Tensor) -> list[int]:
     return [k.shape[-1], v.shape[-1]]
 
 
 def _moved(cut: slice, by: int) -> slice:
     return slice(cut.start + by, cut.stop + by)
+
+
+class _Gather(torch.autograd.Function):
+    """`TokenShards.gather`, whose derivative is `scatter_sum`, whose derivative is this again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: TokenShards) -> Tensor:
+        ctx.shards = shards
+        return shards.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _ScatterSum.apply(g, ctx.shards), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """The adjoint of `_Gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: TokenShards) -> Tensor:
+        ctx.shards = shards
+        return shards.scatter_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(g, ctx.shards), None
+
+
+def attend_on_ranks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: TokenShards,
+    *,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`attend` with queries, keys and values of this rank's tokens; a mask is that of all."""
+    both = _Gather.apply(torch.cat([k, v], dim=-1), shards)
+    k, v = both.split(_widths(k, v), dim=-1)
+    outputs = []
+    for part in _parts(Pattern(causal=causal, window=window, mask=mask), shards):
+        p = part.pattern
+        rules = Rules(causal=causal, window=window, softcap=softcap, shift=p.shift)
+        keys, values = k[..., part.cols, :], v[..., part.cols, :]
+        queries = q[..., part.rows, :]
+        outputs.append(attend_by_rules(queries, keys, values, p.mask, None, sinks, rules, scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)

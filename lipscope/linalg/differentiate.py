@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipscope._torch_internals import TorchDispatchMode, is_dropout, tree_leaves, tree_map
 from lipscope._types import UserError
 from lipscope.linalg.operator import LinearOperator, Pair, Product
+from lipscope.linalg.ranks import ALONE, Ranks
 
 Map = Callable[[Tensor], Tensor]
 
@@ -105,10 +106,18 @@ def check_map(f: Map) -> None:
                 )
 
 
-def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
+def jacobian_on(f: Map, X: Tensor, ranks: Ranks) -> LinearOperator:
+    """The derivative by autograd of a map whose tokens are spread over ranks, X being this one's.
+
+    f must gather what it needs of other tokens by functions that autograd knows.
+    """
+    return _autograd_jacobian(f, X, ranks)
+
+
+def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperator:
     x, y, mv, rmv = _products(f, X)
-    _check_adjoint(mv, rmv, x, y)
-    if X.ndim == 3:
+    _check_adjoint(mv, rmv, x, y, ranks)
+    if X.ndim == 3 and ranks is ALONE:
         _check_members_apart(f, mv, rmv, x, y)
 
     def perturbed(i: int) -> Pair:
@@ -127,6 +136,7 @@ def _autograd_jacobian(f: Map, X: Tensor) -> LinearOperator:
         device=X.device,
         size=0.0 if constant else None,
         perturbed=None if constant else perturbed,
+        ranks=ranks,
     )
 
 
@@ -197,23 +207,25 @@ class OneUlp(TorchDispatchMode):
         return torch.where(up, x * (1 + eps), x * (1 - eps))
 
 
-def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
+def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks) -> None:
     """<u, J v> = <J' u, v>, or f's own backward cannot be differentiated: then J v is not what it
     seems.
     """
     g = torch.Generator().manual_seed(0)
     v, u = (torch.randn(z.shape, generator=g).to(z) for z in (x, y))
     Jv, Ju = mv(v), rmv(u)
-    left, right = (u * Jv).sum().double(), (Ju * v).sum().double()
-    size = u.double().norm() * Jv.double().norm() + Ju.double().norm() * v.double().norm()
+    left, right = ranks.sum(torch.stack([(u * Jv).sum(), (Ju * v).sum()]).double())
+    lengths = torch.stack([z.double().norm() for z in (u, Jv, Ju, v)])
+    long_u, long_Jv, long_Ju, long_v = ranks.norm(lengths)
+    size = long_u * long_Jv + long_Ju * long_v
     # A derivative that vanishes up to rounding has nothing to compare.
     noise = (
         1e4
         * torch.finfo(x.dtype).eps
-        * u.double().norm()
-        * v.double().norm()
-        * y.abs().max()
-        / x.abs().max()
+        * long_u
+        * long_v
+        * ranks.largest(y.abs().max())
+        / ranks.largest(x.abs().max())
     )
     if (left - right).abs() > 0.02 * size + noise.nan_to_num(nan=torch.inf):
         raise UserError(

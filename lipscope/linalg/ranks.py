@@ -111,6 +111,7 @@ class TokenShards(Ranks):
         self.chunks = chunks_of(n, size, rank)
         self.positions = torch.cat([torch.arange(*chunk) for chunk in self.chunks])
         self.sent = {"gather": 0.0, "scatter": 0.0, "reduce": 0.0}
+        self._indices: dict[tuple[str, torch.device], Tensor | None] = {}
 
     @cached_property
     def block(self) -> int:
@@ -159,31 +160,45 @@ class TokenShards(Ranks):
         return self.sum(x if self.rank == 0 else torch.zeros_like(x))
 
     def gather(self, x: Tensor) -> Tensor:
-        mine = self._packed(x.movedim(-2, 0), self._own_slots, 2 * self.block)
+        mine = self._packed(x.movedim(-2, 0), "own_slots", 2 * self.block)
         everyone = mine.new_empty(2 * self.size * self.block, *mine.shape[1:])
         self._exchange(_gather_single, everyone, mine)
         self.sent["gather"] += (self.size - 1) * _bytes(mine)
-        return everyone[self.slots.to(x.device)].movedim(0, -2).contiguous()
+        return self._unpacked(everyone, "slots").movedim(0, -2).contiguous()
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """All n tokens [..., n, width], summed over ranks, to those of this one: the adjoint."""
-        everyone = self._packed(x.movedim(-2, 0), self.slots, 2 * self.size * self.block)
+        everyone = self._packed(x.movedim(-2, 0), "slots", 2 * self.size * self.block)
         mine = everyone.new_empty(2 * self.block, *everyone.shape[1:])
         self._exchange(_scatter_single, mine, everyone)
         self.sent["scatter"] += (self.size - 1) * _bytes(mine)
-        return mine[self._own_slots.to(x.device)].movedim(0, -2).contiguous()
+        return self._unpacked(mine, "own_slots").movedim(0, -2).contiguous()
 
     @cached_property
-    def _own_slots(self) -> Tensor:
+    def own_slots(self) -> Tensor:
+        """The same for this rank's tokens in what it exchanges itself."""
         return self.slots[self.positions] - 2 * self.rank * self.block
 
-    def _packed(self, x: Tensor, slots: Tensor, length: int) -> Tensor:
+    def _packed(self, x: Tensor, name: str, length: int) -> Tensor:
         """x [tokens, ...] at its slots; padding is 0."""
-        if len(x) == length and self.size == 1:
+        index = self._index(name, x.device)
+        if index is None and len(x) == length:
             return x.contiguous()
         packed = x.new_zeros(length, *x.shape[1:])
-        packed[slots.to(x.device)] = x
+        packed[slice(len(x)) if index is None else index] = x
         return packed
+
+    def _unpacked(self, x: Tensor, name: str) -> Tensor:
+        index = self._index(name, x.device)
+        return x[: len(getattr(self, name))] if index is None else x[index]
+
+    def _index(self, name: str, device: torch.device) -> Tensor | None:
+        """Slots on a device, copied there once; None where they are simply the first."""
+        if (name, device) not in self._indices:
+            slots = getattr(self, name)
+            first = torch.equal(slots, torch.arange(len(slots)))
+            self._indices[name, device] = None if first else slots.to(device)
+        return self._indices[name, device]
 
     @property
     def _moves_through_host(self) -> bool:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.ranks import TokenShards
 from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Host, ModuleCall, Tap, attention_call, run_to
+from lipscope.models.sharded import linearize_on
 
 STEPS, GROSS = (1e-5, 1e-7, 1e-3), 0.05
 """Relative finite-difference steps, of which the best counts, and the error beyond rounding."""
@@ -153,6 +155,10 @@ class Rerun:
 
     def linearize(self, X: Tensor) -> LinearOperator:
         return linearize(self, X)
+
+    def linearize_on(self, X: Tensor, shards: TokenShards) -> LinearOperator:
+        """The Jacobian at this rank's tokens, where several ranks share them."""
+        return linearize_on(self, X, shards)
 
 
 @dataclass(frozen=True, eq=False)
