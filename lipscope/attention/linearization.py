@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention import backend, reference, tiled
+from lipscope.attention import backend, kept, reference, tiled
 from lipscope.attention.kernels import L2, Dot, Rope, augment, common_centre, default_scale
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple, Weights
@@ -97,12 +97,15 @@ class State:
             gk = gk[..., :-2] - 2 * s * k * gk[..., -1:]
         if self.rope is not None:
             gq, gk = self.rope.turn_back(gq), self.rope.turn_back(gk)
-        G = torch.cat([x.transpose(-3, -2).flatten(-2) for x in (gq, gk, gv)], dim=-1)
+        if gq.stride(-2) == 1:  # column after column, as `kept` leaves them
+            G = torch.cat([x.mT.flatten(-3, -2) for x in (gq, gk, gv)], dim=-2).mT
+        else:
+            G = torch.cat([_side_by_side(x) for x in (gq, gk, gv)], dim=-1)
         return G @ (self.W[0] if self.W.shape[0] == 1 else self.W)
 
     def mv(self, E: Tensor) -> Tensor:
         do = self.push(self.read(E.to(self.W.dtype)))
-        joined = do.transpose(-3, -2).flatten(-2)
+        joined = _side_by_side(do)
         return joined if self.O is None else joined @ self.O.T
 
     def rmv(self, U: Tensor) -> Tensor:
@@ -114,7 +117,8 @@ class State:
     def push(self, tangent: Triple) -> Tensor:
         """dq, dk, dv -> do, through the softmax."""
         if self.weights is not None:
-            return reference.jvp(self.weights, self.q, self.k, self.v, tangent)
+            products = kept if kept.usable(self.weights, tangent[0]) else reference
+            return products.jvp(self.weights, self.q, self.k, self.v, tangent)
         if self.tiles:
             return tiled.jvp(self.q, self.k, self.v, self.lse, tangent, self.pattern)
         return backend.jvp(self.q, self.k, self.v, self.o, self.lse, tangent, self.pattern)
@@ -122,7 +126,8 @@ class State:
     def pull(self, g: Tensor) -> Triple:
         """The adjoint of `push`: g [M, H, n, m] -> gq, gk, gv."""
         if self.weights is not None:
-            return reference.vjp(self.weights, self.q, self.k, self.v, g)
+            products = kept if kept.usable(self.weights, g) else reference
+            return products.vjp(self.weights, self.q, self.k, self.v, g)
         if self.tiles:
             return tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern)
         return backend.vjp(self.q, self.k, self.v, self.o, self.lse, g, self.pattern)
@@ -154,7 +159,9 @@ class State:
         q, k, v, pattern = self.q, self.k, self.v, self.pattern
         if keep:
             o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
-            return replace(self, o=o, lse=lse, weights=weights)
+            if kept.usable(weights, q):
+                q, k, v = (x.mT.contiguous().mT for x in (q, k, v))  # column after column
+            return replace(self, q=q, k=k, v=v, o=o, lse=lse, weights=weights)
         resolution = 8 * torch.finfo(q.dtype).eps * condition.max()
         lost = q.dtype == torch.float32 and not resolution <= UNRESOLVED
         tiles = lost and backend.fused(q, k, v, pattern)
@@ -204,6 +211,13 @@ class State:
             pattern=self.pattern.each(change),
             distance=None if d is None else (change(d[0]), change(d[1]), d[2]),
         )
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """[M, H, n, k] -> [M, n, H k]; a view if x is stored column after column."""
+    if x.stride(-2) == 1:
+        return x.mT.flatten(-3, -2).mT
+    return x.transpose(-3, -2).flatten(-2)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ OVERWHELMED = (
     "no bounds: rounding may exceed the value itself; use precision='exact' or scale the input down"
 )
 
-COARSEST = 0.1
-"""Residual that is asked for even where products are coarser: it still tells a singular vector from
-any other.
+COARSEST = 0.01
+"""Residual that is asked for even where products may be coarser, as they seldom are: a value whose
+status is ok is within this share of a singular value.
 """
 
 DRAWS, WIDENED = 3, 32
@@ -177,7 +177,8 @@ class Run:
         if len(near):
             for i in near.tolist():
                 self._draw(int(index[i]), i, basis, ritz)
-            self._test(index[near])
+            # An operator that consists of these members already need not be made again.
+            self._test(index[near], basis.J if len(near) == basis.members else None)
             near = near[settled(near)[0]]
             self.tested[index[near]] = True
         closed = torch.zeros_like(asked)
@@ -217,16 +218,16 @@ class Run:
         for j, (a, b) in enumerate(basis.coefficients):
             self.a[member, j], self.b[member, j] = a[i], b[i]
 
-    def _test(self, members: Tensor) -> None:
-        """Evaluate J right and J' left of some members.
+    def _test(self, members: Tensor, J: LinearOperator | None = None) -> None:
+        """Evaluate J right and J' left of some members, whose operator is J.
 
         What the recurrence says they are, against what they are: the rounding of a product, seen.
         """
-        J, B = self.J, len(self.status)
-        if len(members) == B or J.take is None:
-            members = torch.arange(B)
-        else:
-            J = J.take(members)
+        B = len(self.status)
+        if J is None and self.J.take is not None and len(members) < B:
+            J = self.J.take(members)
+        elif J is None:
+            J, members = self.J, torch.arange(B)
         theta, scale = self.theta[members], self._scales[members]
         right, left, back = self.right[members], self.left[members], self.back[members]
         w = _product(J, J.mv, right, J.in_shape, scale)
