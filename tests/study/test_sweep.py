@@ -1,0 +1,137 @@
+"""Sweeps: which studies a file asks for, and that each is made once."""
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from lipscope._types import UserError
+from lipscope.cli import main
+from lipscope.study import sweep as sweep_module
+from lipscope.study.run import measure
+from lipscope.study.sharding import Shard
+from lipscope.study.study import Study
+from lipscope.study.sweep import read_sweep
+from tests.study.printed import exported
+
+FILE = """
+models = ["runs/*/checkpoint"]
+texts = ["prose.txt", {file = "news.csv", column = "title"}]
+
+[settings.short]
+lengths = [4, 6]
+samples = 1
+
+[settings.seeded]
+lengths = [5]
+samples = 1
+seed = 3
+scopes = ["attention"]
+"""
+
+
+@pytest.fixture
+def place(tmp_path, tiny, prose) -> Path:
+    for run in ("a", "b"):
+        shutil.copytree(tiny, tmp_path / "runs" / run / "checkpoint")
+    (tmp_path / "prose.txt").write_text(prose)
+    lines = "\n".join(f'{i},"{prose[20 * i : 20 * i + 60]}"' for i in range(20))
+    (tmp_path / "news.csv").write_text(f"id,title\n{lines}\n")
+    (tmp_path / "sweep.toml").write_text(FILE)
+    return tmp_path
+
+
+def test_models_times_texts_times_settings(place):
+    entries = read_sweep(place / "sweep.toml").entries
+    assert [entry.out.name for entry in entries] == [
+        f"{run}-checkpoint--{text}--{setting}"
+        for run in "ab"
+        for setting in ("short", "seeded")
+        for text in ("prose.txt", "title")
+    ]
+    assert {entry.out.parent for entry in entries} == {place / "sweep"}
+    parts = [read_sweep(place / "sweep.toml").part(Shard(k, 5)).entries for k in range(1, 6)]
+    assert sorted(e.out for part in parts for e in part) == sorted(e.out for e in entries)
+    # All studies of a model are in one part.
+    assert sum(len({entry.model for entry in part}) for part in parts) == 2
+
+
+@pytest.mark.timeout(900)
+def test_each_study_is_made_once_and_each_model_loaded_once(place, monkeypatch, prose):
+    loaded: list[str] = []
+    load = sweep_module.load
+    monkeypatch.setattr(
+        sweep_module, "load", lambda name, **options: loaded.append(name) or load(name, **options)
+    )
+
+    def run() -> list[str]:
+        sweep = read_sweep(place / "sweep.toml")
+        return [ending.how for ending in sweep.run(nullcontext, lambda entry: None)]
+
+    assert run() == ["measured"] * 8
+    assert [Path(name).parent.name for name in loaded] == ["a", "b"]
+    found = Study.open(place / "sweep" / "b-checkpoint--prose.txt--seeded")
+    alone = measure(loaded[1], place / "prose.txt", [5], 1, None, None, ["attention"], seed=3)
+    assert exported(found) == exported(alone)
+    # Again: nothing is loaded; what has changed is made again, where that is the same study.
+    loaded.clear()
+    assert run() == ["finished before"] * 8 and loaded == []
+    text = (place / "sweep.toml").read_text()
+    (place / "sweep.toml").write_text(text.replace("lengths = [5]", "lengths = [5, 7]"))
+    assert (
+        run()
+        == ["finished before"] * 2 + ["measured"] * 2 + ["finished before"] * 2 + ["measured"] * 2
+    )
+    assert {row.n for row in Study.open(found.directory).rows} == {5, 7}
+    # Another text in the same place is refused by name, and the rest is done.
+    loaded.clear()
+    (place / "prose.txt").write_text(prose[:600])
+    told = run()
+    assert [how == "finished before" for how in told] == [False, True] * 4
+    assert all("another text" in how for how in told[::2])
+    assert main(["sweep", str(place / "sweep.toml"), "--quiet"]) == 3
+
+
+@pytest.mark.timeout(900)
+def test_a_sweep_on_workers_is_the_same_and_compare_reads_it(place, capsys):
+    (place / "sweep.toml").write_text(
+        'models = ["runs/a/checkpoint", "runs/b/checkpoint"]\ntexts = ["prose.txt"]\n'
+        "out = 'here'\n[settings.one]\nlengths = [4, 6]\nsamples = 1\n"
+    )
+    assert main(["sweep", str(place / "sweep.toml"), "--workers", "2"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("measured") == 3 and "the dashboard is at http://127.0.0.1:" in said
+    directories = sorted((place / "here").iterdir())
+    alone = measure(str(place / "runs/a/checkpoint"), place / "prose.txt", [4, 6], 1)
+    assert exported(Study.open(directories[0])) == exported(alone)
+    page = place / "page.html"
+    assert main(["compare", *map(str, directories), "--out", str(page), "--quiet"]) == 0
+    assert "a-checkpoint" in page.read_text() or "checkpoint" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("models = [", "cannot read the sweep in"),
+        ("", "models must be a list of model ids and directories, got None"),
+        ("models = []", "models must be a list"),
+        ("models = ['nothing-*']", "no directory matches nothing-"),
+        ("models = ['m']\nlengths = [4]", "lengths is not known; the keys are models, texts"),
+        ("models = ['m']\nsettings = 3", "settings are tables with names"),
+        ("models = ['m']\n[settings.a]\nlength = 3", r"settings.a: length is not known"),
+        ("models = ['m']\ntexts = [3]", "texts are files, or tables"),
+        ("models = ['m', 'm']", "names a model or a text twice"),
+    ],
+)
+def test_what_is_refused(tmp_path, content, told):
+    (tmp_path / "sweep.toml").write_text(content)
+    with pytest.raises(UserError, match=told):
+        read_sweep(tmp_path / "sweep.toml")
+
+
+def test_without_texts_and_settings_the_defaults_are_measured(tmp_path):
+    (tmp_path / "sweep.toml").write_text("models = ['embedded', 'org/name']")
+    first, second = read_sweep(tmp_path / "sweep.toml").entries
+    assert (first.out.name, second.out.name, second.model) == ("embedded", "name", "org/name")
+    assert first.text is None and first.measuring["samples"] == 3
