@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lipscope._types import UserError
+from lipscope.models import encoding
 from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
 from lipscope.models.plug import NAME
 from lipscope.models.preflight import Preflight, preflight
@@ -136,14 +137,11 @@ class Model:
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """The token ids of a text."""
-        return self._need_tokenizer()(text, add_special_tokens=special_tokens, verbose=False)[
-            "input_ids"
-        ]
+        return encoding.encode(self._need_tokenizer(), text, special_tokens, self.card.name)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The text of each token."""
-        tokenizer = self._need_tokenizer()
-        return [tokenizer.decode([i]) for i in ids]
+        return encoding.decode(self._need_tokenizer(), ids, self.card.name)
 
     def sites(
         self,

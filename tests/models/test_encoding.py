@@ -1,0 +1,56 @@
+"""A tokenizer that takes too long or fails is refused; any other gives what it always gave."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lipscope._types import UserError
+from lipscope.models import encoding
+from tests.models.test_loading import words
+
+PROSE = "The quick brown fox jumps over the lazy dog and looks back at the forest behind it " * 40
+
+
+def splitting(pattern: str) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+def test_it_gives_what_the_tokenizer_gives():
+    tokenizer = words()
+    text = "ba be bi"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encoding.encode(tokenizer, text, False, "name") == ids
+    assert encoding.decode(tokenizer, ids, "name") == [tokenizer.decode([i]) for i in ids]
+
+
+def test_a_catastrophic_pattern_is_left_behind(monkeypatch):
+    """Cubic in the length of the text: seconds here, hours for a book."""
+    monkeypatch.setattr(encoding, "PATIENCE", 0.2)
+    began = time.monotonic()
+    with pytest.raises(
+        UserError, match=r"^hostile: its tokenizer has not read 900 characters in 0"
+    ):
+        encoding.encode(splitting("(?:[a-zA-Z ]+){2}[0-9]"), PROSE[:900], False, "hostile")
+    assert time.monotonic() - began < 10
+
+
+def test_a_panic_is_a_sentence():
+    """The engine gives up a single match after ten million steps, by a panic."""
+    with pytest.raises(UserError, match="fails on the text"):
+        encoding.encode(splitting("(.*a){20}Z"), PROSE[:2000], False, "hostile")
+
+
+def test_an_error_is_a_sentence():
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("no\nsuch token")
+
+    with pytest.raises(
+        UserError, match=r"^name: its tokenizer fails on the text \(.*no such token"
+    ):
+        encoding.encode(broken, "a", False, "name")
