@@ -42,6 +42,7 @@ HOMES = {
     ("matplotlib",): {"report"},
     ("ot",): {"mean_field"},
     ("torchode", "torchdiffeq"): {"dynamics"},
+    ("dask", "distributed", "dask_jobqueue"): {"study"},
     ("pandas", "pyarrow"): {"study", "budget", "report"},
 }
 HOME = {package: rooms for packages, rooms in HOMES.items() for package in packages}
