@@ -63,7 +63,7 @@ PLANS = {"usual": USUAL, "fixed rate": FIXED, "fixed rate, pre-norm": FIXED_PRE}
 QUICK_PLANS = {
     "usual": replace(USUAL, **SMALL, depths=(1, 3), rates=(1e-2,), steps=100, tested=64),
     "fixed rate": replace(
-        FIXED, **SMALL, depths=(6, 18), rates=(3e-3, 1e-2, 3e-2), steps=40, every=10, tested=64
+        FIXED, **SMALL, depths=(6, 18), rates=(3e-3, 6e-3), steps=60, every=10, tested=64
     ),
 }
 
@@ -200,13 +200,17 @@ def judge_stability(numbers: Numbers, quoted: Quoted) -> Verdict:
         fine = stable_rates(numbers, plan)
         last = "; ".join(
             f"depth {depth}: "
-            + ", ".join(f"{name} {max(fine[name][depth], default=0):g}" for name in COMPARED)
+            + ", ".join(f"{name} {_largest(fine[name][depth])}" for name in COMPARED)
             for depth in numbers["settings"]["plans"][plan]["depths"]
         )
         seen = f"seen at rates {', '.join(f'{r:g}' for r in rates)}" if rates else "not seen"
         parts.append(f"{plan}: {seen}; largest rate at which every seed learned, {last}")
     holds = bool(separating_rates(numbers, "fixed rate", shallow, deep))
     return judged(holds, f"{'. '.join(parts)} ({_size(numbers, 'fixed rate')}, post-norm first)")
+
+
+def _largest(rates: list[float]) -> str:
+    return f"{max(rates):g}" if rates else "none"
 
 
 def judge_best_fixed(numbers: Numbers, quoted: Quoted) -> Verdict:
