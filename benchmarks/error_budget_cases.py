@@ -94,6 +94,14 @@ def bugs_of(name: str, port: Any) -> Iterator[tuple[str, int | None, Callable[[A
     def no_bias(path: str) -> Callable[[Any], None]:
         return lambda block: block.get_submodule(path).bias.data.zero_()
 
+    def no_mask(path: str) -> Callable[[Any], None]:
+        def drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, "attention_mask": None}
+
+        return lambda block: block.get_submodule(path).register_forward_pre_hook(
+            drop, with_kwargs=True
+        )
+
     gpt2 = name == "gpt2"
     out, up, down = (
         ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -124,6 +132,7 @@ def bugs_of(name: str, port: Any) -> Iterator[tuple[str, int | None, Callable[[A
             block.get_submodule(attention).scaling * 1.015,
         ),
     )
+    yield "missing mask", middle, no_mask(attention)
     yield "scores not scaled", middle, attribute(attention, "scaling", 1.0)
     if gpt2:
         yield "dropped bias", middle, no_bias(down)

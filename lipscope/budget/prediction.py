@@ -68,8 +68,8 @@ def error_budget(
         observe: Whether to run every format as well.
         length: Maximum number of tokens per sequence.
         samples: Number of sequences taken from a text; each is a sample of its own.
-        embeddings: Whether weight formats also apply to a head that shares its weight with the
-            embedding.
+        embeddings: Whether weight formats also apply to embeddings, and to a head that shares
+            its weight with one.
         worst: Whether to measure sigma of all that follows each site as well, for the worst case
             to first order of weight and cache formats, in `budget.worst`. It takes longest.
         seed: Seed of the probes.
@@ -173,7 +173,7 @@ def _price_sequence(
         if f.dtype is None:
             sites, q = products[f.name].sites, products[f.name].t[:, 0]
             # One sequence is enough to see what a format does; it takes three more runs.
-            curved = second_order(subject, f, metric) if b == 0 else None
+            curved = second_order(subject, f, metric, embeddings) if b == 0 else None
         else:
             sites, q, curved = _follow(subject, lows[f.name], metric, probes, seed)
         observed = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipscope.budget.formats import Format, Quantiser
 from lipscope.budget.metrics import Metric
-from lipscope.budget.sites import ErrorSite, check_routed, linears, weight_error
+from lipscope.budget.sites import ErrorSite, check_routed, is_linear, linears, weight_error
 from lipscope.budget.subject import Subject, changing_cache, last_hidden
 from lipscope.models.plug import AttentionCall
 
@@ -58,7 +58,9 @@ def distance(metric: Metric, exact: list[Tensor], other: Iterable[Tensor]) -> fl
     return metric.value(squared, sum(metric.size(y) for y in exact))
 
 
-def second_order(subject: Subject, format: Format, metric: Metric) -> tuple[float, float]:
+def second_order(
+    subject: Subject, format: Format, metric: Metric, embeddings: bool = False
+) -> tuple[float, float]:
     """Squared norms of the part of an error that is not linear in it, and of the error.
 
     With dy(s) = s a + s^2 b + O(s^3) at strength s, dy(2) - 2 dy(1) = 2 b + O(s^3). The errors of
@@ -68,7 +70,8 @@ def second_order(subject: Subject, format: Format, metric: Metric) -> tuple[floa
     kept: dict[int, Tensor] = {}
     first = replace(subject, sequences=subject.sequences[:1])
     (exact,), (once,), (twice,) = (
-        _outputs(first, format, metric, None, strength, kept) for strength in (0.0, 1.0, 2.0)
+        _outputs(first, format, metric, None, strength, kept, embeddings)
+        for strength in (0.0, 1.0, 2.0)
     )
     bent = (twice - exact) / 2 - (once - exact)
     return float(bent.square().sum()), float((once - exact).square().sum())
@@ -129,7 +132,7 @@ def _errors(
         for name, part in linears(subject.module, embeddings).items():
             if format.weight and _chosen(only, name, "weight"):
                 stack.enter_context(_rounded(part, format.weight, strength))
-            if format.activation and _chosen(only, name, "activation"):
+            if format.activation and is_linear(part) and _chosen(only, name, "activation"):
                 hook = _at_input(partial(change, format.activation))
                 stack.callback(part.register_forward_pre_hook(hook).remove)
         if format.cache:

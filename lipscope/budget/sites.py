@@ -46,13 +46,18 @@ class Products:
 
 
 def linears(module: nn.Module, embeddings: bool = False) -> dict[str, nn.Module]:
-    """The linear layers by name; a head that shares its weight with an embedding only if asked."""
+    """The linear layers by name; embeddings, and heads that share their weight, only if asked.
+
+    A weight that several modules share is listed once.
+    """
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    return {
-        name: part
-        for name, part in module.named_modules()
-        if _is_linear(part) and (embeddings or id(part.weight) not in tables)
-    }
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, part in module.named_modules():
+        if is_linear(part) or isinstance(part, nn.Embedding):
+            key = id(part.weight)
+            if embeddings or key not in tables:
+                found.setdefault(key, (name, part))
+    return dict(found.values())
 
 
 def matrix(part: nn.Module) -> Tensor:
@@ -130,8 +135,9 @@ def _graph(
             stack.callback(weight.requires_grad_, False)
         if any(f.activation for f in formats):
             for name, part in layers.items():
-                handle = part.register_forward_pre_hook(_take_input(graph, name))
-                stack.callback(handle.remove)
+                if is_linear(part):
+                    handle = part.register_forward_pre_hook(_take_input(graph, name))
+                    stack.callback(handle.remove)
         if any(f.cache for f in formats):
             check_routed(subject)
             stack.enter_context(changing_cache(_take_cache(graph)))
@@ -243,7 +249,8 @@ def _weight(part: nn.Module) -> Tensor:
     return part.weight
 
 
-def _is_linear(part: nn.Module) -> bool:
+def is_linear(part: nn.Module) -> bool:
+    """Whether a module multiplies its input by a weight: a linear layer or transformers' Conv1D."""
     return isinstance(part, nn.Linear) or (
         type(part).__name__ == "Conv1D" and getattr(part, "weight", torch.empty(0)).ndim == 2
     )

@@ -36,6 +36,9 @@ def budget(
     ] = False,
     length: Length = 128,
     samples: Samples = 4,
+    embeddings: Annotated[
+        bool, typer.Option("--embeddings", help="Round embeddings and a tied head as well.")
+    ] = False,
     worst: Annotated[
         bool,
         typer.Option("--worst", help="Measure σ after every site, for the worst case. Takes long."),
@@ -70,6 +73,7 @@ def budget(
             observe=observe,
             length=length,
             samples=samples,
+            embeddings=embeddings,
             worst=worst,
             seed=seed,
             out=out,
@@ -84,7 +88,7 @@ def budget(
                     "--samples": samples,
                     "--seed": seed,
                 },
-                observe,
+                {"--observe": observe, "--embeddings": embeddings},
             ),
             progress=report,
         )
@@ -124,13 +128,16 @@ def budget(
 
 
 def _line(
-    model: str | None, text: list[str] | None, options: Mapping[str, object], observe: bool
+    model: str | None,
+    text: list[str] | None,
+    options: Mapping[str, object],
+    flags: Mapping[str, bool],
 ) -> str:
     """The command line that a study notes."""
     texts = [word for name in text or () for word in ("--text", name)]
     given = [word for name, value in options.items() for word in (name, str(value))]
-    flags = ["--observe"] if observe else []
-    return shlex.join(["lipscope", "budget", *([model] if model else []), *texts, *given, *flags])
+    given += [name for name, on in flags.items() if on]
+    return shlex.join(["lipscope", "budget", *([model] if model else []), *texts, *given])
 
 
 def check(

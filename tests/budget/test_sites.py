@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import lipscope as ls
 from lipscope._types import UserError
 from lipscope.budget.formats import read_format, read_formats
 from lipscope.budget.metrics import read_metric
@@ -54,11 +55,25 @@ def test_sites_are_complete():
     }
 
 
-def test_a_tied_head_counts_only_if_asked():
+def test_embeddings_and_a_tied_head_count_only_if_asked():
     model = tiny("gpt2_lm")
-    assert "lm_head" not in linears(model)
-    assert "lm_head" in linears(model, embeddings=True)
+    assert not {"lm_head", "transformer.wte"} & set(linears(model))
+    # One site for both: they are one weight.
+    assert {"lm_head", "transformer.wte"} & set(linears(model, embeddings=True)) == {
+        "transformer.wte"
+    }
     assert "lm_head" in linears(tiny("llama_lm"))
+    assert "model.embed_tokens" in linears(tiny("llama_lm"), embeddings=True)
+
+
+def test_a_tied_weight_is_rounded_once_for_both_its_uses():
+    ids, options = some_ids(2, 12), {"formats": "int8,w8a8", "metric": "kl", "probes": 64}
+    got = ls.error_budget(tiny("gpt2_lm"), ids, observe=True, embeddings=True, **options)
+    assert any(row.site == "transformer.wte" for row in got.rows)
+    for name in got.formats:
+        assert 0.75 <= got.observed[name] / got.total(name).value <= 1.3
+    without = ls.error_budget(tiny("gpt2_lm"), ids, observe=True, **options)
+    assert got.observed["int8"] > 1.02 * without.observed["int8"]
 
 
 def test_modules_that_do_not_run_are_left_out():
