@@ -114,6 +114,12 @@ class _Local:
             return run_to(self.block.host, self.block.module, self.call.at(x), self.block.tap)
 
     def _output(self, call: AttentionCall) -> Tensor:
+        n = self.shards.n
+        if call.mask is not None and not {*call.mask.shape[-2:]} <= {1, n}:
+            raise UserError(
+                f"{type(call.module).__name__} makes a mask or bias of its own from the tokens it "
+                "is given, so they cannot be spread over ranks; measure it in one process"
+            )
         return attend_on_ranks(
             call.q,
             call.k,
