@@ -184,25 +184,27 @@ class _Run:
 
     def result(self, worker: _Worker) -> Any:
         """What a task returned, or the exception it ended with."""
-        from distributed import CancelledError, KilledWorker, TimeoutError
+        from distributed import KilledWorker, TimeoutError
 
-        patience = LOOK_EVERY
-        while worker.future is not None:
+        patience, future = LOOK_EVERY, worker.future
+        assert future is not None
+        while future.status in ("finished", "pending"):
             try:
-                return worker.future.result(timeout=patience)
-            except KilledWorker as error:
-                raise _WorkerLostError from error
-            except CancelledError as error:  # nothing here is ever cancelled before it is buried
-                self.ask_for_workers()
-                raise _WorkerLostError from error
+                return future.result(timeout=patience)
             except TimeoutError:
                 # A result that its worker has taken along is not coming; one that is large, is.
                 patience *= 2
                 if worker.address not in self.ask_for_workers():
-                    break
+                    raise _WorkerLostError from None
             except Exception as error:
-                return error
-        raise _WorkerLostError
+                if future.status == "finished":
+                    return error
+        # Nothing here is cancelled before it is buried: this is the end of a connection.
+        self.ask_for_workers()
+        failure = future.exception(timeout=patience) if future.status == "error" else None
+        if failure is None or isinstance(failure, KilledWorker):
+            raise _WorkerLostError
+        return failure
 
     def bury(self, worker: _Worker) -> Generator[Outcome]:
         """Forget a dead worker; its job is tried again, or has failed for good."""

@@ -36,12 +36,10 @@ from lipscope._types import UserError
 from lipscope.study.clusters import open_engine
 from lipscope.study.engines import Engine
 from lipscope.study.jobs import Job, run_in_process
-from lipscope.study.run import store_outcomes
 from lipscope.study.store import Store
-from lipscope.study.study import Study
 from tests.study.fakes import Start, answer, info, jobs
-from tests.study.printed import exported
 
+# Nothing above loads torch: every worker imports this file when it starts.
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = 300
 
@@ -64,16 +62,28 @@ class Tally:
         return self.counts[name]
 
 
+def lines(directory: Path) -> list[str]:
+    """The export of a study, timing aside."""
+    from lipscope.study.study import Study
+    from tests.study.printed import exported
+
+    return exported(Study.open(directory))
+
+
 def calm(directory: Path, todo: list[Job]) -> list[str]:
     """The export of a study that one process made."""
+    from lipscope.study.run import store_outcomes
+
     store = Store.create(directory, info())
     store_outcomes(run_in_process(answer, todo), store, todo, info())
     store.close()
-    return exported(Study.open(directory))
+    return lines(directory)
 
 
 def measure(directory: Path, engine: Engine, start: Start, todo: list[Job], report=None) -> None:
     """The jobs of a study that are not stored yet, as `lipscope measure` runs them."""
+    from lipscope.study.run import store_outcomes
+
     store = Store.create(directory, info())
     try:
         done = store.done("sigma")
@@ -115,7 +125,7 @@ def kill_workers(place: Path, kills: int, tally: Tally, draw: random.Random) -> 
             torn = place / f"torn {tally.counts['studies with killed workers']}"
             measure(torn, engine, Start(notes, seconds=0.03), jobs(JOBS), report)
             tally.add("studies with killed workers")
-            failed, wrong = difference(exported(Study.open(torn)), wanted)
+            failed, wrong = difference(lines(torn), wanted)
             faults += wrong
             print(f"{tally.counts['workers killed']} workers killed; {torn.name}:", flush=True)
             print(f"{len(failed)} jobs hit three times, {len(wrong)} faults", *failed, sep="\n")
@@ -186,12 +196,12 @@ def kill_schedulers(place: Path, kills: int, tally: Tally, draw: random.Random) 
             except UserError as error:
                 if "run the same command again" not in str(error):
                     faults.append(f"another end: {error}")
-            kept = len(Study.open(torn).rows)
+            kept = len(lines(torn)) - 1
             print(f"{tally.counts['schedulers killed']} schedulers killed; {kept} kept", flush=True)
     with open_engine(2) as engine:
         assert engine is not None
         measure(torn, engine, Start(notes), todo)
-    failed, wrong = difference(exported(Study.open(torn)), wanted)
+    failed, wrong = difference(lines(torn), wanted)
     print(f"{torn.name}: {len(failed)} jobs failed, {len(wrong)} faults", flush=True)
     return faults + wrong
 
