@@ -60,7 +60,7 @@ def read_format(name: str) -> Format:
         return Format(name, dtype=DTYPES[name])
     if name == "fp8":
         return Format(name, weight=fp8)
-    if integers := re.fullmatch(r"int([2-8])(?::([1-9]\d*))?", name):
+    if integers := re.fullmatch(r"int([2-8])(?::([1-9]\d{0,8}))?", name):
         bits, group = integers.groups()
         return Format(name, weight=partial(symmetric, bits=int(bits), group=int(group or 0)))
     if both := re.fullmatch(r"w([2-8])a([2-8])", name):

@@ -140,7 +140,7 @@ def read_sweep(path: Path) -> Sweep:
     """
     try:
         asked = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the sweep in {path}: {error}") from error
     _check_keys(asked, ("models", "texts", "settings", "out"), str(path))
     models = _models(asked.get("models"), path.parent)

@@ -23,7 +23,11 @@ class TextWarning(UserWarning):
 
 @dataclass(frozen=True)
 class TextColumn:
-    """One column of a table of texts: CSV or TSV with a header line, or JSONL, by the suffix."""
+    """One column of a table of texts, CSV, TSV or JSONL by the suffix.
+
+    column: its name in the header line or in the records, or, in a CSV or TSV file without a header
+            line, its number, from 1
+    """
 
     path: Path
     column: str
@@ -33,7 +37,9 @@ class TextColumn:
         whole = read_file(self.path)
         try:
             cells = list(self._cells(whole))
-        except (csv.Error, json.JSONDecodeError, RecursionError) as error:
+        except UserError:
+            raise
+        except (csv.Error, ValueError, RecursionError) as error:
             raise UserError(f"{self.path} cannot be read as a table: {error}") from error
         # A text with line breaks of its own is still one text, on one line.
         return "\n".join(" ".join(cell.split()) for cell in cells)
@@ -41,21 +47,35 @@ class TextColumn:
     def _cells(self, whole: str) -> Iterator[str]:
         if self.path.suffix.lower() in (".jsonl", ".ndjson"):
             records = [json.loads(line) for line in whole.splitlines() if line.strip()]
-            found = {key: None for r in records if isinstance(r, dict) for key in r}
+            for number, record in enumerate(records, 1):
+                if not isinstance(record, dict):
+                    raise UserError(
+                        f"{self.path}: record {number} is not a JSON object with columns, "
+                        f"but {type(record).__name__}"
+                    )
+            found = {key: None for r in records for key in r}
             self._check(list(found))
             yield from (str(r[self.column]) for r in records if self.column in r)
             return
         delimiter = "\t" if self.path.suffix.lower() == ".tsv" else ","
         rows = csv.reader(io.StringIO(whole, newline=""), delimiter=delimiter)
-        header = next(rows, [])
-        self._check(header)
-        place = header.index(self.column)
+        first = next(rows, [])
+        number = int(self.column) if self.column.isdecimal() and len(self.column) < 9 else 0
+        if self.column not in first and 1 <= number <= len(first):
+            yield first[number - 1]
+            place = number - 1
+        else:
+            self._check(first)
+            place = first.index(self.column)
         yield from (row[place] for row in rows if len(row) > place)
 
     def _check(self, columns: Sequence[str]) -> None:
         if self.column not in columns:
             listed = ", ".join(columns)[:200] or "none"
-            raise UserError(f"{self.path} has no column {self.column!r}; its columns are {listed}")
+            raise UserError(
+                f"{self.path} has no column {self.column!r}; its columns are {listed}; of a table "
+                "without a header line, give the number of the column"
+            )
 
 
 def read_file(path: Path) -> str:
