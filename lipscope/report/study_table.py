@@ -128,7 +128,7 @@ def certificate(study: Study) -> str:
     text = "Every σ has a lower bound but no upper bound"
     if bounded:
         verb = "lies between its" if who.startswith("Every") else "lie between their"
-        text = f"{who} {verb} lower and upper bound, at most a factor {max(bounded):.4g} apart"
+        text = f"{who} {verb} lower and upper bound, at most {apart(max(bounded))} apart"
         text += f"; {_have(unbounded)} no upper bound" if unbounded else ""
     text += _remedy(study.info.identity) if unbounded else ""
     if drowned:
@@ -150,14 +150,21 @@ def joint(study: Study) -> str:
 
 
 def _rounded_up(x: float) -> str:
-    """A probability rounded up to two digits."""
-    # Rounded to nearest, a stated bound on a probability could be smaller than the true one.
+    """A probability or a distance rounded up to two digits."""
+    # Rounded to nearest, a stated bound could be smaller than the true one.
     return f"{float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(x))):g}"
 
 
 def width(row: Row) -> float:
     """upper / lower; 1 where both are 0."""
     return row.upper / row.lower if row.lower > 0 else 1.0 if row.upper == 0 else math.inf
+
+
+def apart(ratio: float) -> str:
+    """How far apart upper and lower are: in per cent, or as a factor beyond 50 %."""
+    # The last digits of the ratio are rounding: 1.1 is 10 %, not 10.1 %.
+    percent = 100 * (ratio - 1) * (1 - 1e-9)
+    return f"{_rounded_up(percent)} %" if ratio < 1.5 else f"a factor {ratio:.4g}"
 
 
 def _remedy(identity: Identity) -> str:

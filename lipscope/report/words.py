@@ -23,7 +23,7 @@ from lipscope.report.formats import (
     shown,
     shown_token,
 )
-from lipscope.report.study_table import certificate, replaces_attention, width
+from lipscope.report.study_table import apart, certificate, replaces_attention, width
 from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
 from lipscope.study.records import BUDGET, Row
 from lipscope.study.study import Study, Token
@@ -106,7 +106,7 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
         ),
         (
             "certificate",
-            f"{have} bounds" if math.isinf(gap) else f"within × {digits(gap)}",
+            f"{have} bounds" if math.isinf(gap) else f"within {apart(gap)}",
             "not every σ has both bounds" if math.isinf(gap) else "every σ, upper / lower",
         ),
     ]

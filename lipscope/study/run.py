@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
@@ -54,6 +55,9 @@ from lipscope.study.work import (
 Progress = Callable[[float, float], None]
 """Called with the work done and the total work, at the start and after every job."""
 
+GAP = 0.1
+"""How close the bounds of a float64 study are brought together by default."""
+
 OpenEngine = Callable[[], AbstractContextManager[Engine | RankEngine | None]]
 
 
@@ -92,8 +96,9 @@ def measure(
         heads: Head numbers, for the scope heads. Default: all heads.
         scopes: The maps to measure at each layer; see docs/scopes.md.
         tol: Relative residual at which a solve stops.
-        gap: Keep iterating until upper / lower - 1 is at most this (float64 only). A row that
-            cannot reach it says why in its status.
+        gap: Keep iterating until upper / lower - 1 is at most this. Default: 0.1 in float64, the
+            only dtype with upper bounds; ``math.inf`` takes them as they come. A row that cannot
+            reach the gap says why in its status.
         seed: Seed for drawing samples and for the solver's random starts.
         workers: Number of worker processes on this machine; 1 measures in this process.
         cluster: Workers on other machines: the address of a dask scheduler, a batch system and a
@@ -191,11 +196,7 @@ def measure_as(
     """
     _check_numbers(samples=samples, tol=tol, gap=gap, seed=seed)
     model = model if isinstance(model, Model) else load(model)
-    if gap is not None and model.card.dtype != "float64":
-        raise UserError(
-            f"gap limits upper / lower - 1, and {model.card.dtype} gives no upper bound; "
-            "measure in float64 (--dtype float64), or omit gap"
-        )
+    gap = _gap(gap, model.card.dtype)
     with threads_for(tokens=1):
         given = read(
             model,
@@ -219,7 +220,7 @@ def measure_as(
         tol=float(tol),
         seed=seed,
         numeric_version=NUMERIC_VERSION,
-        gap=None if gap is None else float(gap),
+        gap=gap,
     )
     command = Command(
         verb=verb.name,
@@ -294,12 +295,24 @@ def _start(model: Model, inputs: Windows | WholeInputs, identity: Identity) -> S
     return partial(start_sigma_work, card, inputs, identity)
 
 
+def _gap(gap: float | None, dtype: str) -> float | None:
+    """The gap of a study: what was requested, or the default; None for bounds as they come."""
+    if gap == math.inf or (gap is None and dtype != "float64"):
+        return None
+    if dtype == "float64":
+        return float(GAP if gap is None else gap)
+    raise UserError(
+        f"gap limits upper / lower - 1, and {dtype} gives no upper bound; "
+        "measure in float64 (--dtype float64), or omit gap"
+    )
+
+
 def _check_numbers(*, samples: int, tol: float, gap: float | None, seed: int) -> None:
     if samples < 1:
         raise UserError(f"samples must be at least 1, got {samples}")
     if not 0 < tol < 1:
         raise UserError(f"tol, a relative residual, must lie between 0 and 1, got {tol}")
-    check_gap(gap)
+    check_gap(None if gap == math.inf else gap)
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}")
 
@@ -386,7 +399,7 @@ def _line(
         else None,
         "--heads": ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None,
         "--tol": identity.tol,
-        "--gap": identity.gap,
+        "--gap": math.inf if identity.gap is None and identity.dtype == "float64" else identity.gap,
         "--dtype": identity.dtype,
         "--seed": identity.seed,
     }

@@ -196,9 +196,9 @@ class Study:
         """A lower bound on the probability that all upper bounds of the study hold together.
 
         A union bound over the rows of `certified`: `info.about.confidence` is the probability with
-        which a solve succeeds, whatever the number of maps in its batch, and every solve has at
-        least one row. The probability is over the random starts of the solver; see docs/choosing.md
-        for the other hypotheses. It is 0.0 if no row has an upper bound.
+        which the upper bound of a row holds. The probability is over the random starts of the
+        solver; see docs/choosing.md for the other hypotheses. It is 0.0 if no row has an upper
+        bound.
         """
         return 1 - self.joint_failure
 

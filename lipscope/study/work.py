@@ -26,7 +26,7 @@ from lipscope.study.ranks import solve
 from lipscope.study.reading import WholeInputs, Windows
 from lipscope.study.records import SIGMA, Identity, Row, Sensitivity
 
-NUMERIC_VERSION = 3
+NUMERIC_VERSION = 4
 """Incremented whenever the same inputs give different numbers: a study never mixes two versions."""
 
 
@@ -112,7 +112,9 @@ def sigma(
     # The seed depends on what is solved, not on what was solved before: runs can resume.
     name = f"lipscope start {identity.seed} {site.scope} {site.layer} {n} {list(samples)}"
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    solved = solve(site.f, site.X, identity.tol, gap=identity.gap, solver=Solver(seed=seed))
+    # The members of a batch share the failure probability of its solver; each row has its own.
+    solver = Solver(seed=seed, failure=Solver().failure * len(site.members))
+    solved = solve(site.f, site.X, identity.tol, gap=identity.gap, solver=solver)
     estimates = many(solved)
     # Members of a batch are solved together: each gets an equal share of the time.
     seconds = (time.perf_counter() - began) / len(site.members)

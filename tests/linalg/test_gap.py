@@ -215,6 +215,23 @@ def test_products_noisier_than_ever_seen_are_measured():
     assert wide.missed == "" and wide.upper / wide.lower <= 1.3
 
 
+def test_noise_that_is_seen_late_costs_steps_and_not_the_gap():
+    """Without noise 30 steps would do; with the noise that the last products show, they do not."""
+    g = torch.Generator().manual_seed(0)
+    spectrum = SPECTRA["close pair"]
+
+    def shaken(x: torch.Tensor) -> torch.Tensor:
+        return x * spectrum * (1 + 1e-12 * torch.randn(SIZE, generator=g, dtype=torch.float64))
+
+    J, solver = (
+        ls.LinearOperator(shaken, shaken, (SIZE,), (SIZE,)),
+        ls.Solver(seed=1, failure=1e-8),
+    )
+    few = ls.spectral_norm(J, tol=1e-2, gap=0.01, solver=ls.Solver(30, seed=1, failure=1e-8))
+    enough = ls.spectral_norm(J, tol=1e-2, gap=0.01, solver=solver)
+    assert few.missed == STEPS and enough.missed == "" and enough.steps == 32
+
+
 @pytest.mark.parametrize("gap", ["0.1", True, [0.1]])
 def test_what_is_no_number_is_told(gap):
     with pytest.raises(ls.UserError, match="must be a number"):

@@ -99,10 +99,10 @@ def test_the_answers_stand_in_order_with_their_numbers(page):
 @pytest.mark.parametrize(
     ("bounds", "says"),
     [
-        ({}, ("within × 1.01", "every σ, upper / lower")),
+        ({}, ("within 1 %", "every σ, upper / lower")),
         ({"upper": math.inf}, ("lower bounds", "not every σ has both bounds")),
         ({"lower": 0.0}, ("upper bounds", "not every σ has both bounds")),
-        ({"value": 0.0, "lower": 0.0, "upper": 0.0}, ("within × 1.01", "every σ, upper / lower")),
+        ({"value": 0.0, "lower": 0.0, "upper": 0.0}, ("within 1 %", "every σ, upper / lower")),
     ],
 )
 def test_a_tile_says_what_bounds_there_are(tmp_path, bounds, says):

@@ -10,12 +10,13 @@ import torch
 from lipscope._types import UserError
 from lipscope.linalg.certificate import NOISE
 from lipscope.linalg.differentiate import jacobian
+from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.loading import load
 from lipscope.study.reading import Windows
 from lipscope.study.run import measure
 from lipscope.study.store import INFO, Store
 from lipscope.study.study import Study
-from lipscope.study.work import start_sigma_work
+from lipscope.study.work import NUMERIC_VERSION, config_digest, start_sigma_work
 from tests.study.fakes import info, row, sensitivity
 from tests.study.printed import exported, shown
 
@@ -30,9 +31,9 @@ def width(study: Study) -> float:
 
 def test_every_certificate_is_closed_around_the_truth(model, prose):
     asked = {"lengths": (1, 16), "samples": 2}
-    free, closed = measure(model, prose, **asked), measure(model, prose, **asked, gap=0.01)
+    free, closed = (measure(model, prose, **asked, gap=gap) for gap in (math.inf, 0.01))
     assert width(free) > 0.01 >= width(closed) and not any(row.missed for row in closed.rows)
-    assert "at most a factor 1.0" in on_one_line(closed) and "gap" not in on_one_line(closed)
+    assert " % apart." in on_one_line(closed) and "gap" not in on_one_line(closed)
     for found in closed.rows:
         ids = torch.tensor(model.encode(" ".join(t.token for t in closed.tokens_of(found))))
         heads = None if found.head is None else [found.head]
@@ -77,8 +78,9 @@ def test_a_study_in_pieces_is_the_study_at_once(model, prose, tmp_path):
 @pytest.mark.parametrize(
     ("kept", "asked", "told"),
     [
-        (None, 0.01, "gap = None, and this run has 0.01"),
-        (0.01, None, "gap = 0.01, and this run has None"),
+        (None, 0.01, "gap = 0.1, and this run has 0.01"),
+        (0.01, None, "gap = 0.01, and this run has 0.1"),
+        (0.01, math.inf, "gap = 0.01, and this run has None"),
         (0.01, 0.02, "gap = 0.01, and this run has 0.02"),
     ],
 )
@@ -90,26 +92,52 @@ def test_another_gap_is_another_study(model, prose, tmp_path, kept, asked, told)
 
 
 def test_a_study_from_before_there_were_gaps_is_read_and_resumed(model, prose, tmp_path):
-    measure(model, prose, (4,), 1, out=tmp_path / "s")
+    measure(model, prose, (4,), 1, gap=math.inf, out=tmp_path / "s")
     store = Store.create(tmp_path / "s", Study.open(tmp_path / "s").info)
     identity = json.loads(store.get(INFO, "identity"))
     assert identity.pop("gap") is None
     store.put(INFO, "identity", json.dumps(identity))
     store.close()
     assert Study.open(tmp_path / "s").info.identity.gap is None
-    grown = measure(model, prose, (4, 6), 1, out=tmp_path / "s")
-    assert {row.n for row in grown.rows} == {4, 6} and "--gap" not in grown.info.about.command
+    grown = measure(model, prose, (4, 6), 1, gap=math.inf, out=tmp_path / "s")
+    assert {row.n for row in grown.rows} == {4, 6} and "--gap inf" in grown.info.about.command
     with pytest.raises(UserError, match="gap = None, and this run has"):
         measure(model, prose, (4,), 1, gap=0.5, out=tmp_path / "s")
 
 
 def test_workers_are_asked_for_the_same(model):
-    identity = info(gap=0.01).identity
+    identity = info(gap=0.01, numeric_version=NUMERIC_VERSION, config=config_digest(model)).identity
     work = start_sigma_work(model.card, Windows((), (), 0, 0, ""), identity, 1)
     assert work.identity == identity
 
 
-@pytest.mark.parametrize("gap", [0.0, -0.1, 1.0, 1.01, math.inf, math.nan])
+def test_ten_per_cent_by_default_where_there_are_upper_bounds(model, tiny, prose):
+    asked = {"lengths": (8, 24), "samples": 2}
+    closed, free = measure(model, prose, **asked), measure(model, prose, **asked, gap=math.inf)
+    assert closed.info.identity.gap == 0.1 >= width(closed) and free.info.identity.gap is None
+    assert width(free) > width(closed) and not any(row.missed for row in closed.rows)
+    assert "% apart" in on_one_line(closed)
+    single = measure(load(tiny, dtype="float32"), prose, **asked)
+    assert single.info.identity.gap is None and "--gap" not in single.info.about.command
+
+
+def test_every_row_has_a_failure_probability_of_its_own(model, prose, monkeypatch):
+    """Members of a batch share what their solver may fail with: it is theirs added up."""
+    seen = []
+
+    def recording(f, X, tol, *, gap, solver):
+        solved = local_lipschitz(f, X, tol, gap=gap, solver=solver)
+        seen.append((solver.failure, len(solved)))
+        return solved
+
+    monkeypatch.setattr("lipscope.study.work.solve", recording)
+    study = measure(model, prose, (8,), 3)
+    assert sum(count for _, count in seen) == len(study.sigma) and max(seen)[1] > 3
+    assert all(failure == pytest.approx(count * 1e-9) for failure, count in seen)
+    assert study.joint_failure == pytest.approx(len(study.sigma) * 1e-9)
+
+
+@pytest.mark.parametrize("gap", [0.0, -0.1, 1.0, 1.01, math.nan])
 def test_what_a_gap_is(model, prose, tmp_path, gap):
     with pytest.raises(
         UserError, match="gap, the relative distance upper / lower - 1, must lie"
@@ -138,17 +166,17 @@ def test_a_gap_needs_an_upper_bound(tiny, prose, tmp_path):
         (
             {},
             (2.2, math.inf),
-            "a factor 1.1 apart; 1 has no upper bound; --gap iterates until there is one.",
+            "10 % apart; 1 has no upper bound; --gap iterates until there is one.",
         ),
         (
             {"gap": 0.1},
             (2.2, math.inf),
-            "at most a factor 1.1 apart; 1 has no upper bound. The upper bound holds",
+            "at most 10 % apart; 1 has no upper bound. The upper bound holds",
         ),
         (
             {},
             (2.2, 2.4),
-            "Every σ lies between its lower and upper bound, at most a factor 1.2 apart. All 2",
+            "Every σ lies between its lower and upper bound, at most 20 % apart. All 2",
         ),
     ],
 )
@@ -199,9 +227,6 @@ def test_rows_that_rounding_drowns_are_counted():
     rows = [row(), row(sample=1, lower=0.0, status="imprecise"), row(sample=2, upper=math.inf)]
     store.write(rows, map(sensitivity, rows))
     said = on_one_line(Study(store))
-    assert (
-        "at most a factor 1.01 apart; 1 has no upper bound; --gap iterates until there is one"
-        in said
-    )
+    assert "at most 1 % apart; 1 has no upper bound; --gap iterates until there is one" in said
     assert "; 1 has no lower bound above 0, because rounding may exceed them." in said
     assert "1 of 3 rows are imprecise: rounding may exceed 1 % of σ." in said
