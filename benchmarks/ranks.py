@@ -2,6 +2,7 @@
 
     python -m benchmarks.ranks                                    # on a GPU, 131,072 tokens
     python -m benchmarks.ranks --device cpu --tokens 512          # the same steps, to try it out
+    python -m benchmarks.ranks --model                            # the table of docs/scaling.md
 
 Prints JSON and writes it to results/ranks_<device>.json:
 
@@ -210,6 +211,53 @@ def agreement(n: int, device: str) -> dict[str, float]:
     return found
 
 
+MILLION = 2**20
+SECONDS_ALONE = 274.7
+"""A causal solve of a million tokens on one H200, results/h200.json."""
+
+UNEVEN = 1.15
+"""The slowest rank against its share of the whole: the limit that `balance` is held to."""
+
+ROUGH_PRODUCTS, PRODUCTS = 14, 5
+"""Products in bfloat16 and float32 of that solve, which make up its time at the measured rates."""
+
+LINKS = {8: 300e9, 16: 40e9, 64: 40e9}
+"""Assumed bytes per second that a rank sends: NVLink inside a machine of 8, 400 Gb/s between."""
+
+
+def modelled(millions: int, ranks: int, width: int) -> dict[str, float]:
+    """Seconds, traffic and memory of a solve, by the formulas of docs/scaling.md.
+
+    width: G (k + m), the numbers of all keys and values of a token
+    """
+    n = millions * MILLION
+    sent = (ranks - 1) * 2 * -(-n // (2 * ranks)) * width  # numbers per product
+    # Keys and values at X are gathered once, in float32.
+    traffic = sent * (2 * ROUGH_PRODUCTS + 4 * PRODUCTS + 4)
+    # Of keys: k, v (4 bytes), their bfloat16 copies (2), dk, dv (4) and what they were received
+    # in (4), all four as pairs of fp16 (8). Of own tokens: X, q (twice), o, dq, do and pairs (30),
+    # and 33 Krylov vectors in float32.
+    held = 22 * n * width + -(-n // ranks) * WIDTH * (30 + 4 * 33)
+    return {
+        "products_s": UNEVEN * SECONDS_ALONE * millions**2 / ranks,
+        "traffic_s": traffic / LINKS[ranks],
+        "GB_per_float32_product": 4 * sent / 1e9,
+        "GB_per_rank": held / 1e9,
+    }
+
+
+def show_model() -> None:
+    print("| tokens | G (k + m) | GPUs | products, s | traffic, s | GB per product | GB per GPU |")
+    print("|---|---|---|---|---|---|---|")
+    for millions in (1, 4, 16):
+        for width in (1536, 256):
+            for ranks in LINKS:
+                m = modelled(millions, ranks, width)
+                cells = [f"{millions}M", width, ranks, f"{m['products_s']:.0f}"]
+                cells += [f"{m['traffic_s']:.1f}", f"{m['GB_per_float32_product']:.1f}"]
+                print("|", " | ".join(map(str, [*cells, f"{m['GB_per_rank']:.0f}"])), "|")
+
+
 def attempted(call: Callable[..., Any], *arguments: Any) -> Any:
     """What a section found, or why it found nothing: the others still count."""
     try:
@@ -223,7 +271,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--times", type=int, default=3, help="Repetitions of what is timed.")
+    parser.add_argument("--model", action="store_true", help="Print the model for more GPUs.")
     options = parser.parse_args()
+    if options.model:
+        show_model()
+        return
     n, device, times = options.tokens, options.device, options.times
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     found = {

@@ -164,7 +164,7 @@ class TokenShards(Ranks):
         everyone = mine.new_empty(2 * self.size * self.block, *mine.shape[1:])
         self._exchange(_gather_single, everyone, mine)
         self.sent["gather"] += (self.size - 1) * _bytes(mine)
-        return self._unpacked(everyone, "slots").movedim(0, -2).contiguous()
+        return self._unpacked(everyone, "slots")
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """All n tokens [..., n, width], summed over ranks, to those of this one: the adjoint."""
@@ -172,7 +172,7 @@ class TokenShards(Ranks):
         mine = everyone.new_empty(2 * self.block, *everyone.shape[1:])
         self._exchange(_scatter_single, mine, everyone)
         self.sent["scatter"] += (self.size - 1) * _bytes(mine)
-        return self._unpacked(mine, "own_slots").movedim(0, -2).contiguous()
+        return self._unpacked(mine, "own_slots")
 
     @cached_property
     def own_slots(self) -> Tensor:
@@ -189,8 +189,11 @@ class TokenShards(Ranks):
         return packed
 
     def _unpacked(self, x: Tensor, name: str) -> Tensor:
-        index = self._index(name, x.device)
-        return x[: len(getattr(self, name))] if index is None else x[index]
+        """The tokens at these slots of x [slots, ..., width], as [..., tokens, width]."""
+        x, index = x.movedim(0, -2), self._index(name, x.device)
+        if index is None:
+            return x[..., : len(getattr(self, name)), :].contiguous()
+        return x.index_select(-2, index)
 
     def _index(self, name: str, device: torch.device) -> Tensor | None:
         """Slots on a device, copied there once; None where they are simply the first."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lipscope as ls
+from benchmarks import ranks
 from lipscope.attention.sharded import group_of
 from lipscope.linalg.ranks import TokenShards, chunks_of
 from tests.attention.four_ranks import SIZES, long_enough, more
@@ -176,15 +177,25 @@ def test_no_mesh_without_processes():
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_token_belongs_to_one_rank_and_work_is_even(size):
     for n in (*range(size, 6 * size), 1000, 1001):
-        ranks = [TokenShards(n, size, rank) for rank in range(size)]
-        assert torch.equal(torch.cat([r.positions for r in ranks]).sort().values, torch.arange(n))
-        counts = [len(r.positions) for r in ranks]
+        shards = [TokenShards(n, size, rank) for rank in range(size)]
+        assert torch.equal(torch.cat([r.positions for r in shards]).sort().values, torch.arange(n))
+        counts = [len(r.positions) for r in shards]
         assert min(counts) >= 1 and max(counts) - min(counts) <= 2
         # Pairs (query, key) under a causal mask: even up to the rounding of chunks.
-        pairs = [int((r.positions + 1).sum()) for r in ranks]
+        pairs = [int((r.positions + 1).sum()) for r in shards]
         assert max(pairs) - min(pairs) <= 2 * n
-        for r in ranks:
+        for r in shards:
             assert [tuple(chunk) for chunk in r.chunks] == chunks_of(n, size, r.rank)
+
+
+def test_the_model_on_the_page_is_what_the_benchmark_prints(capsys):
+    ranks.show_model()
+    assert capsys.readouterr().out in (ROOT / "docs" / "scaling.md").read_text()
+
+
+def test_the_model_has_the_traffic_of_the_formula():
+    sent = ranks.modelled(1, 8, width=14)["GB_per_float32_product"]
+    assert sent == 4 * (8 - 1) * 2 * (2**20 / 16) * 14 / 1e9
 
 
 def torchrun(*arguments: str) -> list[str]:
