@@ -21,8 +21,8 @@ from lipscope.mean_field.local import local_lipschitz
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.report.reproduction import Line, Picture
 from lipscope.reproduce.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.reproduce.regression import power_law
 from lipscope.reproduce.setting import Setting
-from lipscope.study.growth import fit
 from lipscope.theorems.registry import bounds
 
 STARTS = 50
@@ -287,17 +287,11 @@ def untied_rows() -> list[dict[str, float]]:
     return found
 
 
-def exponent(points: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """The exponent of a power law through points (x, y), and its 95 % interval."""
-    found = fit("", None, points)  # type: ignore[arg-type]
-    return found.alpha, found.low, found.high
-
-
 def judge_unbounded(numbers: Numbers, quoted: Quoted) -> Verdict:
     names = ("entry", "1", "2", "inf")
     found = {
         name: [
-            exponent([(row["R"], row[name]) for row in head["rows"]])[0]
+            power_law([(row["R"], row[name]) for row in head["rows"]]).alpha
             for head in numbers["heads"]
         ]
         for name in names
@@ -355,18 +349,18 @@ def judge_rates(numbers: Numbers, quoted: Quoted) -> Verdict:
     rows = numbers["rows"]
     # phi^-1(N - 1) = ln N - ln ln N + o(1): the factor is a slope against that difference.
     slope = _slope([(math.log(r["N"]) - math.log(math.log(r["N"])), r["inf"]) for r in rows[-6:]])
-    power, low, high = exponent([(r["N"], r["bound"] / r["inf"]) for r in rows])
+    power = power_law([(r["N"], r["bound"] / r["inf"]) for r in rows])
     own = _slope([(math.log(r["N"]), r["sharper"]) for r in rows[-6:]])
     holds = (
         abs(slope / quoted["factor of ln N, norm inf"] - 1) < 0.1
-        and abs(power - quoted["extra power of N, norm 2"]) < 0.02
+        and abs(power.alpha - quoted["extra power of N, norm 2"]) < 0.02
     )
     reason = (
         f"in norm inf the bound grows by {slope:.2f} per unit of ln N - ln ln N; in norm 2 by "
-        f"N^{power:.3f} more. Both are upper bounds: for this head the constant in norm 2 grows "
-        f"only like ln N, at most {own:.2f} per unit"
+        f"N^{power.alpha:.3f} more. Both are upper bounds: for this head the constant in norm 2 "
+        f"grows only like ln N, at most {own:.2f} per unit"
     )
-    return judged(holds, reason, (low, high))
+    return judged(holds, reason, power.interval)
 
 
 def _slope(points: list[tuple[float, float]]) -> float:

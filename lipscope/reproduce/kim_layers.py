@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.mean_field.local import local_lipschitz
+from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.report.reproduction import Line, Picture
@@ -67,7 +68,7 @@ def run_inversion(setting: Setting) -> Numbers:
     g = torch.Generator().manual_seed(setting.seed)
     ordinary = torch.randn(count, TOKENS, DIM, generator=g, dtype=torch.float64)
     unit = largest_sigma(f, ordinary)
-    rows = []
+    rows: list[dict[str, float]] = []
     for c, layer in zip(CONSTANTS, calm, strict=True):
         for size in sizes:
             setting.progress(len(rows), len(CONSTANTS) * len(sizes))
@@ -77,12 +78,16 @@ def run_inversion(setting: Setting) -> Numbers:
                     "constant": c,
                     "size": size,
                     "dot sigma": c / unit * largest_sigma(f, X),
-                    "dot": inverse_error(lambda x, s=c / unit: s * dot(x), X, steps),
+                    "dot": inverse_error(_scaled(dot, c / unit), X, steps),
                     "contractive sigma": largest_sigma(layer.as_map(TOKENS), X),
                     "contractive": inverse_error(layer, X, steps),
                 }
             )
     return {"rows": rows}
+
+
+def _scaled(g: nn.Module, factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: factor * g(x)
 
 
 def largest_sigma(f: Callable[[Tensor], Tensor], X: Tensor) -> float:
@@ -166,7 +171,7 @@ def run_output_range(setting: Setting) -> Numbers:
         schedule = Schedule(plan.steps, plan.batch, plan.rate, plan.clip)
         stack.train(text, schedule, plan.steps, lambda *_: None)
         loss = stack.test_losses(text, 64)[0].item()
-        layers = [m for m in stack.model(0).modules() if hasattr(m, "lipschitz_bound")]
+        layers = [m for m in stack.model(0).modules() if isinstance(m, AttentionLayer)]
         rows += [
             {
                 "variant": name,
@@ -181,10 +186,11 @@ def run_output_range(setting: Setting) -> Numbers:
 
 
 @torch.no_grad()
-def _spread(layer: nn.Module, size: float, n: int, setting: Setting) -> dict[str, float]:
+def _spread(layer: AttentionLayer, size: float, n: int, setting: Setting) -> dict[str, float]:
     layer = layer.double()
     X = blow_up_inputs(4, n, layer.dim, size, setting.seed)
     Y, f = layer(X), layer.as_map(n)
+    assert f.O is not None
     return {
         "size": size,
         # What the layer does to tokens that are all the same, whatever its scores.

@@ -245,7 +245,8 @@ def plot_curves(numbers: Numbers) -> Picture:
                 for point in cell["curve"]
                 if None not in (values := [point["test"][m] for m in best_rate(cell)[1]])
             ]
-            lines.append(Line(described(variant), *zip(*points, strict=True), style="line"))
+            x, y = zip(*points, strict=True)
+            lines.append(Line(described(variant), x, y, "line"))
     table = losses_table(numbers)
     return replace(
         table,
@@ -278,7 +279,8 @@ def plot_stability(numbers: Numbers) -> Picture:
     for name in COMPARED:
         points = [(depth, max(rates)) for depth, rates in fine[name].items() if rates]
         if points:
-            lines.append(Line(name, *zip(*points, strict=True), style="line"))
+            x, y = zip(*points, strict=True)
+            lines.append(Line(name, x, y, "line"))
     cells = cells_of(numbers, "fixed rate")
     return Picture(
         title="Largest fixed learning rate at which every seed learned, post-norm",

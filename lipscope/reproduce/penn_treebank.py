@@ -59,7 +59,7 @@ def penn_treebank(setting: Setting, context: int) -> CharacterText:
     if no_training != no_test:
         here, missing = ("ptb_test", "ptb_train") if no_training else ("ptb_train", "ptb_test")
         raise UserError(
-            f"the folder of texts has {TEXTS[here][0]} but not {TEXTS[missing][0]}; "
+            f"the folder of texts has {TEXTS[here]} but not {TEXTS[missing]}; "
             "Penn Treebank needs both"
         )
     if no_training:
