@@ -70,9 +70,19 @@ def open_engine(workers: int = 1, cluster: str | None = None) -> Iterator[Engine
     if cluster is None and workers == 1:
         yield None
         return
+    _silence()
     with _local(workers) if cluster is None else _named(cluster) as engine:
         log.info("the dashboard is at %s", engine.client.dashboard_link)
         yield engine
+
+
+def _silence() -> None:
+    """Keep dask from reporting deaths and lost connections, which the engine handles and names."""
+    import distributed  # noqa: F401  # it sets the levels of its loggers
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] == "distributed":
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager
@@ -214,6 +224,9 @@ def _connected(cluster: Any, security: Any = None) -> Iterator[Client]:
         why = " ".join(str(error).split())[:200]
         raise UserError(f"no scheduler answers at {cluster}: {why}") from error
     try:
+        # A result that is lost on its way leaves a task of dask behind that nobody waits for.
+        loop: Any = client.loop
+        loop.asyncio_loop.set_exception_handler(lambda loop, context: None)
         yield client
     finally:
         with suppress(Exception):
