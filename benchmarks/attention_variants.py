@@ -28,6 +28,7 @@ from lipscope.charlm.language_model import Architecture
 from lipscope.charlm.training import Recipe, Training
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
 from lipscope.nn.query_ball import BALL
+from lipscope.reproduce.kim_bounds import untied_rows
 
 DIM, HEADS, TOKENS, PROMISED = 32, 4, 32, 128
 COST_DIM, COST_TOKENS, COST_BATCH = 128, 128, 16
@@ -114,27 +115,6 @@ def costs() -> dict[str, float]:
             seconds[name].append(time.perf_counter() - start)
     middle = {name: statistics.median(runs[2:]) for name, runs in seconds.items()}
     return {name: value / middle["dot product"] for name, value in middle.items()}
-
-
-def untied_rows() -> list[tuple[float, float, float, float]]:
-    """(L, sigma untied, sigma tied, bound tied) at the tokens L (6, 2, 4).
-
-    Keys are twice the queries: the first query, 6L, lies between the keys 4L and 8L of the others
-    and far from its own, 12L, so it keeps wavering between two values that move apart.
-    """
-    one, two = torch.ones(1, 1, dtype=torch.float64), 2 * torch.ones(1, 1, dtype=torch.float64)
-    untied = ls.SelfAttention(one, two, one, kernel=ls.L2())
-    tied = ls.SelfAttention(one, one, one, kernel=ls.L2())
-    (bound, *_) = sorted(
-        row.value for row in ls.bounds(tied, ls.Everywhere(3)) if row.kind == "upper"
-    )
-    found = []
-    for L in (1.0, 10.0, 100.0, 1000.0):
-        X = L * torch.tensor([[6.0], [2.0], [4.0]], dtype=torch.float64)
-        found.append(
-            (L, ls.local_lipschitz(untied, X).value, ls.local_lipschitz(tied, X).value, bound)
-        )
-    return found
 
 
 def test_losses(name: str, text: CharacterText) -> list[float]:
@@ -229,7 +209,7 @@ def print_constants(match: str) -> None:
     print("\n| L | untied | tied | bound, tied |")
     print("|---|---|---|---|")
     for row in untied_rows():
-        print("| " + " | ".join(f"{value:.4g}" for value in row) + " |")
+        print("| " + " | ".join(f"{value:.4g}" for value in row.values()) + " |")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.nn.invertible import theory_steps
+from lipscope.reproduce.kim_layers import inverse_error
 
 DIM, HEADS, TOKENS = 32, 4, 64
 CONSTANTS = (0.5, 0.7, 0.9)
@@ -47,17 +48,6 @@ def inverse_rows(ball: float | None) -> list[tuple[float, float, float, float, i
     return found
 
 
-@torch.no_grad()
-def relative_error(g: torch.nn.Module, scale: float, steps: int = 400) -> float:
-    """||x_k - x|| / ||x|| for y = x + g(x), x_0 = y, x_k = y - g(x_(k-1)), for any g."""
-    X = tokens(scale).double()
-    y = X + g(X)
-    x = y.clone()
-    for _ in range(steps):
-        x = y - g(x)
-    return ((x - X).norm() / X.norm()).item()
-
-
 def scale_rows() -> list[tuple[float, float, float, float]]:
     """(scale, sigma of dot product, its error, error of the contractive layer) after 400 steps."""
     torch.manual_seed(0)
@@ -66,7 +56,8 @@ def scale_rows() -> list[tuple[float, float, float, float]]:
     found = []
     for scale in SCALES:
         sigma = ls.local_lipschitz(dot.as_map(TOKENS), tokens(scale)[0].double(), 1e-4).value
-        found.append((scale, sigma, relative_error(dot, scale), relative_error(calm, scale)))
+        errors = [inverse_error(g, tokens(scale).double(), 400) for g in (dot, calm)]
+        found.append((scale, sigma, *errors))
     return found
 
 

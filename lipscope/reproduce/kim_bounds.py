@@ -17,6 +17,7 @@ from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import jacobian
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.report.reproduction import Line, Picture
@@ -92,6 +93,13 @@ def climb_rows(starts: Tensor, steps: int) -> Tensor:
     return torch.cat([torch.zeros_like(where[:, :1]), where], dim=1)[order, :, None]
 
 
+def first_row_sum(f: SelfAttention, X: Tensor) -> float:
+    """sum_j |J_0j| by one product with the transposed Jacobian: a lower bound on its norm inf."""
+    first = torch.zeros_like(X)
+    first[0] = 1
+    return float(jacobian(f, X).rmv(first).abs().sum())
+
+
 def run_tightness(setting: Setting) -> Numbers:
     """By length: the bound in norm inf, and the norm of J at the best of 50 ascents."""
     layer, rows = unit_layer(), []
@@ -101,10 +109,8 @@ def run_tightness(setting: Setting) -> Numbers:
         f, bound = layer.as_map(N), layer.lipschitz_bound(N, math.inf)
         climbed = climb_rows(random_tokens(STARTS, N, setting.seed), 200 if setting.quick else 600)
         sides = climb_rows(two_sides(N, mean_distance(bound))[None], 100)
-        # Measured on the layer itself, all rows of its Jacobian, not by the formula of the ascent.
-        found = [
-            local_lipschitz(f, X, norm="inf").value for X in (climbed[0], climbed[4], sides[0])
-        ]
+        # Measured on the layer itself, not by the formula of the ascent.
+        found = [first_row_sum(f, X) for X in (climbed[0], climbed[4], sides[0])]
         rows.append(dict(zip(("best", "fifth", "two sides"), found, strict=True), N=N, bound=bound))
     return {"rows": rows, "starts": STARTS}
 
