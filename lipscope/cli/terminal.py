@@ -167,10 +167,9 @@ def progress(doing: str = "measuring", quiet: bool = False) -> Iterator[Report]:
     console = Console(stderr=True)
     if quiet:
         warnings.simplefilter("ignore", UserWarning)
-    else:
-        log = logging.getLogger("lipscope")
-        log.setLevel(logging.INFO)
-        log.handlers = [_Log()]
+    log = logging.getLogger("lipscope")
+    log.setLevel(logging.INFO)
+    log.handlers = [] if quiet else [_Log()]
     if quiet or not console.is_terminal:
         yield Report(doing, (lambda *_: None) if quiet else Lines())
         return

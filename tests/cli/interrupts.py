@@ -57,7 +57,7 @@ def command_lines(place: Path) -> dict[str, list[str]]:
     measure = ["measure", tiny, "--text", text, "--samples", "1"]
     return {
         "measure": [*measure, "--lengths", "4-40", "--out", str(place / "torn")],
-        "measure workers": [*measure, "--lengths", "4-12", "--workers", "2"],
+        "measure workers": [*measure, "--lengths", "4-12", "--workers", "2", "--quiet"],
         "train": ["train", "--text", text, *options, "--out", str(place / "model")],
         "bounds": ["bounds", tiny, "--text", text, "--lengths", "8", "--layers", "0"],
         "attack": ["attack", tiny, "--kind", "ascent", "--text", text, "--length", "8"],
