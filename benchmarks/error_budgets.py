@@ -6,7 +6,8 @@ trains a small Llama, Qwen3, GPT-2 and two character models on bytes of a text (
 in DIR) and measures each section for each of them. Finished parts are kept in DIR/results.json and
 skipped the next time; --minutes ends a run early, between two parts. Sections: train, runs,
 formats, kl, scores, coverage, bugs, clean, cost, long, table. --tiny makes everything small;
---page prints the tables of docs/error_budgets.md from the stored figures.
+--store merges files results.json into benchmarks/results (with --device cpu: those of the CPU) and
+writes the tables of docs/error_budgets.md again, and --page writes the tables alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 import lipscope as ls
 from benchmarks.error_budget_cases import blocks_of, bugs_of, make, model_bugs, rounded
-from benchmarks.error_budget_tables import stored, tables
+from benchmarks.error_budget_tables import store, write_page
 from lipscope.budget.formats import read_formats
 from lipscope.budget.intervals import of_squares
 from lipscope.budget.metrics import read_metric
@@ -422,11 +423,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="start no part after this")
     parser.add_argument("--steps", type=int, help="training steps")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--page", action="store_true", help="print the tables of the page")
+    parser.add_argument("--page", action="store_true", help="write the tables of the page again")
+    parser.add_argument("--store", nargs="+", help="merge results.json files into the repository")
     options = parser.parse_args()
     if options.page:
-        for section, text in tables(stored()).items():
-            print(f"{section}\n\n{text}\n")
+        write_page()
+        return
+    if options.store:
+        store([Path(path) for path in options.store], cpu=options.device == "cpu")
+        write_page()
         return
     if options.out is None:
         parser.error("give --out, the directory of weights and results")

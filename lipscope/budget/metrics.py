@@ -55,7 +55,7 @@ class Metric:
 
         Twice the divergence, or the squared norm: what E <v, dy>^2 predicts.
         """
-        y, other = y.double(), other.double()
+        y, other = y.detach().double(), other.detach().double()
         if not self.divergence:
             return float((other - y).square().sum())
         p, q = y.log_softmax(dim=-1), other.log_softmax(dim=-1)

@@ -205,7 +205,7 @@ def _follow(
     missed = made = 0.0
     for batch in batches(probes, [r.exact for r in run.roundings]):
         v = torch.stack([metric.probe(y, generator) for _ in batch])
-        squares, linear = squared_errors([y], [v], run.roundings)
+        squares, linear = squared_errors([y], [v], run.roundings, aligned=True)
         parts.append(squares)
         seen = (v * change).flatten(1).sum(dim=1).double().cpu()
         missed += float((seen - linear.sum(dim=1)).square().sum())

@@ -8,8 +8,10 @@ these results form the graph of the reference, in which the derivative g of any 
 to the result of the operation is available.
 
 Errors of single entries are taken to be independent, of mean zero and variance e^2, those of
-rounded parameters included, so that the expected square of the error of an output is
+rounded matrices included, so that the expected square of the error of an output is
 sum_s sum_i e_si^2 E g_si^2 over all sites s, with g_s = J_s' v for random v of identity covariance.
+The errors of a parameter vector may have one sign (weights of a norm that all round to 1); a budget
+adds E <g_s, e_s>^2 for them instead.
 """
 
 from __future__ import annotations
@@ -53,6 +55,14 @@ class Rounding:
     layer: int | None
     exact: Tensor
     error: Tensor
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the errors of the entries may have a common sign.
+
+        The weights of a norm lie close to 1 and all round to 1. Matrices have entries of all sizes.
+        """
+        return self.kind == WEIGHT and self.exact.ndim == 1
 
 
 class RoundingTrace(TorchFunctionMode):
@@ -259,7 +269,10 @@ def _is_float(x: Any) -> bool:
 
 
 def squared_errors(
-    outputs: Sequence[Tensor], probes: Sequence[Tensor], roundings: Sequence[Rounding]
+    outputs: Sequence[Tensor],
+    probes: Sequence[Tensor],
+    roundings: Sequence[Rounding],
+    aligned: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """sum_i g_i^2 e_i^2 and <g, e> of every rounding, [K, roundings] on the CPU.
 
@@ -270,14 +283,17 @@ def squared_errors(
         outputs: Tensors y_o of the graph of the reference.
         probes: v_o [K, *y_o.shape]; a probe is the v_o of all outputs together.
         roundings: What was rounded.
+        aligned: Whether to add up the errors of a parameter vector before they are squared, which
+            is right on average even if they have a common sign, but takes more probes.
     """
     found = gradients(outputs, probes, [r.exact for r in roundings])
     none = probes[0].new_zeros(len(probes[0]))
     squares, sums = [], []
     for r, g in zip(roundings, found, strict=True):
-        product = None if g is None else (g * r.error).flatten(1)
-        squares.append(none if product is None else product.square().sum(dim=1))
-        sums.append(none if product is None else product.sum(dim=1))
+        product = none[:, None] if g is None else (g * r.error).flatten(1)
+        sums.append(product.sum(dim=1))
+        together = aligned and r.aligned
+        squares.append(sums[-1].square() if together else product.square().sum(dim=1))
     # One transfer for all of them: each one would wait for the device.
     both = torch.stack([torch.stack(squares, dim=1), torch.stack(sums, dim=1)]).double().cpu()
     return both[0], both[1]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import lipscope as ls
 from lipscope.budget.formats import DTYPES
 from lipscope.budget.rounding import WEIGHT, RoundingTrace, follow_run, squared_errors
 from lipscope.budget.subject import read_subject
@@ -134,3 +135,22 @@ def test_weights_stored_in_the_format_round_nothing():
     subject = read_subject(model, some_ids(1), head=False, length=64, samples=1)
     run = follow_run(subject, subject.in_dtype(torch.bfloat16), subject.sequences[0])
     assert all(not r.error.any() for r in run.roundings if r.kind == WEIGHT)
+
+
+class Scaled(nn.Module):
+    """Sums of positive numbers, each times a weight close to 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(60, 256), nn.Linear(256, 8, bias=False)
+        self.scale = nn.Parameter(torch.full((256,), 1.0035))  # between 1 and 1.0078 in bfloat16
+        for weight in (self.embed.weight, self.out.weight):
+            weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, ids):
+        return self.out(self.embed(ids) * self.scale)
+
+
+def test_parameters_that_all_round_to_one_have_errors_of_one_sign():
+    got = ls.error_budget(Scaled(), some_ids(4, 24), formats="bf16", probes=128, observe=True)
+    assert 0.85 <= got.observed["bf16"] / got.total("bf16").value <= 1.15
