@@ -27,7 +27,7 @@ from lipscope.attention.primitive import Rules, attend_by_rules
 from lipscope.attention.reference import Triple, Weights
 from lipscope.linalg.differentiate import check_input
 from lipscope.linalg.operator import LinearOperator
-from lipscope.linalg.ranks import TokenShards
+from lipscope.linalg.ranks import TokenShards, from_all
 
 T = TypeVar("T")
 
@@ -117,9 +117,7 @@ def shards_of(n: int, mesh: Any) -> TokenShards:
 
 def _shards_here(x: Tensor, mesh: Any) -> TokenShards:
     """The spread of the tokens of which this rank has x [..., tokens, size]."""
-    group = group_of(mesh)
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, tuple(x.shape), group)
+    shapes = from_all(tuple(x.shape), group_of(mesh))
     shards = shards_of(sum(shape[-2] for shape in shapes), mesh)
     expected = [
         (*shapes[0][:-2], len(TokenShards(shards.n, shards.size, rank).positions), shapes[0][-1])
@@ -141,9 +139,7 @@ def on_all(check: Callable[[], T], mesh: Any) -> T:
         result = check()
     except UserError as caught:
         error = str(caught)
-    group = group_of(mesh)
-    errors: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group)
+    errors = from_all(error, group_of(mesh))
     for rank, message in enumerate(errors):
         if message is not None:
             raise UserError(message if len(errors) == 1 else f"rank {rank}: {message}")

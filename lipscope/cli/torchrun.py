@@ -6,6 +6,7 @@ torchrun --nproc-per-node 8 -m lipscope measure MODEL --device cuda --out DIR
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -38,6 +39,8 @@ def on_ranks(command: Callable[..., None]) -> Callable[..., None]:
             with joined(kwargs["device"]) as (world, kwargs["device"]):
                 return command(*args, **kwargs) if world.rank == 0 else follow(world)
         except LostRankError as error:
+            # torchrun is about to end what is left; one line says why, not two.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             code = tell(f"{error}; what was measured is saved", ExitCode.INCOMPLETE)
             raise typer.Exit(code) from error
 

@@ -45,6 +45,14 @@ def rank_lost() -> Iterator[None]:
         ) from error
 
 
+def from_all(x: Any, group: Any) -> list[Any]:
+    """What each rank of a group has."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with rank_lost():
+        dist.all_gather_object(found, x, group)
+    return found
+
+
 class Ranks:
     """One process that holds whole vectors; what `TokenShards` exchanges is here already."""
 

@@ -199,7 +199,7 @@ def test_the_model_has_the_traffic_of_the_formula():
 
 
 def torchrun(*arguments: str) -> list[str]:
-    start = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return [sys.executable, "-m", *start, "-m", "lipscope", "measure", *arguments]
 
 
