@@ -91,8 +91,9 @@ def usual(losses):
     cells = {
         f"usual/{variant}/{depth}": {
             "members": [[0.001, 0], [0.001, 1]],
-            "final": [loss, loss + 0.01],
-            "curve": [],
+            # Learned by heart in the end: the lowest loss along training counts.
+            "final": [9.0, 9.0],
+            "curve": [{"test": [None, 9.0]}, {"test": [loss, loss + 0.01]}, {"test": [9.0, 9.0]}],
         }
         for variant, row in losses.items()
         for depth, loss in zip((2, 6), row, strict=True)
