@@ -91,24 +91,32 @@ def _local(workers: int) -> Iterator[Engine]:
     import dask
     from distributed import LocalCluster, Security
 
-    # With no allowance, a task is reported with its worker's death rather than kept waiting.
-    with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        _interrupts_for_this_process_alone(),
-    ):
-        cluster = LocalCluster(
-            n_workers=workers,
-            # The threads of torch: workers share the cores.
-            threads_per_worker=max(1, (os.cpu_count() or 1) // workers),
-            processes=True,
-            host="127.0.0.1",
-            protocol="tls://",
-            # On a machine with other users, loopback alone keeps nobody from sending us a pickle.
-            security=Security.temporary(),
-            dashboard_address="127.0.0.1:0",
-            memory_limit=0,
-            silence_logs=logging.CRITICAL,
-        )
+    settings = {
+        # With no allowance, a task is reported with its worker's death rather than kept waiting.
+        "distributed.scheduler.allowed-failures": 0,
+        "distributed.comm.timeouts.connect": "120s",  # a busy machine is no reason to give up
+    }
+    try:
+        with dask.config.set(settings), _interrupts_for_this_process_alone():
+            cluster = LocalCluster(
+                n_workers=workers,
+                # The threads of torch: workers share the cores.
+                threads_per_worker=max(1, (os.cpu_count() or 1) // workers),
+                processes=True,
+                host="127.0.0.1",
+                protocol="tls://",
+                # On a machine with other users, loopback alone keeps nobody from sending us a
+                # pickle.
+                security=Security.temporary(),
+                dashboard_address="127.0.0.1:0",
+                memory_limit=0,
+                silence_logs=logging.CRITICAL,
+            )
+    except (OSError, RuntimeError, TimeoutError) as error:
+        raise UserError(
+            f"worker processes do not start ({' '.join(str(error).split())[:100]}); in a script, "
+            "call measure under `if __name__ == '__main__':`, or use workers=1"
+        ) from error
     with _closing(cluster), _connected(cluster) as client:
         yield Engine(client, restore=lambda: cluster.scale(workers))
 
