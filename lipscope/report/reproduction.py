@@ -16,6 +16,10 @@ from lipscope.report.palette import MARKER_TEXTS, MARKERS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MARKED = ("points", "cloud")
+LINES = {"points": "-", "cloud": " ", "line": "-", "dashes": "--"}
+"""Styles of a series with a marker at each point, and the line style of each in matplotlib."""
+
 COLOURS = 7
 """Number of colours for series; beyond it they repeat with another marker."""
 
@@ -26,7 +30,8 @@ class Line:
 
     name:   what the legend calls it
     x, y:   its points
-    style:  "points", "line", or "dashes" for what a paper draws
+    style:  "points" joined by a line, a "cloud" of points, a "line", or "dashes" for what a paper
+            draws
     spread: the lowest and highest value at each x, where a point is a median
     """
 
@@ -121,24 +126,17 @@ def _range(entry: Entry) -> str:
 
 
 def _claim(entry: Entry, paper: str) -> str:
-    found = f" Interval: {_range(entry)}." if entry.range else ""
-    parts = [
-        table(
-            ["claim", entry.id],
-            [
-                ["paper", paper],
-                ["source", entry.source],
-                ["needs", entry.needs],
-                ["run", entry.about],
-            ],
-            f"About {entry.id}",
-        )
-    ]
-    if entry.picture is not None:
-        parts = [_picture(entry.id, entry.picture), *parts]
-    answer = f"{entry.verdict}: {entry.reason}{found}"
+    found = f". Interval: {_range(entry)}" if entry.range else ""
+    facts = {"Source": entry.source, "Needs": entry.needs, "Run": entry.about}
+    about = ". ".join(f"{name}: {text}" for name, text in facts.items() if text)
+    parts = [] if entry.picture is None else [_picture(entry.id, entry.picture)]
     return section(
-        f"claim-{entry.id}", f"{entry.id}. {entry.says}", answer, *parts, command(entry.command)
+        f"claim-{entry.id}",
+        f"{entry.id}. {entry.says}",
+        f"{entry.verdict}: {entry.reason}{found}.",
+        *parts,
+        f'<p class="note">{escape(paper)}. {escape(about)}.</p>',
+        command(entry.command),
     )
 
 
@@ -161,7 +159,7 @@ def _picture(name: str, picture: Picture) -> str:
 
 
 def _sign(i: int, line: Line) -> str:
-    if line.style == "points":
+    if line.style in MARKED:
         return MARKER_TEXTS[i % len(MARKER_TEXTS)]
     return "–" if line.style == "line" else "╌"
 
@@ -183,7 +181,7 @@ def _draw(picture: Picture, width: int, marks: Marks) -> Figure:
             set_scale("log")
     found = []
     for i, line in enumerate(picture.lines):
-        points = line.style == "points"
+        points = line.style in MARKED
         found.append(
             Curve(
                 name=line.name,
@@ -195,7 +193,7 @@ def _draw(picture: Picture, width: int, marks: Marks) -> Figure:
                 titles=[f"{line.name}: {digits(x)}, {digits(y)}" for x, y in _pairs(line)]
                 if points
                 else (),
-                line="" if points else "-" if line.style == "line" else "--",
+                line=LINES[line.style],
             )
         )
     charts.curves(ax, found, marks)

@@ -122,8 +122,11 @@ def judge_adversarial(numbers: Numbers, quoted: Quoted) -> Verdict:
         f"2γR² = {numbers['reach'][cut]:.3g}"
         for cut in cuts
     )
-    near = abs(own.alpha - quoted["exponent"]) <= BY_EYE
-    return judged(near and own.rms <= STRAIGHT, f"quoted √n; {found}", own.interval)
+    holds = abs(own.alpha - quoted["exponent"]) <= BY_EYE and own.rms <= STRAIGHT
+    alone = fits["right slice", "head"]
+    if not holds and abs(alone.alpha - quoted["exponent"]) <= BY_EYE and alone.rms <= STRAIGHT:
+        found += "; the head alone follows √n, and the rest of the layer hides it"
+    return judged(holds, f"quoted √n; {found}", own.interval)
 
 
 def plot_adversarial(id: str, numbers: Numbers) -> Picture:

@@ -296,7 +296,7 @@ def run_ascent(setting: Setting) -> Numbers:
             {
                 "ascent": ascend(f, Ball(2.0, 6), Climb(steps=20, restarts=2)).value,
                 "constructions": explicit_inputs(f, Ball(2.0, 6))[0].value,
-                "random": local_lipschitz(f, X, 1e-3).value.max().item(),  # type: ignore[union-attr]
+                "random inputs": local_lipschitz(f, X, 1e-3).value.max().item(),  # type: ignore[union-attr]
             }
         )
     return {"rows": rows}
@@ -304,9 +304,11 @@ def run_ascent(setting: Setting) -> Numbers:
 
 def judge_ascent(numbers: Numbers, quoted: Quoted) -> Verdict:
     rows = numbers["rows"]
-    over = {name: [r["ascent"] / r[name] for r in rows] for name in ("constructions", "random")}
+    over = {
+        name: [r["ascent"] / r[name] for r in rows] for name in ("constructions", "random inputs")
+    }
     reason = "; ".join(
-        f"ascent ends {min(x):.2f} to {max(x):.2f} times above the best of the {name} inputs"
+        f"ascent ends {min(x):.2f} to {max(x):.2f} times above the best of the {name}"
         for name, x in over.items()
     )
     low = min(min(x) for x in over.values())

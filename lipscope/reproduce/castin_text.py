@@ -77,9 +77,9 @@ def layer_maps(model: Model, site: Site, subject: Subject) -> dict[str, Any]:
     """
     f = site.f
     assert isinstance(f, SelfAttention) and site.layer is not None
-    layers = getattr(getattr(model.trunk, "encoder", None), "layer", None)
-    if layers is None:
+    if subject.name == "gpt2":
         return {RELEASED: f}
+    layers: Any = model.trunk.encoder.layer  # type: ignore[union-attr]
     norm, bias = layers[site.layer].attention.output.LayerNorm, site.offset
     unmasked = replace(f, causal=False, mask=None)
     return {RELEASED: lambda x: norm(x + unmasked(x) + bias), MEANT: f}
@@ -275,6 +275,7 @@ def plot_radius(layer: int, numbers: Numbers) -> Picture:
                     f"{label}, n = {low:g} to {top}",
                     [p["rms"] for p in part],
                     [p[f"{kind} {RELEASED}"] for p in part],
+                    "cloud",
                 )
             )
     return Picture(

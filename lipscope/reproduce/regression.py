@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 CONFIDENCE = 0.95
-FIXED = 1e-4
-"""Relative spread below which a quantity counts as constant; a LayerNorm leaves 1e-6."""
+FIXED = 2e-3
+"""Relative spread below which a quantity counts as constant; a LayerNorm leaves less."""
 
 
 @dataclass(frozen=True)

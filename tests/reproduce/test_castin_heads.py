@@ -98,8 +98,10 @@ def test_planted_the_wrong_slice_of_a_head_turns_a_verdict():
         for n in (7, 12, 22, 47, 97):
             X = theorem_witness(cut(f, 0), Ball(2.0, n))
             value = sigma(right_slice(f, 0), X)
-            found.append({"n": n, "slice": "x", "sigma": value, "statistic": 1, "head": value})
-        numbers = {"rows": found, "reach": {"x": 1.0}, "released": "x"}
+            found.append(
+                {"n": n, "slice": "right slice", "sigma": value, "statistic": 1, "head": value}
+            )
+        numbers = {"rows": found, "reach": {"right slice": 1.0}, "released": "right slice"}
         return judge_adversarial(numbers, QUOTED["C33"]).holds
 
     assert verdict(right_slice) is True
