@@ -23,7 +23,7 @@ WORDS = {
     "runs": "**Correct runs** (`runs`): the smallest and the largest ratio over all hidden states.",
     "formats": "**Whole models** (`formats`): observed / predicted error of the last hidden state, "
     "64 probes at 8 sequences of 256 tokens (embedded: 4 of 64). The prediction itself has a "
-    "standard deviation of about 3 % (6 %), except for bf16 and fp16.",
+    "standard deviation of about 3 % (4 %), except for bf16 and fp16.",
     "kl": "**Divergence** (`kl`): observed / predicted, in nats per token.",
     "scores": "**Scores** (`scores`): rank correlation with the truth, one layer or key-value head "
     "at a time, 128 probes; in brackets the median of score / truth.",

@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 BYTES = 2**30
-"""The gradients of the probes of one backward pass take at most this much memory."""
+"""Memory for the gradients of the probes of one backward pass; more on a GPU with more to spare."""
+
+SPARE = 8
+"""On a GPU, one part in this many of the free memory may hold these gradients."""
 
 
 def batches(count: int, tensors: Sequence[Tensor]) -> Iterator[range]:
     """Split `count` probes into ranges whose gradients fit into memory together."""
     each = sum(x.numel() * x.element_size() for x in tensors)
-    step = max(1, BYTES // max(each, 1))
+    room = BYTES
+    if tensors and tensors[0].is_cuda:
+        room = max(room, torch.cuda.mem_get_info(tensors[0].device)[0] // SPARE)
+    # What cannot be batched below is not collected either.
+    batched = all(x.dtype == torch.float64 for x in tensors)
+    step = max(1, room // max(each, 1)) if batched else 1
     for first in range(0, count, step):
         yield range(first, min(first + step, count))
 

@@ -293,7 +293,7 @@ def _add_sigma(
         if J is None:
             continue
         # Two digits are enough for a score.
-        estimate: Any = spectral_norm(J, 5e-2, solver=Solver(max_steps=20, seed=0))
+        estimate: Any = spectral_norm(J, 5e-2, solver=Solver(max_steps=12, seed=0))
         for name, e in place.errors.items():
             for i, site in enumerate(place.sites):
                 local = e[:, i] if site.head is not None else e
