@@ -26,7 +26,7 @@ from torch import Tensor
 
 import lipscope as ls
 
-ROUNDS, SECONDS = 2, 0.08
+ROUNDS, SECONDS = 3, 0.08
 """Rounds over all cases, and the time that each spends on one thing."""
 
 
@@ -63,16 +63,18 @@ def operator(case: Case) -> ls.LinearOperator:
 
 
 def shapes(case: Case) -> list[tuple[int, int, int, int]]:
-    """The matrix products of one J or J' as (batch, rows, inner, columns): both have the same.
+    """The matrix products of J and J' together as (batch, rows, inner, columns).
 
-    Projections; dS = [dq, q] [k, dk]'; dP v and P dv. The adjoint has the same four, transposed.
+    J: projections, dS = [dq, q] [k, dk]', dP v, P dv. J': g v', gT k, gT' q, P' g, projections.
     """
     n, d, pairs = case.n, HEADS * SIZE, case.inputs * HEADS
-    inner = [(pairs, n, 2 * SIZE, n), (pairs, n, n, SIZE), (pairs, n, n, SIZE)]
+    tangent = [(pairs, n, 2 * SIZE, n)] + 2 * [(pairs, n, n, SIZE)]
+    cotangent = [(pairs, n, SIZE, n)] + 3 * [(pairs, n, n, SIZE)]
     if case.apart:
-        return [(pairs, n, 3 * SIZE, 3 * SIZE), *inner]
+        return [*tangent, *cotangent] + 2 * [(pairs, n, 3 * SIZE, 3 * SIZE)]
     tokens = case.inputs * n
-    return [(1, tokens, d, 3 * d), *inner, (1, tokens, d, d)]
+    around = [(1, tokens, d, 3 * d), (1, tokens, d, d), (1, tokens, d, d), (1, tokens, 3 * d, d)]
+    return [*tangent, *cotangent, *around]
 
 
 def flops(products: list[tuple[int, int, int, int]]) -> int:
@@ -130,8 +132,8 @@ def measure() -> dict[str, dict[str, float]]:
 
             work = flops(products) / 1e9
             found[case.name] = {
-                "J": work / shortest(forward),
-                "J'": work / shortest(backward),
+                "J": work / 2 / shortest(forward),  # J and J' have the same number of flops
+                "J'": work / 2 / shortest(backward),
                 "plain": work / shortest(alone),
                 "large": 2 * 1.024**3 / shortest(large),
             }

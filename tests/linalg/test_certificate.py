@@ -1,14 +1,16 @@
 """The probabilistic upper bound: coverage, sharpness, rounding that would break the plain form."""
 
 import math
+from dataclasses import replace
 
 import mpmath
 import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg.certificate import polynomial_bound, smallest_overlap
+from lipscope.linalg.certificate import Gap, polynomial_bound, smallest_overlap
 from lipscope.linalg.operator import dense_operator
+from lipscope.linalg.solve import Run
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 50, 10_000])
@@ -68,6 +70,36 @@ def test_two_level_spectrum_is_the_sharp_case():
         a, b = x.reshape(1, 1), (1 - x * x).sqrt().reshape(1, 1)
         misses += bool(polynomial_bound(a, b, overlap, torch.zeros(1, dtype=torch.float64)) < 1)
     assert abs(misses / runs - failure) < 0.05
+
+
+BANDS = {
+    "narrow band": torch.cat(
+        [torch.ones(1), 0.55 + 0.1 * torch.rand(60, generator=torch.Generator().manual_seed(2))]
+    ),
+    "three levels": torch.cat([torch.ones(1), torch.full((30,), 0.5), torch.full((30,), 0.1)]),
+}
+
+
+def miss_rate(spectrum: torch.Tensor, gap: float, overlap: float, members: int = 2500) -> float:
+    """How often a requested gap is closed below the truth, which is 1."""
+    J = replace(diagonal(spectrum), batch=members)
+    run = Run(J, 0.3, gap, ls.Solver(max_steps=30), random=True)
+    run.overlap, run.aim = overlap, Gap(1 + gap, overlap)
+    g = torch.Generator().manual_seed(1)
+    run.solve(torch.randn(members, len(spectrum), generator=g, dtype=torch.float64))
+    return (run.evaluate("").upper < 1).double().mean().item()
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_a_solve_that_stops_at_its_gap_fails_as_often_as_stated(name):
+    """2500 starts, a failure probability of 5 %, a rule that stops on what it sees: at most 5 %
+    fail, up to 3 sigma, and nearly that many; a start believed twice as lucky is caught.
+    """
+    spectrum, failure = BANDS[name].double(), 0.05
+    overlap = smallest_overlap(len(spectrum), failure)
+    limit = failure + 3 * math.sqrt(failure * (1 - failure) / 2500)
+    assert 0.6 * failure <= miss_rate(spectrum, 0.9, overlap) <= limit
+    assert miss_rate(spectrum, 0.9, 2 * overlap) > limit
 
 
 @pytest.mark.parametrize("name", SPECTRA)
