@@ -20,7 +20,7 @@ Texts = Annotated[
 ]
 Column = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Column of a CSV, TSV or JSONL text to read."),
+    typer.Option(metavar="NAME", help="Column of a CSV, TSV or JSONL text, by name or number."),
 ]
 Layers = Annotated[str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")]
 RandomInit = Annotated[int | None, typer.Option(metavar="SEED", help="Use random weights.")]

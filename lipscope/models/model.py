@@ -364,6 +364,6 @@ class Model:
         if self.tokenizer is None:
             raise UserError(
                 f"{self.card.name} has no tokenizer; "
-                "pass one to load, or give token ids instead of text"
+                "pass one to load (--tokenizer DIR in a command), or give token ids instead of text"
             )
         return self.tokenizer

@@ -61,7 +61,8 @@ class TextColumn:
         rows = csv.reader(io.StringIO(whole, newline=""), delimiter=delimiter)
         first = next(rows, [])
         number = int(self.column) if self.column.isdecimal() and len(self.column) < 9 else 0
-        if self.column not in first and 1 <= number <= len(first):
+        if 1 <= number <= len(first):
+            # Digits are no name: the first line may hold them as the class of its text.
             yield first[number - 1]
             place = number - 1
         else:

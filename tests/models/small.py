@@ -45,8 +45,6 @@ def shrunk(config: Any, key: str = "", scale: int = 1) -> Any:
     """The configuration, as nested dictionaries, with small sizes and token ids."""
     if isinstance(config, dict):
         small = {name: shrunk(value, str(name), scale) for name, value in config.items()}
-        if "mrope_section" in small:  # axes of rotary positions: they share half a head of size 8
-            small["mrope_section"] = [2, 1, 1]
         if small.get("vocab_size", 0) is None:
             small["vocab_size"] = 99
         layers = [small.get(name) for name in ("num_hidden_layers", "n_layer", "num_layers")]

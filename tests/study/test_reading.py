@@ -167,6 +167,16 @@ def test_several_inputs_by_name():
     assert values(study, 1) != pytest.approx(values(changed, 1), rel=1e-3)
 
 
+def test_a_column_of_a_table_without_a_header_has_a_number(tmp_path):
+    file = tmp_path / "news.csv"
+    file.write_text('"3","First title","a, b"\n"4","Second title","c"\n')
+    assert TextColumn(file, "2").read() == "First title\nSecond title"
+    assert TextColumn(file, "3").read() == "a, b\nc"  # although 3 stands in the first line
+    for missing in ("0", "4", "title"):
+        with pytest.raises(UserError, match="without a header line, give the number"):
+            TextColumn(file, missing).read()
+
+
 def test_several_texts_record_the_options_that_give_them(model, tmp_path):
     files = [tmp_path / f"{name}.jsonl" for name in "ab"]
     for file in files:
