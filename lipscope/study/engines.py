@@ -70,6 +70,11 @@ class Engine:
                 yield from run.look()
                 run.give()
                 yield from run.take()
+        except UserError:
+            raise
+        except Exception:
+            run.ask_for_workers()  # raises if the reason is that the scheduler has just ended
+            raise
         finally:
             run.end()
 
@@ -140,13 +145,13 @@ class _Run:
         every = self.workers.values()
         starting = sum(worker.future is not None and not worker.ready for worker in every)
         for worker in every:
-            if worker.future is not None or starting >= len(self.queue):
+            if worker.future is not None or not self.queue:
                 continue
             if worker.ready:
                 worker.job = self.queue.next_for(worker, every)
                 worker.last = worker.job.group
                 self.submit(worker, run_job, self.token, worker.job)
-            else:
+            elif starting < len(self.queue):
                 starting += 1
                 self.submit(worker, set_up, self.token, self.start)
 
