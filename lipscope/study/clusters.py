@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,9 @@ def _local(workers: int) -> Iterator[Engine]:
 @contextmanager
 def _interrupts_for_this_process_alone() -> Iterator[None]:
     """Start threads and processes that do not receive Ctrl-C, which is for the one that writes."""
-    # Both inherit the mask: the thread of dask's loop, and so the workers it starts later on.
+    # Both inherit the mask: the thread of dask's loop, and so the workers it starts later on. Not
+    # with the first of them, however: Python's tracker of resources, which it would start, lifts it.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -27,11 +27,15 @@ def test_one_worker_is_this_process():
     ("workers", "cluster", "told"),
     [
         (0, None, "workers must be at least 1, got 0"),
-        (2, "tcp://host:1", "give workers, processes of this machine, or a cluster, not both"),
+        (2, "tcp://host:1", "give workers or a cluster, not both"),
         (1, "slurm", "'slurm' is not a cluster; give the address of a scheduler"),
         (1, "slurm:many", "slurm:many: give the number of batch jobs, as in slurm:64"),
         (1, "slurm:0", "give the number of batch jobs"),
-        (1, "slurm:4", "SLURMCluster needs dask-jobqueue: pip install dask-jobqueue"),
+        (
+            1,
+            "slurm:4",
+            "SLURMCluster needs dask-jobqueue; install it with: pip install dask-jobqueue",
+        ),
         (1, "nowhere.yaml", "cannot read the cluster in nowhere.yaml"),
     ],
 )
@@ -48,7 +52,10 @@ def test_what_is_refused(workers, cluster, told):
         ("{", "cannot read the cluster"),
         ("workers: 3", "needs address, or module and class"),
         ("{module: distributed, class: NoCluster}", "distributed has no cluster NoCluster"),
-        ("{module: no_such_package, class: A}", "A needs no-such-package: pip install"),
+        (
+            "{module: no_such_package, class: A}",
+            "A needs no-such-package; install it with: pip install",
+        ),
         ("{module: distributed, class: LocalCluster, kwargs: {n: 1}}", "cannot be started"),
     ],
 )
