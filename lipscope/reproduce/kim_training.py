@@ -246,12 +246,12 @@ def plot_curves(numbers: Numbers) -> Picture:
     deep = max(numbers["settings"]["plans"]["usual"]["depths"])
     lines = []
     for (variant, depth), cell in cells_of(numbers, "usual").items():
-        if depth == deep:
-            points = [
-                (point["step"], mean(values))
-                for point in cell["curve"]
-                if None not in (values := [point["test"][m] for m in best_rate(cell)[1]])
-            ]
+        points = [
+            (point["step"], mean(values))
+            for point in cell["curve"]
+            if None not in (values := [point["test"][m] for m in best_rate(cell)[1]])
+        ]
+        if depth == deep and points:
             x, y = zip(*points, strict=True)
             lines.append(Line(described(variant), x, y, "line"))
     table = losses_table(numbers)

@@ -13,6 +13,7 @@ from lipscope.reproduce.kim_training import (
     judge_close,
     judge_order,
     judge_stability,
+    plot_curves,
     plot_stability,
     run_fixed,
     run_usual,
@@ -122,6 +123,21 @@ def test_order_and_closeness(changed, order, close):
     numbers = usual({**AS_STATED, **changed})
     assert judge_order(numbers, QUOTED["K4"]).kind is order
     assert judge_close(numbers, QUOTED["K5"]).kind is close
+
+
+def test_a_model_that_never_learned_has_no_curve():
+    numbers = usual(AS_STATED)
+    for cell in numbers["cells"].values():
+        cell["curve"] = [{"step": 1, "test": point["test"]} for point in cell["curve"]]
+    numbers["cells"]["usual/L2 tied/6"]["curve"] = [{"step": 1, "test": [None, None]}]
+    picture = plot_curves(numbers)
+    assert [line.name for line in picture.lines] == [
+        "dot",
+        "L2 untied (not Lipschitz)",
+        "contractive",
+    ]
+    assert picture.rows[2] == ["L2 tied", "2.205", "inf"]
+    assert judge_order(numbers, QUOTED["K4"]).kind is Kind.DIFFERS
 
 
 def test_a_full_run_needs_a_gpu():
