@@ -125,8 +125,8 @@ def _local(workers: int) -> Iterator[Engine]:
 @contextmanager
 def _interrupts_for_this_process_alone() -> Iterator[None]:
     """Start threads and processes that do not receive Ctrl-C, which is for the one that writes."""
-    # Both inherit the mask: the thread of dask's loop, and so the workers it starts later on. Not
-    # with the first of them, however: Python's tracker of resources, which it would start, lifts it.
+    # Both inherit the mask: the thread of dask's loop, and so the workers it starts later on. But
+    # the first start of a process also starts Python's resource tracker, which lifts the mask.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

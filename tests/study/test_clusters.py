@@ -34,7 +34,7 @@ def test_one_worker_is_this_process():
         (
             1,
             "slurm:4",
-            "SLURMCluster needs dask-jobqueue; install it with: pip install dask-jobqueue",
+            "SLURMCluster needs dask-jobqueue; install it with: pip",
         ),
         (1, "nowhere.yaml", "cannot read the cluster in nowhere.yaml"),
     ],
@@ -54,7 +54,7 @@ def test_what_is_refused(workers, cluster, told):
         ("{module: distributed, class: NoCluster}", "distributed has no cluster NoCluster"),
         (
             "{module: no_such_package, class: A}",
-            "A needs no-such-package; install it with: pip install",
+            "A needs no-such-package; install it",
         ),
         ("{module: distributed, class: LocalCluster, kwargs: {n: 1}}", "cannot be started"),
     ],

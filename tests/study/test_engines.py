@@ -160,6 +160,7 @@ def test_workers_end_with_the_engine_and_listen_on_loopback_only(tmp_path):
         addresses = listening({os.getpid(), *pids})
         assert len(addresses) >= 5 and all(a.startswith("0100007F") for a in addresses)
         assert opened.client.scheduler.address.startswith("tls://127.0.0.1:")
+        assert all(map(blocks_ctrl_c, pids)) and not blocks_ctrl_c(os.getpid())
     for _ in range(100):
         if not any(map(alive, pids)):
             break
@@ -218,6 +219,12 @@ def listening(pids: set[int]) -> list[str]:
             if state == "0A" and f"socket:[{rest[5]}]" in sockets:
                 found.append(local)
     return found
+
+
+def blocks_ctrl_c(pid: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    blocked = next(line for line in lines if line.startswith("SigBlk"))
+    return bool(int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
 def alive(pid: int) -> bool:
