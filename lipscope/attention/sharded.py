@@ -27,7 +27,7 @@ from lipscope.attention.primitive import Rules, attend_by_rules
 from lipscope.attention.reference import Triple, Weights
 from lipscope.linalg.differentiate import check_input
 from lipscope.linalg.operator import LinearOperator
-from lipscope.linalg.ranks import TokenShards, from_all
+from lipscope.linalg.ranks import TokenShards, chunks_of, from_all
 
 T = TypeVar("T")
 
@@ -119,10 +119,9 @@ def _shards_here(x: Tensor, mesh: Any) -> TokenShards:
     """The spread of the tokens of which this rank has x [..., tokens, size]."""
     shapes = from_all(tuple(x.shape), group_of(mesh))
     shards = shards_of(sum(shape[-2] for shape in shapes), mesh)
-    expected = [
-        (*shapes[0][:-2], len(TokenShards(shards.n, shards.size, rank).positions), shapes[0][-1])
-        for rank in range(shards.size)
-    ]
+    chunks = [chunks_of(shards.n, shards.size, rank) for rank in range(shards.size)]
+    counts = [sum(stop - start for start, stop in pair) for pair in chunks]
+    expected = [(*shapes[0][:-2], count, shapes[0][-1]) for count in counts]
     if shapes != expected:
         raise UserError(
             f"X on the ranks has shapes {', '.join(map(str, shapes))}, but {shards.n} tokens are "
