@@ -54,24 +54,24 @@ class Bar:
         if now - self.last < OFTEN or not 0 <= done < total:
             return
         self.last = now
-        left = "" if not done else _clock((now - self.start) * (total - done) / done) + " left"
-        self._show(
-            f"<div>{self.doing} <progress value='{done:g}' max='{total:g}'></progress> "
-            f"{100 * done / total:.0f} % {left}</div>"
-        )
+        left = f" {_clock((now - self.start) * (total - done) / done)} left" if done else ""
+        words = f"{100 * done / total:.0f} %{left}"
+        bar = f"<progress value='{done:g}' max='{total:g}'></progress>"
+        self._show(f"<div>{self.doing} {bar} {words}</div>", f"{self.doing} {words}")
 
     def remove(self) -> None:
         """Empty the output that held the bar."""
         if self._handle is not None:
-            self._show("")
+            self._show("", "")
 
-    def _show(self, html: str) -> None:
-        from IPython.display import HTML, display
+    def _show(self, html: str, text: str) -> None:
+        from IPython.display import display
 
+        shown = {"text/html": html, "text/plain": text}
         if self._handle is None:
-            self._handle = display(HTML(html), display_id=True)
+            self._handle = display(shown, raw=True, display_id=True)
         else:
-            self._handle.update(HTML(html))
+            self._handle.update(shown, raw=True)
 
 
 def _clock(seconds: float) -> str:

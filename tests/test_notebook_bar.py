@@ -20,7 +20,6 @@ class Page:
     def __init__(self, monkeypatch):
         self.shown: list[str] = []
         display = types.ModuleType("IPython.display")
-        display.HTML = str
         display.display = self.display
         shell = types.ModuleType("IPython")
         shell.get_ipython = lambda: types.SimpleNamespace(kernel=None)
@@ -28,10 +27,16 @@ class Page:
         monkeypatch.setitem(sys.modules, "IPython.display", display)
         monkeypatch.setattr(_notebook_bar, "OFTEN", 0.0)
 
-    def display(self, html, display_id):
+    def display(self, shown, raw, display_id):
         assert display_id is True
-        self.shown.append(html)
-        return types.SimpleNamespace(update=self.shown.append)
+        self.update(shown, raw)
+        return types.SimpleNamespace(update=self.update)
+
+    def update(self, shown, raw):
+        assert raw is True
+        # Viewers without HTML show the same in words.
+        assert bool(shown["text/html"]) == bool(shown["text/plain"])
+        self.shown.append(shown["text/html"])
 
 
 @with_bar("waiting")
@@ -116,7 +121,7 @@ import torch
 import lipscope as ls
 from lipscope import _notebook_bar
 _notebook_bar.OFTEN, seen, show = 0.0, [], _notebook_bar.Bar._show
-_notebook_bar.Bar._show = lambda bar, html: (seen.append(html), show(bar, html))
+_notebook_bar.Bar._show = lambda bar, *shown: (seen.append(shown[0]), show(bar, *shown))
 simulation = ls.simulate("clusters", n=6, time=0.5)
 print(len(seen) > 2, seen[0][:15], repr(seen[-1]))
 simulation.plot();
