@@ -52,7 +52,7 @@ def calls(place: Path) -> Iterator[tuple[str, int, Callable[[], object]]]:
     yield (
         "audit_model (lipscope bounds)",
         10,
-        lambda: ls.audit_model(model, PROSE, lengths=[4], layers=[0], radius=1.0, climb=climb),
+        lambda: ls.audit_model(model, PROSE, lengths=[4], layers=[0], radius=3.0, climb=climb),
     )
 
 
