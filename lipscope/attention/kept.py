@@ -16,7 +16,8 @@ from lipscope._torch_internals import read_tangents, traced, transforms
 from lipscope.attention.reference import Triple, Weights, heads, rows
 
 PIECE = 1 << 19
-"""Bytes of scores in a piece: a few such arrays stay in a cache of one or two megabytes."""
+"""Bytes of scores in a piece, per thread: a few such arrays stay in a cache of one or two
+megabytes, which every core has for itself."""
 
 
 SHORT = 64
@@ -77,9 +78,9 @@ Part = tuple[int | slice, int | slice, slice]
 def _pieces(P: Tensor) -> Iterator[tuple[Index, Part]]:
     """Which heads, and which of their rows of P [M, G, rows, n'], make a batch of few matrices."""
     members, groups, height, width = P.shape
-    row = width * P.element_size()
-    together = max(1, PIECE // (height * row))
-    tall = max(1, min(height, PIECE // row))
+    row, piece = width * P.element_size(), PIECE * torch.get_num_threads()
+    together = max(1, piece // (height * row))
+    tall = max(1, min(height, piece // row))
     # A batch runs along one dimension: over members of a single head, or over the heads of one.
     if groups == 1:
         batches: Iterator[Index] = (
