@@ -179,6 +179,16 @@ def test_the_recorded_command_measures_the_same(tiny, text, tmp_path, capsys, mo
     assert [r[:-1] for r in again.rows] == [r[:-1] for r in study.rows]
 
 
+def test_the_recorded_command_finds_a_model_folder_from_anywhere(
+    tiny, text, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(Path(tiny).parent)
+    options = ["--lengths", "4", "--samples", "1", "--layers", "0", "--scope", "attention"]
+    out = str(tmp_path / "s")
+    run("measure", Path(tiny).name, "--text", text, *options, "--out", out, capsys=capsys)
+    assert Study.open(out).info.about.command.split()[2] == str(Path(tiny).absolute())
+
+
 def test_text_from_stdin(tiny, text, tmp_path):
     command = [
         sys.executable,

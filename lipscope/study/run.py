@@ -412,7 +412,10 @@ def _line(
             return ""  # only Python can ask for this
         options = {name: value for name, value in options.items() if name not in fixed}
         options, last = {**options, **verb.options}, []
-    words = ["lipscope", verb.name, card.name, *inputs.option]
+    # From another directory, the name of a folder would be taken for a model on the hub.
+    folder = Path(card.name)
+    name = str(folder.absolute()) if folder.is_dir() else card.name
+    words = ["lipscope", verb.name, name, *inputs.option]
     words += [
         word for name, value in options.items() if value is not None for word in (name, str(value))
     ]
