@@ -7,12 +7,16 @@ import re
 import pytest
 
 from tests.hashes import HASHED, pins
-from tests.lowest import lowest, same
+from tests.lowest import declared, lowest, same
 
 PROJECT = {
     "dependencies": ["torch>=2.6", "a-b.c>=1.2.0,<2"],
     "optional-dependencies": {"data": ["d>=3"], "cluster": ["e>=2024.8.1"], "dev": ["f"]},
 }
+
+
+def test_every_dependency_has_a_lower_bound():
+    assert len(declared()) >= 17
 
 
 def test_lower_bounds_are_read():
