@@ -7,7 +7,6 @@ random weights; nothing is needed but torch.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -389,39 +388,41 @@ def plot_rates(numbers: Numbers) -> Picture:
     )
 
 
-def _claim(name: str, says: str, run: Any, judge: Any, plot: Any) -> Claim:
-    return Claim(
-        id=name, paper="kim2021", says=says, needs="nothing", run=run, judge=judge, plot=plot
-    )
-
-
 CLAIMS = [
-    _claim(
-        "K1",
-        "the bound of L2 attention for the largest coordinate is asymptotically tight (D = H = 1)",
-        run_tightness,
-        judge_tightness,
-        plot_tightness,
+    Claim(
+        id="K1",
+        paper="kim2021",
+        says="for the largest coordinate the bound of L2 attention is asymptotically tight",
+        needs="nothing",
+        run=run_tightness,
+        judge=judge_tightness,
+        plot=plot_tightness,
     ),
-    _claim(
-        "K2",
-        "in the Euclidean norm the same search stays far below the bound",
-        run_looseness,
-        judge_looseness,
-        plot_looseness,
+    Claim(
+        id="K2",
+        paper="kim2021",
+        says="in the Euclidean norm the same search stays far below the bound",
+        needs="nothing",
+        run=run_looseness,
+        judge=judge_looseness,
+        plot=plot_looseness,
     ),
-    _claim(
-        "K9",
-        "dot-product attention has no Lipschitz constant, in any p-norm",
-        run_unbounded,
-        judge_unbounded,
-        plot_unbounded,
+    Claim(
+        id="K9",
+        paper="kim2021",
+        says="dot-product attention has no Lipschitz constant, in any p-norm",
+        needs="nothing",
+        run=run_unbounded,
+        judge=judge_unbounded,
+        plot=plot_unbounded,
     ),
-    _claim(
-        "K10",
-        "the bounds grow like log N (largest coordinate) and sqrt(N) log N (Euclidean)",
-        run_rates,
-        judge_rates,
-        plot_rates,
+    Claim(
+        id="K10",
+        paper="kim2021",
+        says="the bounds grow like log N (largest coordinate) and sqrt(N) log N (Euclidean)",
+        needs="nothing",
+        run=run_rates,
+        judge=judge_rates,
+        plot=plot_rates,
     ),
 ]

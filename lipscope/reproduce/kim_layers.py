@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -243,27 +242,25 @@ def plot_output_range(numbers: Numbers) -> Picture:
     )
 
 
-def _claim(name: str, says: str, needs: str, run: Any, judge: Any, plot: Any) -> Claim:
-    return Claim(id=name, paper="kim2021", says=says, needs=needs, run=run, judge=judge, plot=plot)
-
-
 CLAIMS = [
-    _claim(
-        "K3",
-        "x + g(x) is inverted by fixed-point iteration for contractive L2 attention, not for dot "
-        "product where its Jacobian is large",
-        "nothing",
-        run_inversion,
-        judge_inversion,
-        plot_inversion,
+    Claim(
+        id="K3",
+        paper="kim2021",
+        says="fixed-point iteration inverts x + g(x) for contractive L2 attention, and fails for "
+        "dot product where its Jacobian is large",
+        needs="nothing",
+        run=run_inversion,
+        judge=judge_inversion,
+        plot=plot_inversion,
     ),
-    _claim(
-        "K6",
-        "at such inputs the outputs of trained L2 attention stay in the range of the inputs, those "
-        "of dot product do not",
-        "Penn Treebank",
-        run_output_range,
-        judge_output_range,
-        plot_output_range,
+    Claim(
+        id="K6",
+        paper="kim2021",
+        says="at far tokens the outputs of trained L2 attention stay in the range of the inputs, "
+        "those of dot product do not",
+        needs="Penn Treebank",
+        run=run_output_range,
+        judge=judge_output_range,
+        plot=plot_output_range,
     ),
 ]

@@ -303,40 +303,43 @@ def plot_stability(numbers: Numbers) -> Picture:
     )
 
 
-def _claim(name: str, says: str, run: Any, judge: Any, plot: Any) -> Claim:
-    needs = "Penn Treebank, gpu"
-    return Claim(id=name, paper="kim2021", says=says, needs=needs, run=run, judge=judge, plot=plot)
-
-
 CLAIMS = [
-    _claim(
-        "K4",
-        "character models: L2 attention ends behind dot product, contractive L2 behind both, "
+    Claim(
+        id="K4",
+        paper="kim2021",
+        says="character models: L2 attention ends behind dot product, contractive L2 behind both, "
         "and gains with depth",
-        run_usual,
-        judge_order,
-        plot_curves,
+        needs="Penn Treebank, gpu",
+        run=run_usual,
+        judge=judge_order,
+        plot=plot_curves,
     ),
-    _claim(
-        "K5",
-        "the best test losses of L2 attention are close to those of dot product",
-        run_usual,
-        judge_close,
-        losses_table,
+    Claim(
+        id="K5",
+        paper="kim2021",
+        says="the best test losses of L2 attention are close to those of dot product",
+        needs="Penn Treebank, gpu",
+        run=run_usual,
+        judge=judge_close,
+        plot=losses_table,
     ),
-    _claim(
-        "K7",
-        "at a fixed learning rate dot product fails beyond 10 layers, L2 and contractive L2 train "
-        "to 18",
-        run_fixed,
-        judge_stability,
-        plot_stability,
+    Claim(
+        id="K7",
+        paper="kim2021",
+        says="at a fixed learning rate dot product fails beyond 10 layers, L2 and contractive L2 "
+        "train to 18",
+        needs="Penn Treebank, gpu",
+        run=run_fixed,
+        judge=judge_stability,
+        plot=plot_stability,
     ),
-    _claim(
-        "K8",
-        "at a fixed learning rate the best test losses of the three are about equal",
-        run_fixed,
-        judge_best_fixed,
-        plot_stability,
+    Claim(
+        id="K8",
+        paper="kim2021",
+        says="at a fixed learning rate the best test losses of the three are about equal",
+        needs="Penn Treebank, gpu",
+        run=run_fixed,
+        judge=judge_best_fixed,
+        plot=plot_stability,
     ),
 ]
