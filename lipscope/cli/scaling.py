@@ -52,6 +52,7 @@ def sweep(
     """Measure models x texts x settings, one study each; rerun to resume."""
     with progress(quiet=quiet) as report:
         from lipscope.study.clusters import check_engine, open_engine
+        from lipscope.study.run import Progress
         from lipscope.study.sharding import parse_shard
         from lipscope.study.sweep import Entry, read_sweep
 
@@ -61,14 +62,14 @@ def sweep(
             wanted = wanted.part(parse_shard(shard))
         numbers = {entry.out: i for i, entry in enumerate(wanted.entries, 1)}
 
-        def of(entry: Entry) -> object:
+        def progress_of(entry: Entry) -> Progress:
             report.doing = f"{numbers[entry.out]} of {len(numbers)}, {entry.out.name}"
             return report
 
         count = Counter[str]()
         # One cluster for all studies: its workers keep the model from one to the next.
         with open_engine(workers, cluster) as engine:
-            for ending in wanted.run(lambda: nullcontext(engine), of):  # type: ignore[arg-type]
+            for ending in wanted.run(lambda: nullcontext(engine), progress_of):
                 count["failed" if ending.failed else ending.how] += 1
                 if ending.failed or not quiet:
                     tell(f"{ending.entry.out}: {ending.how}", 0)

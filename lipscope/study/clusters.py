@@ -161,7 +161,7 @@ def _named(cluster: str) -> Iterator[Engine]:
 @contextmanager
 def _from_file(path: Path) -> Iterator[Engine]:
     """The cluster in a YAML file: the address of one that runs, or the class of one to start."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml  # type: ignore[import-untyped]  # it has no types
     from distributed import Security
 
     try:
