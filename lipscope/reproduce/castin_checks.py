@@ -184,7 +184,7 @@ def _classifier(X: Tensor, labels: Tensor) -> Classify:
     weights = torch.linalg.solve(
         ones.T @ ones + 0.1 * torch.eye(ones.shape[1], dtype=X.dtype), ones.T @ targets
     )
-    return lambda x: x.to(weights) @ weights[:-1] + weights[-1]
+    return lambda x: (x.to(weights) @ weights[:-1] + weights[-1]).to(x.dtype)
 
 
 def _attack_text(

@@ -9,12 +9,14 @@ from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.reproduce import castin_measures
 from lipscope.reproduce.castin_measures import (
     judge_clusters,
-    judge_copies,
     judge_depth,
     judge_end_of_root,
     judge_masked,
     judge_near_equality,
     judge_plans,
+)
+from lipscope.reproduce.castin_splitting import (
+    judge_copies,
     judge_split_attack,
     judge_where_split,
     judge_which_split,
