@@ -50,11 +50,6 @@ class World:
 _world: ContextVar[World | None] = ContextVar("lipscope_world", default=None)
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun has started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 @contextmanager
 def joined(device: str | None) -> Iterator[tuple[World, str]]:
     """Join the other processes; yields them, and the kind of device, on which each has its own."""
@@ -72,9 +67,9 @@ def joined(device: str | None) -> Iterator[tuple[World, str]]:
         yield world, device
         if world.rank == 0:
             _send(world, None)
-    except LostRankError:
-        raise  # nobody is there to be told
-    except BaseException:
+    except Exception:
+        # Between two jobs, while the others wait. Interrupts and lost ranks may come in the middle
+        # of one, when nobody listens: then the connections close with this process.
         if world.rank == 0:
             _send(world, None)
         raise
