@@ -26,12 +26,12 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
-    """Whether the Triton kernels support these tensors."""
+def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *moved: Tensor) -> bool:
+    """Whether the Triton kernels support these tensors, tangents and gradients among them."""
     if not (q.is_cuda and k.is_cuda and v.is_cuda) or not has_triton():
         return False
     # Inside vmap or jvp a tensor is a wrapper without memory of its own that a kernel could read.
-    if any(is_wrapped(x) for x in (q, k, v)):
+    if any(is_wrapped(x) for x in (q, k, v, *moved)):
         return False
     from lipscope.attention import triton_operands
 
@@ -68,7 +68,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
 def jvp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern
 ) -> Tensor:
-    if not fused(q, k, v, pattern):
+    if not fused(q, k, v, pattern, *tangent):
         wide = _wide3(q, k, v, pattern)
         return tiled.jvp(*wide, lse, _wide3(*tangent, pattern), pattern).to(q.dtype)
     from lipscope.attention import triton_jvp
@@ -80,7 +80,7 @@ def value_and_tangent(
     q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, J d and the log-sum-exp, as `forward` and `jvp` return them, and each row's mean of dT."""
-    if not fused(q, k, v, pattern):
+    if not fused(q, k, v, pattern, *tangent):
         wide = _wide3(q, k, v, pattern)
         o, do, lse, drift = tiled.value_and_tangent(*wide, _wide3(*tangent, pattern), pattern)
         return o, do.to(q.dtype), lse, drift
@@ -97,7 +97,7 @@ def dual_number(
     q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern
 ) -> tuple[Tensor, Tensor]:
     """o and J d in the dtype of q, where no derivative will follow."""
-    if fused(q, k, v, pattern):
+    if fused(q, k, v, pattern, *tangent):
         from lipscope.attention import triton_tangent
 
         if triton_tangent.unsupported(q, pattern) is None:
@@ -110,7 +110,7 @@ def vjp(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, g: Tensor, pattern: Pattern
 ) -> Triple:
     """torch's own backward where it supports dtype and pattern, our kernels otherwise."""
-    if not fused(q, k, v, pattern):
+    if not fused(q, k, v, pattern, g):
         onto = tiled.vjp(*_wide3(q, k, v, pattern), lse, _wide(g), pattern)
         return _narrow3(onto, q.dtype, pattern)
     from lipscope.attention import library_vjp, triton_vjp
@@ -124,7 +124,7 @@ def second_vjp(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern
 ) -> Triple:
     """The gradient of <g, J d> in q, k, v."""
-    if fused(q, k, v, pattern):
+    if fused(q, k, v, pattern, *tangent, g):
         from lipscope.attention import triton_second
 
         if triton_second.unsupported(q, v, pattern) is None:
@@ -149,7 +149,7 @@ def both_vjp(
     o: Tensor, do: Tensor, lse: Tensor, drift: Tensor, pattern: Pattern,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradient of <g, o> + <gd, J d> in q, k, v, dq, dk, dv."""
-    if fused(q, k, v, pattern):
+    if fused(q, k, v, pattern, *tangent, g, gd):
         from lipscope.attention import triton_second
 
         if triton_second.unsupported(q, v, pattern) is None:
