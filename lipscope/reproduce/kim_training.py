@@ -162,8 +162,8 @@ def judge_close(numbers: Numbers, quoted: Quoted) -> Verdict:
     reason = (
         f"best over depths: dot product {mean(dot):.3f}, L2 tied {behind['L2 tied']:+.1%}, untied "
         f"(not Lipschitz) {behind['L2 untied']:+.1%}, contractive "
-        f"{mean(best['contractive']) / mean(dot) - 1:+.1%}; close means within {CLOSE:.0%}. "
-        f"{_size(numbers, 'usual').capitalize()}: longer training narrows the gap"
+        f"{mean(best['contractive']) / mean(dot) - 1:+.1%}; close means within {CLOSE:.0%} "
+        f"({_size(numbers, 'usual')})"
     )
     return judged(behind["L2 tied"] <= CLOSE, reason, interval)
 
@@ -213,7 +213,9 @@ def judge_stability(numbers: Numbers, quoted: Quoted) -> Verdict:
         seen = f"seen at rates {', '.join(f'{r:g}' for r in rates)}" if rates else "not seen"
         parts.append(f"{plan}: {seen}; largest rate at which every seed learned, {last}")
     holds = bool(separating_rates(numbers, "fixed rate", shallow, deep))
-    return judged(holds, f"{'. '.join(parts)} ({_size(numbers, 'fixed rate')}, post-norm first)")
+    return judged(
+        holds, f"{'. '.join(parts)} ({_size(numbers, 'fixed rate')}; post-norm unless it says pre)"
+    )
 
 
 def _largest(rates: list[float]) -> str:
