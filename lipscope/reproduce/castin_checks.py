@@ -151,7 +151,7 @@ def run_attacks(setting: Setting) -> Numbers:
     labelled = setting.labelled("ag_news") or [
         (int(WORD in text), text) for text in default_text().split("\n\n")
     ]
-    count, training, length = (6, 120, 16) if setting.quick else (60, 800, 32)
+    count, training, length = (4, 80, 12) if setting.quick else (60, 800, 32)
     short = [(label, ids) for label, text in labelled if len(ids := model.encode(text)) >= length]
     samples = [(label, ids[:length]) for label, ids in short[: training + 4 * count]]
     before, after = special_frame(model)
