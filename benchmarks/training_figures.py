@@ -46,7 +46,9 @@ def draw_grid(results: dict[str, Any]) -> Figure:
     loss.set(xlabel="step", ylabel=LOSS, ylim=(1.5, 3.5))
     sigma.set(xlabel="layer", ylabel="local Lipschitz constant of attention", yscale="log")
     depths = [f"depth {depth}" for depth in plan["depths"]]
-    _legend(figure, [variant for variant, _ in cells], dict(zip(depths, STYLES[::-1], strict=True)))
+    _legend(
+        figure, [variant for variant, _ in cells], dict(zip(depths, STYLES[::-1], strict=False))
+    )
     return figure
 
 

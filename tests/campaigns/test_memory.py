@@ -9,6 +9,8 @@ import pytest
 
 from tests.campaigns.memory import calls, growth
 
+pytestmark = pytest.mark.slow  # a process that ran other tests holds thousands of blocks more
+
 
 @pytest.mark.parametrize("kind", range(4))
 def test_calls_keep_nothing(kind, tmp_path):
