@@ -35,7 +35,9 @@ def infinity_norm(J: LinearOperator) -> Estimate | BatchEstimate:
     longest = torch.zeros(members, dtype=torch.float64)
     which = torch.zeros(members, dtype=torch.long)
     right = torch.zeros(members, J.in_size, dtype=J.dtype, device=J.device)
-    size = max(1, BLOCK // (members * max(J.in_size, J.out_size)))
+    # A product with attention holds tokens^2 weights.
+    tokens = max((shape[0] for shape in (J.in_shape, J.out_shape) if len(shape) > 1), default=1)
+    size = max(1, BLOCK // (members * max(J.in_size, J.out_size, tokens**2)))
     for start in range(0, J.out_size, size):
         index = torch.arange(start, min(start + size, J.out_size), device=J.device)
         rows = _rows(J, index)  # [rows, members, in_size]
