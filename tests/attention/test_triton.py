@@ -124,6 +124,21 @@ INTERPRETED = [(name, "pair") for name in CASES] + [
     ("additive mask by head, softcap, sinks", "half"),
 ]
 
+QUICK = (
+    ("five tokens", "pair"),
+    ("causal, grouped, padded", "half"),
+    ("window, softcap, more keys", "pair"),
+    ("sinks, more queries", "float16"),
+    ("large head", "pair"),
+    ("nearly one-hot", "float16"),
+    ("spans, window without order", "pair"),
+    ("boolean mask by head and member, causal, padded", "float16"),
+    ("additive mask, spans, causal, padded", "pair"),
+    ("blocks, spans", "pair"),
+    ("one row of a mask, causal", "pair"),
+)
+"""Those that `make test` runs; `make slow` runs the others."""
+
 
 def naive(
     q: Tensor, k: Tensor, v: Tensor, case: Case, seen: Tensor, sinks: Tensor | None, bias: Tensor
@@ -280,10 +295,12 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, dict[str, float]]:
-    """The errors of all interpreted cases, from a process of their own."""
+def interpreted(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
+    """The errors of the interpreted cases that were selected, from a process of their own."""
+    tests = [item for item in request.session.items if item.name.startswith("test_interpreted[")]
+    chosen = [list(item.callspec.params.values()) for item in tests]
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, json.dumps(chosen)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -293,7 +310,10 @@ def interpreted() -> dict[str, dict[str, float]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("name", "precision"), INTERPRETED)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in INTERPRETED],
+)
 def test_interpreted(interpreted: dict[str, dict[str, float]], name: str, precision: str) -> None:
     judge(interpreted[f"{name}: {precision}"], precision)
 
@@ -319,4 +339,5 @@ def judge(found: dict[str, float], precision: str) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, os.getcwd())
     torch.set_num_threads(1)
-    print(json.dumps({f"{name}: {p}": errors(CASES[name], p, "cpu") for name, p in INTERPRETED}))
+    wanted = json.loads(sys.argv[1])
+    print(json.dumps({f"{name}: {p}": errors(CASES[name], p, "cpu") for name, p in wanted}))
