@@ -75,7 +75,7 @@ class Bench:
         if name == "embedded":
             return ls.load(None, device=self.device)
         module = make(name, self.context, self.tiny)
-        module.load_state_dict(torch.load(self.out / f"{name}.pt", weights_only=True))
+        module.load_state_dict(torch.load(self.out / f"{name}.pt", "cpu", weights_only=True))
         module = module.to(self.device).eval()
         if head:
             return module.network if name.startswith("char") else module
