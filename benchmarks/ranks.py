@@ -133,7 +133,7 @@ def two_ranks(n: int, device: str) -> dict[str, Any]:
     f, X = layer(n, causal=True, device=device)
     plain = ls.local_lipschitz(f, X, tol=1e-2, solver=ls.Solver(seed=0)).value
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_share, (n, device, folder), nprocs=2)  # type: ignore[attr-defined]
+        mp.spawn(_share, (n, device, folder), nprocs=2)  # type: ignore[attr-defined]  # torch does not export it
         (value, seconds, sent), (other, _, _) = (torch.load(f"{folder}/{r}") for r in (0, 1))
     by_formula = 2 * -(-n // 4) * 2 * WIDTH * X.element_size()  # (R - 1) 2 ceil(n / 2R) G (k + m)
     return {

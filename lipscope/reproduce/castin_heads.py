@@ -7,7 +7,7 @@ head alone; C34 tests the bound that it returns; S1 to S4 are theorems of the sl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import median, quantiles
@@ -23,7 +23,7 @@ from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.model import Model
 from lipscope.report.reproduction import Line, Picture
 from lipscope.reproduce.castin_text import released_statistic
-from lipscope.reproduce.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.reproduce.claims import Claim, Numbers, Quoted, Verdict, castin_claim, judged
 from lipscope.reproduce.quoted import QUOTED
 from lipscope.reproduce.regression import power_law
 from lipscope.reproduce.setting import Setting
@@ -394,37 +394,26 @@ def _adversarial(id: str, model: str, says: str) -> Claim:
     )
 
 
-def _claim(
-    id: str,
-    says: str,
-    run: Callable[[Setting], Numbers],
-    judge: Callable[[Numbers, Quoted], Verdict],
-    plot: Callable[[Numbers], Picture] | None = None,
-    needs: str = "nothing",
-) -> Claim:
-    return Claim(id=id, paper=PAPER, says=says, needs=needs, run=run, judge=judge, plot=plot)
-
-
 BERT = "bert-base-uncased"
 CLAIMS = [
     _adversarial("C30", BERT, "BERT, layer 0, head 0, R = 15.5: adversarial σ grows like √n"),
     _adversarial("C31", BERT, "BERT decoder, layer 6, head 7, R = 21.5: the same"),
     _adversarial("C32", "gpt2", "random GPT-2, layer 6, head 0, R = 100: the same"),
     _adversarial("C33", "gpt2", "GPT-2, layer 0, head 0, R = 10: the same"),
-    _claim(
+    castin_claim(
         "C34",
         "the bound that the scripts return, compute_bound, is an upper bound of σ",
         run_released_bound,
         judge_released_bound,
         needs=BERT,
     ),
-    _claim(
+    castin_claim(
         "S1",
         "Theorems 1 and 2: bounds of order R²√n from above and below, masked and multi-head",
         run_theorems,
         judge_theorems,
     ),
-    _claim(
+    castin_claim(
         "S2",
         "γR² is between 10² and 10³ in practical Transformers",
         run_regimes,
@@ -432,14 +421,14 @@ CLAIMS = [
         plot_regimes,
         needs=f"{BERT}, Alice text",
     ),
-    _claim(
+    castin_claim(
         "S3",
         "one token at zero among tokens of size R: σ grows like R²",
         run_quadratic,
         judge_quadratic,
         plot_by_radius,
     ),
-    _claim(
+    castin_claim(
         "S4",
         "large radii: D f tends to V applied to the chosen tokens, at most ‖V‖√n",
         run_large_radius,

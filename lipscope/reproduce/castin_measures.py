@@ -26,11 +26,10 @@ from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
 from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound_geshkovski2023
 from lipscope.report.reproduction import Line, Picture
-from lipscope.reproduce.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.reproduce.claims import Numbers, Quoted, Verdict, castin_claim, judged
 from lipscope.reproduce.regression import power_law
 from lipscope.reproduce.setting import Setting
 
-PAPER = "castin2024"
 ONE = torch.ones(1, 1, dtype=torch.float64)
 
 
@@ -403,54 +402,43 @@ def plot_end_of_root(numbers: Numbers) -> Picture:
     return Picture("Where √n stops", "exp(2γR²)", "n, tokens", lines)
 
 
-def statement(
-    id: str,
-    says: str,
-    run: Callable[[Setting], Numbers],
-    judge: Callable[[Numbers, Quoted], Verdict],
-    plot: Callable[[Numbers], Picture] | None = None,
-    needs: str = "nothing",
-) -> Claim:
-    return Claim(id=id, paper=PAPER, says=says, needs=needs, run=run, judge=judge, plot=plot)
-
-
 CLAIMS = [
-    statement(
+    castin_claim(
         "S5",
         "mean field: at least (γ/2)R²exp(γR²), reached with n of order exp(2γR²) tokens",
         run_mean_field,
         judge_mean_field,
         plot_mean_field,
     ),
-    statement(
+    castin_claim(
         "S6", "W₂ compares measures by the optimal plan, not by index", run_plans, judge_plans
     ),
-    statement(
+    castin_claim(
         "S7",
         "masked attention on measures has the same upper bound as without a mask",
         run_masked,
         judge_masked,
         plot_masked,
     ),
-    statement("S8", "L layers of step 1/L tend to the flow", run_depth, judge_depth, plot_depth),
-    statement("S9", "renormalised tokens form clusters", run_clusters(False), judge_clusters),
-    statement("S10", "Gaussian tokens form clusters too", run_clusters(True), judge_clusters),
-    statement(
+    castin_claim("S8", "L layers of step 1/L tend to the flow", run_depth, judge_depth, plot_depth),
+    castin_claim("S9", "renormalised tokens form clusters", run_clusters(False), judge_clusters),
+    castin_claim("S10", "Gaussian tokens form clusters too", run_clusters(True), judge_clusters),
+    castin_claim(
         "V1",
         "the lower bound of order R²exp(γR²) is nearly attained by two Diracs",
         run_near_equality,
         judge_near_equality,
         plot_near_equality,
     ),
-    statement("V3", "gradient ascent on σ finds the worst inputs", run_ascent, judge_ascent),
-    statement(
+    castin_claim("V3", "gradient ascent on σ finds the worst inputs", run_ascent, judge_ascent),
+    castin_claim(
         "V5",
         "open question: how the constant scales with length",
         run_length_scaling,
         judge_length_scaling,
         plot_length_scaling,
     ),
-    statement(
+    castin_claim(
         "N3",
         "√n is tight up to a number of tokens of order exp(2γR²)",
         run_end_of_root,

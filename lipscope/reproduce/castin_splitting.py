@@ -17,8 +17,8 @@ from lipscope.mean_field.splitting_maps import splitting_map, splitting_table
 from lipscope.mean_field.transport import wasserstein
 from lipscope.models.loading import load
 from lipscope.report.reproduction import Picture
-from lipscope.reproduce.castin_measures import line_attention, sigma_of, statement
-from lipscope.reproduce.claims import Numbers, Quoted, Verdict, judged
+from lipscope.reproduce.castin_measures import line_attention, sigma_of
+from lipscope.reproduce.claims import Numbers, Quoted, Verdict, castin_claim, judged
 from lipscope.reproduce.setting import STAND_IN, Setting
 
 
@@ -156,32 +156,32 @@ def plot_which_split(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    statement(
+    castin_claim(
         "V2",
         "infinitely many pairs of tokens on the line split",
         run_where_split,
         judge_where_split,
     ),
-    statement(
+    castin_claim(
         "V4",
         "attacks that split a token beat those that move it",
         run_split_attack,
         judge_split_attack,
     ),
-    statement(
+    castin_claim(
         "V6",
         "open question: whether finitely many copies do as well as any splitting",
         run_copies,
         judge_copies,
     ),
-    statement(
+    castin_claim(
         "V7",
         "open question: whether attacks on features carry over to tokens",
         run_features,
         judge_features,
         needs="bert-base-uncased, AG_NEWS text",
     ),
-    statement(
+    castin_claim(
         "V8",
         "open question: which maps split",
         run_which_split,

@@ -86,3 +86,15 @@ class Claim:
     run: Callable[[Setting], Numbers]
     judge: Callable[[Numbers, Quoted], Verdict]
     plot: Callable[[Numbers], Picture] | None = None
+
+
+def castin_claim(
+    id: str,
+    says: str,
+    run: Callable[[Setting], Numbers],
+    judge: Callable[[Numbers, Quoted], Verdict],
+    plot: Callable[[Numbers], Picture] | None = None,
+    needs: str = "nothing",
+) -> Claim:
+    """A claim of the first paper, which has most of them."""
+    return Claim(id=id, paper="castin2024", says=says, needs=needs, run=run, judge=judge, plot=plot)
