@@ -4,7 +4,7 @@
     python -m benchmarks.ranks --device cpu --tokens 512          # the same steps, to try it out
     python -m benchmarks.ranks --model                            # the table of docs/scaling.md
 
-Prints JSON and writes it to results/ranks_<device>.json:
+Prints JSON and writes it, section by section, to results/ranks_<device>.json:
 
 one_rank    the solve through a process group of one (NCCL on a GPU) against the plain solve, in
             turns: seconds of both, the smallest ratio of neighbours, whether sigma is the same
@@ -258,10 +258,10 @@ def show_model() -> None:
                 print("|", " | ".join(map(str, [*cells, f"{m['GB_per_rank']:.0f}"])), "|")
 
 
-def attempted(call: Callable[..., Any], *arguments: Any) -> Any:
+def attempted(call: Callable[[], Any]) -> Any:
     """What a section found, or why it found nothing: the others still count."""
     try:
-        return call(*arguments)
+        return call()
     except Exception:
         return {"failed": traceback.format_exc().splitlines()[-8:]}
 
@@ -278,19 +278,19 @@ def main() -> None:
         return
     n, device, times = options.tokens, options.device, options.times
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    found = {
-        "device": name,
-        "torch": torch.__version__,
-        "one_rank": attempted(one_rank, n, device, times),
-        "two_ranks": attempted(two_ranks, n // 4, device),
-        "rough_against_float32": attempted(agreement, n // 8, device),
-        "balance": [attempted(balance, n, causal, device, times) for causal in (True, False)],
+    found: dict[str, Any] = {"device": name, "torch": torch.__version__}
+    sections: dict[str, Callable[[], Any]] = {
+        "one_rank": lambda: one_rank(n, device, times),
+        "two_ranks": lambda: two_ranks(n // 4, device),
+        "rough_against_float32": lambda: agreement(n // 8, device),
+        "balance": lambda: [balance(n, causal, device, times) for causal in (True, False)],
     }
-    text = json.dumps(found, indent=1)
-    print(text)
     RESULTS.mkdir(exist_ok=True)
-    kind = "_".join(name.lower().split())
-    (RESULTS / f"ranks_{kind}.json").write_text(text + "\n")
+    path = RESULTS / f"ranks_{'_'.join(name.lower().split())}.json"
+    for section, call in sections.items():
+        found[section] = attempted(call)
+        print(section, json.dumps(found[section], indent=1), flush=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
