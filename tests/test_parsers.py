@@ -25,7 +25,7 @@ from lipscope.charlm.checkpoint import read_checkpoint
 from lipscope.cli.terminal import numbers
 from lipscope.models.model_files import read_json
 from lipscope.models.repository import scrub
-from lipscope.reproduce.running import read_records
+from lipscope.reproduce.claim_records import read_records
 from lipscope.study.sharding import parse_shard
 from lipscope.study.study import Study
 from lipscope.study.sweep import read_sweep

@@ -61,7 +61,9 @@ def check_study(directory: Path, repair: bool) -> bool:
     lost = study.store.check()
     for name in lost:
         typer.echo(for_terminal(f"lost: {name}"))
-    typer.echo(for_terminal(f"{directory} holds {len(study.rows)} intact rows; lost: {len(lost)}"))
+    claims = len(study.store.records("claim"))  # of `lipscope reproduce`
+    holds = f"{claims} claims" if claims else f"{len(study.rows)} intact rows"
+    typer.echo(for_terminal(f"{directory} holds {holds}; lost: {len(lost)}"))
     if repair:
         place = directory.resolve()
         copy = place.with_name(f"{place.name}.repaired")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipscope.cli.options import AsJson, Quiet, Seed
+from lipscope.cli.options import AsJson, Cluster, Quiet, Seed, Workers
 from lipscope.cli.terminal import ExitCode, progress, show_json, warn
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="Run each claim in seconds.")] = False,
     device: Annotated[str, typer.Option(help="Device for large runs, for example cuda.")] = "cpu",
     seed: Seed = 0,
+    workers: Workers = 1,
+    cluster: Cluster = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Directory for numbers and page; rerun to resume."),
@@ -60,6 +62,8 @@ def reproduce(
                 quick=quick,
                 device=device,
                 seed=seed,
+                workers=workers,
+                cluster=cluster,
                 out=out,
                 progress=report,
             )

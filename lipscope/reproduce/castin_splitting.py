@@ -19,7 +19,7 @@ from lipscope.models.loading import load
 from lipscope.report.reproduction import Picture
 from lipscope.reproduce.castin_measures import line_attention, sigma_of
 from lipscope.reproduce.claims import Numbers, Quoted, Verdict, castin_claim, judged
-from lipscope.reproduce.setting import STAND_IN, Setting
+from lipscope.reproduce.setting import Setting
 
 
 def run_where_split(setting: Setting) -> Numbers:
@@ -97,9 +97,8 @@ def judge_copies(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 def run_features(setting: Setting) -> Numbers:
     """Three words replaced: by the gradient, by projecting an ascent in features, at random."""
-    model = load(None, dtype="float32")
+    model = load(setting.folder("bert-base-uncased"), dtype="float32")
     words, _ = setting.text("ag_news")
-    setting.used["bert-base-uncased"] = STAND_IN + model.card.name
     ids = model.encode(words)
     length, texts = (12, 1) if setting.quick else (32, 6)
     layer = model.layers // 2

@@ -1,55 +1,26 @@
-"""Run claims one after the other, keep what they measured, and judge it.
-
-Numbers are kept in one file of JSON lines, not in the store of a study: a study holds rows of one
-model and one text, a claim holds whatever its figure needs. Every line carries a checksum and is on
-disk before the next claim starts. Two such files from two machines are joined by appending one to
-the other.
-"""
+"""Run the claims of the papers, keep what they measured, and judge it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from inspect import getsource
 from pathlib import Path
 from typing import Any
 
 from lipscope import __version__
 from lipscope._checks import explained
-from lipscope._files import claim_folder, whole_file
-from lipscope._types import UserError
+from lipscope._files import whole_file
 from lipscope.report.reproduction import Entry, reproduction_html
-from lipscope.reproduce.claims import PAPERS, Claim, Kind, NotAvailable, Numbers, Verdict
+from lipscope.reproduce.claim_records import PAGE, ClaimRecords, Record
+from lipscope.reproduce.claim_work import run_claims
+from lipscope.reproduce.claims import PAPERS, Claim, Kind, NotAvailable, Verdict
 from lipscope.reproduce.quoted import QUOTED
 from lipscope.reproduce.registry import chosen
-from lipscope.reproduce.setting import Progress, Setting
-
-FILE, PAGE, LOCK = "claims.jsonl", "reproduce.html", "claims.lock"
-
-
-@dataclass(frozen=True)
-class Record:
-    """What one run of a claim measured, and under which conditions.
-
-    used: hash of every model and text, or what stood in for it
-    code: hash of the source of the run
-    """
-
-    id: str
-    numbers: Numbers
-    quick: bool
-    seed: int
-    device: str
-    seconds: float
-    used: dict[str, str]
-    code: str = ""
-    version: str = __version__
+from lipscope.reproduce.setting import STAND_IN, TEXTS, TOKENIZER, Progress, Setting
+from lipscope.study import jobs
+from lipscope.study.clusters import check_engine, open_engine
 
 
 @dataclass(frozen=True)
@@ -111,6 +82,8 @@ def reproduce_papers(
     quick: bool = False,
     device: str = "cpu",
     seed: int = 0,
+    workers: int = 1,
+    cluster: str | None = None,
     out: os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> list[Outcome]:
@@ -129,14 +102,17 @@ def reproduce_papers(
         quick: Run each claim in seconds, with fewer lengths, samples and steps.
         device: The device for large runs.
         seed: Seed of everything random.
-        out: Directory for the numbers and for `reproduce.html`.
+        workers: Number of worker processes on this machine; 1 runs claims in this process.
+        cluster: Workers on other machines: the address of a dask scheduler, a batch system and a
+            number of its jobs ("slurm:64"), or a YAML file; see docs/scaling.md.
+        out: Directory for the numbers and for `reproduce.html`; repeat the call to resume.
         progress: Called with the number of claims done and their total.
 
     Returns:
         One outcome per claim, with its verdict.
 
     Raises:
-        UserError: If a claim, a paper or a folder does not exist.
+        UserError: If a claim, a paper or a folder does not exist, or workers cannot be started.
 
     Example:
         >>> import lipscope as ls
@@ -144,150 +120,96 @@ def reproduce_papers(
         >>> outcome.claim.id, outcome.word
         ('S3', 'REPRODUCED')
     """
+    check_engine(workers, cluster)
     listed = chosen(paper, only)
     setting = Setting(
         quick=quick,
-        models=_folder("models", models),
-        texts=_folder("texts", texts),
+        models=None if models is None else Path(models),
+        texts=None if texts is None else Path(texts),
         device=device,
         seed=seed,
     )
-    with _kept(None if out is None else Path(out)) as keep:
-        outcomes = []
-        for i, claim in enumerate(listed):
-            if progress is not None:
-                progress(i, len(listed))
-                setting.progress = _inner(progress, i, len(listed))
-            outcomes.append(_outcome(claim, setting, keep))
-        if out is not None:
-            write_page(outcomes, Path(out) / PAGE, setting)
+    directory = None if out is None else Path(out)
+    with closing(ClaimRecords(directory)) as records:
+        ends: dict[str, End] = {
+            claim.id: record for claim in listed if (record := records.find(claim, setting))
+        }
+        missing = [claim for claim in listed if claim.id not in ends]
+        with open_engine(workers, cluster) if missing else nullcontext() as engine:
+            results = run_claims(missing, setting, engine)
+            for claim, end in _ends(missing, results, setting, progress, len(listed), directory):
+                ends[claim.id] = records.add(claim, end) if isinstance(end, Record) else end
+        outcomes = [_outcome(claim, ends[claim.id]) for claim in listed]
+        if directory is not None:
+            write_page(outcomes, directory / PAGE, setting)
     return outcomes
 
 
-def _inner(progress: Progress, done: int, total: int) -> Progress:
-    """Progress inside claim `done`, as a fraction of one claim."""
-    return lambda part, whole: progress(done + min(part / max(whole, 1), 1.0), total)
+End = Record | NotAvailable | str
+"""How a run ended: with numbers, without something that the user must bring, or with an error."""
 
 
-def _folder(name: str, given: os.PathLike[str] | None) -> Path | None:
-    if given is None:
-        return None
-    folder = Path(given)
-    if not folder.is_dir():
-        raise UserError(f"{name} must be a folder, and there is none at {folder}")
-    return folder
-
-
-def _outcome(claim: Claim, setting: Setting, keep: Keep) -> Outcome:
+def _ends(
+    claims: Sequence[Claim],
+    results: Generator[jobs.Outcome],
+    setting: Setting,
+    progress: Progress | None,
+    total: int,
+    directory: Path | None,
+) -> Iterator[tuple[Claim, End]]:
+    """Every claim with the end of its run, as they come; the next is asked for once one is kept."""
+    by_id, done = {claim.id: claim for claim in claims}, total - len(claims)
     try:
-        record = keep.find(claim, setting) or keep.add(_measure(claim, setting))
-        return Outcome(claim, decide(claim, record), record)
-    except NotAvailable as missing:
-        return Outcome(claim, Verdict(Kind.NEEDS, None, reason=str(missing)))
+        with closing(results):  # on any error the workers end now, not at exit
+            _report(progress, setting, done, total)
+            for job, found, _, failure in results:
+                yield by_id[job.id], failure if failure is not None else found[0]
+                done += 1
+                _report(progress, setting, done, total)
+    except KeyboardInterrupt as stop:
+        stop.add_note(
+            "Stopped; nothing was saved, because no --out directory was given."
+            if directory is None
+            else f"Stopped; {done} of {total} claims are saved in {directory}. "
+            "Run the same command again to resume."
+        )
+        raise
+
+
+def _report(progress: Progress | None, setting: Setting, done: int, total: int) -> None:
+    """Report how many claims are done; in this process, the next one reports its own progress."""
+    if progress is not None:
+        progress(done, total)
+        setting.progress = lambda part, whole: progress(
+            done + min(part / max(whole, 1), 1.0), total
+        )
+
+
+def _outcome(claim: Claim, end: End) -> Outcome:
+    if isinstance(end, NotAvailable):
+        return Outcome(claim, Verdict(Kind.NEEDS, None, reason=str(end)))
+    if isinstance(end, str):
+        return Outcome(claim, None, error=end)
+    try:
+        return Outcome(claim, decide(claim, end), end)
     except Exception as error:  # one claim that fails must not take the others with it
         return Outcome(claim, None, error=f"{type(error).__name__}: {error}")
-
-
-def _measure(claim: Claim, setting: Setting) -> Record:
-    setting.used = {}
-    began = time.perf_counter()
-    numbers = claim.run(setting)
-    return Record(
-        id=claim.id,
-        # As it will be read back: tuples become lists, keys become strings.
-        numbers=json.loads(json.dumps(numbers)),
-        quick=setting.quick,
-        seed=setting.seed,
-        device=setting.device,
-        seconds=time.perf_counter() - began,
-        used=dict(setting.used),
-        code=_code(claim),
-    )
-
-
-def _code(claim: Claim) -> str:
-    """A hash of the source of `run`: numbers of another experiment are not this claim's."""
-    run: Any = claim.run
-    while isinstance(run, partial):
-        run = run.func
-    try:
-        return _checksum(getsource(run))
-    except (OSError, TypeError):  # no source at hand
-        return ""
 
 
 def decide(claim: Claim, record: Record) -> Verdict:
     """The verdict of a claim from its stored numbers; STAND-IN if something stood in."""
     verdict = claim.judge(record.numbers, QUOTED[claim.id])
+    # Where nothing was read, the tokenizer was not used.
+    read = any(name in TEXTS for name in record.used)
     stood_in = [
-        f"{what.removeprefix('stand-in ')} in place of {name}"
+        f"{what.removeprefix(STAND_IN).partition(' (sha256')[0]} in place of {name}"
         for name, what in record.used.items()
-        if what.startswith("stand-in ")
+        if what.startswith(STAND_IN) and (read or not name.endswith(TOKENIZER))
     ]
     if not stood_in or verdict.kind is Kind.NEEDS:
         return verdict
     reason = f"{verdict.reason} (on {', '.join(stood_in)})"
     return replace(verdict, kind=Kind.STAND_IN, reason=reason)
-
-
-class Keep:
-    """The records of a directory, or of this call alone."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._records = [] if path is None else list(read_records(path))
-
-    def find(self, claim: Claim, setting: Setting) -> Record | None:
-        """The last record of a claim that this setting would give again; a full run beats quick."""
-        for record in reversed(self._records):
-            enough = record.quick == setting.quick or not record.quick
-            same = (record.id, record.seed) == (claim.id, setting.seed)
-            same = same and (record.version, record.code) == (__version__, _code(claim))
-            # A GPU is asked for where a processor could not do it all.
-            again = "gpu" in claim.needs and record.device == "cpu" != setting.device
-            if enough and same and not again and setting.same(record.used):
-                return record
-        return None
-
-    def add(self, record: Record) -> Record:
-        """Append a record; it is on disk when this returns."""
-        self._records.append(record)
-        if self._path is None:
-            return record
-        content = json.dumps(record.__dict__, sort_keys=True)
-        with open(self._path, "ab") as file:
-            # A line that a crash cut short would otherwise swallow this one.
-            torn = file.tell() > 0 and not self._path.read_bytes().endswith(b"\n")
-            file.write(b"\n" * torn + f"{_checksum(content)} {content}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-        return record
-
-
-def _checksum(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """The intact records of a file; damaged lines are left out, and their claims run again."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        checksum, _, content = line.partition(" ")
-        if checksum == _checksum(content):
-            yield Record(**json.loads(content))
-
-
-@contextmanager
-def _kept(out: Path | None) -> Iterator[Keep]:
-    if out is None:
-        yield Keep(None)
-        return
-    lock = claim_folder(out, "a reproduction", (FILE, PAGE), LOCK)
-    try:
-        yield Keep(out / FILE)
-    finally:
-        lock.release()
 
 
 def write_page(outcomes: Sequence[Outcome], path: Path, setting: Setting) -> None:

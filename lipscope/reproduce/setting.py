@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,12 +33,21 @@ TEXTS = {
 STAND_IN = "stand-in "
 """Begins the note of everything that stands in for what a paper used."""
 
+TOKENIZER = " tokenizer"
+"""Ends the name of the tokenizer of a model with random weights."""
+
 PROSE, WORDS = "Python's help topics", "the tokenizer of all-MiniLM-L6-v2"
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2Model"]},
     "bert-base-uncased": {"model_type": "bert", "architectures": ["BertModel"]},
 }
 """Architectures whose default configuration is the model of that name, for random weights."""
+
+STAND_INS = {
+    "gpt2": f"{embedded.NAME} with a causal mask",
+    "long-context": "a Llama with random weights",
+}
+"""What stands in for a model, where it is not the embedded one as it is."""
 
 
 class Setting:
@@ -50,6 +60,9 @@ class Setting:
         progress: Called with (done, total) of the current claim.
         used: Hash of each model and text that the current claim asked for, by name; a stand-in
             has "stand-in " before it.
+
+    Raises:
+        UserError: If `models` or `texts` is not a folder.
     """
 
     def __init__(
@@ -61,11 +74,19 @@ class Setting:
         seed: int = 0,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        self.quick, self.models, self.texts = quick, models, texts
+        self.quick = quick
+        self.models, self.texts = _checked("models", models), _checked("texts", texts)
         self.device, self.seed, self.progress = device, seed, progress
         self.used: dict[str, str] = {}
+        self._hashes: dict[Path, str] = {}
         self._loaded: dict[tuple[Any, ...], Model] = {}
         self._shared: dict[tuple[Any, ...], tuple[Any, dict[str, str]]] = {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that make an equal setting, on another machine too."""
+        names = ("quick", "models", "texts", "device", "seed")
+        return {name: getattr(self, name) for name in names}
 
     def model(
         self, name: str, random_init: int | None = None, causal: bool = False
@@ -81,7 +102,7 @@ class Setting:
         causal = causal or (name == "gpt2" and self._folder(name) is None and random_init is None)
         self.used[name] = self._model_note(name, random_init)
         if random_init is not None:
-            self.used[f"{name} tokenizer"] = self._tokenizer_note(name)
+            self.used[name + TOKENIZER] = self._tokenizer_note(name)
         key = (name, random_init, causal)
         if key not in self._loaded:
             # One at a time: a model in float64 takes a gigabyte.
@@ -129,7 +150,8 @@ class Setting:
         return value
 
     def folder(self, name: str) -> Path | None:
-        """The folder of a model in `models`, or None; noted either way by the caller."""
+        """The folder of a model in `models`, or None if it is missing; noted either way."""
+        self.used[name] = self._model_note(name, None)
         return self._folder(name)
 
     def same(self, used: dict[str, str]) -> bool:
@@ -139,8 +161,8 @@ class Setting:
     def _note_now(self, name: str, before: str) -> str:
         if name in TEXTS:
             return self._text_note(name)
-        if name.endswith(" tokenizer"):
-            return self._tokenizer_note(name.removesuffix(" tokenizer"))
+        if name.endswith(TOKENIZER):
+            return self._tokenizer_note(name.removesuffix(TOKENIZER))
         return before if before.startswith("random weights") else self._model_note(name, None)
 
     def _model_note(self, name: str, random_init: int | None) -> str:
@@ -148,12 +170,14 @@ class Setting:
             return f"random weights, seed {random_init}"
         folder = self._folder(name)
         if folder is None:
-            return STAND_IN + embedded.NAME + (" with a causal mask" if name == "gpt2" else "")
-        digest = hashlib.sha256()
-        for path in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
-            with open(path, "rb") as file:
-                digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-        return f"sha256 {digest.hexdigest()}"
+            return STAND_IN + STAND_INS.get(name, embedded.NAME)
+        if folder not in self._hashes:  # once: it takes seconds
+            digest = hashlib.sha256()
+            for path in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
+                with open(path, "rb") as file:
+                    digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+            self._hashes[folder] = digest.hexdigest()
+        return f"sha256 {self._hashes[folder]}"
 
     def _tokenizer_note(self, name: str) -> str:
         return "its own" if self._folder(name) is not None else STAND_IN + WORDS
@@ -161,7 +185,8 @@ class Setting:
     def _text_note(self, name: str) -> str:
         path = self._text_path(name)
         if path is None:
-            return STAND_IN + PROSE
+            # Which text it is depends on the version of Python.
+            return f"{STAND_IN}{PROSE} (sha256 {_prose_digest()})"
         return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
     def _text_path(self, name: str) -> Path | None:
@@ -203,3 +228,14 @@ class Setting:
             (Path(place) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             where = device or self.device
             return load(place, "embedded", device=where, dtype=dtype, random_init=seed)
+
+
+def _checked(name: str, folder: Path | None) -> Path | None:
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"{name} must be a folder, and there is none at {folder}")
+    return None if folder is None else folder.absolute()
+
+
+@cache
+def _prose_digest() -> str:
+    return hashlib.sha256(embedded.default_text().encode()).hexdigest()

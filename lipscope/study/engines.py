@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from uuid import uuid4
 
 from lipscope._types import UserError
-from lipscope.study.jobs import Group, Job, Outcome, Work, attempt, reason
+from lipscope.study.jobs import Outcome, Work, attempt, reason
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -28,6 +28,15 @@ WAITING = 60.0
 
 Start = Callable[[int], Work]
 """Called once on each worker with its number of threads; returns the work it does there."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What an engine runs; it is hashable, and jobs of one group share what a worker prepares."""
+
+    @property
+    def group(self) -> Hashable: ...
+
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +62,7 @@ class Engine:
     client: Client
     restore: Callable[[], None] = lambda: None
 
-    def run(self, start: Start, jobs: Sequence[Job]) -> Generator[Outcome]:
+    def run(self, start: Start, jobs: Sequence[Task]) -> Generator[Outcome]:
         """One outcome per job, in the order in which they are done.
 
         Args:
@@ -86,8 +95,8 @@ class _Worker:
     address: str
     future: Future | None = None
     ready: bool = False
-    job: Job | None = None
-    last: Group | None = None
+    job: Task | None = None
+    last: Hashable = None
 
 
 @dataclass
@@ -100,7 +109,7 @@ class _Run:
     token: str = field(default_factory=lambda: uuid4().hex)
     workers: dict[str, _Worker] = field(default_factory=dict)
     finished: SimpleQueue[tuple[_Worker, Future]] = field(default_factory=SimpleQueue)
-    deaths: Counter[Job] = field(default_factory=Counter)
+    deaths: Counter[Task] = field(default_factory=Counter)
     failed_starts: int = 0
     next_look: float = 0.0
     next_word: float = field(default_factory=lambda: time.monotonic() + WAITING)
@@ -245,20 +254,20 @@ class _WorkerLostError(Exception):
 
 
 class _Queue:
-    """Waiting jobs, grouped by samples, so that a worker keeps the input it has prepared."""
+    """Waiting jobs by group, so that a worker keeps the input it has prepared."""
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self._groups: dict[Group, deque[Job]] = {}
+    def __init__(self, jobs: Iterable[Task]) -> None:
+        self._groups: dict[Hashable, deque[Task]] = {}
         for job in jobs:
             self._groups.setdefault(job.group, deque()).append(job)
 
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
 
-    def put_back(self, job: Job) -> None:
+    def put_back(self, job: Task) -> None:
         self._groups.setdefault(job.group, deque()).appendleft(job)
 
-    def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Job:
+    def next_for(self, worker: _Worker, workers: Iterable[_Worker]) -> Task:
         """A job on the worker's own input, else on one no other worker has prepared, else any."""
         elsewhere = {other.last for other in workers if other is not worker}
         own = worker.last if worker.last in self._groups else None
@@ -284,7 +293,7 @@ def set_up(token: str, start: Start) -> None:
         _work[token] = start(get_worker().state.nthreads)
 
 
-def run_job(token: str, job: Job) -> Outcome | None:
+def run_job(token: str, job: Task) -> Outcome | None:
     """The outcome of a job; None if the work of its run is not here any more."""
     with _alone:  # a worker with several threads gives them to torch
         work = _work.get(token)

@@ -76,15 +76,18 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a job: its rows, or the reason why there are none."""
+    """The result of a job: its rows, or the reason why there are none.
 
-    job: Job
-    rows: tuple[Row, ...] = ()
+    Engines run jobs of other kinds too, with rows of their own: `lipscope reproduce` does.
+    """
+
+    job: Any
+    rows: tuple[Any, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
     failure: str | None = None
 
 
-Work = Callable[[Job], Outcome]
+Work = Callable[[Any], Outcome]
 
 
 @dataclass(frozen=True)
@@ -216,13 +219,13 @@ def _block(n: int, sample: int) -> int:
     return sample // max(1, GROUPED_TOKENS // n)
 
 
-def run_in_process(work: Work, jobs: Sequence[Job]) -> Generator[Outcome]:
+def run_in_process(work: Work, jobs: Sequence[Any]) -> Generator[Outcome]:
     """Run one job after the other in this process."""
     for job in jobs:
         yield attempt(work, job)
 
 
-def attempt(work: Work, job: Job) -> Outcome:
+def attempt(work: Work, job: Any) -> Outcome:
     """The outcome of a job; an error in it is its outcome."""
     try:
         return work(job)

@@ -6,7 +6,7 @@ import json
 import math
 import sqlite3
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -86,12 +86,20 @@ class Store:
 
     @classmethod
     def create(
-        cls, directory: Path | None, info: StudyInfo, command: Command | None = None
+        cls,
+        directory: Path | None,
+        info: StudyInfo,
+        command: Command | None = None,
+        noun: str = "a study",
+        marks: Collection[str] = (),
     ) -> Store:
-        """Open a store for writing: a new one, or that in `directory` if it is the same study."""
+        """Open a store for writing: a new one, or that in `directory` if it is the same study.
+
+        `noun` and `marks` are what the directory is called, and other files that it may hold.
+        """
         lock = None
         if directory is not None:
-            lock = claim_folder(directory, "a study", (FILE, f"{FILE}-journal"), LOCK)
+            lock = claim_folder(directory, noun, (FILE, f"{FILE}-journal", *marks), LOCK)
         where = ":memory:" if directory is None else directory / FILE
         store = cls(
             sqlite3.connect(where, isolation_level=None, timeout=30, check_same_thread=False),

@@ -2,33 +2,12 @@
 
 import json
 
-import pytest
-
 from lipscope.cli import main
-from lipscope.reproduce import registry, running
-from lipscope.reproduce.claims import Claim, Kind, NotAvailable, Quoted, judged
-from lipscope.reproduce.running import FILE, PAGE, read_records, reproduce_papers
+from lipscope.reproduce.claim_records import PAGE
+from lipscope.reproduce.claims import Kind, NotAvailable, judged
+from lipscope.reproduce.running import reproduce_papers
 from lipscope.reproduce.setting import Setting
-
-
-def claim(run, judge=None, id="C1", needs="nothing"):
-    return Claim(
-        id=id,
-        paper="castin2024",
-        says="two is two",
-        needs=needs,
-        run=run,
-        judge=judge or (lambda numbers, quoted: judged(numbers["x"] == 2, "x against 2", (1, 3))),
-    )
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Puts claims of a test in place of the registered ones."""
-    found: list[Claim] = []
-    monkeypatch.setattr(registry, "claims", lambda: found)
-    monkeypatch.setitem(running.QUOTED, "C1", Quoted("page 2"))
-    return found
+from tests.reproduce.planted import claim
 
 
 def test_a_verdict_comes_from_stored_numbers_and_a_stored_claim_is_not_run_again(
@@ -59,21 +38,6 @@ def test_numbers_of_another_run_function_are_not_used(registered, tmp_path):
     registered[0] = claim(lambda setting: {"x": 1 + 4})
     (outcome,) = reproduce_papers(out=tmp_path)
     assert outcome.record.numbers == {"x": 5} and outcome.word == "DIFFERS"
-
-
-def test_a_torn_or_changed_line_is_left_out_and_the_file_stays_readable(registered, tmp_path):
-    registered.append(claim(lambda setting: {"x": 2}))
-    reproduce_papers(out=tmp_path)
-    path = tmp_path / FILE
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b'"x": 2', b'"x": 7'))
-    assert list(read_records(path)) == []
-    path.write_bytes(whole + whole[:40])  # a crash in the middle of a line
-    reproduce_papers(out=tmp_path, seed=1)
-    assert [record.seed for record in read_records(path)] == [0, 1]
-    # Two files are joined by appending one to the other.
-    path.write_bytes(path.read_bytes() + whole)
-    assert len(list(read_records(path))) == 3
 
 
 def test_a_stand_in_is_named_and_replaced_once_the_text_is_there(registered, tmp_path):

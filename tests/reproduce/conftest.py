@@ -1,0 +1,15 @@
+"""What tests of several files of this folder share."""
+
+import pytest
+
+from lipscope.reproduce import registry, running
+from lipscope.reproduce.claims import Claim, Quoted
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Puts claims of a test in place of the registered ones."""
+    found: list[Claim] = []
+    monkeypatch.setattr(registry, "claims", lambda: found)
+    monkeypatch.setitem(running.QUOTED, "C1", Quoted("page 2"))
+    return found

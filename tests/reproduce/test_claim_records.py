@@ -1,0 +1,161 @@
+"""Records of claims: found under the same conditions alone, old files read, damage reported."""
+
+import json
+
+import pytest
+
+from lipscope import UserError, __version__
+from lipscope.cli import main
+from lipscope.models import embedded
+from lipscope.reproduce import setting as settings
+from lipscope.reproduce.claim_records import (
+    KIND,
+    OLD_FILE,
+    OLD_PROSE,
+    ClaimRecords,
+    Record,
+    _checksum,
+    code_of,
+    read_records,
+)
+from lipscope.reproduce.registry import chosen
+from lipscope.reproduce.running import reproduce_papers
+from lipscope.reproduce.setting import PROSE, Setting
+from lipscope.study.directory import FILE
+from lipscope.study.store import Store
+from tests.reproduce.planted import claim
+
+
+def line(**changed):
+    """A line of the file of an earlier version."""
+    fields = {
+        "id": "C1",
+        "numbers": {"x": 2},
+        "quick": False,
+        "seed": 0,
+        "device": "cpu",
+        "seconds": 1.0,
+        "used": {},
+        "code": "",
+        "version": __version__,
+    }
+    content = json.dumps(fields | changed, sort_keys=True)
+    return f"{_checksum(content)} {content}\n"
+
+
+def two(setting):
+    return {"x": 2}
+
+
+def text(setting):
+    return {"x": 2, "length": len(setting.text("alice")[0])}
+
+
+def test_a_record_is_kept_in_the_store_of_a_study(registered, tmp_path):
+    registered.append(claim(two))
+    (outcome,) = reproduce_papers(out=tmp_path)
+    store = Store.open(tmp_path)
+    ((key, value),) = store.records(KIND)
+    store.close()
+    assert key == outcome.record.key and key.startswith("C1 full seed 0 cpu ")
+    assert Record(**json.loads(value)) == outcome.record
+
+
+def test_a_file_of_an_earlier_version_is_read_and_joined(registered, tmp_path):
+    def never(setting):
+        raise AssertionError("it was run again")
+
+    registered.append(claim(never))
+    old = line(code=code_of(registered[0]))
+    (tmp_path / OLD_FILE).write_text(old + line(seed=1, code=code_of(registered[0])) + old[:40])
+    (outcome,) = reproduce_papers(out=tmp_path)
+    assert outcome.word == "REPRODUCED" and outcome.record.seconds == 1.0
+    (outcome,) = reproduce_papers(out=tmp_path, seed=1)
+    assert outcome.word == "REPRODUCED"
+    (tmp_path / OLD_FILE).unlink()  # it is in the store now
+    (outcome,) = reproduce_papers(out=tmp_path)
+    assert outcome.word == "REPRODUCED"
+
+
+def test_a_torn_or_changed_line_of_an_old_file_is_left_out(tmp_path):
+    path = tmp_path / OLD_FILE
+    path.write_text(line().replace('"x": 2', '"x": 7') + line(seed=1) + line()[:40] + "\n")
+    assert [record.seed for record in read_records(path)] == [1]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same text", "text of another Python"])
+def test_old_numbers_on_the_prose_count_on_the_same_prose_alone(
+    registered, tmp_path, monkeypatch, same
+):
+    monkeypatch.setattr(settings, "_prose_digest", lambda: OLD_PROSE if same else "0" * 64)
+    registered.append(claim(text))
+    old = line(used={"alice": f"stand-in {PROSE}"}, code=code_of(registered[0]))
+    (tmp_path / OLD_FILE).write_text(old)
+    (outcome,) = reproduce_papers(out=tmp_path)
+    assert ("length" in outcome.record.numbers) is not same
+    assert outcome.word == "STAND-IN: REPRODUCED"
+    assert "sha256" not in outcome.verdict.reason and "sha256" in outcome.record.used["alice"]
+
+
+def test_new_numbers_name_the_prose_and_another_text_runs_the_claim_again(
+    registered, tmp_path, monkeypatch
+):
+    registered.append(claim(text))
+    reproduce_papers(out=tmp_path)
+    monkeypatch.setattr(embedded, "default_text", lambda: "Another text.")
+    settings._prose_digest.cache_clear()
+    (outcome,) = reproduce_papers(out=tmp_path)
+    settings._prose_digest.cache_clear()
+    assert outcome.record.numbers["length"] == len("Another text.")
+
+
+def test_every_stand_in_is_found_again(tmp_path):
+    """What a run notes is what the next one compares, for the long-context model too."""
+    records, setting = ClaimRecords(None), Setting(quick=True)
+    for one in chosen(None, ["S11", "V7"]):
+        for name in ("long-context", "bert-base-uncased", "gpt2"):
+            assert setting.folder(name) is None
+        used = setting.used | {"long-context": "stand-in a Llama with random weights"}
+        found = records.add(
+            one,
+            Record(one.id, {}, quick=True, seed=0, device="cpu", seconds=1.0, used=used),
+        )
+        assert records.find(one, Setting(quick=True)) == found
+        assert records.find(one, Setting(quick=False)) is None
+
+
+def test_the_newest_record_of_one_set_of_conditions_counts(tmp_path):
+    records, one = ClaimRecords(tmp_path), claim(two)
+    for x in (1, 2):
+        records.add(one, Record("C1", {"x": x}, False, 0, "cpu", 1.0, {}))
+    records.close()
+    records = ClaimRecords(tmp_path)
+    assert records.find(one, Setting()).numbers == {"x": 2}
+    records.close()
+
+
+def test_damage_is_named_and_the_rest_can_be_repaired(registered, tmp_path, capsys):
+    registered += [claim(two), claim(two, id="C2")]
+    out = tmp_path / "papers"
+    reproduce_papers(out=out)
+    content = (out / FILE).read_bytes()
+    assert content.count(b'"id": "C2", "numbers": {"x": 2}') == 1
+    (out / FILE).write_bytes(
+        content.replace(b'"id": "C2", "numbers": {"x": 2}', b'"id": "C2", "numbers": {"x": 7}')
+    )
+    with pytest.raises(UserError, match="lost claim C2 full seed 0"):
+        reproduce_papers(out=out)
+    assert main(["doctor", str(out), "--repair"]) == 3
+    printed = capsys.readouterr().out
+    assert "lost: claim C2 full seed 0" in printed and "1 claims" in printed
+    registered[1] = claim(lambda setting: {"x": 3}, id="C2")
+    first, second = reproduce_papers(out=tmp_path / "papers.repaired")
+    assert first.word == "REPRODUCED" and second.word == "DIFFERS"
+
+
+def test_the_directory_of_another_study_is_refused(registered, tmp_path):
+    from tests.study.fakes import info
+
+    Store.create(tmp_path, info()).close()
+    with pytest.raises(UserError, match="is a study of another model"):
+        reproduce_papers(out=tmp_path)
