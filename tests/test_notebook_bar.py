@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 import lipscope as ls
 from lipscope import _notebook_bar
 from lipscope._notebook_bar import Bar, in_notebook, with_bar
+from lipscope.charlm import train_character_model
 from tests.test_notebooks import ROOT
 
 
@@ -110,6 +111,9 @@ def test_every_long_call_has_a_bar(monkeypatch):
         ls.simulate,
         ls.audit_model,
         ls.compare_attacks,
+        ls.error_budget,
+        lambda: ls.compare_runs(None, None),
+        lambda: train_character_model("text", out="model"),
         lambda: ls.attack_model(None, None, ls.AttackPlan("ascent")),
     ):
         with pytest.raises(Reached):

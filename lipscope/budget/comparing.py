@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
 from lipscope.budget.intervals import largest_ratio
@@ -136,6 +138,7 @@ class RunComparison:
         return f"<div><p>{escape(self.sentence())}</p>{table}</div>"
 
 
+@with_bar("comparing")
 def compare_runs(
     a: Source,
     b: Source | Path,
@@ -146,6 +149,7 @@ def compare_runs(
     length: int = 128,
     samples: int = 4,
     seed: int = 0,
+    progress: Callable[[float, float], None] | None = None,
 ) -> RunComparison:
     """Compare a run with the model it claims to be, hidden state by hidden state.
 
@@ -166,6 +170,8 @@ def compare_runs(
         length: Maximum number of tokens per sequence.
         samples: Number of sequences taken from a text.
         seed: Seed of the probes.
+        progress: Called with the sequences done and their number. Default: a bar in notebooks,
+            nothing elsewhere.
 
     Returns:
         The :class:`RunComparison`, with `ok` and `first_outside`.
@@ -189,7 +195,7 @@ def compare_runs(
         >>> ls.compare_runs(right, port, torch.arange(24)).first_outside.name
         'layer 1'
     """
-    _check_format(format)  # before models are loaded
+    check_format(format)  # before models are loaded
     recorded = _recorded(b)
     if recorded is not None:
         ids, states = recorded
@@ -205,7 +211,7 @@ def compare_runs(
         found = [[h[i : i + 1] for h in states] for i in range(len(states[0]))]
         own = reference.own
     low = replace(reference, own=own).in_dtype(DTYPES[name])
-    budgets, exact = state_budgets(reference, low, probes, seed)
+    budgets, exact = state_budgets(reference, low, probes, seed, progress=progress)
     _check_shapes(exact, found)
     rows = [
         _judge(
@@ -222,7 +228,8 @@ def compare_runs(
     return RunComparison(format=name, states=rows, false_alarms=FALSE_ALARMS)
 
 
-def _check_format(format: str | None) -> None:
+def check_format(format: str | None) -> None:
+    """Raise UserError if `format` is not one that a whole run can be in; None is."""
     if format is not None and format not in DTYPES:
         raise UserError(
             f"format must be one of {', '.join(DTYPES)}, got {format!r}; all other formats are for "

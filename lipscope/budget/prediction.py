@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lipscope._checks import check_positive
+from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser, read_formats
 from lipscope.budget.metrics import Measure, Metric, read_metric
@@ -23,12 +24,13 @@ from lipscope.budget.running import exact_outputs, outputs_in, second_order
 from lipscope.budget.scores import worst_cases
 from lipscope.budget.sites import ErrorSite, collect_products
 from lipscope.budget.states import state_tolerance
-from lipscope.budget.storing import BudgetStore, Settings, assemble
+from lipscope.budget.storing import BudgetStore, Settings, assemble, command_line
 from lipscope.budget.subject import Source, Subject, Text, read_subject
 
 PROBES = 16
 
 
+@with_bar("propagating")
 def error_budget(
     model: Source = None,
     text: Text = None,
@@ -43,8 +45,7 @@ def error_budget(
     worst: bool = False,
     seed: int = 0,
     out: str | os.PathLike[str] | None = None,
-    command: str = "",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[float, float], None] | None = None,
 ) -> ErrorBudget:
     """Predict what low precision costs, site by site, from a few backward passes.
 
@@ -74,8 +75,8 @@ def error_budget(
             to first order of weight and cache formats, in `budget.worst`. It takes longest.
         seed: Seed of the probes.
         out: Directory of a study to save the budget in, one job per sequence; rerun to resume.
-        command: The command line to note in that study.
-        progress: Function called with (done, total) sequences.
+        progress: Called with the work done and the total work. Default: a bar in notebooks,
+            nothing elsewhere.
 
     Returns:
         The predicted errors as an :class:`ErrorBudget`.
@@ -104,18 +105,27 @@ def error_budget(
             "a saved budget needs formats and a metric with names: functions cannot be recognised "
             "when a run is resumed; omit out"
         )
+    if worst and measure.divergence:
+        raise UserError("the worst case is of the output, not of a divergence; omit worst")
     subject = read_subject(model, text, head=measure.head, length=length, samples=samples)
-    store = None if out is None else BudgetStore(Path(out), subject, seed, command)
     settings = Settings(
         metric=measure.name, probes=probes, embeddings=embeddings, observe=observe, seed=seed
     )
+    store = None
+    if out is not None:
+        line = command_line(
+            subject, text, settings, [f.name for f in wanted], length, samples, worst
+        )
+        store = BudgetStore(Path(out), subject, seed, line)
     parts: dict[str, list[Part]] = {f.name: [] for f in wanted}
+    count = len(subject.sequences)
+    report = progress or (lambda done, total: None)
     try:
         for b, found in enumerate(_jobs(subject, wanted, measure, settings, store)):
             for name, part in found.items():
                 parts[name].append(part)
-            if progress is not None:
-                progress(b + 1, len(subject.sequences))
+            report(b + 1, 2 * count if worst else count)
+        conspired = _worst(subject, wanted, measure, store, report) if worst else {}
     finally:
         if store is not None:
             store.close()
@@ -124,9 +134,26 @@ def error_budget(
         settings,
         parts,
         measure,
-        worst=worst_cases(subject, wanted, measure) if worst else {},
+        worst=conspired,
         tolerance=lambda state, f: state_tolerance(subject, f, state, probes, seed),
     )
+
+
+def _worst(
+    subject: Subject,
+    wanted: list[Format],
+    metric: Metric,
+    store: BudgetStore | None,
+    progress: Callable[[float, float], None],
+) -> dict[str, float]:
+    """The worst cases of all formats that have one: stored ones, or new ones, then stored."""
+    found = {} if store is None else store.worst(metric.name)
+    missing = [f for f in wanted if f.name not in found]
+    # The second half of the work, however long it takes.
+    made = worst_cases(subject, missing, metric, lambda done, total: progress(1 + done / total, 2))
+    if store is not None and made:
+        store.write_worst(metric.name, made)
+    return {f.name: {**found, **made}[f.name] for f in wanted if f.name in found or f.name in made}
 
 
 def _jobs(

@@ -138,7 +138,12 @@ def compare_scores(
     return ScoreTable(rows, values)
 
 
-def worst_cases(subject: Subject, formats: list[Format], metric: Metric) -> dict[str, float]:
+def worst_cases(
+    subject: Subject,
+    formats: list[Format],
+    metric: Metric,
+    progress: Callable[[float, float], None] | None = None,
+) -> dict[str, float]:
     """By format, sum_s sigma_s |e_s| at the first sequence: the error if all sites conspired.
 
     For formats of weights, keys and values; the others have more sites than can be measured.
@@ -148,7 +153,7 @@ def worst_cases(subject: Subject, formats: list[Format], metric: Metric) -> dict
         return {}
     first = replace(subject, sequences=subject.sequences[:1])
     size = sum(metric.size(y) for y in exact_outputs(first, metric))
-    found = _gather(first, wanted, metric, probes=2, seed=0, sigma=True)
+    found = _gather(first, wanted, metric, probes=2, seed=0, sigma=True, progress=progress)
     return {
         name: sum(metric.value(sums["sigma"], size) for sums in sites.values())
         for name, sites in found.items()
@@ -210,7 +215,13 @@ class _Place:
 
 
 def _gather(
-    subject: Subject, formats: list[Format], metric: Metric, probes: int, seed: int, sigma: bool
+    subject: Subject,
+    formats: list[Format],
+    metric: Metric,
+    probes: int,
+    seed: int,
+    sigma: bool,
+    progress: Callable[[float, float], None] | None = None,
 ) -> dict[str, dict[ErrorSite, dict[str, float]]]:
     """By format and site, the sums over sequences from which scores are made."""
     generator = torch.Generator().manual_seed(seed)
@@ -224,7 +235,7 @@ def _gather(
                 v = torch.stack([metric.probe(y, generator) for _ in batch])
                 _add_probes(found, places, gradients([y], [v], nodes), probes)
             if sigma and b == 0 and not metric.divergence:
-                _add_sigma(found, places, y)
+                _add_sigma(found, places, y, progress)
     return {
         name: {site: sums for site, sums in sites.items() if sums.get("budget", 0.0) > 0}
         for name, sites in found.items()
@@ -285,10 +296,15 @@ def _add_probes(
 
 
 def _add_sigma(
-    found: dict[str, dict[ErrorSite, dict[str, float]]], places: list[_Place], y: Tensor
+    found: dict[str, dict[ErrorSite, dict[str, float]]],
+    places: list[_Place],
+    y: Tensor,
+    progress: Callable[[float, float], None] | None = None,
 ) -> None:
     """Sigma of all that follows a site, at the first sequence, times the error there."""
-    for place in places:
+    for number, place in enumerate(places):
+        if progress is not None:
+            progress(number, len(places))
         J = _following(place.node, y)
         if J is None:
             continue

@@ -9,6 +9,7 @@ nu = 2 mean^2 / variance are the degrees of freedom of both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -53,14 +54,21 @@ class StateBudget:
 
 
 def state_budgets(
-    subject: Subject, low: Subject, probes: int, seed: int, only: int | None = None
+    subject: Subject,
+    low: Subject,
+    probes: int,
+    seed: int,
+    only: int | None = None,
+    progress: Callable[[float, float], None] | None = None,
 ) -> tuple[list[StateBudget], list[list[Tensor]]]:
     """The budget of every hidden state (or of one), and the states of the reference."""
     generator = torch.Generator().manual_seed(seed)
     noise: list[Tensor] = []
     states: list[list[Tensor]] = []
     errors: list[list[Tensor]] = []
-    for ids in subject.sequences:
+    for b, ids in enumerate(subject.sequences):
+        if progress is not None:
+            progress(b, len(subject.sequences))
         run = follow_run(subject, low, ids)
         chosen = range(len(run.states)) if only is None else [only]
         noise.append(_noise(run, [run.states[i] for i in chosen], probes, generator))

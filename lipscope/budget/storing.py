@@ -3,7 +3,8 @@
 A part (one format at one sequence) is a record with all its products, from which a resumed run and
 the report add up the same budget. Its numbers are also rows of the study, for exports: the probe is
 "budget" or "observed error", the scope is the format, the kind says what is rounded and where, the
-norm is the metric, and `residual` is the second-order share of a total.
+norm is the metric, and `residual` is the second-order share of a total. A worst case is a record
+and a row of its own, at the first sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import math
 import platform
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,15 +25,28 @@ from lipscope.budget.formats import Format
 from lipscope.budget.metrics import Metric, read_metric
 from lipscope.budget.parts import Part, add_up
 from lipscope.budget.result import ErrorBudget
-from lipscope.budget.subject import Subject
+from lipscope.budget.subject import Subject, Text
 from lipscope.study.jobs import Command, Request
-from lipscope.study.records import BUDGET, OBSERVED, About, Identity, Row, StudyInfo
+from lipscope.study.reading import text_option
+from lipscope.study.records import (
+    BUDGET,
+    OBSERVED,
+    WORST_CASE,
+    About,
+    Identity,
+    Row,
+    StudyInfo,
+)
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from lipscope.study.work import NUMERIC_VERSION, config_digest
 
 if TYPE_CHECKING:
     from lipscope.budget.states import Tolerance
+
+
+Value = tuple[str, int | None, int | None, str, tuple[float, float, float], float]
+"""What a row holds besides its format and place: probe, layer, head, kind, interval, residual."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +111,23 @@ class BudgetStore:
             for f, part in parts.items()
         )
 
+    def worst(self, metric: str) -> dict[str, float]:
+        """The stored worst cases of a metric, by format."""
+        return _stored_worst(self._store, metric)
+
+    def write_worst(self, metric: str, found: Mapping[str, float]) -> None:
+        """Store the worst cases of some formats; on disk when it returns."""
+        n = self._subject.sequences[0].shape[1]
+        for f, value in found.items():
+            total = (WORST_CASE, None, None, "total", (value,) * 3, math.nan)
+            self._store.write(self._as_rows([total], f, n, 0, metric))
+        self._store.put_all(
+            (WORST_CASE, json.dumps([metric, f]), json.dumps(value)) for f, value in found.items()
+        )
+
     def _rows(self, format: str, part: Part, b: int, metric: Metric) -> list[Row]:
         found = add_up(format, [part], metric)
-        values = [
+        values: list[Value] = [
             (BUDGET, r.layer, r.head, f"{r.kind}: {r.site}", (r.predicted, r.low, r.high), math.nan)
             for r in found.rows
         ]
@@ -107,21 +136,26 @@ class BudgetStore:
         values.append((BUDGET, None, None, "total", (found.total.value, low, high), second))
         if found.observed is not None:
             values.append((OBSERVED, None, None, "total", (found.observed,) * 3, math.nan))
+        return self._as_rows(values, format, part.n, b, metric.name)
+
+    def _as_rows(
+        self, values: Sequence[Value], format: str, n: int, b: int, metric: str
+    ) -> list[Row]:
         return [
             Row(
                 probe=probe,
                 scope=format,
                 layer=layer,
                 head=head,
-                n=part.n,
+                n=n,
                 sample=b,
                 kind=kind,
-                norm=metric.name,
+                norm=metric,
                 value=value,
                 lower=low,
                 upper=high,
                 residual=residual,
-                status="predicted" if probe == BUDGET else "observed",
+                status="observed" if probe == OBSERVED else "predicted",
                 radius=math.nan,
                 dtype=str(self._subject.dtype).removeprefix("torch."),
                 device=self._subject.sequences[b].device.type,
@@ -174,8 +208,48 @@ def stored_budgets(study: Study) -> list[ErrorBudget]:
             if len(parts) == most
         }
         metric = read_metric(settings.metric)
-        found.append(assemble(study.info.about.model, settings, whole, metric, {}, _no_tolerance))
+        known = _stored_worst(study.store, settings.metric)
+        worst = {name: known[name] for name in whole if name in known}
+        model = study.info.about.model
+        found.append(assemble(model, settings, whole, metric, worst, _no_tolerance))
     return found
+
+
+def _stored_worst(store: Store, metric: str) -> dict[str, float]:
+    every = ((*json.loads(key), json.loads(value)) for key, value in store.records(WORST_CASE))
+    return {format: value for its, format, value in every if its == metric}
+
+
+def command_line(
+    subject: Subject,
+    text: Text,
+    settings: Settings,
+    formats: Sequence[str],
+    length: int,
+    samples: int,
+    worst: bool,
+) -> str:
+    """The command line that computes a budget again; empty if only Python can."""
+    given = text_option(text)
+    if subject.model is None or subject.model.card.option is None or given is None:
+        return ""
+    options = {
+        "--format": ",".join(formats),
+        "--metric": settings.metric,
+        "--probes": settings.probes,
+        "--length": length,
+        "--samples": samples,
+        "--dtype": subject.model.card.dtype,
+        "--seed": settings.seed,
+    }
+    flags = {
+        "--observe": settings.observe,
+        "--embeddings": settings.embeddings,
+        "--worst": worst,
+    }
+    words = ["lipscope", "budget", *subject.model.card.option, *given]
+    words += [word for name, value in options.items() for word in (name, str(value))]
+    return shlex.join(words + [name for name, on in flags.items() if on])
 
 
 def _no_tolerance(state: int, format: str) -> Tolerance:

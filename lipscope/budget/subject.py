@@ -18,9 +18,10 @@ from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
+from lipscope.study.texts import TextColumn, content, warn_of_unknown
 
 Source = str | nn.Module | Model | None
-Text = str | Path | Sequence[Any] | Tensor | None
+Text = str | Path | TextColumn | Sequence[Any] | Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,12 @@ class Subject:
 
         Buffers (the frequencies of rotary positions) stay in float32, as they do there.
         """
+        if torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps:
+            coarse, exact = (str(kind).removeprefix("torch.") for kind in (dtype, self.dtype))
+            raise UserError(
+                f"a run in {coarse} is compared with a more accurate one, and {self.name} is "
+                f"loaded in {exact}; load it in float64 (--dtype float64)"
+            )
         module = copy.deepcopy(self.module)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -103,6 +110,8 @@ def read_subject(
             tensor.data = tensor.data.to(wanted)
     device = next(module.parameters()).device
     rows = read_sequences(text, encode, min(length, limit or length), samples)
+    if model is not None:
+        warn_of_unknown(model, [i for row in rows for i in row.flatten().tolist()])
     return Subject(
         module=module,
         sequences=tuple(row.to(device) for row in rows),
@@ -120,9 +129,9 @@ def read_sequences(
     text: Text, encode: Callable[[str], list[int]] | None, length: int, samples: int
 ) -> list[Tensor]:
     """Token ids [1, n]: windows spread evenly over a text, one per text of a list, or rows."""
-    if isinstance(text, Tensor) or (
-        isinstance(text, list | tuple) and text and not isinstance(text[0], str | Path)
-    ):
+    a_text = str | Path | TextColumn
+    several = isinstance(text, list | tuple) and any(isinstance(part, a_text) for part in text)
+    if text is not None and not several and not isinstance(text, a_text):
         given = torch.as_tensor(text)
         if given.dtype.is_floating_point or given.ndim not in (1, 2) or not given.numel():
             raise UserError(
@@ -131,14 +140,14 @@ def read_sequences(
         return [row[None].long() for row in (given if given.ndim == 2 else given[None])]
     if encode is None:
         raise UserError("this model has no tokenizer; give token ids instead of text")
-    if isinstance(text, list | tuple):
-        rows = [encode(_content(part))[:length] for part in text]
-    else:
-        ids = encode(default_text() if text is None else _content(text))
+    if isinstance(text, str | Path | TextColumn | None):
+        ids = encode(default_text() if text is None else content(text))
         n = min(length, len(ids))
         last, count = len(ids) - n, max(1, min(samples, len(ids) // max(n, 1)))
         starts = [round(i * last / max(count - 1, 1)) for i in range(count)]
         rows = [ids[start : start + n] for start in starts]
+    else:
+        rows = [encode(content(part))[:length] for part in text]
     rows = [row for row in rows if row]
     if not rows:
         raise UserError("the text has no tokens; give a longer text")
@@ -216,26 +225,16 @@ def changing_cache(change: Callable[[AttentionCall], AttentionCall]) -> Iterator
 
 def _opened(source: Source, head: bool) -> tuple[Model, nn.Module]:
     """The loaded model, and the module to run: its trunk, or the whole with its head."""
-    if head and isinstance(source, Model):
+    if isinstance(source, nn.Module):
+        model = load(source)
+        return model, source if head else model.trunk
+    if not isinstance(source, Model):
+        source = load_language_model(source) if head else load(source)
+    if not head:
+        return source, source.trunk
+    if source.with_head is None:
         raise UserError(
             f"{source.card.name} was loaded without its head; pass its name, its folder or the "
             "live model with its head, or use metric='output'"
         )
-    if isinstance(source, Model):
-        return source, source.trunk
-    if isinstance(source, nn.Module):
-        model = load(source)
-        return model, source if head else model.trunk
-    if head:
-        return load_language_model(source)
-    model = load(source)
-    return model, model.trunk
-
-
-def _content(text: Any) -> str:
-    if isinstance(text, Path):
-        try:
-            return text.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {text} as UTF-8 text ({error})") from error
-    return str(text)
+    return source, source.with_head

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from lipscope._checks import check_whole, explained, usable_device
 from lipscope._files import claim_folder
+from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.charlm.characters import CharacterText, read_characters
 from lipscope.charlm.checkpoint import (
@@ -212,6 +213,7 @@ class Training:
 
 
 @explained
+@with_bar("training")
 def train_character_model(
     text: str | Path,
     *,
@@ -260,7 +262,8 @@ def train_character_model(
         seed: Seed of weights and batches.
         every: Steps between evaluations and checkpoints.
         device: For example "cpu", "cuda" or "cuda:1".
-        progress: Called with (steps done, steps in all) after every step.
+        progress: Called with (steps done, steps in all) after every step. Default: a bar in
+            notebooks, nothing elsewhere.
         kept: Called with the training whenever it has been saved.
 
     Returns:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lipscope.cli.options import AsJson, ModelName, Quiet, Seed, StudyOut, Texts
+from lipscope.cli.options import (
+    AsJson,
+    Column,
+    Device,
+    Dtype,
+    ModelName,
+    Quiet,
+    RandomInit,
+    Revision,
+    Seed,
+    StudyOut,
+    Texts,
+    Tokenizer,
+)
 from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table
 
 Length = Annotated[int, typer.Option(help="Maximum number of tokens per sequence.")]
@@ -21,6 +32,7 @@ Probes = Annotated[int, typer.Option(help="Backward passes per sequence.")]
 def budget(
     model: ModelName = None,
     text: Texts = None,
+    column: Column = None,
     format: Annotated[
         str,
         typer.Option(help="Some of bf16, fp16, int8, int4:32, fp8, w8a8, kv8, kv4, by commas."),
@@ -43,6 +55,11 @@ def budget(
         bool,
         typer.Option("--worst", help="Measure σ after every site, for the worst case. Takes long."),
     ] = False,
+    random_init: RandomInit = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = "float64",
     seed: Seed = 0,
     out: StudyOut = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all rows as CSV.")] = None,
@@ -57,15 +74,27 @@ def budget(
     quiet: Quiet = False,
 ) -> None:
     """Predict what low precision costs, and which layers and heads it comes from."""
-    words: Any = read_texts(text)
+    words: Any = read_texts(text, column, quiet)
     with progress("propagating", quiet=quiet) as report:
+        from lipscope.budget.formats import read_formats
         from lipscope.budget.layer_lists import layer_lists
+        from lipscope.budget.metrics import read_metric
         from lipscope.budget.prediction import error_budget
         from lipscope.budget.scores import compare_scores
+        from lipscope.models.loading import load, load_language_model
         from lipscope.report.budgets import budget_table, score_table, shares_table
 
-        found = error_budget(
+        read_formats(format)  # checked before a model is loaded, which may take a while
+        opened = (load_language_model if read_metric(metric).head else load)(
             model,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            random_init=random_init,
+        )
+        found = error_budget(
+            opened,
             words,
             formats=format,
             probes=probes,
@@ -77,24 +106,11 @@ def budget(
             worst=worst,
             seed=seed,
             out=out,
-            command=_line(
-                model,
-                text,
-                {
-                    "--format": format,
-                    "--metric": metric,
-                    "--probes": probes,
-                    "--length": length,
-                    "--samples": samples,
-                    "--seed": seed,
-                },
-                {"--observe": observe, "--embeddings": embeddings},
-            ),
             progress=report,
         )
         ranked = (
             compare_scores(
-                model,
+                opened,
                 words,
                 formats=[f for f in found.formats if f.startswith(("int", "fp8", "kv"))],
                 probes=probes,
@@ -127,19 +143,6 @@ def budget(
         show_table(score_table(ranked), quiet)
 
 
-def _line(
-    model: str | None,
-    text: list[str] | None,
-    options: Mapping[str, object],
-    flags: Mapping[str, bool],
-) -> str:
-    """The command line that a study notes."""
-    texts = [word for name in text or () for word in ("--text", name)]
-    given = [word for name, value in options.items() for word in (name, str(value))]
-    given += [name for name, on in flags.items() if on]
-    return shlex.join(["lipscope", "budget", *([model] if model else []), *texts, *given])
-
-
 def check(
     a: Annotated[str, typer.Argument(metavar="A", help="The reference: model id or directory.")],
     b: Annotated[
@@ -147,12 +150,17 @@ def check(
         typer.Argument(metavar="B", help="Model id, directory, or safetensors of hidden states."),
     ],
     text: Texts = None,
+    column: Column = None,
     format: Annotated[
         str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="of the file, or bf16")
     ] = None,
     probes: Probes = 8,
     length: Length = 128,
     samples: Samples = 4,
+    random_init: RandomInit = None,
+    tokenizer: Tokenizer = None,
+    device: Device = None,
+    dtype: Dtype = "float64",
     seed: Seed = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -161,20 +169,26 @@ def check(
 
     A file holds hidden_states.0 to hidden_states.L of shape [B, n, d], and input_ids [B, n].
     """
-    words: Any = read_texts(text)
-    with progress("comparing", quiet=quiet):
-        from lipscope.budget.comparing import compare_runs
+    words: Any = read_texts(text, column, quiet)
+    with progress("comparing", quiet=quiet) as report:
+        from lipscope.budget.comparing import check_format, compare_runs
+        from lipscope.models.loading import load
         from lipscope.report.budgets import comparison_table
 
+        check_format(format)  # before a model is loaded, which may take a while
+        reference = load(a, tokenizer, dtype=dtype, device=device, random_init=random_init)
+        recorded = b.endswith(".safetensors")
+        run = b if recorded else load(b, dtype=dtype, device=device, random_init=random_init)
         found = compare_runs(
-            a,
-            b,
+            reference,
+            run,
             words,
             format=format,
             probes=probes,
             length=length,
             samples=samples,
             seed=seed,
+            progress=report,
         )
     if as_json:
         show_json(found.as_dict())

@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -87,27 +88,57 @@ def load(
         >>> model.layers, model.heads, model.card.dtype
         (2, 4, 'float64')
     """
+    return _load(source, tokenizer, dtype, device, revision, random_init, head=False)
+
+
+def load_language_model(
+    source: str | os.PathLike[str] | None,
+    tokenizer: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    random_init: int | None = None,
+) -> Model:
+    """`load` for a model that keeps the head that predicts the next token, as `with_head`."""
+    return _load(source, tokenizer, dtype, device, revision, random_init, head=True)
+
+
+def _load(
+    source: str | os.PathLike[str] | nn.Module | None,
+    tokenizer: Any,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    revision: str | None,
+    random_init: int | None,
+    head: bool,
+) -> Model:
     wanted = _dtype(dtype)
     if random_init is not None and not _is_seed(random_init):
         raise UserError(f"random_init must be an integer from 0 to 2^63 - 1, got {random_init!r}")
     with _quiet():
         if isinstance(source, nn.Module):
             module, reader = _live(source, device), None
-            name, commit = module.config.name_or_path or type(module).__name__, None
+            known, commit = module.config.name_or_path, None
+            # transformers notes "None" for what was read without a name, as `_read` does it.
+            name = known if known not in ("", "None") else type(module).__name__
             if random_init is not None:
                 device = module.device
                 module = _random(type(module), copy.deepcopy(module.config), random_init)
         else:
             repository = _repository(source, revision, weights=random_init is None)
-            module, reader = _read(repository, random_init, wanted), repository
+            module, reader = _read(repository, random_init, wanted, head), repository
             name, commit = repository.name, repository.revision
         owned = reader is not None or random_init is not None
+        if head:
+            _check_head(module, name)
         trunk, architecture = _trunk(module)
         # Hashed before casting: the hash identifies the stored weights, whatever they run in.
         digest = weights_hash(trunk)
         if owned:
             # nn.Module's own `to`, without transformers' special cases for quantised models.
-            nn.Module.to(trunk, _device(device), wanted).eval().requires_grad_(False)
+            whole = module if head else trunk
+            nn.Module.to(whole, _device(device), wanted).eval().requires_grad_(False)
         words = _tokenizer(tokenizer, reader)
     card = Card(
         name=name,
@@ -118,39 +149,52 @@ def load(
         random_init=random_init,
         dtype=str(wanted).removeprefix("torch."),
         device=str(next(trunk.parameters()).device),
-        versions={
-            "python": platform.python_version(),
-            **{
-                package.__name__: package.__version__
-                for package in (torch, transformers, tokenizers, safetensors)
-            },
-        },
+        versions=_versions(),
+        option=None if reader is None else _option(reader, tokenizer, random_init),
     )
-    return Model(trunk=trunk, tokenizer=words, card=card, dtype=wanted, owned=owned)
+    return Model(
+        trunk=trunk,
+        tokenizer=words,
+        card=card,
+        dtype=wanted,
+        owned=owned,
+        with_head=module if head else None,
+    )
 
 
-def load_language_model(
-    source: str | os.PathLike[str] | None,
-    tokenizer: Any = None,
-    *,
-    device: str | torch.device | None = None,
-    revision: str | None = None,
-    random_init: int | None = None,
-) -> tuple[Model, PreTrainedModel]:
-    """A loaded model and the same module with the head that predicts the next token."""
-    with _quiet():
-        repository = _repository(source, revision, weights=random_init is None)
-        module = _read(repository, random_init, torch.float64, head=True)
-        # Weights that were not in the files are NaN by now.
-        empty = [name for name, p in module.named_parameters() if bool(p.isnan().any())]
-        if empty:
-            raise UserError(
-                f"{repository.name} has no weights for its language-model head ({empty[0]}); "
-                "use metric output"
-            )
-        nn.Module.to(module, _device(device), torch.float64).eval().requires_grad_(False)
-        model = load(module, _tokenizer(tokenizer, repository))
-    return model, module
+def _versions() -> dict[str, str]:
+    packages = (torch, transformers, tokenizers, safetensors)
+    found = {package.__name__: package.__version__ for package in packages}
+    return {"python": platform.python_version(), **found}
+
+
+def _option(
+    repository: Repository, tokenizer: Any, random_init: int | None
+) -> tuple[str, ...] | None:
+    """The arguments of a command that loads this again; None if only Python can."""
+    if not (tokenizer is None or isinstance(tokenizer, str | os.PathLike)):
+        return None
+    options = {
+        "--revision": repository.revision if repository.name != embedded.NAME else None,
+        "--random-init": random_init,
+        "--tokenizer": None if tokenizer is None else _found_anywhere(os.fspath(tokenizer)),
+    }
+    given = {name: str(value) for name, value in options.items() if value is not None}
+    return (_found_anywhere(repository.name), *(word for pair in given.items() for word in pair))
+
+
+def _found_anywhere(name: str) -> str:
+    """A name that means the same from another directory, where a folder's would be the hub's."""
+    return str(Path(name).absolute()) if Path(name).is_dir() else name
+
+
+def _check_head(module: PreTrainedModel, name: str) -> None:
+    # Weights that were not in the files are NaN by now.
+    empty = [key for key, p in module.named_parameters() if bool(p.isnan().any())]
+    if empty:
+        raise UserError(
+            f"{name} has no weights for its language-model head ({empty[0]}); use metric output"
+        )
 
 
 def weights_hash(module: nn.Module) -> str:

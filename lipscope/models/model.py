@@ -36,6 +36,7 @@ class Card:
 
     weights:   sha256 of the weights, in the dtype they were stored in
     tokenizer: sha256 of the tokenizer
+    option:    the command-line arguments that load the same; None if it was given as an object
     """
 
     name: str
@@ -47,6 +48,7 @@ class Card:
     dtype: str
     device: str
     versions: dict[str, str]
+    option: tuple[str, ...] | None
 
 
 class Model:
@@ -60,6 +62,7 @@ class Model:
         tokenizer: The tokenizer, or None.
         card: What was loaded: name, revision, hashes, dtype, device, versions.
         dtype: The dtype measurements are made in.
+        with_head: The module with the head that predicts the next token, if it was loaded.
 
     Example:
         >>> import torch
@@ -77,9 +80,16 @@ class Model:
     """
 
     def __init__(
-        self, trunk: PreTrainedModel, tokenizer: Any, card: Card, dtype: torch.dtype, owned: bool
+        self,
+        trunk: PreTrainedModel,
+        tokenizer: Any,
+        card: Card,
+        dtype: torch.dtype,
+        owned: bool,
+        with_head: PreTrainedModel | None = None,
     ):
         self.trunk, self.tokenizer, self.card, self.dtype = trunk, tokenizer, card, dtype
+        self.with_head = with_head
         self._owned = owned
         # Preflights by input shape: a model may route attention differently at another length.
         self._checks: dict[tuple[Any, ...], Preflight] = {}

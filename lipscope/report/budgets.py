@@ -29,6 +29,12 @@ HEADS = 8
 """Maximum number of heads shown."""
 
 
+WORST = (
+    "Worst case: the sum over all sites of σ of what follows times the error there, to first "
+    "order, at the first sequence."
+)
+
+
 def layer_errors(budget: ErrorBudget, ax: Any = None) -> Any:
     """Error that each layer causes at the output, one line per format; returns the Axes."""
     import matplotlib.pyplot as plt
@@ -52,23 +58,27 @@ def budget_section(budget: ErrorBudget, number: int = 0) -> str:
         f"{total.low:.3g} to {total.high:.3g} ({_unit(budget)}), the most of "
         f"{len(budget.formats)} formats."
     )
-    notes = "".join(f"\n{note[0].upper()}{note[1:]}." for note in budget.warnings())
+    notes = f"\n{WORST}" if budget.worst else ""
+    notes += "".join(f"\n{note[0].upper()}{note[1:]}." for note in budget.warnings())
 
     def draw(width: int, marks: Marks) -> Figure:
         figure, ax = charts.figure_of(width, 380 if width > 400 else 300, left=70, bottom=48)
         _draw(budget, ax, marks)
         return figure
 
-    head = ("format", "predicted", "95 % interval", "observed", "not linear", "largest site")
+    head = ["format", "predicted", "95 % interval", "observed", "not linear", "largest site"]
+    if budget.worst:
+        head.insert(4, "worst case")
     lines = []
     for i, name in enumerate(budget.formats):
-        t, seen = budget.total(name), budget.observed.get(name)
+        t = budget.total(name)
         lines.append(
             (
                 swatch(series(i, len(budget.formats)), marker(i)[1], name),
                 f"{t.value:.3g}",
                 f"{t.low:.3g} to {t.high:.3g}",
-                "–" if seen is None else f"{seen:.3g}",
+                _cell(budget.observed.get(name)),
+                *([_cell(budget.worst.get(name))] if budget.worst else []),
                 f"{budget.second_order[name]:.0%}",
                 _escaped(_largest(budget, name, most=1)),
             )
@@ -96,12 +106,11 @@ def budget_table(budget: ErrorBudget) -> Group:
     lines.add_column("largest sites")
     for name in budget.formats:
         t = budget.total(name)
-        seen, worst = budget.observed.get(name), budget.worst.get(name)
         cells = [
             for_terminal(name),
             f"{t.value:.3g} [{t.low:.3g}, {t.high:.3g}]",
-            "–" if seen is None else f"{seen:.3g}",
-            "–" if worst is None else f"{worst:.3g}",
+            _cell(budget.observed.get(name)),
+            _cell(budget.worst.get(name)),
             f"{budget.second_order[name]:.0%}",
         ]
         kept = [cell for cell, wanted in zip(cells, shown, strict=True) if wanted]
@@ -111,10 +120,7 @@ def budget_table(budget: ErrorBudget) -> Group:
         f"{budget.probes} probes.\nShares are of the squared error."
     )
     if budget.worst:
-        note += (
-            "\nWorst case: the sum over all sites of σ of what follows times the error there, to "
-            "first order, at the first sequence."
-        )
+        note += f"\n{WORST}"
     warnings = [Text(f"warning: {warning}") for warning in budget.warnings()]
     title = Text(for_terminal(budget.model))
     return Group(title, Text(), lines, Text(), Text(note), *warnings)
@@ -227,6 +233,10 @@ def _unit(budget: ErrorBudget) -> str:
     return f"relative error of {what}"
 
 
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
 def _escaped(text: str) -> str:
     return escape(for_terminal(text))
 
@@ -241,8 +251,8 @@ def score_table(scores: ScoreTable) -> Table:
             for_terminal(row.format),
             row.score,
             f"{row.rank:.3f}",
-            "–" if row.scale is None else f"{row.scale:.3g}",
-            "–" if row.total is None else f"{row.total:.3g}",
+            _cell(row.scale),
+            _cell(row.total),
         )
     return table
 

@@ -27,7 +27,7 @@ from lipscope.report.formats import counted, shown
 from lipscope.report.identity import labels, random_seed
 from lipscope.report.study_charts import growth_part, heat_chart, main_scope, ranking
 from lipscope.report.token_strips import token_data, token_part
-from lipscope.study.records import BUDGET, OBSERVED
+from lipscope.study.records import BUDGET, OBSERVED, WORST_CASE
 from lipscope.study.study import Study
 
 SHORT = 64
@@ -254,7 +254,7 @@ def _facts(study: Study) -> str:
         f"<dt>{escape(shown(scope, 30))}</dt>"
         f"<dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
         for scope in dict.fromkeys(
-            row.scope for row in study.rows if row.probe not in (BUDGET, OBSERVED)
+            row.scope for row in study.rows if row.probe not in (BUDGET, OBSERVED, WORST_CASE)
         )
     )
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""

@@ -15,7 +15,7 @@ from lipscope._types import UserError
 from lipscope.models.scopes import WITHOUT_ROUTE
 from lipscope.report.formats import counted, digits, exponent_range, interval
 from lipscope.study.growth import MIN_LENGTHS, Growth
-from lipscope.study.records import Identity, Row
+from lipscope.study.records import BUDGET, Identity, Row
 from lipscope.study.study import Study, Token
 
 TOP_TOKENS, TOP_LAYERS = 3, 12
@@ -31,6 +31,8 @@ def summary(study: Study) -> RenderableType:
     if study.sigma:
         parts += [_table(study), Text(f"\n{_legend(study)}\n", style="dim"), _peak(study)]
         parts += _ranking(study)
+    elif any(row.probe == BUDGET for row in study.rows):
+        parts += _budgets(study)
     else:
         parts.append(Text("No value has been measured yet."))
     if study.failed:
@@ -42,6 +44,16 @@ def summary(study: Study) -> RenderableType:
             Text(f"\n{study.unfinished}; run the same command again to resume.", style="yellow")
         )
     return Group(*parts)
+
+
+def _budgets(study: Study) -> list[RenderableType]:
+    """The tables of `lipscope budget`."""
+    # Late: adding up the parts of a budget imports torch.
+    from lipscope.budget.storing import stored_budgets
+    from lipscope.report.budgets import budget_table, shares_table
+
+    found = stored_budgets(study)
+    return [part for one in found for part in (budget_table(one), Text(), shares_table(one))]
 
 
 def _table(study: Study) -> Table:

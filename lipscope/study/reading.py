@@ -139,20 +139,17 @@ def read(
         raise UserError(
             f"{model.card.name} reads {kind}, not text; measure it from Python, with inputs={what}"
         )
-    option: tuple[str, ...] | None = None
     parts: list[str] | None = None
     if text is None:
-        parts, name, option = [default_text()], "Python's help topics", ()
+        parts, name = [default_text()], "Python's help topics"
     elif isinstance(text, Path):
-        parts, name, option = [read_file(text)], text.name, _text_option(text)
+        parts, name = [read_file(text)], text.name
     elif isinstance(text, str):
-        parts, name, option = [text], "text", ("--text", "-")
+        parts, name = [text], "text"
     elif isinstance(text, TextColumn):
         parts, name = [text.read()], f"{text.path.name}, column {text.column}"
-        option = (*_text_option(text.path), "--column", text.column)
     elif isinstance(text, Sequence) and text and all(map(_is_text, text)):
         parts, name = [content(part) for part in text], f"{len(text)} texts"
-        option = _texts_option(text)
     if parts is None:
         rows = _id_rows(text)
         ids = tuple(i for row in rows for i in row)
@@ -184,7 +181,7 @@ def read(
         seed=seed,
         digest=digest,
         name=name,
-        option=option,
+        option=text_option(text),
         before=before,
         after=after,
     )
@@ -229,19 +226,24 @@ def sample_tokens(
         yield SampleTokens(n, sample, tuple(words[i] for i in ids))
 
 
-def _text_option(path: Path) -> tuple[str, str]:
-    """The option that gives this file, from whichever directory the command is repeated."""
-    return "--text", str(path.absolute())
-
-
-def _texts_option(texts: Sequence[Any]) -> tuple[str, ...] | None:
-    """The options that give all these files; None if a command line cannot."""
-    columns = {part.column if isinstance(part, TextColumn) else None for part in texts}
-    if len(columns) != 1 or not all(isinstance(part, Path | TextColumn) for part in texts):
+def text_option(text: Any) -> tuple[str, ...] | None:
+    """The command-line options that give this text; None if a command line cannot."""
+    if text is None:
+        return ()
+    if isinstance(text, str):
+        return "--text", "-"
+    parts = [text] if isinstance(text, Path | TextColumn) else text
+    if not isinstance(parts, list | tuple):
         return None
-    paths = [part.path if isinstance(part, TextColumn) else part for part in texts]
+    if not all(isinstance(part, Path | TextColumn) for part in parts):
+        return None
+    columns = {part.column if isinstance(part, TextColumn) else None for part in parts}
+    if len(columns) != 1:
+        return None
     (column,) = columns
-    words = [word for path in paths for word in _text_option(path)]
+    paths = [part.path if isinstance(part, TextColumn) else part for part in parts]
+    # Absolute: the command may be repeated from another directory.
+    words = [word for path in paths for word in ("--text", str(path.absolute()))]
     return (*words, *(() if column is None else ("--column", column)))
 
 

@@ -11,7 +11,7 @@ T = TypeVar("T")
 SIGMA = "sigma"
 """The probe that measures the local Lipschitz constant."""
 
-BUDGET, OBSERVED = "budget", "observed error"
+BUDGET, OBSERVED, WORST_CASE = "budget", "observed error", "worst case"
 """The probes of predicted and observed numerical errors; the scope of their rows is a format."""
 
 FAILED = "failed"

@@ -21,7 +21,6 @@ from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.spectral import Solver
-from lipscope.models import embedded
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.scopes import SCOPES
@@ -384,14 +383,12 @@ def _line(
     request: Request,
     identity: Identity,
 ) -> str:
-    """The command line that repeats the measurement; empty if the input was not a text."""
-    if inputs.option is None:
+    """The command line that repeats the measurement; empty if only Python can."""
+    if inputs.option is None or model.card.option is None:
         return ""
-    card, lengths = model.card, sorted({n for n, _ in request.groups})
+    lengths = sorted({n for n, _ in request.groups})
     heads = request.heads[request.layers[0]] if "heads" in request.scopes else ()
     options: dict[str, object] = {
-        "--revision": card.revision if card.name != embedded.NAME else None,
-        "--random-init": card.random_init,
         "--lengths": ",".join(map(str, lengths)),
         "--samples": len(inputs.pairs) // len(lengths),
         "--layers": ",".join(map(str, request.layers))
@@ -412,10 +409,7 @@ def _line(
             return ""  # only Python can ask for this
         options = {name: value for name, value in options.items() if name not in fixed}
         options, last = {**options, **verb.options}, []
-    # From another directory, the name of a folder would be taken for a model on the hub.
-    folder = Path(card.name)
-    name = str(folder.absolute()) if folder.is_dir() else card.name
-    words = ["lipscope", verb.name, name, *inputs.option]
+    words = ["lipscope", verb.name, *model.card.option, *inputs.option]
     words += [
         word for name, value in options.items() if value is not None for word in (name, str(value))
     ]

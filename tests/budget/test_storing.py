@@ -68,6 +68,34 @@ def test_every_number_is_a_row_of_the_study(tmp_path):
     assert not study.sigma and not study.failed and study.unfinished == ""
 
 
+def test_worst_cases_are_kept_and_resumed(tmp_path, monkeypatch):
+    made = priced(out=tmp_path, formats="bf16,int8", worst=True)
+    assert set(made.worst) == {"int8"} and made.worst == priced(worst=True, formats="int8").worst
+    (found,) = stored_budgets(ls.Study.open(tmp_path))
+    assert found.worst == made.worst
+    rows = [row for row in ls.Study.open(tmp_path).rows if row.probe == "worst case"]
+    assert [(row.scope, row.value) for row in rows] == list(made.worst.items())
+    asked, price = [], prediction.worst_cases
+
+    def counted(subject, formats, metric, progress):
+        asked.append([f.name for f in formats])
+        return price(subject, formats, metric, progress)
+
+    monkeypatch.setattr(prediction, "worst_cases", counted)
+    again = priced(out=tmp_path, formats="int8,kv4", worst=True)
+    assert asked == [["kv4"]] and again.worst["int8"] == made.worst["int8"]
+    assert set(again.worst) == {"int8", "kv4"}
+    assert priced(out=tmp_path, formats="int8").worst == {}
+    with pytest.raises(ls.UserError, match="worst case is of the output"):
+        priced(metric="kl", worst=True)
+
+
+def test_progress_covers_the_worst_case(tmp_path):
+    shares = []
+    priced(formats="int8", worst=True, progress=lambda done, total: shares.append(done / total))
+    assert shares == sorted(shares) and shares[2] == 0.5 and 0.5 < shares[-1] < 1
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path):
     with pytest.raises(ls.UserError, match="functions cannot be recognised"):
         priced(out=tmp_path, formats={"mine": torch.round})

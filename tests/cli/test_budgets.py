@@ -89,6 +89,34 @@ def test_bad_input_ends_with_exit_code_2(place, capsys):
     assert "all other formats are for `lipscope budget`" in told
 
 
+def test_the_truth_is_more_accurate_than_the_format(place, capsys):
+    words = ["--format", "fp32", "--dtype", "float32"]
+    assert main(["check", *arguments(place, str(place / "tiny")), *words]) == 2
+    assert "load it in float64" in " ".join(capsys.readouterr().err.split())
+    assert main(["budget", *arguments(place), "--format", "bf16", "--dtype", "float16"]) == 0
+    capsys.readouterr()
+    for coarse in ("bf16", "fp16"):
+        assert main(["budget", *arguments(place), "--format", coarse, "--dtype", "bfloat16"]) == 2
+        assert "tiny is loaded in bfloat16" in " ".join(capsys.readouterr().err.split())
+
+
+def test_random_weights_and_a_float32_reference(place, capsys):
+    words = ["--random-init", "1", "--format", "int8", "--json"]
+    found = []
+    for dtype in ("float64", "float32"):
+        assert main(["budget", *arguments(place), *words, "--dtype", dtype]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        found.append(rows[-1]["predicted"])
+    assert found[0] != found[1] and found[1] == pytest.approx(found[0], rel=1e-3)
+    assert main(["budget", *arguments(place), "--format", "int8", "--json"]) == 0
+    trained = json.loads(capsys.readouterr().out)["rows"][-1]["predicted"]
+    assert trained != pytest.approx(found[0], rel=1e-3)
+    # The weights of one seed are the same on both sides; those of the folder are not used.
+    words = ["--random-init", "1", "--format", "bf16", "--json"]
+    assert main(["check", *arguments(place, str(place / "tiny")), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+
+
 def test_check_takes_two_folders(place, capsys):
     assert main(["check", *arguments(place, str(place / "tiny")), "--format", "fp16"]) == 0
     assert "Rounding to fp16 explains the difference" in " ".join(capsys.readouterr().out.split())

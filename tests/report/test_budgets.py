@@ -7,6 +7,8 @@ from rich.console import Console
 
 import lipscope as ls
 from lipscope.report.budgets import budget_table, layer_errors, shares_table
+from lipscope.report.page import html
+from lipscope.report.study_table import summary
 from tests.budget.tiny import some_ids, tiny
 
 
@@ -42,6 +44,14 @@ def test_the_terminal_shows_totals_worst_case_and_shares(budget):
     assert "layer 0, head 0" in shares and "weight" in shares
     top = budget.keep_high("int8")[0]
     assert f"keep {top}" in shares
+
+
+def test_a_study_of_budgets_is_shown_with_its_worst_case(budget, folder):
+    study = ls.Study.open(folder)
+    text, page = text_of(summary(study)), html(study)
+    for name, worst in budget.worst.items():
+        assert f"{worst:.3g}" in text and f"<td>{worst:.3g}</td>" in page, name
+    assert "Worst case" in text and ">worst case</th>" in page and "No value" not in text
 
 
 def test_the_worst_case_is_above_every_error(budget):
