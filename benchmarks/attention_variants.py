@@ -2,8 +2,7 @@
 
 python benchmarks/attention_variants.py
 python benchmarks/attention_variants.py --match "ball|contractive"    # only these layers
-python benchmarks/attention_variants.py --promised                # contractive layers at n = 128
-python benchmarks/attention_variants.py --text shakespeare.txt    # instead, test losses
+python benchmarks/attention_variants.py --text shakespeare.txt        # instead, test losses
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,7 +28,7 @@ from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
 from lipscope.nn.query_ball import BALL
 from lipscope.reproduce.kim_bounds import untied_rows
 
-DIM, HEADS, TOKENS, PROMISED = 32, 4, 32, 128
+DIM, HEADS, TOKENS = 32, 4, 32
 COST_DIM, COST_TOKENS, COST_BATCH = 128, 128, 16
 SEEDS, RECIPE = 3, Recipe(steps=600)
 CLIMB = ls.attack.Climb(steps=25, restarts=2)
@@ -136,7 +134,7 @@ def shown(value: float) -> str:
     return "none" if value == math.inf else f"{value:.3g}"
 
 
-def print_losses(path: Path) -> None:
+def print_losses(path: Path, match: str) -> None:
     text = read_characters(path, context=64)
     print(
         f"{RECIPE}, {SEEDS} seeds; unigram baseline {text.unigram_loss:.3f}, "
@@ -144,7 +142,7 @@ def print_losses(path: Path) -> None:
     )
     print("| layer | test loss, mean | standard deviation |")
     print("|---|---|---|")
-    for name in VARIANTS:
+    for name in filter(re.compile(match).search, VARIANTS):
         losses = test_losses(name, text)
         print(
             f"| {name} | {statistics.mean(losses):.3f} | {statistics.stdev(losses):.3f} |",
@@ -158,40 +156,11 @@ def main() -> None:
     )
     parser.add_argument("--text", type=Path)
     parser.add_argument("--match", default="", help="only layers whose name has this pattern")
-    parser.add_argument("--promised", action="store_true")
     options = parser.parse_args()
-    if options.promised:
-        print_promised()
-    elif options.text:
-        print_losses(options.text)
+    if options.text:
+        print_losses(options.text, options.match)
     else:
         print_constants(options.match)
-
-
-def print_promised() -> None:
-    """sigma over the promised constant of contractive layers, over inputs of many sizes."""
-    print(f"n = {PROMISED}, dim = {DIM}, {HEADS} heads, float64, as initialised;")
-    print("at unit variance, and the largest over 12 inputs of standard deviation 1/32 to 64\n")
-    print("| layer | mask | at unit variance | largest |")
-    print("|---|---|---|---|")
-    X = torch.randn(PROMISED, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for norm, ball, causal in product(("2", "inf"), (None, 0.25, BALL), (False, True)):
-        torch.manual_seed(0)
-        module = _contractive(norm, ball, DIM, causal).double().requires_grad_(False)
-        # Rows of the Jacobian for norm inf: those of the last token, which sees all others.
-        found = [_promised(module, norm, 2.0**j * X) / 0.9 for j in range(-5, 7)]
-        name = f"contractive L2, norm {norm}" + (f", ball {ball:g}" if ball else "")
-        mask = "causal" if causal else "none"
-        print(f"| {name} | {mask} | {found[5]:.3f} | {max(found):.3f} |", flush=True)
-
-
-def _promised(module: nn.Module, norm: str, X: torch.Tensor) -> float:
-    if norm == "2":
-        return ls.local_lipschitz(measurable(module, PROMISED), X, 1e-2).value
-    J = ls.jacobian(measurable(module, PROMISED), X)
-    U = torch.zeros(DIM, PROMISED, DIM, dtype=torch.float64)
-    U[torch.arange(DIM), -1, torch.arange(DIM)] = 1
-    return max(J.rmv(u).abs().sum().item() for u in U)
 
 
 def print_constants(match: str) -> None:

@@ -18,7 +18,6 @@ from lipscope.nn.l2_attention import (
     balanced_factors,
     reaction,
     reactions,
-    weight_factor,
 )
 from lipscope.nn.matrix_norms import of_norm
 from lipscope.theorems.factored_values import FactoredAttention
@@ -78,15 +77,25 @@ class ContractiveL2Attention(L2SelfAttention):
         """M times constant / bound(n), differentiable in the weights; n counts real tokens only."""
         # The bound of the padded length would be valid as well, but the output for a sequence would
         # then depend on the lengths of the others in its batch.
+        if self.norm == "inf":
+            scores = math.inf if self.ball is not None else self._reaction(n, padding)
+            measure = self._row_sums(scores).factors
+            return self.constant * balanced_factors(*self._weights(), measure)
         if self.ball is not None:
-            balanced = balanced_factors(*self._ball_weights(self.norm), self.norm)
-            return self.constant * balanced / self._ball_constants(self.norm)
-        M = balanced_factors(*self._weights(), self.norm)
+            balanced = balanced_factors(*self._ball_weights())
+            return self.constant * balanced / self._ball_constants()
+        M = balanced_factors(*self._weights())
+        bound = self._reaction(n, padding)
+        if isinstance(bound, float):
+            return self.constant / bound * M
+        return (self.constant / bound)[..., None, None, None].to(M.dtype) * M
+
+    def _reaction(self, n: int, padding: Tensor | None) -> float | Tensor:
+        """The `reaction` of n tokens, or that of each sequence by its number of real tokens."""
         kind = self.head_size, self.causal, self.norm
         if padding is None:
-            return self.constant / reaction(operator.index(n), *kind) * M
-        bound = reactions(padding.sum(dim=-1), operator.index(n), *kind)
-        return (self.constant / bound)[..., None, None, None].to(M.dtype) * M
+            return reaction(operator.index(n), *kind)
+        return reactions(padding.sum(dim=-1), operator.index(n), *kind)
 
     def _bound(self, n: int, norm: str) -> float:
         before = super()._bound(n, norm)
@@ -96,7 +105,7 @@ class ContractiveL2Attention(L2SelfAttention):
         if self.ball is None:
             divisor = super()._bound(n, self.norm)
         else:
-            divisor = weight_factor(*self._ball_weights(self.norm), self.norm).item()
+            divisor = self._ball_bound(self.norm).item()
         ratio = before / divisor
         return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
 

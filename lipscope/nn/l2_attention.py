@@ -7,11 +7,11 @@ key, and no constant holds (docs/lipschitz_layers.md).
 A head is M_h m(Q_h x), where m is L2 attention with identity weights, whose constant c(n) is a
 theorem. All heads together are the composition of Q, m in each head, and O diag(M_h), so that
 
-    Lip <= c(n) ||O diag(M_h / ||M_h||)|| ||diag(||M_h||) Q||,
+    Lip <= c(n) ||O diag(M_h / ||M_h||)|| ||diag(||M_h||) Q||
 
-in either norm, because scalars commute with M_h. It is at most the theorems'
-||O|| (sum_h ||M_h||^2 ||Q_h||^2)^(1/2), or ||O|| max_h ||M_h|| ||Q_h|| for the largest coordinate,
-since those bound the two factors.
+in norm 2, because scalars commute with M_h. It is at most the theorem's
+||O|| (sum_h ||M_h||^2 ||Q_h||^2)^(1/2), since that bounds the two factors. For the largest
+coordinate the rows of O diag(M_h / ||M_h||) are taken one by one: row_sums.py.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ from lipscope._torch_internals import is_wrapped
 from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length
-from lipscope.nn.matrix_norms import FLOOR, row_sum, spectral_upper, unit, widened
-from lipscope.nn.query_ball import BALL, QueryBall, radius, stretch
+from lipscope.nn.matrix_norms import FLOOR, spectral_upper, unit, widened
+from lipscope.nn.query_ball import BALL, QueryBall, radius
+from lipscope.nn.row_sums import RowSums
 from lipscope.theorems.factored_values import FactoredAttention
 from lipscope.theorems.heads import sight
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 TINY = torch.finfo(torch.float32).tiny
+
+Measure = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Two factors, from the rows of O diag(M_h / m_h) [rows, heads, k], diag(m_h) Q [heads, k, dim] and
+the slack of the former."""
 
 
 class L2SelfAttention(AttentionLayer):
@@ -106,23 +111,38 @@ class L2SelfAttention(AttentionLayer):
         norm = norm_name(norm)
         # Under torch.compile n may be symbolic; the theorem needs an int.
         constant = reaction(operator.index(n), self.head_size, self.causal, norm)
-        bound = constant * weight_factor(*self._weights(), norm)
-        if self.ball is None:
-            return bound
-        # What holds for all queries holds for those in a ball; then there is the projection.
-        anywhere = stretch(self.head_size, norm) * bound
-        return torch.minimum(anywhere, weight_factor(*self._ball_weights(norm), norm))
+        if norm == "inf":
+            return weight_factor(*self._weights(), self._row_sums(constant).factors)
+        bound = constant * weight_factor(*self._weights())
+        # What holds for all queries holds for those in a ball.
+        return bound if self.ball is None else torch.minimum(bound, self._ball_bound("2"))
 
-    def _ball_weights(self, norm: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _ball_bound(self, norm: str) -> Tensor:
+        """The bound for queries in a ball, the same for all n."""
+        if norm == "inf":
+            return weight_factor(*self._weights(), self._row_sums(math.inf).factors)
+        return weight_factor(*self._ball_weights())
+
+    def _row_sums(self, scores: float | Tensor) -> RowSums:
+        """How to bound rows of the Jacobian if scores react with at most `scores` to a query."""
+        # Sums of weights are in float64, except on devices without it.
+        device = self.out.weight.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        limit = torch.as_tensor(scores, dtype=wide, device=device)[..., None]
+        if self.ball is None:
+            return RowSums(values=1.0, scores=limit)
+        D = self.ball.sizes(device)
+        return RowSums(values=0.5, scores=0.5 + torch.minimum(1.24 * D, limit), ball=D)
+
+    def _ball_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weights with the constant of each head in a ball multiplied into its values."""
         Q, V, O = self._weights()
-        return Q, widened(V) * self._ball_constants(norm), O
+        return Q, widened(V) * self._ball_constants(), O
 
-    def _ball_constants(self, norm: str) -> Tensor:
-        """[heads, 1, 1]."""
+    def _ball_constants(self) -> Tensor:
+        """[heads, 1, 1], in norm 2."""
         assert self.ball is not None
-        device = self.out.weight.device
-        return self.ball.constants(self.head_size, self.causal, norm, device)[:, None, None]
+        return self.ball.constants(self.causal, self.out.weight.device)[:, None, None]
 
     def _bound(self, n: int, norm: str) -> float:
         check_finite(self)
@@ -188,18 +208,25 @@ def _gain(Q: Tensor) -> float:
     return 3 * math.sqrt(Q.shape[-1] / Q.shape[-2])
 
 
-def weight_factor(Q: Tensor, V: Tensor, O: Tensor, norm: str) -> Tensor:
+def spectral_factors(left: Tensor, right: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:
+    """||O diag(M_h / m_h)|| and ||diag(m_h) Q||, rounded up."""
+    return spectral_upper(left.flatten(1)) + slack, spectral_upper(right.flatten(0, 1))
+
+
+def weight_factor(Q: Tensor, V: Tensor, O: Tensor, measure: Measure = spectral_factors) -> Tensor:
     """The factor of the weights Q, V [heads, k, dim], O [dim, heads k]; rounded up, never 0."""
     with torch.autocast(O.device.type, enabled=False):
         (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
-        left, right = _factors(Q, V, O, norm, Q.new_full((), TINY))
+        left, right = measure(*_halves(Q, V, O, Q.new_full((), TINY)))
         return (left * right * q * (q * v) * o).clamp_min(TINY)
 
 
-def balanced_factors(Q: Tensor, V: Tensor, O: Tensor, norm: str) -> Tensor:
-    """M divided by the factor of the weights: with O and Q unchanged, the constant is at most c(n).
+def balanced_factors(
+    Q: Tensor, V: Tensor, O: Tensor, measure: Measure = spectral_factors
+) -> Tensor:
+    """M divided by the factor of the weights: with O and Q unchanged, the layer has the factor 1.
 
-    In float64, for weights of any size.
+    In float64, for weights of any size; [..., heads, k, k] if `measure` gives several factors.
     """
     # The sizes of V and O cancel before anything is multiplied, so nothing can overflow. Below
     # FLOOR they no longer cancel: zero weights then give the zero map, with a finite gradient.
@@ -207,9 +234,10 @@ def balanced_factors(Q: Tensor, V: Tensor, O: Tensor, norm: str) -> Tensor:
         (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
         long_q = Q.norm(dim=(1, 2)).clamp_min(FLOOR / q)
         least = _gain(Q) * FLOOR / v * long_q
-        left, right = _factors(Q, V, O, norm, least)
+        left, right = measure(*_halves(Q, V, O, least))
         right = right.clamp_min((least * long_q).amin())
-        return value_factors(Q, V) / right / torch.maximum(left, FLOOR / o) / q / o
+        left = torch.maximum(left, FLOOR / o)[..., None, None, None]
+        return value_factors(Q, V) / right / left / q / o
 
 
 def _unit(W: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,25 +245,23 @@ def _unit(W: Tensor) -> tuple[Tensor, Tensor]:
     return W, size.flatten()[0]
 
 
-def _factors(Q: Tensor, V: Tensor, O: Tensor, norm: str, least: Tensor) -> tuple[Tensor, Tensor]:
-    """||O diag(M_h / m_h)|| and ||diag(m_h) Q||, rounded up, with m_h = max(||M_h||, least)."""
-    measure = row_sum if norm == "inf" else spectral_upper
-    # ||E||_F sqrt(dim) bounds a matrix E of rounding errors in both norms, and the Frobenius norms
+def _halves(Q: Tensor, V: Tensor, O: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """O diag(M_h / m_h) by heads, diag(m_h) Q, m_h = max(||M_h||, least), and slack for the first.
+
+    Each block of a row of the first is off by at most the slack in length.
+    """
+    # ||E||_F dim bounds a matrix E of rounding errors in both norms, and the Frobenius norms
     # of the factors bound the rounding errors of their product.
-    rounding = 4 * O.shape[0] ** 1.5 * torch.finfo(O.dtype).eps
+    rounding = 4 * O.shape[0] ** 2 * torch.finfo(O.dtype).eps
     size = _gain(Q) * V.norm(dim=(1, 2)) * Q.norm(dim=(1, 2))
     M = value_factors(Q, V)
-    own = measure(M) + rounding * size
+    own = spectral_upper(M) + rounding * size
     m = torch.maximum(own, least)
-    left = (
-        (O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None]))
-        .transpose(0, 1)
-        .flatten(1)
-    )
-    right = (m[:, None, None] * Q).flatten(0, 1)
+    left = O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None])
     # Where m_h exceeds ||M_h||, the left factor must not become smaller for it.
     short = (1 - own / m).amax()
-    return measure(left) + O.norm() * (rounding * (size / m).norm() + short), measure(right)
+    slack = O.norm() * (rounding * (size / m).norm() + short)
+    return left.transpose(0, 1), m[:, None, None] * Q, slack
 
 
 def _constant_for_the_compiler(function: F) -> F:
@@ -247,7 +273,10 @@ def _constant_for_the_compiler(function: F) -> F:
 
 @_constant_for_the_compiler
 def reaction(n: int, size: int, causal: bool, norm: str) -> float:
-    """c(n): the theorems' constant for identity weights and heads of this size."""
+    """c(n) in norm 2, for heads of this size; the largest reaction 4 phi of the scores in norm inf.
+
+    Both are theorems about identity weights.
+    """
     return _reaction(n, size, causal, norm)
 
 
@@ -268,9 +297,9 @@ def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: str) -> Ten
 
 @lru_cache(maxsize=4096)
 def _reaction(n: int, size: int, causal: bool, norm: str) -> float:
-    from lipscope.theorems.kim2021 import coordinate_reaction  # loads SciPy
+    from lipscope.theorems.kim2021 import mean_distance  # loads SciPy
     from lipscope.theorems.sharper import distance_reaction
 
     one = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
     seen = sight(SelfAttention(one, one, one, causal=causal), n)
-    return coordinate_reaction(seen, size) if norm == "inf" else distance_reaction(seen, size)
+    return 4 * mean_distance(seen.most_keys) if norm == "inf" else distance_reaction(seen, size)

@@ -97,12 +97,6 @@ def by_squaring(G: Tensor) -> Tensor:
     return (log_norm + 4 * torch.finfo(G.dtype).eps * (1 + rounding)).exp()
 
 
-def row_sum(W: Tensor) -> Tensor:
-    """The largest absolute row sums of W [..., p, q], its norms in l-infinity, rounded up."""
-    W = widened(W)
-    return W.abs().sum(dim=-1).amax(dim=-1) * (1 + W.shape[-1] * torch.finfo(W.dtype).eps)
-
-
 def widened(W: Tensor) -> Tensor:
     """W in float64 where available: the scale of a layer must not depend on its dtype."""
     return W.float() if W.device.type == "mps" else W.double()

@@ -4,14 +4,14 @@ Let the tied queries and keys y lie in a ball of radius rho, and let D = 4 rho^2
 largest squared distance in units of the scores. Then every weight in a row is at most e^D times any
 other, and L2 attention with identity weights has, for every number n of tokens, the constant
 
-    (1 + b^2)^(1/2),  b = sinh(D/2) + (2 D g)^(1/2),  g = D if D <= 1, else e^(D-1)
+    (1 + b^2)^(1/2),  b = sinh(D/2) + (2 D Gamma)^(1/2),  Gamma(D) as in `score_limit`
 
 without a mask, at most e^(D/2) (1 + D) + D/2, and
 
-    (2 e^D (1 + e^(D/2)))^(1/2) + D/2 + (8 D g)^(1/2) e^(D/4)
+    (2 e^D (1 + e^(D/2)))^(1/2) + D/2 + (8 D g)^(1/2) e^(D/4),  g = D if D <= 1, else e^(D-1)
 
-with the causal one; for the largest coordinate, (1 + sqrt(k))/2 + 1.24 sqrt(k) D for any mask. The
-projection is included: it moves no two queries apart. Proofs: docs/lipschitz_layers.md.
+with the causal one. The projection is included: it moves no two queries apart. For the largest
+coordinate see row_sums.py. Proofs: docs/lipschitz_layers.md.
 """
 
 from __future__ import annotations
@@ -28,17 +28,29 @@ BALL = 1.0
 """The size D of a ball by default: the attention that survives the scaling to a given constant,
 D / constant(D), is largest near 1 without a mask and with the causal one."""
 
+LARGE = 60.0
+"""Constants of larger balls are those of this one: at e^30 they exceed that of L2 attention without
+a ball for every length that occurs."""
+
 
 def radius(ball: float, size: int) -> float:
     """rho of a ball of size D in a head of this size."""
     return math.sqrt(ball * math.sqrt(size)) / 2
 
 
-def stretch(size: int, norm: str) -> float:
-    """How far the projection may move two queries of this size apart, as a factor."""
-    # It is 1 in the Euclidean norm of the ball. The derivative outside, (rho / |y|) (I - u u'), has
-    # absolute row sums of at most 1 - u_i^2 + |u_i| sqrt((k - 1) (1 - u_i^2)).
-    return 1.0 if norm == "2" else (1 + math.sqrt(size)) / 2
+def score_limit(D: Tensor) -> Tensor:
+    """Gamma: m P_ij d_ij times the variance of row i in units of rho^2 is at most this.
+
+    m is the number of keys that query i sees, d_ij <= D the squared distances of the scores.
+    """
+    # With r the length of the mean of row i over rho, the variance is at most 1 - r^2, the mean of
+    # d at most D (1 + r) / 2, and m / Z_i, the mean of e^d, at most that of the chord of e^d on
+    # [0, D]: (e^D + 1) / 2 (1 + t r) with t = tanh(D/2). The maximum over r is at the r below.
+    t = (D / 2).tanh()
+    r = t / (1 + (1 + 3 * t.square()).sqrt())
+    # (e^D + 1) / 2 times the maximum of d e^-d on [0, D].
+    half = torch.where(D <= 1, D * (1 + (-D).exp()), (D - 1).exp() + math.exp(-1)) / 2
+    return half * (1 - r.square()) * (1 + t * r)
 
 
 class QueryBall(nn.Module):
@@ -74,17 +86,15 @@ class QueryBall(nn.Module):
         squares = torch.maximum(z.square().sum(dim=-1, keepdim=True), (rho / largest).square())
         return (rho * z * squares.rsqrt()).to(y.dtype)
 
-    def constants(self, size: int, causal: bool, norm: str, device: torch.device) -> Tensor:
-        """The theorem of this file for heads of this size: one constant per head, rounded up."""
-        D = self.sizes(device)
-        g = torch.where(D <= 1, D, (D - 1).exp())
-        if norm == "inf":
-            found = stretch(size, norm) + 1.24 * math.sqrt(size) * D
-        elif causal:
+    def constants(self, causal: bool, device: torch.device) -> Tensor:
+        """The theorem of this file: one constant per head in norm 2, rounded up."""
+        D = self.sizes(device).clamp_max(LARGE)
+        if causal:
+            g = torch.where(D <= 1, D, (D - 1).exp())
             values = (2 * D.exp() * (1 + (D / 2).exp())).sqrt()
             found = values + D / 2 + (8 * D * g).sqrt() * (D / 4).exp()
         else:
-            found = (1 + ((D / 2).sinh() + (2 * D * g).sqrt()).square()).sqrt()
+            found = (1 + ((D / 2).sinh() + (2 * D * score_limit(D)).sqrt()).square()).sqrt()
         return found * (1 + 32 * torch.finfo(D.dtype).eps * (1 + D.detach()))
 
     def extra_repr(self) -> str:
