@@ -162,17 +162,18 @@ class Command(NamedTuple):
 
 
 def command_lines(commands: Sequence[Command]) -> list[str]:
-    """The command lines, without those that ask for nothing but what a later one asks for."""
+    """The command lines, without those that ask for nothing but what another one asks for."""
     keys = [{key for job in one.asked.jobs(()) for key in job.row_keys()} for one in commands]
     return [
         one.line
         for i, one in enumerate(commands)
         if one.line
         and not any(
-            later.line
-            and (one.verb, one.probe_prefix) == (later.verb, later.probe_prefix)
-            and keys[i] <= keys[j]
-            for j, later in enumerate(commands[i + 1 :], i + 1)
+            other.line
+            and (one.verb, one.probe_prefix) == (other.verb, other.probe_prefix)
+            # Of two that ask for the same, the later one stays.
+            and (keys[i] < keys[j] or (keys[i] == keys[j] and i < j))
+            for j, other in enumerate(commands)
         )
     ]
 

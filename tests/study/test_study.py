@@ -285,7 +285,7 @@ def test_an_interrupted_study_counts_its_jobs():
     assert Study(store).jobs == (2, 8)
 
 
-def test_commands_are_listed_once_and_without_those_that_a_later_one_includes():
+def test_commands_are_listed_once_and_without_those_that_another_one_includes():
     store = Store.create(None, info(), Command("measure", "a", ASKED))
     larger = Request(**{**vars(ASKED), "scopes": ("heads", "attention")})
     other = Request(**{**vars(ASKED), "scopes": ("block",)})
@@ -295,11 +295,13 @@ def test_commands_are_listed_once_and_without_those_that_a_later_one_includes():
         Command("measure", "c", larger),
         Command("measure", "d", other),
         Command("measure", "", other),
+        Command("measure", "smaller", Request(**{**vars(larger), "layers": (1,)})),
+        Command("measure", "again", other),
     ):
         store.add_command(command)
-    assert [c.line for c in store.commands()] == ["a", "b", "c", "d", ""]
-    assert Study(store).commands == ["b", "c", "d"]
-    assert Study(store).info.about.command == "b\nc\nd"
+    assert [c.line for c in store.commands()] == ["a", "b", "c", "d", "", "smaller", "again"]
+    assert Study(store).commands == ["b", "c", "again"]
+    assert Study(store).info.about.command == "b\nc\nagain"
 
 
 def test_csv_on_a_terminal_and_in_a_file(study):
