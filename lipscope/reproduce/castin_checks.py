@@ -1,7 +1,7 @@
 """Castin et al., checks that were proposed for it: bounds on implementations, guided attacks, 128k.
 
 N1 compares the bounds with models of several architectures, N2 the success of attacks that know
-the constant with others of equal norm, S11 measures the constant at the context of GPT-4o.
+the constant with random ones of equal norm, S11 measures the constant at the context of GPT-4o.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ CLAIMS = [
     Claim(
         id="N2",
         paper=PAPER,
-        says="attacks guided by the constant succeed more often than others of equal norm",
+        says="attacks guided by the constant succeed more often than random ones of equal norm",
         needs="AG_NEWS text",
         run=run_attacks,
         judge=judge_attacks,

@@ -120,11 +120,35 @@ def judge_adversarial(numbers: Numbers, quoted: Quoted) -> Verdict:
         f"2γR² = {numbers['reach'][cut]:.3g}"
         for cut in cuts
     )
-    holds = abs(own.alpha - quoted["exponent"]) <= BY_EYE and own.rms <= STRAIGHT
-    alone = fits["right slice", "head"]
-    if not holds and abs(alone.alpha - quoted["exponent"]) <= BY_EYE and alone.rms <= STRAIGHT:
-        found += "; the head alone follows √n, and the rest of the layer hides it"
-    return judged(holds, f"quoted √n; {found}", own.interval)
+    follows = {
+        place: abs(fit.alpha - quoted["exponent"]) <= BY_EYE and fit.rms <= STRAIGHT
+        for place, fit in fits.items()
+    }
+    holds = follows[numbers["released"], "sigma"]
+    if own.rms > STRAIGHT:
+        found += f"; a residual (rms) above {STRAIGHT:g} in log σ is not a power of n"
+    return judged(holds, f"quoted √n; {found}{_cause(numbers, follows)}", own.interval)
+
+
+def _cause(numbers: Numbers, follows: dict[tuple[str, str], bool]) -> str:
+    """Whether the head alone follows the square root of n, and what decides σ of its layer."""
+    cut = numbers["released"]
+    if not follows["right slice", "head"]:
+        return "; the head alone does not follow √n"
+    if cut != "right slice":
+        # The head may follow at its own inputs, and not at those that the script builds.
+        at_released = "does too" if follows[cut, "head"] else "does not"
+        return (
+            "; at the inputs of its own slice the head alone follows √n, at those of the released "
+            f"slice it {at_released}"
+        )
+    ratios = [r["sigma"] / r["head"] for r in numbers["rows"] if r["n"] >= FROM]
+    return (
+        f"; the head alone follows √n, and σ of the layer is {min(ratios):.2g} to "
+        f"{max(ratios):.2g} times as large"
+        # Squares add up over the heads: from here on the head is the smaller part.
+        + (": other heads and the biases decide it" if min(ratios) > math.sqrt(2) else "")
+    )
 
 
 def plot_adversarial(id: str, numbers: Numbers) -> Picture:
@@ -206,11 +230,16 @@ def judge_released_bound(numbers: Numbers, quoted: Quoted) -> Verdict:
     ratios = [(r["sigma"] / r["bound"], r) for r in numbers["rows"]]
     worst, row = max(ratios, key=lambda pair: pair[0])
     broken = sum(ratio > 1 for ratio, _ in ratios)
+    by_input = ", ".join(
+        f"{sum(ratio > 1 for ratio, r in ratios if r['input'] == words)} of "
+        f"{sum(r['input'] == words for _, r in ratios)} at tokens {words}"
+        for words in dict.fromkeys(r["input"] for _, r in ratios)
+    )
     reason = (
-        f"σ exceeds the bound in {broken} of {len(ratios)} cases, by up to {worst:.3g} times "
-        f"({row['map']}, layer {row['layer']}, head {row['head']}, R = {row['R']:g}, tokens "
-        f"{row['input']}); "
-        "it bounds ‖C A‖ through |A xᵢ|, which says nothing about directions that A maps to zero"
+        f"σ exceeds the bound in {broken} of {len(ratios)} cases ({by_input}), by up to "
+        f"{worst:.3g} times ({row['map']}, layer {row['layer']}, head {row['head']}, "
+        f"R = {row['R']:g}, tokens {row['input']}); "
+        "it knows A only through |A xᵢ|, which is 0 at tokens invisible to A"
     )
     if not broken:
         reason = f"σ is at most {worst:.3g} times the bound in {len(ratios)} cases"
@@ -294,7 +323,8 @@ def judge_regimes(numbers: Numbers, quoted: Quoted) -> Verdict:
     reason = (
         f"γR² of {len(values)} heads: median {median(values):.3g}, "
         f"{min(values):.3g} to {max(values):.3g}; {inside} of {len(values)} lie between "
-        f"{quoted['low']:g} and {quoted['high']:g}"
+        f"{quoted['low']:g} and {quoted['high']:g}; 2γR², also quoted, has the median "
+        f"{2 * median(values):.3g}"
     )
     return judged(quoted["low"] <= median(values) <= quoted["high"], reason, (low, high))
 
@@ -387,7 +417,7 @@ def _adversarial(id: str, model: str, says: str) -> Claim:
         id=id,
         paper=PAPER,
         says=says,
-        needs="tokenizer of gpt2" if id == "C32" else model,
+        needs="nothing" if id == "C32" else model,  # its weights are random
         run=partial(run_adversarial, id, model),
         judge=judge_adversarial,
         plot=partial(plot_adversarial, id),

@@ -120,13 +120,14 @@ def run_features(setting: Setting) -> Numbers:
 def judge_features(numbers: Numbers, quoted: Quoted) -> Verdict:
     rows = numbers["rows"]
     mean = {k: math.exp(sum(math.log(r[k]) for r in rows) / len(rows)) for k in rows[0]}
-    share = math.log(mean["projected"]) / math.log(mean["guided"])
+    lost = math.log(mean["projected"]) < 0.5 * math.log(mean["guided"])
     reason = (
-        f"answered: not by projection; three words raise σ of layer {numbers['layer']} "
+        f"answered: {'not by projection' if lost else 'by projection too'}; three words raise σ of "
+        f"layer {numbers['layer']} "
         f"{mean['guided']:.3f} times when the gradient picks words, {mean['projected']:.3f} times "
         f"when an ascent in features is projected to words, {mean['random']:.3f} times at random"
     )
-    return judged(share < 0.5, reason, (mean["projected"], mean["guided"]))
+    return judged(lost, reason, (mean["projected"], mean["guided"]))
 
 
 def run_which_split(setting: Setting) -> Numbers:
@@ -139,9 +140,11 @@ def judge_which_split(numbers: Numbers, quoted: Quoted) -> Verdict:
     gains = {r["map"]: max(r["equal"], r["free"]) for r in numbers["rows"]}
     never = [name for name in gains if "L2" in name]
     dots = [name for name in gains if "L2" not in name]
-    reason = "answered: squared distances never split (largest gain " + (
-        f"{max(gains[n] for n in never):.4f}); of {len(dots)} dot-product maps "
-        f"{sum(gains[n] > 1 + 1e-6 for n in dots)} do, by up to {max(gains[n] for n in dots):.3g}"
+    reason = (
+        f"answered: {sum(gains[n] > 1 + 1e-6 for n in never)} of {len(never)} maps by squared "
+        f"distances split (largest gain {max(gains[n] for n in never):.4f}), and "
+        f"{sum(gains[n] > 1 + 1e-6 for n in dots)} of {len(dots)} dot-product maps, by up to "
+        f"{max(gains[n] for n in dots):.3g}"
     )
     split = all(gains[n] > 1 + 1e-6 for n in dots)
     return judged(split and all(gains[n] <= 1 + 1e-6 for n in never), reason)

@@ -165,6 +165,10 @@ def _names(numbers: Numbers) -> list[str]:
     return [name for name in numbers["points"][0] if name.startswith(("sigma", "statistic"))]
 
 
+def _label(name: str) -> str:
+    return name.replace("sigma", "σ").replace("statistic", "√‖Jᵀf‖")
+
+
 def growth(numbers: Numbers, name: str, layer: int) -> Fit:
     """The fitted power of n."""
     return power_law(_series(numbers, name, layer))
@@ -173,15 +177,18 @@ def growth(numbers: Numbers, name: str, layer: int) -> Fit:
 def judge_exponent(layer: int, numbers: Numbers, quoted: Quoted) -> Verdict:
     """Whether sigma grows with the quoted exponent; if not, whether the statistic does."""
     claimed = quoted["exponent"]
-    sigma = growth(numbers, f"sigma {RELEASED}", layer)
-    statistic = growth(numbers, f"statistic {RELEASED}", layer)
-    words = f"quoted n^{claimed:g}; σ grows like n^{sigma}"
-    if sigma.contains(claimed, ROUNDING):
-        return judged(True, f"{words}, the released statistic like n^{statistic}", sigma.interval)
-    cause = f"the released statistic √‖Jᵀf‖, measured on the same inputs, grows like n^{statistic}"
-    if statistic.contains(claimed, ROUNDING):
-        cause += ", which contains the quoted exponent"
-    return judged(False, f"{words}; {cause}", sigma.interval)
+    fits = {name: growth(numbers, name, layer) for name in _names(numbers)}
+    sigma = fits.pop(f"sigma {RELEASED}")
+    statistic = fits.pop(f"statistic {RELEASED}")
+    holds = sigma.contains(claimed, ROUNDING)
+    words = f"quoted n^{claimed:g}; σ grows like n^{sigma}; the released statistic √‖Jᵀf‖, "
+    words += f"measured on the same inputs, like n^{statistic}"
+    if not holds:
+        explains = statistic.contains(claimed, ROUNDING)
+        words += ", which contains the quoted exponent" if explains else ": neither contains it"
+    # The other maps and modes, as far as they were measured: dropout, the mask, attention alone.
+    words += "".join(f"; {_label(name)} like n^{fit}" for name, fit in fits.items())
+    return judged(holds, words, sigma.interval)
 
 
 def judge_plotted(layer: int, numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -217,12 +224,18 @@ def judge_radius(layer: int, numbers: Numbers, quoted: Quoted) -> Verdict:
     alone = power_law([(p["rms"], p[f"statistic {RELEASED}"]) for p in chosen])
     radii = [p["rms"] for p in chosen]
     if not math.isfinite(fit.low):
-        return judged(False, f"every input has the RMS radius {radii[0]:.4g}, which LayerNorm sets")
+        reason = (
+            f"the RMS radius is {min(radii):.4g} to {max(radii):.4g} in all {len(radii)} windows: "
+            "LayerNorm sets it, and nothing can be seen to grow with it"
+        )
+        return judged(False, reason)
     reason = (
-        f"at a fixed length, σ grows like R^{fit} in the RMS radius, "
+        f"at a fixed length, σ of {len(radii)} windows grows like R^{fit} in the RMS radius, "
         f"{min(radii):.3g} to {max(radii):.3g}; the plotted statistic, over all lengths together, "
         f"like R^{alone}"
     )
+    if fit.low <= 0 <= fit.high:
+        reason += "; the interval of σ contains 0, so that no growth is established"
     return judged(fit.low > 0, reason, fit.interval)
 
 
@@ -250,9 +263,8 @@ def _median_line(numbers: Numbers, name: str, layer: int) -> Line:
     series = _series(numbers, name, layer)
     lengths = sorted({n for n, _ in series})
     groups = [[value for m, value in series if m == n] for n in lengths]
-    label = name.replace("sigma", "σ").replace("statistic", "√‖Jᵀf‖")
     return Line(
-        name=label,
+        name=_label(name),
         x=lengths,
         y=[median(group) for group in groups],
         spread=([min(group) for group in groups], [max(group) for group in groups]),
@@ -297,7 +309,8 @@ def _figure(id: str, subject: Subject, text: str, layer: int, axis: str) -> Clai
     needs = [] if subject.random else [subject.name]
     needs += [f"{book} text"] + (["tokenizer of gpt2"] if subject.random else [])
     if axis == "radius":
-        says, judge, plot = f"{where}: σ over radius", judge_radius, partial(plot_radius, layer)
+        says = f"{where}: σ grows with the radius of the tokens"
+        judge, plot = judge_radius, partial(plot_radius, layer)
     elif axis == "magnitude":
         says = f"{where}: the size of tokens depends on their number"
         judge, plot = judge_magnitude, partial(plot_magnitude, layer)

@@ -201,10 +201,11 @@ def judge_looseness(numbers: Numbers, quoted: Quoted) -> Verdict:
     shares = [top / row["bound"] for top, row in zip(tops, rows, strict=True)]
     ceiling = rows[-1]["sharper"] / rows[-1]["bound"]
     holds = max(shares) <= 1 and shares[-1] < LOOSE and shares[-1] == min(shares)
+    loose = ", so that the bound is loose, not the search" if ceiling < LOOSE else ""
     usual = "is violated" if quick["sigma"] > quick["second"] else "holds"
     reason = (
-        f"best found / bound falls to {shares[-1]:.3f} at N = {rows[-1]['N']}, never above 1; the "
-        f"bound is loose, not the search: a sharper one allows {ceiling:.3f}. With ||W_Q|| to the "
+        f"best found / bound falls to {shares[-1]:.3f} at N = {rows[-1]['N']}, never above 1; a "
+        f"sharper bound allows {ceiling:.3f}{loose}. With ||W_Q|| to the "
         f"second power, as it is often quoted, the bound {usual} at W_Q = {quick['W_Q']:g} "
         f"({quick['sigma']:.1f} against {quick['second']:.1f}; {quick['fourth']:.1f} with the "
         "fourth)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,10 +110,11 @@ def judge_inversion(numbers: Numbers, quoted: Quoted) -> Verdict:
     )
     steepest = min((row["dot sigma"] for row in lost), default=math.nan)
     reason = (
-        f"contractive L2 attention is inverted at every size and constant (largest relative error "
-        f"{calm:.1e}); dot product, scaled to the same constant at ordinary tokens, fails from a "
-        f"local constant of {steepest:.2g} on (error {max(row['dot'] for row in rows):.2g}) "
-        f"and converges wherever that is below 1"
+        f"the largest relative error of the inverse of contractive L2 attention is {calm:.1e} "
+        f"(local constants up to {max(row['contractive sigma'] for row in rows):.2g}); dot "
+        f"product, scaled to the same constant at ordinary tokens, fails from a local constant of "
+        f"{steepest:.2g} on (error {max(row['dot'] for row in rows):.2g}); where that is below 1, "
+        f"its error is at most {max(smooth, default=math.nan):.1e}"
     )
     return judged(holds, reason)
 
@@ -221,10 +223,18 @@ def judge_output_range(numbers: Numbers, quoted: Quoted) -> Verdict:
         f"{worst['range']['dot']:.2f}, L2 {worst['range']['L2 tied']:.2f}; standard deviations "
         f"{worst['deviation']['dot']:.2f} and {worst['deviation']['L2 tied']:.2f}; local constants "
         f"{worst['sigma']['dot']:.3g} and {worst['sigma']['L2 tied']:.3g}. An output is a mean of "
-        f"values, so its range follows the weights of the values, ||O V|| = "
-        f"{worst['values']['dot']:.2f} and {worst['values']['L2 tied']:.2f}, not the Jacobian"
+        f"values: over all layers its range is {_ratios(far, 'values')} times ||O V||, and "
+        f"{_ratios(far, 'sigma')} times the local constant"
     )
+    if not learned:
+        reason += "; a model has not learned the frequencies of characters"
     return judged(holds, reason)
+
+
+def _ratios(rows: list[dict[str, Any]], to: str) -> str:
+    """The smallest and largest range of outputs in units of another number of the layer."""
+    found = [row["range"] / row[to] for row in rows]
+    return f"{min(found):.2g} to {max(found):.2g}"
 
 
 def plot_output_range(numbers: Numbers) -> Picture:

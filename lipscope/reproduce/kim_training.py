@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import pairwise, product
 from statistics import mean
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -138,20 +138,27 @@ def lowest(cell: dict[str, Any], member: int) -> float:
 
 
 def judge_order(numbers: Numbers, quoted: Quoted) -> Verdict:
+    best = best_losses(numbers)
     means = {
         variant: {depth: mean(losses) for depth, losses in row.items()}
-        for variant, row in best_losses(numbers).items()
+        for variant, row in best.items()
     }
     shallow, deep = (choose(means["dot"]) for choose in (min, max))
-    order = [means[name][deep] for name in COMPARED]
+    placed = pairwise((name, means[name][deep]) for name in COMPARED)
     gained = means["contractive"][shallow] - means["contractive"][deep]
-    holds = order[0] <= order[1] <= order[2] and gained > 0
+    missed = [f"{b} is ahead of {a}" for (a, x), (b, y) in placed if y < x]
+    if not gained > 0:
+        missed.append("contractive L2 gains nothing with depth")
+    spread = max(max(row[deep]) - min(row[deep]) for row in best.values())
+    several = len(best["dot"][deep]) > 1
     reason = (
         f"test loss at depth {deep}: "
         + ", ".join(f"{described(name)} {row[deep]:.3f}" for name, row in means.items())
+        + (f"; seeds differ by up to {spread:.3f}" if several else "; one seed")
         + f"; contractive L2 gains {gained:.3f} from depth {shallow} to {deep}"
+        + "".join(f"; {words}" for words in missed)
     )
-    return judged(holds, f"{reason} (nats per character, {_size(numbers, 'usual')})")
+    return judged(not missed, f"{reason} (nats per character, {_size(numbers, 'usual')})")
 
 
 def judge_close(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -210,8 +217,13 @@ def judge_stability(numbers: Numbers, quoted: Quoted) -> Verdict:
             + ", ".join(f"{name} {_largest(fine[name][depth])}" for name in COMPARED)
             for depth in numbers["settings"]["plans"][plan]["depths"]
         )
-        seen = f"seen at rates {', '.join(f'{r:g}' for r in rates)}" if rates else "not seen"
-        parts.append(f"{plan}: {seen}; largest rate at which every seed learned, {last}")
+        tried = ", ".join(f"{rate:g}" for rate in numbers["settings"]["plans"][plan]["rates"])
+        seen = f"at {', '.join(f'{r:g}' for r in rates)}" if rates else "at none"
+        parts.append(
+            f"{plan}: dot product fails between depths {shallow:g} and {deep:g} where both others "
+            f"train to {deep:g}, {seen} of the rates {tried}; largest rate at which every "
+            f"seed learned, {last}"
+        )
     holds = bool(separating_rates(numbers, "fixed rate", shallow, deep))
     return judged(
         holds, f"{'. '.join(parts)} ({_size(numbers, 'fixed rate')}; post-norm unless it says pre)"

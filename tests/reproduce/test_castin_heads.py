@@ -12,6 +12,7 @@ from lipscope.reproduce.castin_heads import (
     blind_input,
     judge_adversarial,
     judge_regimes,
+    judge_released_bound,
     released_bound,
     right_slice,
     run_large_radius,
@@ -78,6 +79,35 @@ def test_adversarial_growth_must_be_a_square_root_and_straight(law, holds):
     numbers = {"rows": rows("right slice", law, math.sqrt), "reach": {"right slice": 40.0}}
     verdict = judge_adversarial(numbers | {"released": "right slice"}, QUOTED["C30"])
     assert verdict.holds is holds and "√n" in verdict.reason
+
+
+def test_the_cause_is_taken_from_the_numbers():
+    """Of a layer that does not follow the root: its other heads, or the slice of the release."""
+
+    def reason(released, *parts):
+        numbers = {"rows": [r for part in parts for r in part], "released": released}
+        cuts = dict.fromkeys((r["slice"] for r in numbers["rows"]), 40.0)
+        return judge_adversarial(numbers | {"reach": cuts}, QUOTED["C33"]).reason
+
+    own, flat = rows("right slice", lambda n: 4 * n**0.5, math.sqrt), lambda n: 5.0
+    assert "4 to 4 times as large: other heads" in reason("right slice", own)
+    alone = rows("right slice", lambda n: 1.1 * n**0.5, math.sqrt)
+    assert reason("right slice", alone).endswith("1.1 to 1.1 times as large")
+    assert reason("right slice", rows("right slice", flat, flat)).endswith("does not follow √n")
+    wrong = rows("released slice", flat, flat)
+    assert reason("released slice", own, wrong).endswith("of the released slice it does not")
+
+
+def test_a_bound_is_broken_at_the_inputs_that_were_made_to_break_it():
+    row = {"layer": 0, "head": 1, "R": 2.0, "map": "one head", "sigma": 2.0}
+    cases = [
+        row | {"input": "one against a crowd", "bound": 3.0},
+        row | {"input": "invisible to A", "bound": 1.0},
+    ]
+    verdict = judge_released_bound({"rows": cases}, Quoted(""))
+    assert not verdict.holds
+    assert "0 of 1 at tokens one against a crowd, 1 of 1 at tokens invisible" in verdict.reason
+    assert judge_released_bound({"rows": cases[:1]}, Quoted("")).holds
 
 
 def test_planted_the_wrong_slice_of_a_head_turns_a_verdict():

@@ -17,6 +17,7 @@ from lipscope.reproduce.castin_measures import (
 )
 from lipscope.reproduce.castin_splitting import (
     judge_copies,
+    judge_features,
     judge_split_attack,
     judge_where_split,
     judge_which_split,
@@ -42,6 +43,11 @@ def test_the_bound_under_a_mask_differs_with_its_counterexample():
     hardy = torch.tril(torch.ones(100, 100)).double() / torch.arange(1, 101)[:, None]
     (row,) = [r for r in outcome.record.numbers["rows"] if (r["n"], r["p"]) == (100, 2)]
     assert row["constant"] == pytest.approx(torch.linalg.matrix_norm(hardy, 2).item(), rel=1e-9)
+    assert "0 of the 9 violations are in d_∞" in outcome.verdict.reason
+    assert "exceeded in 0 of 9 cases" in outcome.verdict.reason
+    far = [r | {"constant": 1.4} if r["p"] == 4 else r for r in outcome.record.numbers["rows"]]
+    reason = judge_masked(outcome.record.numbers | {"rows": far}, NOTHING).reason
+    assert "exceeded in 3 of 9 cases" in reason  # 4 / 3 is the bound there
     fixed = {"rows": outcome.record.numbers["rows"], "claimed": 20.0}
     assert judge_masked(fixed, NOTHING).holds
 
@@ -79,5 +85,13 @@ def test_judges_can_say_no():
     maps = [{"map": "A = I", "equal": 1.0, "free": 1.2}, {"map": "L2", "equal": 1.0, "free": 1.0}]
     assert judge_which_split({"rows": maps}, NOTHING).holds
     assert not judge_which_split({"rows": [maps[0], maps[1] | {"free": 1.01}]}, NOTHING).holds
+    words = {"rows": [{"guided": 1.2, "projected": 1.01, "random": 1.1}], "layer": 3}
+    assert judge_features(words, NOTHING).holds
+    words["rows"][0]["projected"] = 1.15
+    carried = judge_features(words, NOTHING)
+    assert not carried.holds and "by projection too" in carried.reason
+    assert not judge_features(
+        {"rows": [dict.fromkeys(words["rows"][0], 1.0)], "layer": 3}, NOTHING
+    ).holds
     ends = [{"R": R, "predicted": 10.0**R, "reached": 10 ** (R / 2)} for R in (1, 2, 3)]
     assert not judge_end_of_root({"rows": ends}, NOTHING).holds

@@ -154,8 +154,10 @@ def test_an_exponent_is_judged_by_sigma_and_the_reason_is_the_statistic():
     verdict = judge_exponent(0, flat, QUOTED["C1"])
     assert not verdict.holds and "which contains the quoted exponent" in verdict.reason
     assert verdict.interval[0] <= 0 <= verdict.interval[1]
+    flat["points"] = [p | {f"sigma {MEANT}": p["n"]} for p in flat["points"]]
+    assert "σ as meant like n^1.00" in judge_exponent(0, flat, QUOTED["C1"]).reason
     neither = judge_exponent(0, points(lambda n: 2.0, lambda n: n), QUOTED["C1"])
-    assert not neither.holds and "contains" not in neither.reason
+    assert not neither.holds and "neither contains it" in neither.reason
 
 
 def test_a_figure_shows_sigma_only_if_what_it_plots_is_sigma():
@@ -169,7 +171,12 @@ def test_the_radius_is_judged_at_a_fixed_length():
     numbers = points(lambda n: n, lambda n: n)
     for p in numbers["points"]:
         p[f"sigma {RELEASED}"] = p["n"] ** 0.5 * (1 + 1e-3 * (hash(str(p)) % 7))
-    assert not judge_radius(0, numbers, Quoted("")).holds
+    verdict = judge_radius(0, numbers, Quoted(""))
+    assert not verdict.holds and "no growth is established" in verdict.reason
+    for p in numbers["points"]:
+        p["rms"] = 27.7
+    verdict = judge_radius(0, numbers, Quoted(""))
+    assert not verdict.holds and "27.7 to 27.7 in all 15 windows" in verdict.reason
 
 
 def test_planted_the_statistic_of_the_release_in_place_of_sigma_turns_a_verdict(

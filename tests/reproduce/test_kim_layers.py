@@ -83,5 +83,6 @@ def test_outputs_as_the_paper_has_them_are_accepted():
         return {**shared, "variant": variant, "range": spread, "deviation": spread}
 
     numbers = {"rows": [row("dot", 5.0), row("L2 tied", 1.1)], "unigram": 3.0}
-    assert judge_output_range(numbers, QUOTED["K6"]).kind is Kind.REPRODUCED
+    verdict = judge_output_range(numbers, QUOTED["K6"])
+    assert verdict.kind is Kind.REPRODUCED and "1.1 to 5 times ||O V||" in verdict.reason
     assert judge_output_range({**numbers, "unigram": 1.9}, QUOTED["K6"]).kind is Kind.DIFFERS

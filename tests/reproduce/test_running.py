@@ -1,11 +1,12 @@
 """Runs are kept and resumed, damage is noticed, stand-ins are named, failures are counted."""
 
 import json
+from dataclasses import replace
 
 from lipscope.cli import main
-from lipscope.reproduce.claim_records import PAGE
+from lipscope.reproduce.claim_records import PAGE, Record
 from lipscope.reproduce.claims import Kind, NotAvailable, judged
-from lipscope.reproduce.running import reproduce_papers
+from lipscope.reproduce.running import decide, reproduce_papers
 from lipscope.reproduce.setting import Setting
 from tests.reproduce.planted import claim
 
@@ -55,6 +56,16 @@ def test_a_stand_in_is_named_and_replaced_once_the_text_is_there(registered, tmp
     (outcome,) = reproduce_papers(out=tmp_path / "out", texts=texts)
     assert outcome.word == "REPRODUCED" and outcome.record.numbers["length"] == 37
     assert outcome.record.used["alice"].startswith("sha256 ")
+
+
+def test_a_tokenizer_stands_in_only_where_a_text_was_read():
+    used = {"gpt2": "random weights, seed 0", "gpt2 tokenizer": "stand-in another one"}
+    record = Record("C1", {"x": 2}, True, 0, "cpu", 1.0, used)
+    one = claim(lambda setting: {})
+    assert decide(one, record).kind is Kind.REPRODUCED
+    record = replace(record, used=used | {"alice": "sha256 0"})
+    verdict = decide(one, record)
+    assert verdict.kind is Kind.STAND_IN and "another one in place of gpt2 tok" in verdict.reason
 
 
 def test_what_is_missing_is_a_verdict_and_what_fails_is_exit_code_3(registered, capsys, tmp_path):
