@@ -139,6 +139,8 @@ def _attend(
         q, k, v = (x.expand(*leading, *x.shape[-3:]) for x in (q, k, v))
     # Half-precision queries times the scale would be rounded: the kernels scale the scores.
     late = q.dtype in HALF
+    if late and scale <= 0:  # the kernels expect a positive one
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     rules = replace(rules, scale=scale) if late else rules
     duals = read_tangents((q, k, v, mask, sinks))
     if duals is not None and any(tangent is not None for _, tangent in duals[3:]):

@@ -16,6 +16,7 @@ from lipscope.attention.triton_operands import (
     as_operands,
     blank,
     block,
+    ceil_div,
     descriptor,
     needs_scaling,
     padding_of,
@@ -147,7 +148,7 @@ def forward(
     o = blank((B, H, n, m), torch.float32, q.device)
     lse = torch.empty(B, H, n, dtype=torch.float32, device=q.device)
     mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
-    _forward[triton.cdiv(n, M), H, B](
+    _forward[ceil_div(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(o, M), lse, keys, stops,
         pattern.sinks, units, mask, mask_tiles, pattern.scale, pattern.softcap, pattern.window,
         pattern.shift, n, n_keys, H // G, pattern.causal, kind, product, M, N, K, V,

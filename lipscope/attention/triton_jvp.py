@@ -17,6 +17,7 @@ from lipscope.attention.triton_operands import (
     as_operands,
     blank,
     block,
+    ceil_div,
     descriptor,
     needs_scaling,
     padding_of,
@@ -57,9 +58,11 @@ def _jvp(
         stop = tl.load(stops + b)
     if end is not None:
         stop = tl.minimum(stop, end)
-    score_unit, dscore_unit, v_unit, dv_unit = scale, scale, scale, 1.0
+    score_unit, dscore_unit, v_unit, dv_unit = 1.0, 1.0, 1.0, 1.0
+    if scale is not None:
+        score_unit, dscore_unit, v_unit = scale, scale, scale
     if units is not None:
-        score_unit, dscore_unit = scale * tl.load(units), scale * tl.load(units + 1)
+        score_unit, dscore_unit = score_unit * tl.load(units), dscore_unit * tl.load(units + 1)
         v_unit, dv_unit = tl.load(units + 2) * dscore_unit, tl.load(units + 3)
     rows = i + tl.arange(0, M)
     top, rest = read_top(lse, (b * tl.num_programs(1) + h) * n, rows, n)
@@ -90,7 +93,7 @@ def _jvp(
                 dt = add_low(tl.zeros([M, N], tl.float32), dqi, dqi_low, kj, kj_low, PRODUCT)
                 dt = add_low(dt, qi, qi_low, dkj, dkj_low, PRODUCT)
                 dt = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T, dt))
-                if PRODUCT == "plain":  # bf16 has the range for it, and no units
+                if PRODUCT == "plain" and scale is not None:  # bf16 has the range, and no units
                     dt *= dscore_unit
                 t, slope = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
@@ -177,13 +180,14 @@ def _launch(
     keys, stops = padding_of(pattern, B)
     do = blank((B, H, n, m), q.dtype, q.device)
     saved, lse = aligned(o), lse.contiguous()
+    scale = None if pattern.scale == 1 else pattern.scale  # a factor of one would be multiplied by
     for start, end in spans(n_keys, product, pattern):
         mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=(start, end))
-        _jvp[triton.cdiv(n, M), H, B](
+        _jvp[ceil_div(n, M), H, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
             descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
             descriptor(saved, M), descriptor(do, M),
-            lse, drift, keys, stops, units, mask, mask_tiles, pattern.scale, pattern.softcap,
+            lse, drift, keys, stops, units, mask, mask_tiles, scale, pattern.softcap,
             pattern.window, pattern.shift, n, n_keys, start, end,
             H // G, pattern.causal, kind, product, M, N, K, V,
             num_warps=warps, num_stages=stages, maxnreg=registers,

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_operands import aligned
+from lipscope.attention.triton_operands import aligned, ceil_div, power_of_two
 from lipscope.attention.triton_tiles import are_real, visible
 
 NONE, BOOLEAN, ADDITIVE = 0, 1, 2
@@ -238,10 +238,10 @@ def mask_of(
     batch, head, row, column = (
         0 if size == 1 else step for size, step in zip(entries.shape, entries.stride(), strict=True)
     )
-    blocks = triton.cdiv(n, M), triton.cdiv(n_keys, N)
+    blocks = ceil_div(n, M), ceil_div(n_keys, N)
     lines, per_line = blocks[::-1] if over_queries else blocks
     size = M if over_queries else N
-    first, last = (None if s is None else triton.cdiv(s, size) for s in span)
+    first, last = (None if s is None else ceil_div(s, size) for s in span)
     first, last = first or 0, per_line if last is None else min(last, per_line)
     width = last - first
     alike = row == 0 and not (pattern.causal or pattern.window)  # every row is like the first
@@ -275,14 +275,14 @@ def mask_of(
     )
     mask_tiles = _by_tiles(entries, M, N) if row and column else None
     states = torch.empty(B, heads, *blocks, dtype=torch.int8, device=device)
-    _survey[blocks[0] * triton.cdiv(blocks[1], CHUNK), heads, B](
+    _survey[blocks[0] * ceil_div(blocks[1], CHUNK), heads, B](
         mask, mask_tiles, keys, states, pattern.shift, pattern.window, n, n_keys, *blocks,
         pattern.causal, kind, M, N, CHUNK,
     )  # fmt: skip
     strides = (1, blocks[1]) if over_queries else (blocks[1], 1)
     _list_tiles[lines, B * heads](
         states, mask.tiles, mask.counts, *strides, states[0, 0].numel(), first, width,
-        triton.next_power_of_2(width),
+        power_of_two(width),
     )  # fmt: skip
     return Masking(mask, None if kind == BOOLEAN else mask_tiles, kind)
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lipscope.attention.pattern import Pattern
@@ -55,7 +54,19 @@ def product_of(dtype: torch.dtype, precision: Precision) -> str:
 
 def block(size: int) -> int:
     """The padded head dimension of a kernel; columns beyond `size` read as zero."""
-    return max(16, next_power_of_2(size))
+    return max(16, power_of_two(size))
+
+
+# triton has both, for kernels as well; on the host they take microseconds each, and a launch
+# calls them a dozen times.
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def ceil_div(n: int, size: int) -> int:
+    """How many tiles of this size cover n."""
+    return -(-n // size)
 
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,13 +96,12 @@ def aligned(x: Tensor) -> Tensor:
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """x [B, H, n, k], to be read or written `rows` rows at a time."""
-    # A dimension of size one may have any stride in torch; a descriptor needs an aligned one.
-    step = 16 // x.element_size()
-    strides = [
-        stride if size > 1 else step
-        for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
-    ]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block(x.shape[-1])])
+    shape, strides = list(x.shape), list(x.stride())
+    if 1 in shape:
+        # A dimension of size one may have any stride in torch; a descriptor needs an aligned one.
+        step = 16 // x.element_size()
+        strides = [step if n == 1 else s for n, s in zip(shape[:-1], strides, strict=False)] + [1]
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, block(shape[-1])])
 
 
 def needs_scaling(dtype: torch.dtype, product: str) -> bool:

@@ -28,6 +28,7 @@ from lipscope.attention.triton_operands import (
     aligned,
     blank,
     block,
+    ceil_div,
     descriptor,
     padding_of,
     product_of,
@@ -224,7 +225,7 @@ def both_vjp(
         (_onto_keys, for_keys, (gk, gv, gdk, gdv), True, (n_keys, G)),
     ):
         mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, over_queries)
-        kernel[triton.cdiv(programs[0], N if over_queries else M), programs[1], B](
+        kernel[ceil_div(programs[0], N if over_queries else M), programs[1], B](
             *(descriptor(x, M if at else N) for x, at in zip(operands, by_query, strict=True)),
             *(descriptor(x, N if over_queries else M) for x in out),
             *rows, mask, mask_tiles, *rules, H // G, pattern.causal, kind, product, M, N, K, V,

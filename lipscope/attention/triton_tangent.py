@@ -18,6 +18,7 @@ from lipscope.attention.triton_operands import (
     aligned,
     blank,
     block,
+    ceil_div,
     descriptor,
     padding_of,
     product_of,
@@ -26,7 +27,6 @@ from lipscope.attention.triton_tiles import (
     LOG2E,
     add_product,
     are_real,
-    cap,
     key_range,
     read,
     rounded,
@@ -49,7 +49,7 @@ def _value_and_tangent(
     g, stop = h // GROUP, n_keys
     if stops is not None:
         stop = tl.load(stops + b)
-    rows = i + tl.arange(0, M)
+    rows, unit = i + tl.arange(0, M), scale * LOG2E
     qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
     value, moved = tl.zeros([M, V], tl.float32), tl.zeros([M, V], tl.float32)
     total, shift_of_mean = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
@@ -65,7 +65,9 @@ def _value_and_tangent(
                 j = tile_at(mask, b, h, line, step, N, MASK)
                 kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
                 vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
-                t, _ = cap(tl.dot(qi, kj.T), scale, None)
+                t = tl.dot(qi, kj.T)
+                if MASK == 2:
+                    t *= unit
                 dt = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T)) * scale
                 columns = j + tl.arange(0, N)
                 if run != 1:
@@ -75,9 +77,13 @@ def _value_and_tangent(
                     t = tl.where(seen, t, float("-inf"))
                 if keys is not None:
                     t = tl.where(are_real(keys, b, columns, n_keys)[None, :], t, float("-inf"))
-                last, top = top, tl.maximum(top, tl.max(t, 1))
+                # The largest product is that of the largest score, as the scale is positive: one
+                # multiplication for a row, and for an entry part of the subtraction.
+                highest = tl.max(t, 1) if MASK == 2 else tl.max(t, 1) * unit
+                last, top = top, tl.maximum(top, highest)
                 base = tl.where(top == float("-inf"), 0.0, top)
-                p, shrink = tl.exp2(t - base[:, None]), tl.exp2(last - base)
+                fall = t - base[:, None] if MASK == 2 else t * unit - base[:, None]
+                p, shrink = tl.exp2(fall), tl.exp2(last - base)
                 # Rounded once for both sums: where P is nearly one-hot, W v and (W 1) o cancel,
                 # and two different roundings of W would be all that is left.
                 w = rounded(p * dt, PRODUCT)
@@ -134,7 +140,7 @@ def value_and_tangent(
     do = blank((B, H, n, m), q.dtype, q.device)
     lse, drift = torch.empty(2, B, H, n, dtype=torch.float32, device=q.device)
     mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
-    _value_and_tangent[triton.cdiv(n, M), H, B](
+    _value_and_tangent[ceil_div(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
         descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
         descriptor(o, M), descriptor(do, M),

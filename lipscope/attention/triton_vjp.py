@@ -20,6 +20,7 @@ from lipscope.attention.triton_operands import (
     as_operands,
     blank,
     block,
+    ceil_div,
     descriptor,
     needs_scaling,
     padding_of,
@@ -222,7 +223,7 @@ def vjp(
     M, N, warps, stages, registers = for_queries
     for span in spans(n_keys, product, pattern):
         mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=span)
-        _onto_queries[triton.cdiv(n, M), H, B](
+        _onto_queries[ceil_div(n, M), H, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
             descriptor(gq, M),
             *tensors, *rules, *span, mask, mask_tiles, H // G, pattern.causal, kind, product,
@@ -234,7 +235,7 @@ def vjp(
         mask, mask_tiles, kind = mask_of(
             pattern, q.shape, n_keys, keys, M, N, over_queries=True, span=span
         )
-        _onto_keys[triton.cdiv(n_keys, N), G, B](
+        _onto_keys[ceil_div(n_keys, N), G, B](
             descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(gs, M),
             descriptor(gk, N), descriptor(gv, N),
             *tensors, *rules, *span, mask, mask_tiles, H // G, pattern.causal, kind, product,

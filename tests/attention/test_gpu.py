@@ -196,3 +196,23 @@ def test_out_of_memory_says_what_to_do():
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert ls.local_lipschitz(*long_layer(1000), tol=1e-2).status.ok
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.7])
+def test_any_scale_in_half_precision(scale):
+    """The kernels expect a positive scale; a negative one changes the sign of the queries."""
+    torch.manual_seed(0)
+    x = [torch.randn(1, 2, 200, 32, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
+    mask = torch.rand(200, 200, device="cuda") < 0.7
+
+    def written_out(q, k, v):
+        t = (scale * q @ k.mT).masked_fill(~mask, -torch.inf)
+        return torch.softmax(t, dim=-1) @ v
+
+    wide = [y.double() for y in x]
+    truth = torch.func.jvp(written_out, tuple(wide[:3]), tuple(wide[3:]))
+    mine = torch.func.jvp(
+        lambda *y: ls.attend(*y, mask=mask, scale=scale), tuple(x[:3]), tuple(x[3:])
+    )
+    for a, b in zip(mine, truth, strict=True):
+        assert (a.double() - b).norm() <= 5e-3 * b.norm()
