@@ -82,7 +82,7 @@ def _silence() -> None:
     import distributed  # noqa: F401  # it sets the levels of its loggers
 
     for name in list(logging.root.manager.loggerDict):
-        if name.split(".")[0] == "distributed":
+        if name.split(".")[0] in ("distributed", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
@@ -145,7 +145,9 @@ def _named(cluster: str) -> Iterator[Engine]:
     elif kind in BATCH_SYSTEMS and colon:
         if not rest.isdecimal() or int(rest) < 1:
             raise UserError(f"{cluster}: give the number of batch jobs, as in {kind}:64")
-        with _started("dask_jobqueue", BATCH_SYSTEMS[kind], {}, int(rest)) as engine:
+        # With several workers in a job, dask would not notice that the job has ended.
+        options = {"processes": 1}
+        with _started("dask_jobqueue", BATCH_SYSTEMS[kind], options, int(rest)) as engine:
             yield engine
     elif cluster.endswith((".yaml", ".yml")):
         with _from_file(Path(cluster)) as engine:
@@ -199,19 +201,31 @@ def _started(
         ) from error
     except AttributeError as error:
         raise UserError(f"{module} has no cluster {name}") from error
-    try:
-        with _interrupts_for_this_process_alone():
-            cluster = kind(**options)
-    except (TypeError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"{name} cannot be started: {error}") from error
+    with _one_line(name), _interrupts_for_this_process_alone():
+        cluster = kind(**options)
 
     def restore() -> None:
         if workers is not None:
             cluster.scale(workers)
 
-    with _closing(cluster), _connected(cluster) as client:
+    async def grow() -> None:
         restore()
+        await cluster  # raises what `scale` alone would only log: no sbatch, or a refusal of it
+
+    with _closing(cluster), _connected(cluster) as client:
+        with _one_line(name):
+            cluster.sync(grow)
         yield Engine(client, restore)
+
+
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
+    """What keeps a cluster from starting, in one line."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, OSError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise UserError(f"{name} cannot be started: {why}") from error
 
 
 @contextmanager

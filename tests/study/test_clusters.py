@@ -1,18 +1,22 @@
 """Where workers come from, what is refused, and the script for Slurm."""
 
 import os
+import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import dask
 import pytest
+from distributed.deploy.spec import ProcessInterface
 
 from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.study import clusters
 from lipscope.study.clusters import check_engine, open_engine
 from lipscope.study.study import Study
-from tests.study.fakes import answer, jobs, start_answering
+from tests.study.fakes import Start, answer, jobs, start_answering
 from tests.study.printed import exported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,11 +35,6 @@ def test_one_worker_is_this_process():
         (1, "slurm", "'slurm' is not a cluster; give the address of a scheduler"),
         (1, "slurm:many", "slurm:many: give the number of batch jobs, as in slurm:64"),
         (1, "slurm:0", "give the number of batch jobs"),
-        (
-            1,
-            "slurm:4",
-            "SLURMCluster needs dask-jobqueue; install it with: pip",
-        ),
         (1, "nowhere.yaml", "cannot read the cluster in nowhere.yaml"),
     ],
 )
@@ -82,6 +81,89 @@ def test_a_cluster_from_a_file(tmp_path):
     with open_engine(1, str(tmp_path / "cluster.yaml")) as engine:
         assert engine is not None
         assert sorted(engine.run(start_answering, jobs(5))) == sorted(map(answer, jobs(5)))
+
+
+class RefusedJob(ProcessInterface):
+    """A job that the batch system does not accept."""
+
+    async def start(self):
+        raise RuntimeError("Command exited with code 1.\nstderr:\nno partition gpu")
+
+
+def test_a_job_that_is_refused_ends_the_command(tmp_path):
+    (tmp_path / "cluster.yaml").write_text(
+        "module: distributed\nclass: SpecCluster\nworkers: 2\nkwargs:\n"
+        f"  worker: {{cls: {RefusedJob.__module__}.RefusedJob}}\n"
+        "  scheduler: {cls: distributed.Scheduler,"
+        " options: {host: 127.0.0.1, dashboard_address: null}}\n"
+    )
+    told = "SpecCluster cannot be started: Command exited with code 1. stderr: no partition gpu"
+    with pytest.raises(UserError, match=told), open_engine(1, str(tmp_path / "cluster.yaml")):
+        pass
+
+
+@pytest.mark.skipif(find_spec("dask_jobqueue") is not None, reason="dask-jobqueue is installed")
+def test_a_batch_system_needs_its_package():
+    told = "SLURMCluster needs dask-jobqueue; install it with: pip install dask-jobqueue"
+    with pytest.raises(UserError, match=told), open_engine(1, "slurm:4"):
+        pass
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A folder of batch jobs; stubs of Slurm's commands run each in a process group of its own."""
+    pytest.importorskip("dask_jobqueue")  # its import also sets its part of dask's configuration
+    place, batch = tmp_path / "bin", tmp_path / "batch"
+    place.mkdir()
+    batch.mkdir()
+    # dask-jobqueue deletes the script as soon as it is submitted.
+    stub(
+        place / "sbatch",
+        f"script=$(mktemp {batch}/XXXXXX)\ncp $1 $script\n"
+        "setsid bash $script > $script.log 2>&1 < /dev/null &\n"
+        'echo $! > $script.number\necho "Submitted batch job $!"',
+    )
+    stub(place / "scancel", f"echo $1 >> {batch}/cancelled\nkill -- -$1")
+    monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with dask.config.set(
+        {
+            "jobqueue.slurm.cores": 4,  # dask-jobqueue would make 4 workers of it
+            "jobqueue.slurm.memory": "4GB",
+            "jobqueue.slurm.scheduler-options": {"host": "127.0.0.1", "dashboard_address": None},
+            "distributed.deploy.lost-worker-timeout": "1s",
+        }
+    ):
+        yield batch
+
+
+@pytest.mark.slow
+def test_measure_on_two_batch_jobs(slurm, tiny, prose, tmp_path):
+    (tmp_path / "text.txt").write_text(prose)
+    asked = ["measure", tiny, "--text", str(tmp_path / "text.txt"), "--lengths", "4-9"]
+    asked += ["--samples", "1", "--no-report"]
+    assert main([*asked, "--out", str(tmp_path / "batch jobs"), "--cluster", "slurm:2"]) == 0
+    assert main([*asked, "--out", str(tmp_path / "here")]) == 0
+    found, wanted = (Study.open(tmp_path / name) for name in ("batch jobs", "here"))
+    assert exported(found) == exported(wanted)
+    assert len((slurm / "cancelled").read_text().split()) == 2
+
+
+def test_a_batch_job_that_ends_is_replaced(slurm, tmp_path):
+    with open_engine(1, "slurm:1") as engine:
+        outcomes = engine.run(Start(tmp_path, seconds=0.1), jobs(20))
+        first = [next(outcomes) for _ in range(3)]
+        (number,) = slurm.glob("*.number")
+        os.killpg(int(number.read_text()), signal.SIGKILL)  # as at the time limit
+        assert sorted([*first, *outcomes]) == sorted(map(answer, jobs(20)))
+    assert len(list(slurm.glob("*.number"))) == 2
+
+
+def test_without_the_commands_of_slurm(slurm, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    told = "SLURMCluster cannot be started: .*No such file or directory: 'sbatch'"
+    with pytest.raises(UserError, match=told), open_engine(1, "slurm:2"):
+        pass
 
 
 def test_without_dask_the_message_is_the_pip_line(monkeypatch, tiny, capsys):
