@@ -113,12 +113,12 @@ def _summary(entries: Sequence[Entry]) -> str:
     lines = [
         [
             f'<a href="#claim-{escape(entry.id)}">{escape(entry.id)}</a> {escape(entry.says)}',
-            escape(entry.verdict),
-            escape(_range(entry)),
+            # One column, so that the table fits a telephone.
+            "<br>".join(escape(text) for text in (entry.verdict, _range(entry)) if text),
         ]
         for entry in entries
     ]
-    return table(["claim", "verdict", "interval"], lines, "Verdicts", raw=True)
+    return table(["claim", "verdict, interval"], lines, "Verdicts", raw=True)
 
 
 def _range(entry: Entry) -> str:
@@ -128,14 +128,15 @@ def _range(entry: Entry) -> str:
 def _claim(entry: Entry, paper: str) -> str:
     found = f". Interval: {_range(entry)}" if entry.range else ""
     facts = {"Source": entry.source, "Needs": entry.needs, "Run": entry.about}
-    about = ". ".join(f"{name}: {text}" for name, text in facts.items() if text)
+    about = [f"{name}: {text}" for name, text in facts.items() if text]
+    note = " ".join(text if text.endswith("?") else f"{text}." for text in (paper, *about))
     parts = [] if entry.picture is None else [_picture(entry.id, entry.picture)]
     return section(
         f"claim-{entry.id}",
         f"{entry.id}. {entry.says}",
         f"{entry.verdict}: {entry.reason}{found}.",
         *parts,
-        f'<p class="note">{escape(paper)}. {escape(about)}.</p>',
+        f'<p class="note">{escape(note)}</p>',
         command(entry.command),
     )
 
@@ -161,7 +162,7 @@ def _picture(name: str, picture: Picture) -> str:
 def _sign(i: int, line: Line) -> str:
     if line.style in MARKED:
         return MARKER_TEXTS[i % len(MARKER_TEXTS)]
-    return "–" if line.style == "line" else "╌"
+    return "━" if line.style == "line" else "╍"
 
 
 def _legend(lines: Sequence[Line]) -> str:
@@ -175,7 +176,7 @@ def _tint(i: int) -> str:
 
 def _draw(picture: Picture, width: int, marks: Marks) -> Figure:
     narrow = width <= NARROW
-    figure, ax = charts.figure_of(width, 300 if narrow else 360, left=64, bottom=52)
+    figure, ax = charts.figure_of(width, 300 if narrow else 360, left=78, bottom=52)
     for axis, set_scale in (("x", ax.set_xscale), ("y", ax.set_yscale)):
         if axis in picture.log:
             set_scale("log")

@@ -126,12 +126,13 @@ def plot_implementations(numbers: Numbers) -> Picture:
         [
             f"{r['model']}, layer {r['layer']}, n = {r['n']}",
             f"{r['sigma']:.3g}",
-            f"{r['best']:.3g} ({r['name']})",
-            "does not apply" if r["paper"] is None else f"{r['paper']:.3g}",
+            f"{r['best']:.3g}",
+            "–" if r["paper"] is None else f"{r['paper']:.3g}",
         ]
         for r in numbers["rows"]
     ]
-    head = ["layer", "σ", "smallest upper bound", CASTIN]
+    names = ", ".join(dict.fromkeys(r["name"] for r in numbers["rows"]))
+    head = ["layer", "σ", f"smallest upper bound ({names})", f"{CASTIN}, where it applies"]
     return Picture("Bounds on implementations", columns=head, rows=rows)
 
 

@@ -424,12 +424,12 @@ def _adversarial(id: str, model: str, says: str) -> Claim:
     )
 
 
-BERT = "bert-base-uncased"
+BERT, GROWS = "bert-base-uncased", "adversarial σ grows like √n"
 CLAIMS = [
-    _adversarial("C30", BERT, "BERT, layer 0, head 0, R = 15.5: adversarial σ grows like √n"),
-    _adversarial("C31", BERT, "BERT decoder, layer 6, head 7, R = 21.5: the same"),
-    _adversarial("C32", "gpt2", "random GPT-2, layer 6, head 0, R = 100: the same"),
-    _adversarial("C33", "gpt2", "GPT-2, layer 0, head 0, R = 10: the same"),
+    _adversarial("C30", BERT, f"BERT, layer 0, head 0, R = 15.5: {GROWS}"),
+    _adversarial("C31", BERT, f"BERT decoder, layer 6, head 7, R = 21.5: {GROWS}"),
+    _adversarial("C32", "gpt2", f"random GPT-2, layer 6, head 0, R = 100: {GROWS}"),
+    _adversarial("C33", "gpt2", f"GPT-2, layer 0, head 0, R = 10: {GROWS}"),
     castin_claim(
         "C34",
         "the bound that the scripts return, compute_bound, is an upper bound of σ",

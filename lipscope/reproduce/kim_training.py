@@ -267,7 +267,7 @@ def plot_curves(numbers: Numbers) -> Picture:
         ]
         if depth == deep and points:
             x, y = zip(*points, strict=True)
-            lines.append(Line(described(variant), x, y, "line"))
+            lines.append(Line(described(variant), x, y))
     table = losses_table(numbers)
     return replace(
         table,
@@ -301,7 +301,7 @@ def plot_stability(numbers: Numbers) -> Picture:
         points = [(depth, max(rates)) for depth, rates in fine[name].items() if rates]
         if points:
             x, y = zip(*points, strict=True)
-            lines.append(Line(name, x, y, "line"))
+            lines.append(Line(name, x, y))
     cells = cells_of(numbers, "fixed rate")
     return Picture(
         title="Largest fixed learning rate at which every seed learned, post-norm",

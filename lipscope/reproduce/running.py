@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -238,15 +239,28 @@ def _entry(one: Outcome) -> Entry:
 
 
 def _about(record: Record) -> str:
-    used = "; ".join(f"{name}: {what[:60]}" for name, what in record.used.items())
+    used = "; ".join(f"{name}: {_short(what)}" for name, what in record.used.items())
     size = "quick" if record.quick else "full"
     return f"{size}, {record.device}, {record.seconds:.1f} s, seed {record.seed}" + (
         f"; {used}" if used else ""
     )
 
 
+def _short(what: str) -> str:
+    """A note with the first digits of its hash."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", what)
+
+
 def _command(claim: Claim, record: Record | None) -> str:
     parts = ["lipscope reproduce --only", claim.id]
-    parts += ["--quick"] if record is not None and record.quick else []
-    parts += ["--device", record.device] if record is not None and record.device != "cpu" else []
+    if record is not None:
+        brought = {name for name, what in record.used.items() if what.startswith("sha256 ")}
+        options = {
+            "--quick": record.quick,
+            "--models DIR": brought - TEXTS.keys(),
+            "--text-dir DIR": brought & TEXTS.keys(),
+            f"--device {record.device}": record.device != "cpu",
+            f"--seed {record.seed}": record.seed != 0,
+        }
+        parts += [words for words, given in options.items() if given]
     return " ".join([*parts, "--out DIR"])

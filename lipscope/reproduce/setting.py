@@ -180,7 +180,7 @@ class Setting:
         return f"sha256 {self._hashes[folder]}"
 
     def _tokenizer_note(self, name: str) -> str:
-        return "its own" if self._folder(name) is not None else STAND_IN + WORDS
+        return STAND_IN + WORDS if self._folder(name) is None else self._model_note(name, None)
 
     def _text_note(self, name: str) -> str:
         path = self._text_path(name)

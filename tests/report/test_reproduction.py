@@ -45,10 +45,16 @@ def test_a_claim_has_its_verdict_interval_source_command_and_figure():
         "lipscope reproduce --only C1 --out DIR",
         "drawn in the paper",
         "γR²",
+        "<td>DIFFERS<br>[0.100, 0.200]</td>",
         "1 claims: 1 DIFFERS.",
     ):
         assert text in html, text
     assert html.count("<svg") == 2 and "http" not in html.split("</style>")[1].split("<script")[0]
+
+
+def test_a_title_that_asks_ends_with_its_own_mark():
+    html = reproduction_html([entry()], {"castin2024": "How smooth?"}, "")
+    assert "How smooth? Source: page 2." in html
 
 
 def test_text_of_a_claim_cannot_become_html():
