@@ -10,7 +10,7 @@ from torch import Tensor
 import lipscope as ls
 from lipscope.nn.query_ball import radius, score_limit
 from lipscope.nn.row_sums import longest_image
-from tests.nn.test_query_ball import configurations, dense
+from tests.nn.test_query_ball import configurations, dense, limit
 
 
 def longest(W: Tensor) -> float:
@@ -68,6 +68,58 @@ def test_the_keys_of_a_row_are_within_their_limit(D):
             (-found).backward()
             climb.step()
     assert (0.75 if D <= 1 else 0.5) * allowed < best <= allowed
+
+
+def by_the_formula(layer: ls.nn.L2SelfAttention, phi: float) -> float:
+    """Row by row and head by head, heads balanced by their ||M_h||."""
+    k, heads = layer.head_size, range(layer.heads)
+    parts = [slice(h * k, (h + 1) * k) for h in heads]
+    Q, M, w = [], [], []
+    for part in parts:
+        M.append(
+            layer.value.weight[part] @ layer.query.weight[part].T * 3 * math.sqrt(layer.dim / k)
+        )
+        size = torch.linalg.matrix_norm(M[-1], 2)
+        Q.append(layer.query.weight[part] * size)
+        w.append(layer.out.weight[:, part] @ M[-1] / size)
+    D = [0.0] * len(parts) if layer.ball is None else layer.ball.sizes(Q[0].device).tolist()
+
+    def q(W: Tensor) -> float:
+        spectral = math.sqrt(layer.dim) * torch.linalg.matrix_norm(W, 2).item()
+        return min(spectral, math.hypot(*W.abs().sum(1).tolist()))
+
+    found = []
+    for r in range(layer.dim):
+        lengths = [w[h][r].norm().item() for h in heads]
+        apart = 0.0
+        for h in heads:
+            reach = q(Q[h]) * lengths[h]
+            row = min(reach, (w[h][r].abs() @ Q[h].abs().sum(1)).item())
+            in_ball = 0.5 * row + (0.5 + min(4 * phi, 1.24 * D[h])) * reach
+            apart += row + 4 * phi * reach if layer.ball is None else in_ball
+        through = sum(w[h][r] @ Q[h] for h in heads).abs().sum().item() / 2
+        own = sum(D[h] * w[h][r] @ Q[h] for h in heads).abs().sum().item() / 6
+        c = [math.exp(x / 2) / 2 + math.sqrt(x * limit(x)) for x in D]
+        around = math.hypot(*(c[h] * lengths[h] for h in heads))
+        around += math.hypot(*(D[h] * lengths[h] for h in heads)) / 3
+        together = through + own + q(torch.cat(Q)) * around
+        found.append(apart if layer.ball is None else min(apart, together))
+    return max(found)
+
+
+@pytest.mark.parametrize("ball", [None, 0.1, 1.0, 3.0])
+def test_the_bound_is_that_of_the_formula(ball):
+    phi = 1.0401125822356918
+    assert phi * math.exp(phi + 1) == pytest.approx(8, rel=1e-12)  # 9 tokens
+    for seed, heads in product(range(3), (1, 2, 4)):
+        torch.manual_seed(seed)
+        if ball is None:
+            layer = ls.nn.L2SelfAttention(8, heads).double().requires_grad_(False)
+        else:
+            layer = ls.nn.BallL2Attention(8, heads, ball=ball, learn_ball=True).double()
+            layer.requires_grad_(False).ball.log_size.add_(torch.rand(heads) - 0.5)
+        found = layer.lipschitz_bound(9, "inf")
+        assert found == pytest.approx(by_the_formula(layer, phi), rel=1e-7)
 
 
 def climbed(layer: ls.nn.L2SelfAttention, n: int, norm: str, steps: int, seed: int) -> float:
