@@ -105,16 +105,15 @@ def worst(layer: ls.nn.ContractiveL2Attention) -> float:
     if layer.norm == "inf":
         # A causal mask changes nothing for the last token.
         return LastToken(layer).largest()
-    size = layer.query.weight.norm().item() / math.sqrt(HEADS)
-    far = math.sqrt((1 + mean_distance(TOKENS)) * math.sqrt(layer.head_size))
-    u = torch.linalg.svd(layer.query.weight[: layer.head_size]).Vh[0]
-    line = far / size * (1.0 - 2.0 * (torch.arange(TOKENS) % 2))[:, None] * u
-    line[-1] = 0
-    line = line + 1e-2 * far / size * tokens()
     f = layer if layer.ball is not None else layer.as_map(TOKENS)
-    climb = ls.attack.Climb(steps=25, restarts=1)
-    domain = ls.Ball(8 * far / size * math.sqrt(DIM), TOKENS)
-    return ls.attack.ascend(f, domain, climb, dim=DIM, starts=[line, line / 4, tokens()]).value
+    # A token near 0 among two clusters, the worst input on a line, in every size.
+    u = torch.linalg.svd(layer.value.weight).Vh[0]
+    line = (1.0 - 2.0 * (torch.arange(TOKENS) % 2))[:, None] * u
+    line[-1] = 0
+    family = [2.0**j * (line + 1e-3 * tokens()) for j in range(-3, 7)]
+    steepest = max(family, key=lambda X: ls.local_lipschitz(f, X, 1e-2).value)
+    climb, domain = ls.attack.Climb(steps=25, restarts=1), ls.Ball(100.0, TOKENS)
+    return ls.attack.ascend(f, domain, climb, dim=DIM, starts=[steepest, tokens()]).value
 
 
 def main() -> None:
