@@ -113,6 +113,7 @@ def test_every_long_call_has_a_bar(monkeypatch):
         ls.compare_attacks,
         ls.error_budget,
         lambda: ls.compare_runs(None, None),
+        lambda: ls.convert_model(None, "l2", None),
         lambda: train_character_model("text", out="model"),
         lambda: ls.attack_model(None, None, ls.AttackPlan("ascent")),
     ):

@@ -22,6 +22,7 @@ from lipscope.cli.options import (
     Texts,
     Tokenizer,
 )
+from lipscope.cli.studies import write_page
 from lipscope.cli.terminal import numbers, progress, read_texts, show_json, show_table
 
 Dtype = Annotated[
@@ -83,6 +84,8 @@ def bounds(
         show_json({**as_dict(found.study), "not_offered": found.not_offered})
     else:
         show_table(bound_summary(found), quiet)
+    if out is not None:
+        write_page(out, quiet)
 
 
 def attack(
@@ -150,7 +153,11 @@ def attack(
         show_json(found)
     else:
         show_table(table, quiet)
-    if compare and out is not None:
+    if out is None:
+        return
+    if not compare:
+        write_page(out, quiet)
+    else:
         from lipscope.audit.attack_comparison import write_trials
         from lipscope.report.attack_figures import contest_figure
 

@@ -22,6 +22,7 @@ from lipscope.cli.options import (
     Texts,
     Tokenizer,
 )
+from lipscope.cli.studies import write_page
 from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table
 
 Length = Annotated[int, typer.Option(help="Maximum number of tokens per sequence.")]
@@ -134,13 +135,14 @@ def budget(
     if as_json:
         rows = [] if ranked is None else [row._asdict() for row in ranked.rows]
         show_json({**found.as_dict(), "scores": rows})
-        return
-    show_table(budget_table(found), quiet)
-    show_table("", quiet)
-    show_table(shares_table(found), quiet)
-    if ranked is not None:
-        show_table("", quiet)
-        show_table(score_table(ranked), quiet)
+    else:
+        tables: list[Any] = [budget_table(found), shares_table(found)]
+        tables += [] if ranked is None else [score_table(ranked)]
+        for i, table in enumerate(tables):
+            show_table("", quiet or i == 0)
+            show_table(table, quiet)
+    if out is not None:
+        write_page(out, quiet)
 
 
 def check(

@@ -54,6 +54,7 @@ def check_study(directory: Path, repair: bool) -> bool:
     Returns:
         Whether the study is intact.
     """
+    from lipscope.study.store import content
     from lipscope.study.study import DamageWarning, Study, copy_study
 
     warnings.simplefilter("ignore", DamageWarning)  # every loss is listed below
@@ -61,8 +62,7 @@ def check_study(directory: Path, repair: bool) -> bool:
     lost = study.store.check()
     for name in lost:
         typer.echo(for_terminal(f"lost: {name}"))
-    claims = len(study.store.records("claim"))  # of `lipscope reproduce`
-    holds = f"{claims} claims" if claims else f"{len(study.rows)} intact rows"
+    holds = content(study.store).replace(" ", " intact ")
     typer.echo(for_terminal(f"{directory} holds {holds}; lost: {len(lost)}"))
     if repair:
         place = directory.resolve()

@@ -28,7 +28,7 @@ def merge(
 
     found = join(out, parts)
     if not quiet:
-        tell(f"{found.rows} rows are in {out}", 0)
+        tell(f"{found.content} are in {out}", 0)
     if found.disputed and not quiet:
         warn(
             f"{found.disputed} rows were measured more than once, with different results; one of "

@@ -188,7 +188,10 @@ def report(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a study as one self-contained HTML page, with another one as reference."""
+    """Write a study as one self-contained HTML page, with another one as reference.
+
+    The command `compare` takes any number of studies.
+    """
     study, against = _open(directory), None if other is None else _open(other)
     _write_report(
         study,
@@ -265,6 +268,15 @@ def _end_damaged(*studies: Study | None) -> None:
         tell(sentence, ExitCode.INCOMPLETE)
     if damaged:
         raise typer.Exit(ExitCode.INCOMPLETE)
+
+
+def write_page(directory: Path, quiet: bool) -> None:
+    """Write the page of a study again if it has one: it would lack what was just added."""
+    path = directory / REPORT
+    if path.exists():
+        _write_report(_open(directory), path, quiet=quiet)
+    elif not quiet:
+        tell(f"the study is in {directory}; `lipscope report {directory}` writes its page", 0)
 
 
 def _write_report(

@@ -12,17 +12,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lipscope._checks import explained
+from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.convert.modules import (
     SUPPORTED,
     Conversion,
+    Progress,
     Slot,
     Target,
     check_two_tokens,
     convert_module,
     exchange,
     measure_map,
+    reported,
 )
 from lipscope.convert.replacement import Replacement, constant_part, make_layer
 from lipscope.models.closed import same
@@ -38,6 +41,7 @@ from lipscope.nn.wrapped import check_bare
 
 
 @explained
+@with_bar("converting")
 def convert_model(
     model: nn.Module,
     to: str,
@@ -46,6 +50,7 @@ def convert_model(
     layers: Sequence[Any] | None = None,
     constant: float | None = None,
     fresh: bool = False,
+    progress: Progress | None = None,
 ) -> Conversion:
     """Replace the attention of a live model, in place.
 
@@ -64,6 +69,8 @@ def convert_model(
         constant: The Lipschitz constant of contractive layers.
         fresh: Whether to draw random weights from torch's generator instead of carrying over the
             old ones.
+        progress: Called with the work done and the total work. Default: a bar in notebooks,
+            nothing elsewhere.
 
     Returns:
         A :class:`Conversion` with both constants of every layer; print it to see the table.
@@ -102,7 +109,7 @@ def convert_model(
                 f"by name, as in layers=[{own[0]!r}]; to convert more of its old attention, "
                 "start from the original model"
             )
-        return convert_module(model, target, inputs, layers)
+        return convert_module(model, target, inputs, layers, progress)
     sample = _first_sample(inputs, model.device)
     loaded = load(model)
     if not loaded.preflight.routed:
@@ -113,8 +120,8 @@ def convert_model(
     survey = loaded.survey(inputs=sample)
     if "pixel_values" not in sample:
         check_two_tokens(next(iter(sample.values())).shape[1])
-    slots = [_slot(survey, i, target) for i in chosen]
-    return _without_cache(model, slots, sample)
+    slots = [_slot(survey, i, target) for i in reported(chosen, progress, half=0)]
+    return _without_cache(model, slots, sample, progress)
 
 
 def _first_sample(inputs: Any, device: torch.device) -> dict[str, Tensor]:
@@ -246,7 +253,10 @@ def _unmasked(f: SelfAttention) -> SelfAttention:
 
 
 def _without_cache(
-    model: PreTrainedModel, slots: Sequence[Slot], sample: dict[str, Tensor]
+    model: PreTrainedModel,
+    slots: Sequence[Slot],
+    sample: dict[str, Tensor],
+    progress: Progress | None,
 ) -> Conversion:
     """Exchange the layers with the cache turned off; if anything fails, undo both."""
     holders = [*configs(model), *filter(None, [getattr(model, "generation_config", None)])]
@@ -254,7 +264,7 @@ def _without_cache(
     try:
         for holder, _ in before:
             holder.use_cache = False
-        return exchange(model, slots, lambda: model(**sample))
+        return exchange(model, slots, lambda: model(**sample), progress)
     except BaseException as error:
         for holder, value in before:
             holder.use_cache = value

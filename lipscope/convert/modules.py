@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ SUPPORTED = (
     "models whose attention is plain (BERT, RoBERTa, DistilBERT, GPT-2, OPT, GPT-NeoX, Llama, "
     "Cohere, ViT and the like)"
 )
+
+T = TypeVar("T")
+Progress = Callable[[float, float], None]
 
 Run = Callable[[], Any]
 """One forward pass of the model on the sample."""
@@ -126,14 +129,18 @@ class Slot:
 
 
 def convert_module(
-    model: nn.Module, target: Target, inputs: Any, layers: Sequence[str | nn.Module] | None = None
+    model: nn.Module,
+    target: Target,
+    inputs: Any,
+    layers: Sequence[str | nn.Module] | None,
+    progress: Progress | None,
 ) -> Conversion:
     """Replace nn.MultiheadAttention and lipscope's own layers; the model is run on `inputs`."""
     _check_call(model, inputs, layers)
     watch = ModuleWatch(model, layers)
     with _watching(watch, model, lambda: _first_run(model, inputs)):
-        slots = [_slot(watch, name, target) for name in watch.names]
-    return exchange(model, slots, lambda: call(model, inputs))
+        slots = [_slot(watch, name, target) for name in reported(watch.names, progress, half=0)]
+    return exchange(model, slots, lambda: call(model, inputs), progress)
 
 
 def _check_call(model: nn.Module, inputs: Any, layers: Sequence[str | nn.Module] | None) -> None:
@@ -165,7 +172,17 @@ def _first_run(model: nn.Module, inputs: Any) -> None:
         ) from error
 
 
-def exchange(model: nn.Module, slots: Sequence[Slot], run: Run) -> Conversion:
+def reported(items: Sequence[T], progress: Progress | None, half: int) -> Iterator[T]:
+    """The items of one half of the work, 0 before the exchange and 1 after it, with progress."""
+    for i, item in enumerate(items):
+        if progress is not None:
+            progress(half + i / len(items), 2)
+        yield item
+
+
+def exchange(
+    model: nn.Module, slots: Sequence[Slot], run: Run, progress: Progress | None
+) -> Conversion:
     """Install every replacement, run the model and measure; if anything fails, undo it all."""
     changes = [change for slot in slots for change in slot.changes]
     places = [(parent, name, new) for old, new in changes for parent, name in _places(model, old)]
@@ -184,7 +201,7 @@ def exchange(model: nn.Module, slots: Sequence[Slot], run: Run) -> Conversion:
             encoder.use_nested_tensor = False
         watch = ModuleWatch(model, [slot.layer for slot in slots])
         with _watching(watch, model, run):
-            after = [_measured(watch, name) for name in watch.names]
+            after = [_measured(watch, name) for name in reported(watch.names, progress, half=1)]
     except BaseException:
         for parent, name, old in before:
             parent._modules[name] = old

@@ -81,6 +81,11 @@ def local_lipschitz(
         raise UserError(
             f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}"
         )
+    if not isinstance(X, Tensor | DiscreteMeasure):
+        raise UserError(
+            f"X must be a tensor of tokens [n, d] or [B, n, d], got {type(X).__name__}; "
+            "torch.as_tensor makes one of an array"
+        )
     if not isinstance(X, Tensor) or splitting:
         if norm != "2":
             raise UserError(

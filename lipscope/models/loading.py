@@ -121,7 +121,7 @@ def _load(
             module, reader = _live(source, device), None
             known, commit = module.config.name_or_path, None
             # transformers notes "None" for what was read without a name, as `_read` does it.
-            name = known if known not in ("", "None") else type(module).__name__
+            name = type(module).__name__ if known in (None, "", "None") else str(known)
             if random_init is not None:
                 device = module.device
                 module = _random(type(module), copy.deepcopy(module.config), random_init)

@@ -61,3 +61,16 @@ def test_what_is_refused(measure, tmp_path, capsys, options, told):
     assert main([*measure, *options, "--out", str(tmp_path / "s")]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "s").exists()
+
+
+def test_the_page_of_a_study_holds_what_other_commands_add(measure, tmp_path, capsys):
+    out = tmp_path / "s"
+    words = [*measure[1:4], "--out", str(out)]
+    assert main(["bounds", *words, "--lengths", "8"]) == 0
+    assert f"`lipscope report {out}` writes its page" in " ".join(capsys.readouterr().err.split())
+    assert not (out / "report.html").exists()
+    assert main(["report", str(out), "--quiet"]) == 0
+    page = (out / "report.html").read_text()
+    assert main(["attack", *words, "--kind", "direction", "--length", "8"]) == 0
+    assert "the report is in" in capsys.readouterr().err
+    assert "lipscope attack" in (out / "report.html").read_text() and "lipscope attack" not in page

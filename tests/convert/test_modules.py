@@ -323,3 +323,14 @@ def test_a_model_that_fails_afterwards_is_put_back():
     with pytest.raises(AttributeError):
         convert_model(model, "l2", tokens())
     assert model.a is a and model.b is b
+
+
+def test_progress_is_called_before_every_measurement():
+    model = nn.Sequential(
+        *[nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(3)]
+    )
+    seen = []
+    convert_model(
+        model.eval(), "l2", torch.randn(1, 4, 8), progress=lambda *part: seen.append(part)
+    )
+    assert seen == [(i / 3, 2) for i in range(3)] + [(1 + i / 3, 2) for i in range(3)]

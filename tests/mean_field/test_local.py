@@ -58,6 +58,10 @@ def test_what_cannot_be_is_refused():
         local_lipschitz(f, line([0.0]), precision="high")
     with pytest.raises(ls.UserError, match=r"points must be a tensor \[n, d\]"):
         local_lipschitz(f, torch.zeros(2, 3, 1, dtype=torch.float64), splitting=True)
+    with pytest.raises(
+        ls.UserError, match=r"X must be a tensor of tokens .* got ndarray; torch.as"
+    ):
+        local_lipschitz(f, torch.zeros(2, 3).numpy())
 
 
 def test_exact_precision_at_tokens_recomputes_in_float64():
