@@ -15,12 +15,9 @@ from lipscope import __version__
 from lipscope.reproduce.claims import Claim, Numbers
 from lipscope.reproduce.setting import PROSE, STAND_IN, Setting
 from lipscope.study.records import About, Identity, StudyInfo, record_of
-from lipscope.study.store import Store
+from lipscope.study.store import CLAIM, Store
 
 PAGE, OLD_FILE = "reproduce.html", "claims.jsonl"
-KIND = "claim"
-"""The kind of these records among those of a store."""
-
 INFO = StudyInfo(
     record_of(Identity, {"weights": "claims of two papers"}),
     record_of(About, {"model": "claims of two papers", "command": "lipscope reproduce"}),
@@ -66,7 +63,7 @@ class ClaimRecords:
     def __init__(self, directory: Path | None) -> None:
         self._store = Store.create(directory, INFO, noun="a reproduction", marks=(PAGE, OLD_FILE))
         self._records = {
-            key: Record(**json.loads(value)) for key, value in self._store.records(KIND)
+            key: Record(**json.loads(value)) for key, value in self._store.records(CLAIM)
         }
         if directory is not None:
             self._put(
@@ -76,17 +73,26 @@ class ClaimRecords:
             )
 
     def find(self, claim: Claim, setting: Setting) -> Record | None:
-        """The last record of a claim that this setting would give again; a full run beats quick."""
-        codes = {code_of(claim), SAME_NUMBERS.get(claim.id)}
-        for record in reversed(self._records.values()):
-            enough = record.quick == setting.quick or not record.quick
-            same = (record.id, record.seed) == (claim.id, setting.seed)
-            same = same and record.version == __version__ and record.code in codes
-            # A GPU is asked for where a processor could not do it all.
-            again = "gpu" in claim.needs and record.device == "cpu" != setting.device
-            if enough and same and not again and setting.same(record.used):
-                return record
-        return None
+        """The best record of a claim that this setting would give again; None if there is none.
+
+        A full run beats a quick one, a GPU a processor that could not do it all, then a later run
+        an earlier one.
+        """
+        codes, large = {code_of(claim), SAME_NUMBERS.get(claim.id)}, "gpu" in claim.needs
+        found = [
+            record
+            for record in self._records.values()
+            if (record.id, record.seed, record.version) == (claim.id, setting.seed, __version__)
+            and record.code in codes
+            and (setting.quick or not record.quick)
+            and not (large and record.device == "cpu" != setting.device)
+            and setting.same(record.used)
+        ]
+        return max(
+            reversed(found),  # of equals, the first is taken
+            key=lambda record: (not record.quick, large and record.device != "cpu"),
+            default=None,
+        )
 
     def add(self, claim: Claim, record: Record) -> Record:
         """Keep a record; it is on disk when this returns."""
@@ -101,7 +107,7 @@ class ClaimRecords:
     def _put(self, records: Iterable[Record]) -> None:
         found = {record.key: record for record in records}
         self._store.put_all(
-            (KIND, key, json.dumps(record.__dict__, sort_keys=True))
+            (CLAIM, key, json.dumps(record.__dict__, sort_keys=True))
             for key, record in found.items()
         )
         for key, record in found.items():

@@ -11,18 +11,18 @@ from lipscope._files import claim_folder, whole_file
 from lipscope._types import UserError
 from lipscope.study.directory import FILE, LOCK, require_parts
 from lipscope.study.records import Row, StudyInfo
-from lipscope.study.store import INFO, Store, damage
+from lipscope.study.store import INFO, Store, content, damage
 
 
 class Merged(NamedTuple):
     """What a merge found.
 
-    rows:     the number of rows of the merged study
+    content:  how much the merged study holds, as in "12 rows"
     disputed: rows that several parts have, with other numbers
     damaged:  a sentence for each part that has lost something; the rest of it is there
     """
 
-    rows: int
+    content: str
     disputed: int
     damaged: list[str]
 
@@ -89,7 +89,7 @@ def merge(out: Path, parts: Sequence[Path]) -> Merged:
         damaged: list[str] = []
         joined, disputed = join(_opened(given, out, damaged))
         write_whole(joined, out)
-    return Merged(rows=len(joined.rows()), disputed=disputed, damaged=damaged)
+    return Merged(content=content(joined), disputed=disputed, damaged=damaged)
 
 
 @contextmanager

@@ -59,8 +59,9 @@ CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, value NOT NULL, crc
 CREATE UNIQUE INDEX records_key ON records (kind, key);
 """
 
-INFO, TOKENS, NORMS = "info", "tokens", "token norms"
-"""Kinds of records: facts about the study, the tokens of a sample, the token norms of a row."""
+INFO, TOKENS, NORMS, CLAIM = "info", "tokens", "token norms", "claim"
+"""Kinds of records: facts about the study, the tokens of a sample, the token norms of a row, and
+what a claim of `lipscope reproduce` measured."""
 
 
 class Store:
@@ -317,6 +318,12 @@ class Store:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def content(store: Store) -> str:
+    """How much a store holds, in two words: rows, or claims."""
+    claims = len(store.records(CLAIM))
+    return f"{claims} claims" if claims else f"{len(store.rows())} rows"
 
 
 def damage(store: Store) -> str:

@@ -9,7 +9,6 @@ from lipscope.cli import main
 from lipscope.models import embedded
 from lipscope.reproduce import setting as settings
 from lipscope.reproduce.claim_records import (
-    KIND,
     OLD_FILE,
     OLD_PROSE,
     ClaimRecords,
@@ -22,7 +21,7 @@ from lipscope.reproduce.registry import chosen
 from lipscope.reproduce.running import reproduce_papers
 from lipscope.reproduce.setting import PROSE, Setting
 from lipscope.study.directory import FILE
-from lipscope.study.store import Store
+from lipscope.study.store import CLAIM, Store
 from tests.reproduce.planted import claim
 
 
@@ -55,7 +54,7 @@ def test_a_record_is_kept_in_the_store_of_a_study(registered, tmp_path):
     registered.append(claim(two))
     (outcome,) = reproduce_papers(out=tmp_path)
     store = Store.open(tmp_path)
-    ((key, value),) = store.records(KIND)
+    ((key, value),) = store.records(CLAIM)
     store.close()
     assert key == outcome.record.key and key.startswith("C1 full seed 0 cpu ")
     assert Record(**json.loads(value)) == outcome.record
@@ -134,6 +133,21 @@ def test_the_newest_record_of_one_set_of_conditions_counts(tmp_path):
     records.close()
 
 
+def test_runs_of_two_machines_are_merged_in_any_order(registered, tmp_path, capsys):
+    registered += [claim(two, needs="gpu"), claim(two, id="C2")]
+    for place, options in (("gpu", {"device": "cuda"}), ("cpu", {}), ("quick", {"quick": True})):
+        only = None if place == "cpu" else ["C1"]
+        reproduce_papers(only=only, out=tmp_path / place, **options)
+    for i, parts in enumerate((["gpu", "cpu", "quick"], ["quick", "cpu", "gpu"])):
+        out = tmp_path / f"both {i}"
+        assert main(["merge", str(out), *(str(tmp_path / part) for part in parts)]) == 0
+        assert "4 claims are in" in capsys.readouterr().err
+        for quick in (True, False):
+            first, second = reproduce_papers(out=out, quick=quick)
+            assert (first.record.device, first.record.quick) == ("cuda", False)
+            assert (second.record.device, second.record.quick) == ("cpu", False)
+
+
 def test_damage_is_named_and_the_rest_can_be_repaired(registered, tmp_path, capsys):
     registered += [claim(two), claim(two, id="C2")]
     out = tmp_path / "papers"
@@ -147,7 +161,7 @@ def test_damage_is_named_and_the_rest_can_be_repaired(registered, tmp_path, caps
         reproduce_papers(out=out)
     assert main(["doctor", str(out), "--repair"]) == 3
     printed = capsys.readouterr().out
-    assert "lost: claim C2 full seed 0" in printed and "1 claims" in printed
+    assert "lost: claim C2 full seed 0" in printed and "holds 1 intact claims; lost: 1" in printed
     registered[1] = claim(lambda setting: {"x": 3}, id="C2")
     first, second = reproduce_papers(out=tmp_path / "papers.repaired")
     assert first.word == "REPRODUCED" and second.word == "DIFFERS"
