@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ls.UserError, match=r"points must be a tensor \[n, d\]"):
         local_lipschitz(f, torch.zeros(2, 3, 1, dtype=torch.float64), splitting=True)
     # While tests run, a checker of types speaks first.
-    with pytest.raises(ls.UserError, match="X must be a tensor of tokens|X must be a Tensor or a"):
+    with pytest.raises(ls.UserError, match=r"X must be a tensor of tokens|X must be a Tensor or a"):
         local_lipschitz(f, torch.zeros(2, 3).numpy())
 
 
