@@ -62,17 +62,17 @@ def scale_rows() -> list[tuple[float, float, float, float]]:
 
 
 @torch.no_grad()
-def courses() -> list[tuple[float, list[float]]]:
-    """(constant, relative error after each step), float32, tokens of scale 1."""
+def courses() -> list[tuple[float, float | None, list[float]]]:
+    """(constant, ball, relative error after each step), float32, tokens of scale 1."""
     found = []
-    for constant in CONSTANTS:
-        r, X = contractive(constant), tokens(1.0)
+    for constant, ball in (*((c, None) for c in CONSTANTS), *((0.9, ball) for ball in BALLS[1:])):
+        r, X = contractive(constant, ball), tokens(1.0)
         y = r(X)
         x, errors = y.clone(), []
         for _ in range(12):
             errors.append(((x - X).norm() / X.norm()).item())
             x = y - r.g(x)
-        found.append((constant, errors))
+        found.append((constant, ball, errors))
     return found
 
 
@@ -81,13 +81,13 @@ def draw(scales: list[tuple[float, float, float, float]], path: str) -> None:
 
     figure = Figure(figsize=(9.5, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for constant, errors in courses():
+    for constant, ball, errors in courses():
         left.semilogy(
             range(len(errors)),
             errors,
             "o-",
             markersize=3,
-            label=f"contractive, constant {constant}",
+            label=f"constant {constant}" + (f", ball {ball:g}" if ball else ""),
         )
         left.semilogy(
             range(len(errors)),
@@ -98,8 +98,8 @@ def draw(scales: list[tuple[float, float, float, float]], path: str) -> None:
     left.plot([], [], ":", color="grey", label="guaranteed rate")
     left.set_xlabel("fixed-point steps")
     left.set_ylabel("relative error of the inverse, float32")
-    left.set_ylim(1e-8, 1)
-    left.legend()
+    left.set_ylim(1e-8, 30)
+    left.legend(ncols=2, loc="upper center")
     scale, _, dot, calm = zip(*scales, strict=True)
     right.loglog(
         scale, [max(e, 1e-17) for e in dot], "o-", color="tab:red", label="dot-product attention"

@@ -2,6 +2,7 @@
 
 python -m benchmarks.l2_bounds                      # the table of docs/theory/bounds.md, a second
 python -m benchmarks.l2_bounds --ascend             # the largest constant found, about half an hour
+python -m benchmarks.l2_bounds --tightness PNG      # for instance docs/gallery/l2_tightness.png
 """
 
 from __future__ import annotations
@@ -90,9 +91,34 @@ def ascend(steps: int = 60) -> None:
     print(f"\nlargest found / bound: {worst:.3f}")
 
 
+def draw_tightness(path: str) -> None:
+    """Norm inf, one coordinate: claim K1 of `lipscope reproduce` as a figure."""
+    from matplotlib.figure import Figure
+
+    from lipscope.reproduce.kim_bounds import plot_tightness, run_tightness
+    from lipscope.reproduce.setting import Setting
+
+    picture = plot_tightness(run_tightness(Setting()))
+    figure = Figure(figsize=(7, 4.3), layout="constrained")
+    axes = figure.subplots()
+    # The points lie on each other: rings around crosses around dots.
+    styles = {"bound": "k--", "closed form": "k-", "best": "o", "fifth": "x", "start": "."}
+    for line in picture.lines:
+        (style,) = (styles[name] for name in styles if line.name.startswith(name))
+        axes.semilogx(line.x, line.y, style, markersize=8 - len(axes.lines), mfc="none", lw=1.2)
+        axes.lines[-1].set_label(line.name)
+    axes.set(title=picture.title, xlabel=picture.x, ylabel=picture.y)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     began = time.perf_counter()
+    if "--tightness" in sys.argv[1:]:
+        draw_tightness(sys.argv[-1])
+        return
     print(table())
     if "--ascend" in sys.argv[1:]:
         ascend()

@@ -35,7 +35,7 @@ def reaction(layer: ls.nn.ContractiveL2Attention, X: Tensor) -> float:
     """The local constant in norm 2; in norm inf that of the last token, which sees all others."""
     f = layer if layer.ball is not None else layer.as_map(TOKENS)
     if layer.norm == "2":
-        return ls.local_lipschitz(f, X, 1e-2).value
+        return ls.local_lipschitz(f, X, 1e-4).value
     J, U = ls.jacobian(f, X), torch.zeros(DIM, TOKENS, DIM, dtype=torch.float64)
     U[torch.arange(DIM), -1, torch.arange(DIM)] = 1
     return max(J.rmv(u).abs().sum().item() for u in U)
