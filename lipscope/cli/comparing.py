@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lipscope.cli.options import Quiet
-from lipscope.cli.terminal import ExitCode, show_table, tell
+from lipscope.cli.options import AsJson, Quiet
+from lipscope.cli.terminal import ExitCode, show_json, show_table, tell
 
 PAGE = Path("comparison.html")
 
@@ -22,6 +22,7 @@ def compare(
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="Page to write.", show_default=str(PAGE))
     ] = PAGE,
+    as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare studies: what differs, how sigma grows in each, and where they part most."""
@@ -41,8 +42,10 @@ def compare(
         damaged += [study.damage] if study.damage else []
         study.close()
     found = find(digests)
-    if not quiet:
-        show_table(comparison_table(found))
+    if as_json:
+        show_json(found.as_dict())
+    else:
+        show_table(comparison_table(found), quiet)
     write(comparison_html(digests), out)
     if not quiet:
         tell(f"the comparison is in {out}", 0)

@@ -43,7 +43,7 @@ StudyDirectory = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print errors alone, and what --json asks for.")
+    bool, typer.Option("--quiet", "-q", help="Print no tables, progress or warnings.")
 ]
 Workers = Annotated[int, typer.Option(help="Number of worker processes on this machine.")]
 Cluster = Annotated[

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -139,6 +140,25 @@ class Comparison:
             values = [self.at(i, on) for i in self.valued]
             spread.append((on, max(values) / min(values)))
         return sorted(spread, key=lambda item: -item[1])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The studies, and sigma of every common map in each of them, as plain values."""
+        studies = [
+            {"name": name, "directory": one.place, "mean": self.mean(i), "note": one.note}
+            for i, (name, one) in enumerate(zip(self.names, self.digests, strict=True))
+        ]
+        maps = [
+            {
+                "scope": on[0],
+                "layer": on[1],
+                "sigma": [
+                    self.at(i, on) if i in self.valued else None for i in range(len(studies))
+                ],
+                "ratio": ratio,
+            }
+            for on, ratio in self.differences()
+        ]
+        return {"n": self.n, "studies": studies, "maps": maps}
 
     def curve(self, i: int, maps: Sequence[Map]) -> dict[int, float]:
         """Per length, the geometric mean of study i over maps that it has there."""

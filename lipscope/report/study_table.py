@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from decimal import ROUND_CEILING, Context
 from statistics import median
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +31,7 @@ def summary(study: Study) -> RenderableType:
         Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}, {dtype}\n", style="bold")
     ]
     if study.sigma:
-        parts += [_table(study), Text(f"\n{_legend(study)}\n", style="dim"), _peak(study)]
+        parts += [_Fitting(study), Text(f"\n{_legend(study)}\n", style="dim"), _peak(study)]
         parts += _ranking(study)
     elif any(row.probe == BUDGET for row in study.rows):
         parts += _budgets(study)
@@ -56,15 +58,29 @@ def _budgets(study: Study) -> list[RenderableType]:
     return [part for one in found for part in (budget_table(one), Text(), shares_table(one))]
 
 
-def _table(study: Study) -> Table:
+class _Fitting:
+    """The table of a study, without its last columns where it is wider than the terminal."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        for columns in (6, 5, 4, 3):
+            table = _table(self._study, columns)
+            if Measurement.get(console, options.update(max_width=1000), table).maximum <= (
+                options.max_width
+            ):
+                break
+        yield table
+
+
+def _table(study: Study, columns: int) -> Table:
+    """The first of the columns layer, scope, sigma, exponent, its residual, and radius."""
     longest = max(row.n for row in study.sigma)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("layer", justify="right")
-    table.add_column("scope")
-    table.add_column(f"σ at n = {longest}")
-    table.add_column("α in σ ~ C nᵅ")
-    table.add_column("rms")
-    table.add_column("R(n)")
+    heads = ("layer", "scope", f"σ at n = {longest}", "α in σ ~ C nᵅ", "rms", "R(n)")
+    for head in heads[:columns]:
+        table.add_column(head, justify="right" if head == "layer" else "left")
     # A layer is named once; None is a name too, that of the whole model.
     before: object = "none yet"
     for scope, layer in study.maps:
@@ -73,7 +89,7 @@ def _table(study: Study) -> Table:
         sigma = _spread([row.value for row in rows if row.n == longest])
         growth = _exponent(study.law(scope, layer))
         ends = _ends(study.radius(scope, layer))
-        table.add_row(name, for_terminal(scope), sigma, *growth, ends)
+        table.add_row(*(name, for_terminal(scope), sigma, *growth, ends)[:columns])
         before = layer
     return table
 

@@ -1,11 +1,14 @@
 """The terminal and the page name lipscope's attention where it was used, and nowhere else."""
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from lipscope.models.loading import load
 from lipscope.models.plug import listening
+from lipscope.report.study_table import summary
 from lipscope.report.words import sure
 from lipscope.study.store import Store
 from lipscope.study.study import Study
@@ -55,3 +58,17 @@ def test_a_model_that_can_runs_on_lipscopes_attention_at_these_scopes_too(name, 
         site.value()
     assert bool(calls) == replaced
     assert (model.preflight.difference > 0) == replaced
+
+
+@pytest.mark.parametrize(
+    ("width", "last"), [(200, "R(n)"), (76, "R(n)"), (60, "rms"), (55, "ᵅ"), (40, "n = 32")]
+)
+def test_a_narrow_terminal_has_fewer_columns_and_no_folded_cells(width, last):
+    store = Store.create(None, info())
+    store.write([row(layer=layer, n=n) for layer in (0, 1) for n in (8, 16, 32)])
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(summary(Study(store)))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    head = next(i for i, line in enumerate(lines) if line.startswith("layer"))
+    assert lines[head].endswith(last) and max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["0", "1"]
