@@ -5,7 +5,7 @@ python benchmarks/inversion.py [PNG]                # for instance docs/gallery/
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from torch import Tensor
@@ -120,6 +120,9 @@ def draw(scales: list[tuple[float, float, float, float]], path: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("png", nargs="?", help="file to draw the errors to")
+    png = parser.parse_args().png
     print(f"contractive L2 attention, float32, 8 x {TOKENS} tokens of size {DIM}, {HEADS} heads")
     for ball in BALLS:
         print(f"\nball: {ball or 'none'}")
@@ -134,8 +137,8 @@ def main() -> None:
     scales = scale_rows()
     for scale, sigma, dot, calm in scales:
         print(f"{scale:>6} {sigma:>13.3g} {dot:>11.1e} {calm:>23.1e}")
-    if len(sys.argv) > 1:
-        draw(scales, sys.argv[1])
+    if png is not None:
+        draw(scales, png)
 
 
 if __name__ == "__main__":
