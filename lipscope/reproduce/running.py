@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,10 +136,13 @@ def reproduce_papers(
             claim.id: record for claim in listed if (record := records.find(claim, setting))
         }
         missing = [claim for claim in listed if claim.id not in ends]
+
+        def keep(claim: Claim, end: End) -> None:
+            ends[claim.id] = records.add(claim, end) if isinstance(end, Record) else end
+
         with open_engine(workers, cluster) if missing else nullcontext() as engine:
             results = run_claims(missing, setting, engine)
-            for claim, end in _ends(missing, results, setting, progress, len(listed), directory):
-                ends[claim.id] = records.add(claim, end) if isinstance(end, Record) else end
+            _keep_all(missing, results, keep, setting, progress, len(listed), directory)
         outcomes = [_outcome(claim, ends[claim.id]) for claim in listed]
         if directory is not None:
             write_page(outcomes, directory / PAGE, setting)
@@ -150,29 +153,30 @@ End = Record | NotAvailable | str
 """How a run ended: with numbers, without something that the user must bring, or with an error."""
 
 
-def _ends(
+def _keep_all(
     claims: Sequence[Claim],
     results: Generator[jobs.Outcome],
+    keep: Callable[[Claim, End], None],
     setting: Setting,
     progress: Progress | None,
     total: int,
     directory: Path | None,
-) -> Iterator[tuple[Claim, End]]:
-    """Every claim with the end of its run, as they come; the next is asked for once one is kept."""
+) -> None:
+    """Keep the end of every run before the next one is asked for."""
     by_id, done = {claim.id: claim for claim in claims}, total - len(claims)
     try:
         with closing(results):  # on any error the workers end now, not at exit
             _report(progress, setting, done, total)
             for job, found, _, failure in results:
-                yield by_id[job.id], failure if failure is not None else found[0]
+                keep(by_id[job.id], failure if failure is not None else found[0])
                 done += 1
                 _report(progress, setting, done, total)
     except KeyboardInterrupt as stop:
         stop.add_note(
             "Stopped; nothing was saved, because no --out directory was given."
             if directory is None
-            else f"Stopped; {done} of {total} claims are saved in {directory}. "
-            "Run the same command again to resume."
+            else f"Stopped; {done} of {total} claims are done, and their numbers are saved in "
+            f"{directory}. Run the same command again to resume."
         )
         raise
 

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 from lipscope.cli import main
 from lipscope.reproduce.claim_records import PAGE, Record
 from lipscope.reproduce.claims import Kind, NotAvailable, judged
@@ -87,6 +89,26 @@ def test_what_is_missing_is_a_verdict_and_what_fails_is_exit_code_3(registered, 
     assert found[0]["verdict"] is None and found[0]["reason"] == "ZeroDivisionError: by zero"
     assert found[1]["verdict"] == "REPRODUCED" and found[1]["numbers"] == {"x": 2}
     assert "1 of 2 claims could not be run: C1" in captured.err
+
+
+def test_an_interrupted_run_resumes_where_it_left_off(registered, tmp_path):
+    def interrupted(setting):
+        raise KeyboardInterrupt
+
+    calls = []
+    registered += [
+        claim(lambda setting: calls.append(1) or {"x": 2}),
+        claim(interrupted, id="C2"),
+    ]
+    with pytest.raises(KeyboardInterrupt) as stop:
+        reproduce_papers(out=tmp_path)
+    (note,) = stop.value.__notes__
+    assert "1 of 2 claims are done" in note and "to resume" in note
+    registered[1] = claim(lambda setting: {"x": 2}, id="C2")
+    seen = []
+    outcomes = reproduce_papers(out=tmp_path, progress=lambda done, total: seen.append(done))
+    assert [one.word for one in outcomes] == ["REPRODUCED"] * 2 and calls == [1]
+    assert seen == [1, 2]
 
 
 def test_a_claim_that_needs_a_gpu_is_run_again_once_there_is_one(registered, tmp_path):
