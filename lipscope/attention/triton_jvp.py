@@ -69,7 +69,7 @@ def _jvp(
     qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
     qi_low, dqi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(dq, b, h, i, dqi, PRODUCT)
     acc = tl.zeros([M, V], tl.float32)
-    drift = tl.zeros([M], tl.float32)
+    drift, mean = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     bounds = key_range(i, start, stop, shift, window, CAUSAL, M, N)
     line = i // M
     if MASK != 0:
@@ -108,22 +108,26 @@ def _jvp(
                 w = p * dt
                 if softcap is not None:
                     w *= slope
+                if means is not None:
+                    mean += tl.sum(w, 1)
                 # Rounded once for both sums: where P is nearly one-hot, W v and (W 1) o cancel,
-                # and two different roundings of W would be all that is left.
+                # and two different roundings of W would be all that is left. Derivatives to come
+                # subtract the mean from dT as it is, and need it as it is.
                 w = rounded(w, PRODUCT)
                 drift += tl.sum(w, 1)
                 acc = add_product(acc, p, 1.0, dvj, dvj_low, dv_unit, PRODUCT)
                 acc = add_product(acc, w, row_peak(w, PRODUCT), vj, vj_low, v_unit, PRODUCT)
     if PRODUCT != "plain":
         drift *= dscore_unit
+        mean *= dscore_unit
     acc = (acc - drift[:, None] * read(o, b, h, i, M, V).to(tl.float32)) * rest[:, None]
     if means is not None:
         at = means + (b * tl.num_programs(1) + h).to(tl.int64) * n + rows
-        drift *= rest
+        mean *= rest
         if start is not None:  # noqa: SIM102 (Triton compiles both sides of an `and`)
             if start > 0:
-                drift += tl.load(at, mask=rows < n, other=0.0)
-        tl.store(at, drift, mask=rows < n)
+                mean += tl.load(at, mask=rows < n, other=0.0)
+        tl.store(at, mean, mask=rows < n)
     acc = add_earlier(acc, do, start, b, h, i)
     do.store([b, h, i, 0], acc.to(do.dtype).reshape(1, 1, M, V))
 

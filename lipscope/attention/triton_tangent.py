@@ -53,6 +53,7 @@ def _value_and_tangent(
     qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
     value, moved = tl.zeros([M, V], tl.float32), tl.zeros([M, V], tl.float32)
     total, shift_of_mean = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    mean = tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
     line = i // M
@@ -84,9 +85,13 @@ def _value_and_tangent(
                 base = tl.where(top == float("-inf"), 0.0, top)
                 fall = t - base[:, None] if MASK == 2 else t * unit - base[:, None]
                 p, shrink = tl.exp2(fall), tl.exp2(last - base)
+                w = p * dt
+                if drift is not None:
+                    mean = mean * shrink + tl.sum(w, 1)
                 # Rounded once for both sums: where P is nearly one-hot, W v and (W 1) o cancel,
-                # and two different roundings of W would be all that is left.
-                w = rounded(p * dt, PRODUCT)
+                # and two different roundings of W would be all that is left. Derivatives to come
+                # subtract the mean from dT as it is, and need it as it is.
+                w = rounded(w, PRODUCT)
                 total = total * shrink + tl.sum(p, 1)
                 shift_of_mean = shift_of_mean * shrink + tl.sum(w, 1)
                 value = add_product(value * shrink[:, None], p, 1.0, vj, vj, 1.0, PRODUCT)
@@ -94,12 +99,12 @@ def _value_and_tangent(
                 moved = add_product(moved, w, row_peak(w, PRODUCT), vj, vj, 1.0, PRODUCT)
     seen = top > float("-inf")
     total = tl.where(seen, total, 1.0)
-    mean = shift_of_mean / total
     out = value / total[:, None]
-    tangent = moved / total[:, None] - mean[:, None] * out
+    tangent = moved / total[:, None] - (shift_of_mean / total)[:, None] * out
     offset = (b * tl.num_programs(1) + h).to(tl.int64) * n + rows
     tl.store(lse + offset, tl.where(seen, (top + tl.log2(total)) / LOG2E, float("inf")), rows < n)
-    tl.store(drift + offset, mean, mask=rows < n)
+    if drift is not None:
+        tl.store(drift + offset, mean / total, mask=rows < n)
     o.store([b, h, i, 0], out.to(o.dtype).reshape(1, 1, M, V))
     do.store([b, h, i, 0], tangent.to(do.dtype).reshape(1, 1, M, V))
 
@@ -129,7 +134,7 @@ def value_and_tangent(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, do, lse (+inf for a fully masked row), and the mean score tangent of each row.
 
-    With `keep_digits`, o is float32, for derivatives to come.
+    With `keep_digits`, o is float32, for derivatives to come; without, the means are not computed.
     """
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     K, V, B = block(q.shape[-1]), block(m), q.shape[:-3].numel()
@@ -144,8 +149,9 @@ def value_and_tangent(
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
         descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),
         descriptor(o, M), descriptor(do, M),
-        lse, drift, keys, stops, mask, mask_tiles, pattern.scale, pattern.window, pattern.shift,
-        n, n_keys, H // G, pattern.causal, kind, product_of(q.dtype, "half"), M, N, K, V,
+        lse, drift if keep_digits else None, keys, stops, mask, mask_tiles, pattern.scale,
+        pattern.window, pattern.shift, n, n_keys, H // G, pattern.causal, kind,
+        product_of(q.dtype, "half"), M, N, K, V,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     shape, rows = (*q.shape[:-1], m), q.shape[:-1]
