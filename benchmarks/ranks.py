@@ -212,14 +212,12 @@ def agreement(n: int, device: str) -> dict[str, float]:
 
 
 MILLION = 2**20
-SECONDS_ALONE = 274.7
-"""A causal solve of a million tokens on one H200, results/h200.json."""
+STORED = RESULTS / "ranks_h200.json"
 
-UNEVEN = 1.15
-"""The slowest rank against its share of the whole: the limit that `balance` is held to."""
-
-ROUGH_PRODUCTS, PRODUCTS = 14, 5
-"""Products in bfloat16 and float32 of that solve, which make up its time at the measured rates."""
+ROUGH_STEPS = 15
+"""Steps in bfloat16 of a causal solve of a million tokens on one H200 (`benchmarks.gpu --million`):
+each is a product with J and one with J'. Then come two products with J and one with J' in float32.
+"""
 
 LINKS = {8: 300e9, 16: 40e9, 64: 40e9}
 """Assumed bytes per second that a rank sends: NVLink inside a machine of 8, 400 Gb/s between."""
@@ -230,16 +228,20 @@ def modelled(millions: int, ranks: int, width: int) -> dict[str, float]:
 
     width: G (k + m), the numbers of all keys and values of a token
     """
+    (measured,) = (b for b in json.loads(STORED.read_text())["balance"] if b["causal"])
+    whole, uneven = measured["whole_seconds"], measured["slowest_over_an_eighth_of_the_whole"]
+    once = ROUGH_STEPS * (whole["bfloat16 J"] + whole["bfloat16 J'"])
+    once += 2 * whole["float32 J"] + whole["float32 J'"]
     n = millions * MILLION
     sent = (ranks - 1) * 2 * -(-n // (2 * ranks)) * width  # numbers per product
     # Keys and values at X are gathered once, in float32.
-    traffic = sent * (2 * ROUGH_PRODUCTS + 4 * PRODUCTS + 4)
+    traffic = sent * (2 * 2 * ROUGH_STEPS + 4 * 3 + 4)
     # Of keys: k, v (4 bytes), their bfloat16 copies (2), dk, dv (4) and what they were received
     # in (4), all four as pairs of fp16 (8). Of own tokens: X, q (twice), o, dq, do and pairs (30),
     # and 33 Krylov vectors in float32.
     held = 22 * n * width + -(-n // ranks) * WIDTH * (30 + 4 * 33)
     return {
-        "products_s": UNEVEN * SECONDS_ALONE * millions**2 / ranks,
+        "products_s": max(uneven.values()) * once * (n / measured["n"]) ** 2 / ranks,
         "traffic_s": traffic / LINKS[ranks],
         "GB_per_float32_product": 4 * sent / 1e9,
         "GB_per_rank": held / 1e9,
@@ -286,7 +288,7 @@ def main() -> None:
         "balance": lambda: [balance(n, causal, device, times) for causal in (True, False)],
     }
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"ranks_{'_'.join(name.lower().split())}.json"
+    path = RESULTS / f"ranks_{name.split()[-1].lower()}.json"
     for section, call in sections.items():
         found[section] = attempted(call)
         print(section, json.dumps(found[section], indent=1), flush=True)
