@@ -188,7 +188,8 @@ def components(points: Tensor, width: float) -> Tensor:
     x = points.double().cpu().numpy()
     cells = np.floor((x - x.min(axis=0)) * (4 * math.sqrt(x.shape[1]) / width)) if width > 0 else x
     _, first, owner = np.unique(cells, axis=0, return_index=True, return_inverse=True)
-    pairs = cKDTree(x[first]).query_pairs(width, output_type="ndarray")
+    # With wider indices, old versions of scipy number no component and raise nothing.
+    pairs = cKDTree(x[first]).query_pairs(width, output_type="ndarray").astype(np.int32)
     graph = coo_array(
         (np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(len(first), len(first))
     )

@@ -110,6 +110,8 @@ def _local(workers: int) -> Iterator[Engine]:
                 # pickle.
                 security=Security.temporary(),
                 dashboard_address="127.0.0.1:0",
+                # By default, workers of older versions of dask listen on every interface.
+                worker_dashboard_address="127.0.0.1:0",
                 memory_limit=0,
                 silence_logs=logging.CRITICAL,
             )

@@ -43,7 +43,8 @@ def test_every_kind_finds_something_and_keeps_it(kind, tiny, prose, tmp_path, ca
     (line,) = study.commands
     assert line.startswith(f"lipscope attack {tiny} --text {text} ") and not study.unfinished
     assert f" --kind {kind} --length 6 --swaps 1" in line and " --layers 1 " in line
-    assert sorted(path.name for path in out.iterdir()) == ["study.lock", "study.sqlite"]
+    # Older versions of filelock remove the lock.
+    assert {path.name for path in out.iterdir()} - {"study.lock"} == {"study.sqlite"}
 
 
 def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):
