@@ -118,13 +118,14 @@ def error_budget(
         )
         store = BudgetStore(Path(out), subject, seed, line)
     parts: dict[str, list[Part]] = {f.name: [] for f in wanted}
-    count = len(subject.sequences)
+    total = len(subject.sequences) * (2 if worst else 1)
     report = progress or (lambda done, total: None)
+    report(0, total)  # from here on, time is what the work takes
     try:
         for b, found in enumerate(_jobs(subject, wanted, measure, settings, store)):
             for name, part in found.items():
                 parts[name].append(part)
-            report(b + 1, 2 * count if worst else count)
+            report(b + 1, total)
         conspired = _worst(subject, wanted, measure, store, report) if worst else {}
     finally:
         if store is not None:
