@@ -176,19 +176,16 @@ def test_ascent_on_inputs_and_weights_does_not_exceed_the_bound(ball, causal):
 def test_long_ascent_on_inputs_and_weights_does_not_exceed_the_bound(ball):
     """pytest -s -m slow tests/nn/test_row_sums.py prints the largest ratios"""
     worst = {}
-    for heads, size, causal in product((1, 2, 4), (1, 2, 4), (False, True)):
-        for n in (1, 2, 6):
-            torch.manual_seed(heads + size)
-            dim = heads * size
-            layer = (
-                ls.nn.L2SelfAttention(dim, heads, causal)
-                if ball is None
-                else ls.nn.BallL2Attention(dim, heads, causal, ball)
-            ).double()
-            found = climbed(layer, n, "inf", 120 if dim <= 4 else 40, seed=n)
-            worst[heads] = max(worst.get(heads, 0.0), found)
-            assert found <= 1, (heads, size, causal, n)
+    for heads, causal in product((1, 2, 4), (False, True)):
+        torch.manual_seed(0)
+        if ball is None:
+            layer = ls.nn.L2SelfAttention(2 * heads, heads, causal).double()
+        else:
+            layer = ls.nn.BallL2Attention(2 * heads, heads, causal, ball).double()
+        found = climbed(layer, 5, "inf", 80, seed=1)
+        worst[heads] = max(worst.get(heads, 0.0), found)
     print(ball, {heads: round(found, 3) for heads, found in worst.items()})
+    assert max(worst.values()) <= 1
 
 
 def test_the_contractive_layer_is_strong_for_the_largest_coordinate():
