@@ -1,6 +1,7 @@
 """Does memory grow from call to call? Public calls repeated, with what Python and the system hold.
 
     python -m tests.campaigns.memory 1000          # calls of each kind; slow ones a tenth of them
+    python -m tests.campaigns.memory 1200 audit    # 120 calls of the kind with this in its name
 
 Printed at ten moments: the memory blocks that Python's allocator has given out, which a leaked
 object would raise for ever, and the resident memory, before and after free pages are returned to
@@ -73,16 +74,20 @@ def growth(call: Callable[[], object], count: int) -> list[tuple[int, int, float
     return found
 
 
-def main(count: int) -> None:
+def main(count: int, kind: str = "") -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         for name, share, call in calls(Path(scratch)):
+            if kind not in name:
+                continue
+            cold = resident()
             for _ in range(3):
                 call()  # imports, caches
-            print(f"{name}\n{'calls':>8}{'blocks':>12}{'MiB':>10}{'trimmed':>10}")
+            print(f"{name}: + {resident() - cold:.1f} MiB in the first three calls")
+            print(f"{'calls':>8}{'blocks':>12}{'MiB':>10}{'trimmed':>10}")
             for i, held, before, after in growth(call, max(MOMENTS, count // share)):
                 print(f"{i:8}{held:12}{before:10.1f}{after:10.1f}", flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000, *sys.argv[2:3])
