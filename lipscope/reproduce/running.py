@@ -13,6 +13,7 @@ from typing import Any
 from lipscope import __version__
 from lipscope._checks import explained
 from lipscope._files import whole_file
+from lipscope._notebook_bar import with_bar
 from lipscope.report.reproduction import Entry, reproduction_html
 from lipscope.reproduce.claim_records import PAGE, ClaimRecords, Record
 from lipscope.reproduce.claim_work import run_claims
@@ -74,6 +75,7 @@ class Outcome:
 
 
 @explained
+@with_bar("reproducing")
 def reproduce_papers(
     paper: str | None = None,
     only: Sequence[str] | None = None,
