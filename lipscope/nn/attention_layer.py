@@ -94,7 +94,7 @@ class AttentionLayer(nn.Module):
     def lipschitz_bound(self, n: int, norm: str | float = "2") -> float:
         """An upper bound on the Lipschitz constant over all sequences of n tokens, however large.
 
-        The bound does not decrease in n, so it also holds for n tokens some of which are padding.
+        It holds for up to n real tokens: the others may be padding.
 
         Args:
             n: Number of tokens.

@@ -18,6 +18,7 @@ from lipscope.nn.l2_attention import (
     balanced_factors,
     reaction,
     reactions,
+    weight_factor,
 )
 from lipscope.nn.matrix_norms import of_norm
 from lipscope.theorems.factored_values import FactoredAttention
@@ -103,11 +104,31 @@ class ContractiveL2Attention(L2SelfAttention):
             return self.constant
         # One factor scales the layer in every norm.
         if self.ball is None:
-            divisor = super()._bound(n, self.norm)
+            ratio = self._largest_quotient(n, norm)
         else:
-            divisor = self._ball_bound(self.norm).item()
-        ratio = before / divisor
+            ratio = before / self._ball_bound(self.norm).item()
         return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
+
+    def _largest_quotient(self, n: int, norm: str) -> float:
+        """The largest bound(m) in this norm over bound(m) in the layer's own, for m up to n.
+
+        Of n tokens m may be real, the layer is scaled for these, and the quotient may fall with m.
+        """
+        first, last = zip(*_blocks(n), strict=True)
+        ends = {norm: last, self.norm: first}  # both bounds grow with m
+        reactions = {
+            name: torch.tensor(
+                [reaction(m, self.head_size, self.causal, name) for m in lengths],
+                dtype=torch.float64,
+                device=self.out.weight.device,
+            )
+            for name, lengths in ends.items()
+        }
+        found = {
+            "2": weight_factor(*self._weights()) * reactions["2"],
+            "inf": weight_factor(*self._weights(), self._row_sums(reactions["inf"]).factors),
+        }
+        return (found[norm] / found[self.norm]).max().item()
 
     @torch.no_grad()
     def as_map(self, n: int) -> SelfAttention:
@@ -119,6 +140,16 @@ class ContractiveL2Attention(L2SelfAttention):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm}"
+
+
+def _blocks(n: int) -> list[tuple[int, int]]:
+    """The numbers 1 to n in blocks [first, last]: one by one, then growing by one in 32."""
+    blocks, first = [], 1
+    while first <= n:
+        last = min(n, first + first // 32)
+        blocks.append((first, last))
+        first = last + 1
+    return blocks
 
 
 class ContractiveMLP(nn.Module):

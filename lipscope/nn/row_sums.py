@@ -71,6 +71,6 @@ class RowSums:
         c = (D / 2).exp() / 2 + (D * score_limit(D)).sqrt()
         centre = ((left / 2).flatten(1) @ Q).abs().sum(dim=-1)
         own = ((D[:, None] / 6 * left).flatten(1) @ Q).abs().sum(dim=-1)
-        off = slack * (0.5 + D / 6).norm()
+        off = slack * (0.5 * math.sqrt(len(D)) + (D / 6).norm())
         around = (c * lengths).norm(dim=-1) + (D / 3 * lengths).norm(dim=-1) + off
         return centre + own + whole * around

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope._types import UserError
-from lipscope.nn.contractive import STEEPEST, ContractiveMLP
+from lipscope.nn.contractive import STEEPEST, ContractiveL2Attention, ContractiveMLP, _blocks
 from lipscope.nn.matrix_norms import of_norm
 from tests.nn.climb import climbed
 
@@ -135,3 +135,28 @@ def test_rounded_weights_keep_the_constant(dtype):
 def test_a_constant_that_is_none_is_refused(constant):
     with pytest.raises(UserError, match="constant must be a positive number"):
         ContractiveMLP(4, 8, constant)
+
+
+@pytest.mark.parametrize(("own", "other"), [("inf", "2"), ("2", "inf")])
+@pytest.mark.parametrize(("size", "fill"), [(1, torch.eye), (8, torch.ones), (64, torch.eye)])
+def test_the_bound_in_the_other_norm_holds_for_padded_sequences(own, other, size, fill):
+    """A sequence is scaled for its real tokens, and fewer of them may react more in that norm."""
+    layer = ContractiveL2Attention(size, 1, 0.9, own).double().requires_grad_(False)
+    weight = fill(1, 1) if size == 1 else fill(size) if fill is torch.eye else fill(size, size)
+    for parameter in layer.parameters():
+        parameter.copy_(weight)
+    X, padding = torch.ones(2, size).double(), torch.tensor([True, False])
+    moved = X + padding[:, None]
+    order = 2 if other == "2" else math.inf
+    reacts, changes = layer(moved, padding) - layer(X, padding), moved - X
+    ratio = (reacts.flatten().norm(order) / changes.flatten().norm(order)).item()
+    assert ratio <= layer.lipschitz_bound(2, other) * (1 + 1e-9)
+    bounds = [layer.lipschitz_bound(n, other) for n in (1, 2, 3, 8, 40, 100, 1000)]
+    assert bounds == sorted(bounds)
+
+
+def test_blocks_hold_every_length():
+    for n in (1, 2, 31, 64, 1000):
+        assert [m for first, last in _blocks(n) for m in range(first, last + 1)] == [
+            *range(1, n + 1)
+        ]
