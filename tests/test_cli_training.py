@@ -263,7 +263,7 @@ def test_a_full_disk_leaves_no_draft_and_is_told_as_it_is(tmp_path, text):
     assert (
         done.stderr == f"lipscope: cannot write {out / FILE}: File too large; no file was written\n"
     )
-    assert [path.name for path in out.iterdir()] == [LOCK]
+    assert {path.name for path in out.iterdir()} <= {LOCK}  # older filelock removes it
 
 
 @pytest.mark.slow

@@ -123,6 +123,7 @@ def test_every_long_call_has_a_bar(monkeypatch):
 
 
 CODE = """
+%matplotlib inline
 import torch
 import lipscope as ls
 from lipscope import _notebook_bar
