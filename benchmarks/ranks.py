@@ -215,8 +215,9 @@ MILLION = 2**20
 STORED = RESULTS / "ranks_h200.json"
 
 ROUGH_STEPS = 15
-"""Steps in bfloat16 of a causal solve of a million tokens on one H200 (`benchmarks.gpu --million`):
-each is a product with J and one with J'. Then come two products with J and one with J' in float32.
+"""Steps in bfloat16 of the 16 of a causal solve of a million tokens on one H200, judged by its time
+(`benchmarks.gpu --million`): each is a product with J and one with J'. Then come two products with
+J and one with J' in float32.
 """
 
 LINKS = {8: 300e9, 16: 40e9, 64: 40e9}

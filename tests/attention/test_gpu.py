@@ -173,7 +173,8 @@ def test_scores_beyond_the_kernels_resolution_go_through_tiles(factor, monkeypat
         ls.local_lipschitz(f, X, tol=1e-3),
         ls.local_lipschitz(f.double(), X.double(), tol=1e-6),
     )
-    # What the value itself rests on, in float64: scores of 1e12 leave `truth` a percent too small.
+    # What the value itself rests on, in float64; `truth` is imprecise, and says so, at scores of
+    # 1e12. tests/attention/test_hard_inputs.py has the closed form of that limit.
     reached = ls.jacobian(f.double(), X.double()).mv(e.right.double()).norm().item()
     assert e.lower <= reached * (1 + 1e-6)
     if factor > 1e5:

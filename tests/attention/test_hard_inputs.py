@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lipscope as ls
+from lipscope.attention import linearization
 from lipscope.linalg.operator import dense_operator
 from tests.naive import dense_jacobian
 
@@ -198,3 +199,30 @@ def test_hessians_through_vmap():
     value = lambda z: (ls.attend(z, z, z) * t).sum()  # noqa: E731
     H = torch.func.hessian(value)(t)
     assert torch.allclose(H, torch.func.jacrev(torch.func.jacrev(value))(t), atol=1e-12)
+
+
+@pytest.mark.parametrize("cache", [0, None])
+def test_scores_of_1e12_against_the_selection_they_make(cache, monkeypatch):
+    """Every query then reads one token: J selects rows and applies values, in closed form."""
+    if cache is not None:
+        monkeypatch.setattr(linearization, "CACHE", cache)  # tiles
+    n, d, heads = 65, 8, 2
+    Q, K, V, O = (draw(d, d, seed=i).float() for i in range(4))
+    f = ls.SelfAttention(1e12 * Q, K, V, O, heads=heads, causal=True)
+    X = draw(n, d, seed=4).float()
+    q, k = (
+        (X.double() @ W.double().T).unflatten(1, (heads, -1)).transpose(0, 1) for W in (f.Q, f.K)
+    )
+    scores = (q @ k.mT).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+    best = scores.topk(2).values[:, 1:]
+    assert (best[..., 0] - best[..., 1]).min() > 1e-4 * best.abs().max()  # no ties in float32
+    chosen = torch.nn.functional.one_hot(scores.argmax(-1), n).double()
+    values = O.double().unflatten(1, (heads, -1)).transpose(0, 1) @ V.double().unflatten(
+        0, (heads, -1)
+    )
+    J = sum(torch.kron(chosen[h], values[h]) for h in range(heads))
+    sigma = torch.linalg.matrix_norm(J, 2).item()
+    for seed in range(5):
+        e = ls.local_lipschitz(f, X, tol=1e-3, solver=ls.Solver(seed=seed))
+        assert e.lower <= sigma * (1 + 1e-9)
+        assert e.value == pytest.approx(sigma, rel=0.02)
