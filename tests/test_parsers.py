@@ -25,7 +25,6 @@ from lipscope.charlm.checkpoint import read_checkpoint
 from lipscope.cli.terminal import numbers
 from lipscope.models.model_files import read_json
 from lipscope.models.repository import scrub
-from lipscope.reproduce.claim_records import read_records
 from lipscope.study.sharding import parse_shard
 from lipscope.study.study import Study
 from lipscope.study.sweep import read_sweep
@@ -80,7 +79,6 @@ PARSERS: dict[str, tuple[str, Parser, bytes]] = {
         read_sweep,
         b'models = ["a", "b"]\ntexts = ["t.txt"]\nout = "o"\n[settings.short]\nlengths = [8]\n',
     ),
-    "records": ("r.jsonl", lambda path: list(read_records(path)), b'0123456789abcdef {"a": 1}\n'),
     "checkpoint": ("c", checkpoint, b"\x10\x00\x00\x00\x00\x00\x00\x00" + b'{"a": {}}       '),
     "study": ("s", study, b"SQLite format 3\x00" + bytes(84)),
 }

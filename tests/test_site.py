@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.once import once
+
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACES = [""] + [f".{name}" for name in ("attack", "dynamics", "mean_field", "nn", "theorems")]
 FETCHED = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
@@ -30,10 +32,11 @@ def build(site: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("site")
-    done = build(directory)
-    assert done.returncode == 0, done.stderr
-    return directory
+    def run(place: Path) -> None:
+        done = build(place)
+        assert done.returncode == 0, done.stderr
+
+    return once(tmp_path_factory, "site", run)
 
 
 class Addresses(HTMLParser):

@@ -31,7 +31,7 @@ def summary(study: Study) -> RenderableType:
         Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}, {dtype}\n", style="bold")
     ]
     if study.sigma:
-        parts += [_Fitting(study), Text(f"\n{_legend(study)}\n", style="dim"), _peak(study)]
+        parts += [_Fitting(study), _peak(study)]
         parts += _ranking(study)
     elif any(row.probe == BUDGET for row in study.rows):
         parts += _budgets(study)
@@ -59,12 +59,14 @@ def _budgets(study: Study) -> list[RenderableType]:
 
 
 class _Fitting:
-    """The table of a study, without its last columns where it is wider than the terminal."""
+    """The table of a study and its legend, without the last columns on a narrow terminal."""
 
     def __init__(self, study: Study) -> None:
         self._study = study
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         for columns in (6, 5, 4, 3):
             table = _table(self._study, columns)
             if Measurement.get(console, options.update(max_width=1000), table).maximum <= (
@@ -72,6 +74,7 @@ class _Fitting:
             ):
                 break
         yield table
+        yield Text(f"\n{_legend(self._study, columns)}\n", style="dim")
 
 
 def _table(study: Study, columns: int) -> Table:
@@ -110,20 +113,24 @@ def _ends(radius: dict[int, float]) -> str:
     return " → ".join(digits(radius[n]) for n in ends)
 
 
-def _legend(study: Study) -> str:
+def _legend(study: Study, columns: int) -> str:
+    """What the first columns of the table are, and how accurate its numbers."""
     lengths = sorted({row.n for row in study.sigma})
     heads = "; heads: the largest" if any(row.scope == "heads" for row in study.sigma) else ""
     ends = f"n = {lengths[0]} → {lengths[-1]}" if len(lengths) > 1 else f"n = {lengths[0]}"
+    residual = "; rms: residual of the fit, in log σ" if columns > 4 else ""
     growth = (
-        "α: log-log fit over all samples [95 %]; rms: residual of the fit, in log σ."
+        f"α: log-log fit over all samples [95 %]{residual}."
         if len(lengths) >= MIN_LENGTHS
         else f"α: a fit needs at least {MIN_LENGTHS} lengths."
     )
-    return (
-        f"σ: local Lipschitz constant, median [range] over samples{heads}.\n{growth}\n"
-        f"R(n): largest norm of a token at the map's input, {ends}.\n{certificate(study)}"
-        f"{_comparison(study)}"
-    )
+    lines = [
+        f"σ: local Lipschitz constant, median [range] over samples{heads}.",
+        *([growth] if columns > 3 else []),
+        *([f"R(n): largest norm of a token at the map's input, {ends}."] if columns > 5 else []),
+        f"{certificate(study)}{_comparison(study)}",
+    ]
+    return "\n".join(lines)
 
 
 def replaces_attention(study: Study) -> bool:

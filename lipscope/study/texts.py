@@ -104,8 +104,8 @@ def warn_of_unknown(model: Model, ids: Sequence[int]) -> None:
     count = 0 if unknown is None else ids.count(unknown)
     if count > MANY_UNKNOWN * len(ids):
         warnings.warn(
-            f"{count} of {len(ids)} tokens are unknown to the tokenizer of {model.card.name}; "
-            "is it the tokenizer of this model, and the language of this text?",
+            f"{count} of {len(ids)} tokens are unknown to the tokenizer; does it belong to "
+            f"{model.card.name}, and does it know the language of this text?",
             TextWarning,
             stacklevel=2,
         )

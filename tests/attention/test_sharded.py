@@ -23,6 +23,7 @@ from lipscope.linalg.ranks import TokenShards, chunks_of
 from tests.attention.four_ranks import SIZES, long_enough, more
 from tests.cases import KINDS
 from tests.naive import dense_jacobian
+from tests.once import once
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [*sorted(KINDS.keys() - {"one token"}), *more(), "tiles"]
@@ -32,11 +33,14 @@ SEVERAL = [size for size in SIZES if size > 1]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each of the four ranks found; ranks 1 and 3 end before the last chapter."""
-    file = tmp_path_factory.mktemp("ranks") / "found"
-    command = [sys.executable, "-m", "tests.attention.four_ranks", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(f"{file}.{rank}", weights_only=False) for rank in range(4)]
+
+    def run(place):
+        command = [sys.executable, "-m", "tests.attention.four_ranks", str(place / "found")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    place = once(tmp_path_factory, "four ranks", run)
+    return [torch.load(place / f"found.{rank}", weights_only=False) for rank in range(4)]
 
 
 def flat(x) -> torch.Tensor:

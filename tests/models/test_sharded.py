@@ -10,16 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.once import once
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    file = tmp_path_factory.mktemp("ranks") / "found"
-    command = [sys.executable, "-m", "tests.models.two_ranks", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    zero, one = (torch.load(f"{file}.{rank}", weights_only=False) for rank in (0, 1))
+    def run(place):
+        command = [sys.executable, "-m", "tests.models.two_ranks", str(place / "found")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    place = once(tmp_path_factory, "two ranks", run)
+    zero, one = (torch.load(place / f"found.{rank}", weights_only=False) for rank in (0, 1))
     assert zero.keys() == one.keys()
     return zero
 

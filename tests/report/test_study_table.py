@@ -72,3 +72,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_folded_cells(width, last):
     head = next(i for i, line in enumerate(lines) if line.startswith("layer"))
     assert lines[head].endswith(last) and max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["0", "1"]
+    # The legend explains the columns that are there, and no others.
+    said = " ".join(lines[head + 3 :])
+    for column, words in (("ᵅ", "α: log-log fit"), ("rms", "rms: residual"), ("R(n)", "R(n): ")):
+        assert (column in lines[head]) == (words in said)

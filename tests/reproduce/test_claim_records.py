@@ -1,45 +1,20 @@
-"""Records of claims: found under the same conditions alone, old files read, damage reported."""
+"""Records of claims: found under the same conditions alone, damage reported."""
 
 import json
 
 import pytest
 
-from lipscope import UserError, __version__
+from lipscope import UserError
 from lipscope.cli import main
 from lipscope.models import embedded
 from lipscope.reproduce import setting as settings
-from lipscope.reproduce.claim_records import (
-    OLD_FILE,
-    OLD_PROSE,
-    ClaimRecords,
-    Record,
-    _checksum,
-    code_of,
-    read_records,
-)
+from lipscope.reproduce.claim_records import ClaimRecords, Record
 from lipscope.reproduce.registry import chosen
 from lipscope.reproduce.running import reproduce_papers
-from lipscope.reproduce.setting import PROSE, Setting
+from lipscope.reproduce.setting import Setting
 from lipscope.study.directory import FILE
 from lipscope.study.store import CLAIM, Store
 from tests.reproduce.planted import claim
-
-
-def line(**changed):
-    """A line of the file of an earlier version."""
-    fields = {
-        "id": "C1",
-        "numbers": {"x": 2},
-        "quick": False,
-        "seed": 0,
-        "device": "cpu",
-        "seconds": 1.0,
-        "used": {},
-        "code": "",
-        "version": __version__,
-    }
-    content = json.dumps(fields | changed, sort_keys=True)
-    return f"{_checksum(content)} {content}\n"
 
 
 def two(setting):
@@ -60,47 +35,13 @@ def test_a_record_is_kept_in_the_store_of_a_study(registered, tmp_path):
     assert Record(**json.loads(value)) == outcome.record
 
 
-def test_a_file_of_an_earlier_version_is_read_and_joined(registered, tmp_path):
-    def never(setting):
-        raise AssertionError("it was run again")
-
-    registered.append(claim(never))
-    old = line(code=code_of(registered[0]))
-    (tmp_path / OLD_FILE).write_text(old + line(seed=1, code=code_of(registered[0])) + old[:40])
-    (outcome,) = reproduce_papers(out=tmp_path)
-    assert outcome.word == "REPRODUCED" and outcome.record.seconds == 1.0
-    (outcome,) = reproduce_papers(out=tmp_path, seed=1)
-    assert outcome.word == "REPRODUCED"
-    (tmp_path / OLD_FILE).unlink()  # it is in the store now
-    (outcome,) = reproduce_papers(out=tmp_path)
-    assert outcome.word == "REPRODUCED"
-
-
-def test_a_torn_or_changed_line_of_an_old_file_is_left_out(tmp_path):
-    path = tmp_path / OLD_FILE
-    path.write_text(line().replace('"x": 2', '"x": 7') + line(seed=1) + line()[:40] + "\n")
-    assert [record.seed for record in read_records(path)] == [1]
-
-
-@pytest.mark.parametrize("same", [True, False], ids=["same text", "text of another Python"])
-def test_old_numbers_on_the_prose_count_on_the_same_prose_alone(
-    registered, tmp_path, monkeypatch, same
-):
-    monkeypatch.setattr(settings, "_prose_digest", lambda: OLD_PROSE if same else "0" * 64)
-    registered.append(claim(text))
-    old = line(used={"alice": f"stand-in {PROSE}"}, code=code_of(registered[0]))
-    (tmp_path / OLD_FILE).write_text(old)
-    (outcome,) = reproduce_papers(out=tmp_path)
-    assert ("length" in outcome.record.numbers) is not same
-    assert outcome.word == "STAND-IN: REPRODUCED"
-    assert "sha256" not in outcome.verdict.reason and "sha256" in outcome.record.used["alice"]
-
-
-def test_new_numbers_name_the_prose_and_another_text_runs_the_claim_again(
+def test_numbers_name_the_prose_and_another_text_runs_the_claim_again(
     registered, tmp_path, monkeypatch
 ):
     registered.append(claim(text))
-    reproduce_papers(out=tmp_path)
+    (outcome,) = reproduce_papers(out=tmp_path)
+    assert outcome.word == "STAND-IN: REPRODUCED"
+    assert "sha256" not in outcome.verdict.reason and "sha256" in outcome.record.used["alice"]
     monkeypatch.setattr(embedded, "default_text", lambda: "Another text.")
     settings._prose_digest.cache_clear()
     (outcome,) = reproduce_papers(out=tmp_path)
