@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ def facts(study: Study) -> Facts:
     about, identity = study.info.about, study.info.identity
     seed = random_seed(study)
     found = {
-        "model": shown(about.model, 60),
+        "model": shown(about.model),
         "weights": PRETRAINED if seed is None else f"random weights (seed {seed})",
         "revision": shown(identity.revision or "none", 20),
         "text": shown(about.text, 60),
@@ -51,6 +52,8 @@ def labels(studies: Sequence[Study]) -> list[str]:
 def names(found: Sequence[Facts], places: Sequence[str]) -> list[str]:
     """A name for each study out of the facts that differ, and its place if they do not suffice."""
     chosen = telling(found)
+    models = _without_shared_folder([own["model"] for own in found])
+    found = [{**own, "model": model} for own, model in zip(found, models, strict=True)]
     given = [", ".join(own[name] for name in chosen) or own["model"] for own in found]
     repeated = {text for text, count in Counter(given).items() if count > 1}
     if not repeated:
@@ -66,6 +69,16 @@ def names(found: Sequence[Facts], places: Sequence[str]) -> list[str]:
         seen[text] += 1
         final.append(f"{text} ({seen[text]})" if again[text] > 1 else text)
     return final
+
+
+def _without_shared_folder(models: Sequence[str]) -> list[str]:
+    """Checkpoints of one run have long paths, of which only the end differs."""
+    if len(set(models)) < 2 or not all(map(os.path.isabs, models)):
+        return list(models)
+    folder = os.path.commonpath(models)
+    # A run beside its own checkpoints: both keep the name of the run.
+    folder = os.path.dirname(folder) if folder in models else folder
+    return [os.path.relpath(model, folder) for model in models]
 
 
 def telling(found: Sequence[Facts]) -> list[str]:

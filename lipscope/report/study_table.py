@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from decimal import ROUND_CEILING, Context
 from statistics import median
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -64,9 +63,7 @@ class _Fitting:
     def __init__(self, study: Study) -> None:
         self._study = study
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for columns in (6, 5, 4, 3):
             table = _table(self._study, columns)
             if Measurement.get(console, options.update(max_width=1000), table).maximum <= (

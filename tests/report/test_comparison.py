@@ -104,6 +104,23 @@ def test_a_name_says_what_differs_and_no_more():
     assert shared([random, {**random, "seed": "1"}]) == "m, random weights (seed 0) on t, float64"
 
 
+@pytest.mark.parametrize(
+    ("models", "named"),
+    [
+        (
+            ("/home/u/run/checkpoint-1", "/home/u/run/checkpoint-2"),
+            ["checkpoint-1", "checkpoint-2"],
+        ),
+        (("/home/u/run", "/home/u/run/checkpoint-2"), ["run", "run/checkpoint-2"]),
+        (("/home/u/a/x", "/data/b/x"), ["home/u/a/x", "data/b/x"]),
+        (("/home/u/a", "org/name"), ["/home/u/a", "org/name"]),
+        (("org/a", "org/b"), ["org/a", "org/b"]),
+    ],
+)
+def test_folders_that_all_models_share_are_left_out(models, named):
+    assert names([{"model": model} for model in models], ["", ""]) == named
+
+
 def test_checkpoints_of_one_name_are_told_apart(tmp_path):
     made = [study(tmp_path / f"s{i}", grid(), identity={"weights": f"{i}" * 64}) for i in range(3)]
     assert compare(map(digest, made)).names == [f"weights {str(i) * 8}" for i in range(3)]
