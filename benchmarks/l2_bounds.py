@@ -1,7 +1,7 @@
 """Bounds of L2 attention with identity weights, and how close ascent comes to them.
 
 python -m benchmarks.l2_bounds                      # the table of docs/theory/bounds.md, a second
-python -m benchmarks.l2_bounds --ascend             # the largest constant found, about half an hour
+python -m benchmarks.l2_bounds --ascend             # the largest constant found, five minutes
 python -m benchmarks.l2_bounds --tightness PNG      # for instance docs/gallery/l2_tightness.png
 """
 
