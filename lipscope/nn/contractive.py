@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from torch.nn.functional import gelu, linear
 
 from lipscope._checks import check_positive, explained, norm_name
 from lipscope._types import UserError
-from lipscope.attention.layer import SelfAttention
 from lipscope.nn.l2_attention import (
     L2SelfAttention,
     balanced_factors,
@@ -20,8 +18,7 @@ from lipscope.nn.l2_attention import (
     reactions,
     weight_factor,
 )
-from lipscope.nn.matrix_norms import of_norm
-from lipscope.theorems.factored_values import FactoredAttention
+from lipscope.nn.matrix_norms import of_norm, widened
 
 STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)
 """The maximum slope of GELU, Phi(x) + x phi(x), attained at x = sqrt(2): about 1.129."""
@@ -98,18 +95,26 @@ class ContractiveL2Attention(L2SelfAttention):
             return reaction(operator.index(n), *kind)
         return reactions(padding.sum(dim=-1), operator.index(n), *kind)
 
-    def _bound(self, n: int, norm: str) -> float:
-        before = super()._bound(n, norm)
+    def bound_tensor(self, n: int, norm: str | float = "2") -> Tensor:
+        """`lipschitz_bound` as a differentiable function of the weights, up to rounding.
+
+        In the layer's own norm it is `constant`, whatever the weights.
+        """
+        norm = norm_name(norm)
         if norm == self.norm:
-            return self.constant
+            return widened(self.out.weight).new_tensor(self.constant)
         # One factor scales the layer in every norm.
         if self.ball is None:
-            ratio = self._largest_quotient(n, norm)
-        else:
-            ratio = before / self._ball_bound(self.norm).item()
-        return self.constant * ratio * (1 + 1e-11) if math.isfinite(ratio) else math.inf
+            return self.constant * self._largest_quotient(operator.index(n), norm)
+        return self.constant * super().bound_tensor(n, norm) / self._ball_bound(self.norm)
 
-    def _largest_quotient(self, n: int, norm: str) -> float:
+    def _bound(self, n: int, norm: str) -> float:
+        bound = super()._bound(n, norm) * (1 + 1e-11)
+        if norm == self.norm:
+            return self.constant
+        return bound if math.isfinite(bound) else math.inf
+
+    def _largest_quotient(self, n: int, norm: str) -> Tensor:
         """The largest bound(m) in this norm over bound(m) in the layer's own, for m up to n.
 
         Of n tokens m may be real, the layer is scaled for these, and the quotient may fall with m.
@@ -128,15 +133,7 @@ class ContractiveL2Attention(L2SelfAttention):
             "2": weight_factor(*self._weights()) * reactions["2"],
             "inf": weight_factor(*self._weights(), self._row_sums(reactions["inf"]).factors),
         }
-        return (found[norm] / found[self.norm]).max().item()
-
-    @torch.no_grad()
-    def as_map(self, n: int) -> SelfAttention:
-        f = super().as_map(n)
-        assert isinstance(f, FactoredAttention)
-        # V was rounded to nearest; the constant has to hold for the rounded V.
-        less = 1 - 4 * math.sqrt(self.dim) * torch.finfo(f.V.dtype).eps
-        return replace(f, V=f.V * less, M=f.M * less)
+        return (found[norm] / found[self.norm]).max()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, constant={self.constant:g}, norm={self.norm}"

@@ -107,7 +107,7 @@ class L2SelfAttention(AttentionLayer):
         return Q, V, self.out.weight
 
     def bound_tensor(self, n: int, norm: str | float = "2") -> Tensor:
-        """The bound as a differentiable function of the weights; never below `lipschitz_bound`."""
+        """`lipschitz_bound` as a differentiable function of the weights, up to rounding."""
         norm = norm_name(norm)
         # Under torch.compile n may be symbolic; the theorem needs an int.
         constant = reaction(operator.index(n), self.head_size, self.causal, norm)
@@ -228,13 +228,18 @@ def balanced_factors(
 
     In float64, for weights of any size; [..., heads, k, k] if `measure` gives several factors.
     """
+    # The result is rounded to this precision or a higher one, and once more if it is multiplied.
+    eps = torch.finfo(torch.promote_types(O.dtype, torch.float32)).eps
     # The sizes of V and O cancel before anything is multiplied, so nothing can overflow. Below
     # FLOOR they no longer cancel: zero weights then give the zero map, with a finite gradient.
     with torch.autocast(O.device.type, enabled=False):
         (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
         long_q = Q.norm(dim=(1, 2)).clamp_min(FLOOR / q)
         least = _gain(Q) * FLOOR / v * long_q
-        left, right = measure(*_halves(Q, V, O, least))
+        rows, queries, slack = _halves(Q, V, O, least)
+        # Rounding M moves O M by up to this share of |O| |M|, however small O M itself is.
+        slack = slack + 2 * math.sqrt(Q.shape[1]) * eps * O.norm()
+        left, right = measure(rows, queries, slack)
         right = right.clamp_min((least * long_q).amin())
         left = torch.maximum(left, FLOOR / o)[..., None, None, None]
         return value_factors(Q, V) / right / left / q / o

@@ -160,3 +160,52 @@ def test_blocks_hold_every_length():
         assert [m for first, last in _blocks(n) for m in range(first, last + 1)] == [
             *range(1, n + 1)
         ]
+
+
+def cancelling(size: float, last: float, **given) -> ls.nn.ContractiveL2Attention:
+    """Output weights of length `size` that cancel all but `last` of the values."""
+    layer = ls.nn.ContractiveL2Attention(2, 1, 0.9, **given)
+    with torch.no_grad():
+        layer.query.weight.copy_(torch.eye(2))
+        layer.value.weight.copy_(torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
+        layer.out.weight.copy_(torch.tensor([[3 * size, -size], [last, 3 * last]]))
+    return layer
+
+
+@pytest.mark.parametrize("norm", ["2", "inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [1e0, 1e2, 1e4, 1e6, 1e9])
+def test_the_constant_holds_for_rounded_values_that_cancel(size, dtype, norm):
+    for step in range(20):  # different roundings of the scale
+        layer = cancelling(size, 1e-3 * (1 + step / 20), norm=norm).to(dtype)
+        f = layer.as_map(1)
+        J = f.O.double() @ f.M[0].double() @ f.Q.double()  # one token: the map is linear
+        largest = torch.linalg.matrix_norm(J, 2 if norm == "2" else math.inf)
+        assert largest <= 0.9 * (1 + 1e-15)
+
+
+@pytest.mark.parametrize("size", [1e0, 1e2, 1e4])
+def test_errors_of_cancelling_values_in_16_bits_are_shares_of_what_cancels(size):
+    layer = cancelling(size, 1e-3).bfloat16()
+    f, x = layer.as_map(1), torch.tensor([[0.0, 1.0]])
+    for scale in (0.3, 0.7, 1.1, 2.7):
+        X = (scale * x).bfloat16()
+        off = layer(X).double() - f(X.float()).double()
+        share = off.norm() / (f.O.double().norm() * f.M.double().norm() * X.double().norm())
+        assert share <= 3 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("ball", [None, 0.5])
+@pytest.mark.parametrize("norm", ["2", "inf"])
+@pytest.mark.parametrize("own", ["2", "inf"])
+def test_the_bound_as_a_tensor_is_that_of_the_scaled_layer(own, norm, ball):
+    torch.manual_seed(0)
+    layer = ls.nn.ContractiveL2Attention(4, 2, 0.9, own, ball=ball).double()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.mul_(0.1)
+    found = layer.bound_tensor(5, norm)
+    assert found.item() == pytest.approx(layer.lipschitz_bound(5, norm), rel=1e-10)
+    if own != norm:
+        weights = tuple(layer.parameters())
+        assert torch.autograd.gradcheck(lambda *_: layer.bound_tensor(5, norm), weights, eps=1e-6)
