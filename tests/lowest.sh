@@ -15,7 +15,9 @@ here=build/lowest
 grep -v '^torch' $here/lowest.txt > $here/small.txt
 grep '^torchdiffeq' $here/lowest.txt > $here/with-torch.txt
 $here/bin/python -m pip install --quiet --disable-pip-version-check -r $here/small.txt
-$here/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $here/with-torch.txt ${TORCH:-}
+$here/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $here/with-torch.txt
+# With its libraries: torch built for CUDA does not load without them.
+[ -z "${TORCH:-}" ] || $here/bin/python -m pip install --quiet --disable-pip-version-check "$TORCH"
 packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 .venv/bin/python -c "$packages" > "$($here/bin/python -c "$packages")/behind.pth"
 $here/bin/python -m tests.lowest --check
