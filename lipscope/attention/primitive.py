@@ -202,18 +202,27 @@ def make_pattern(
     mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: Rules
 ) -> Pattern:
     """The whole pattern; a padded token is not read and, in self-attention, does not read."""
-    queries = padding if rules.shift == 0 else None
+    queries, keys = padding if rules.shift == 0 else None, padding
+    # One row for all queries and heads says which keys are real, and needs no n x n bits.
+    if mask is not None and mask.dtype == torch.bool and mask.ndim > 3 and _is_row(mask):
+        real = mask[..., 0, 0, :]
+        mask, keys = None, real if keys is None else real & keys
     return Pattern(
         causal=rules.causal,
         window=rules.window,
         softcap=rules.softcap,
         mask=mask,
         queries=queries,
-        keys=padding,
+        keys=keys,
         sinks=sinks,
         shift=rules.shift,
         scale=rules.scale,
     )
+
+
+def _is_row(mask: Tensor) -> bool:
+    """Whether a mask [..., H, n, n'] is the same for all heads and queries."""
+    return mask.shape[-3:-1] == (1, 1) and mask.shape[-1] > 1
 
 
 def _wanted(ctx, inputs: slice) -> bool:

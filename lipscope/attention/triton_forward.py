@@ -144,7 +144,7 @@ def forward(
         units = torch.stack([1 / (a * b), 1 / c])
     qs, ks, vs = as_operands((q, k, v), factors, product)
     B = q.shape[:-3].numel()
-    keys, stops = padding_of(pattern, B)
+    keys, stops = padding_of(pattern, q.shape[:-3])
     o = blank((B, H, n, m), torch.float32, q.device)
     lse = torch.empty(B, H, n, dtype=torch.float32, device=q.device)
     mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)

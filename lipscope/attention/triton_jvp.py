@@ -181,7 +181,7 @@ def _launch(
         units = torch.stack([1 / (a * b), 1 / (a * b * e), 1 / c, 1 / d])
     qs, ks, vs, dqs, dks, dvs = as_operands((q, k, v, dq, dk, dv), factors, product)
     B = q.shape[:-3].numel()
-    keys, stops = padding_of(pattern, B)
+    keys, stops = padding_of(pattern, q.shape[:-3])
     do = blank((B, H, n, m), q.dtype, q.device)
     saved, lse = aligned(o), lse.contiguous()
     scale = None if pattern.scale == 1 else pattern.scale  # a factor of one would be multiplied by

@@ -154,10 +154,11 @@ def spans(
     return [(start, start + length) for start in range(0, n, length)]
 
 
-def padding_of(pattern: Pattern, B: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def padding_of(pattern: Pattern, leading: torch.Size) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Which keys are real, [B, n'] as bytes, and where the last one ends, [B]."""
     if pattern.keys is None:
         return None, None
-    keys = pattern.keys.reshape(-1, pattern.keys.shape[-1]).expand(B, -1)
-    ends = torch.arange(1, keys.shape[1] + 1, device=keys.device, dtype=torch.int32)
+    n_keys = pattern.keys.shape[-1]
+    keys = pattern.keys.expand(*leading, n_keys).reshape(-1, n_keys)
+    ends = torch.arange(1, n_keys + 1, device=keys.device, dtype=torch.int32)
     return keys.to(torch.uint8).contiguous(), (ends * keys).amax(1).to(torch.int32)

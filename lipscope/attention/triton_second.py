@@ -215,7 +215,7 @@ def both_vjp(
     gv, gdv = (blank((B, G, n_keys, m), q.dtype, q.device) for _ in range(2))
     # Products with o are float32, as o is.
     means = torch.stack([c * o, g * o + c.float() * do]).sum(-1)
-    keys, stops = padding_of(pattern, B)
+    keys, stops = padding_of(pattern, q.shape[:-3])
     rows = (lse.contiguous(), drift.contiguous(), means, keys, stops)
     rules = (pattern.scale, pattern.window, pattern.shift, n, n_keys, lse.numel())
     for_queries, for_keys = TILES[max(64, K, V)]

@@ -140,7 +140,7 @@ def value_and_tangent(
     K, V, B = block(q.shape[-1]), block(m), q.shape[:-3].numel()
     M, N, warps, stages = TILES[max(64, K, V)]
     qs, ks, vs, dqs, dks, dvs = (aligned(x) for x in (q, k, v, *tangent))
-    keys, stops = padding_of(pattern, B)
+    keys, stops = padding_of(pattern, q.shape[:-3])
     o = blank((B, H, n, m), torch.float32 if keep_digits else q.dtype, q.device)
     do = blank((B, H, n, m), q.dtype, q.device)
     lse, drift = torch.empty(2, B, H, n, dtype=torch.float32, device=q.device)

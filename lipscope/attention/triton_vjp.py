@@ -215,7 +215,7 @@ def vjp(
     gk = blank((B, G, n_keys, size), q.dtype, q.device)
     gv = blank((B, G, n_keys, m), q.dtype, q.device)
     delta = (g.float() * o.float()).sum(-1)
-    keys, stops = padding_of(pattern, B)
+    keys, stops = padding_of(pattern, q.shape[:-3])
     tensors = (lse.contiguous(), delta, keys, stops, units)
     rules = (pattern.scale, pattern.softcap, pattern.window, pattern.shift, n, n_keys)
     K, V = block(size), block(m)

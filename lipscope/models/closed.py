@@ -206,6 +206,7 @@ def _solve(
 
 
 def _assemble(found: Projections, own: AttentionCall, rope: Rope | None) -> SelfAttention:
+    own = own.with_mask(own.q.shape[-2])
     mask = own.mask
     if mask is not None:
         n = own.q.shape[-2]

@@ -1,8 +1,9 @@
-"""Causal and sliding-window masks, represented by their rule instead of by n^2 numbers."""
+"""Masks of models, represented by their rule instead of by n^2 numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,31 +17,65 @@ ROWS = 1 << 26
 """Maximum number of mask entries that are materialised at a time."""
 
 
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """Query i sees key j if all of these allow it.
+
+    causal: j <= i + ahead
+    window: j > i + ahead - window
+    chunk:  i and j lie in the same chunk of this many tokens
+    real:   boolean [B, 1, 1, n], the keys that are not padding
+    """
+
+    causal: bool = False
+    window: int | None = None
+    ahead: int = 0
+    chunk: int | None = None
+    real: Tensor | None = None
+
+    def visible(self, rows: slice, n: int, device: torch.device) -> Tensor | None:
+        """Some rows of the mask for n tokens, [B | 1, 1, rows, n]; None if they see everything."""
+        pattern = Pattern(self.causal, self.window, mask=self.real, shift=self.ahead)
+        seen = pattern.tile(rows, slice(0, n)).visible(rows.stop - rows.start, n, device)
+        if self.chunk is not None:
+            i, j = (
+                torch.arange(rows.start, rows.stop, device=device),
+                torch.arange(n, device=device),
+            )
+            same = i[:, None] // self.chunk == j // self.chunk
+            seen = same if seen is None else seen & same
+        return seen
+
+
 class PlainMask(Tensor):
-    """A boolean mask [B, 1, n, n'] known by its rule.
+    """A boolean mask [B, 1, n, n] known by its rule.
 
     It becomes an ordinary tensor only when a model computes with it.
     """
 
-    pattern: Pattern
+    rule: Rule
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, device: torch.device, pattern: Pattern) -> PlainMask:
+    def __new__(cls, shape: torch.Size, device: torch.device, rule: Rule) -> PlainMask:
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.pattern = pattern
+        mask.rule = rule
         return mask
 
     def __init__(self, *_: Any) -> None:
         """Everything is in __new__."""
 
-    def of_batch(self, members: int) -> PlainMask:
-        """The same rule for a batch of another size."""
-        return PlainMask(torch.Size((members, *self.shape[1:])), self.device, self.pattern)
+    def of_members(self, members: Tensor) -> PlainMask:
+        """The mask of some members of the batch."""
+        real = self.rule.real
+        if real is not None and len(real) > 1:
+            real = real[members.to(real.device)]
+        shape = torch.Size((len(members), *self.shape[1:]))
+        return PlainMask(shape, self.device, replace(self.rule, real=real))
 
     def written(self) -> Tensor:
         """The mask as an ordinary tensor."""
-        n, keys = self.shape[-2:]
-        seen = self.pattern.visible(n, keys, self.device)
+        n = self.shape[-1]
+        seen = self.rule.visible(slice(0, n), n, self.device)
         return (
             torch.ones((), dtype=torch.bool, device=self.device) if seen is None else seen
         ).expand(self.shape)
@@ -57,7 +92,7 @@ class PlainMask(Tensor):
         return operation(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's also takes the contents
-        return f"PlainMask({tuple(self.shape)}, {self.pattern})"
+        return f"PlainMask({tuple(self.shape)}, {self.rule})"
 
 
 def _written(leaf: Any) -> Any:
@@ -71,25 +106,43 @@ def lipscope_mask(**arguments: Any) -> Tensor | None:
     every candidate rule, a block of rows at a time. None means that everything is visible.
     """
     n, keys, start = arguments["q_length"], arguments["kv_length"], arguments.get("q_offset", 0)
-    window, candidates = arguments.get("local_size"), [Pattern(), Pattern(causal=True)]
-    if window:
-        candidates.append(Pattern(causal=True, window=window))
-    height = max(1, ROWS // (keys * arguments["batch_size"]))
     # With a cache (n != keys, or an offset on the device) the rules below would be shifted.
     if n != keys or isinstance(start, Tensor):
         return _rows(arguments, start, n)
-    device = torch.device(arguments.get("device", "cpu"))
+    device, batch = torch.device(arguments.get("device", "cpu")), arguments["batch_size"]
+    candidates = _candidates(arguments.get("local_size"), _real(arguments))
+    height = max(1, ROWS // (keys * batch))
     for first in range(0, n, height):
-        last = min(n, first + height)
-        part = _rows(arguments, start + first, last - first)
+        rows = slice(first, min(n, first + height))
+        part = _rows(arguments, start + first, rows.stop - first)
         if part is None:
             return None
-        candidates = [
-            c for c in candidates if _agree(part, c.tile(slice(first, last), slice(0, keys)))
+        candidates = [rule for rule in candidates if _agree(part, rule.visible(rows, n, device))]
+        if not candidates:  # packed sequences or an unknown rule: write the mask down
+            return part if rows.stop - first == n else _rows(arguments, start, n)
+    return PlainMask(torch.Size((batch, 1, n, keys)), device, candidates[0])
+
+
+def _candidates(size: int | None, real: Tensor | None) -> list[Rule]:
+    """Rules that a mask may follow, the simplest first; size is that of windows and chunks."""
+    found = [Rule(), Rule(causal=True)]
+    if size:
+        found += [
+            Rule(causal=True, window=size),
+            Rule(causal=True, window=2 * size + 1, ahead=size),
+            Rule(causal=True, chunk=size),
         ]
-        if not candidates:  # packed sequences, padding or an unknown rule: write the mask down
-            return part if last - first == n else _rows(arguments, start, n)
-    return PlainMask(torch.Size((arguments["batch_size"], 1, n, keys)), device, candidates[0])
+    return [replace(rule, real=real) for rule in found]
+
+
+def _real(arguments: dict[str, Any]) -> Tensor | None:
+    """Which keys are not padding, [B, 1, 1, n]; None if all are real, or unless this is a table."""
+    given = arguments.get("attention_mask")
+    shape = arguments["batch_size"], arguments["kv_length"]
+    if not isinstance(given, Tensor) or tuple(given.shape) != shape:
+        return None
+    real = given.bool()
+    return None if bool(real.all()) else real[:, None, None, :]
 
 
 def _rows(arguments: dict[str, Any], start: Any, count: int) -> Tensor | None:
@@ -100,7 +153,5 @@ def _rows(arguments: dict[str, Any], start: Any, count: int) -> Tensor | None:
     )
 
 
-def _agree(mask: Tensor, pattern: Pattern) -> bool:
-    n, keys = mask.shape[-2:]
-    seen = pattern.visible(n, keys, mask.device)
+def _agree(mask: Tensor, seen: Tensor | None) -> bool:
     return bool(mask.all()) if seen is None else torch.equal(mask, seen.expand_as(mask))

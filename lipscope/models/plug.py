@@ -14,9 +14,9 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from lipscope._types import UserError
 from lipscope.attention.pattern import Pattern, distinct, without_level
-from lipscope.attention.primitive import attend
+from lipscope.attention.primitive import Rules, attend_by_rules
 from lipscope.models._transformers_internals import ATTENTION, EXPERTS, AttentionMaskInterface
-from lipscope.models.masks import PlainMask, lipscope_mask
+from lipscope.models.masks import PlainMask, Rule, lipscope_mask
 
 NAME = "lipscope"
 
@@ -26,7 +26,10 @@ FORGOTTEN = 32
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Arguments of an attention call: q [B, H, n, k], k [B, G, n', k], v [B, G, n', m], rules."""
+    """Arguments of an attention call: q [B, H, n, k], k [B, G, n', k], v [B, G, n', m], rules.
+
+    causal, window, ahead, chunk: see `Rule`
+    """
 
     module: nn.Module
     q: Tensor
@@ -38,20 +41,43 @@ class AttentionCall:
     mask: Tensor | None
     softcap: float | None
     sinks: Tensor | None
+    ahead: int = 0
+    chunk: int | None = None
 
     def output(self) -> Tensor:
         """Every head before the output projection, [B, H, n, m]."""
-        return attend(
-            self.q,
-            self.k,
-            self.v,
-            scale=self.scale,
-            causal=self.causal,
-            window=self.window,
-            mask=self.mask,
-            softcap=self.softcap,
-            sinks=self.sinks,
+        if self.chunk is not None:
+            return torch.cat([part.output() for part in self._chunks(self.chunk)], dim=-2)
+        rules = Rules(self.causal, self.window, self.softcap, shift=self._shift)
+        return attend_by_rules(
+            self.q, self.k, self.v, self.mask, None, self.sinks, rules, self.scale
         )
+
+    @property
+    def _shift(self) -> int:
+        return self.k.shape[-2] - self.q.shape[-2] + self.ahead
+
+    def _chunks(self, size: int) -> Iterator[AttentionCall]:
+        """The call for each chunk of tokens, which see each other alone."""
+        for start in range(0, self.q.shape[-2], size):
+            cut = slice(start, start + size)
+            pattern = Pattern(mask=self.mask).tile(cut, cut)
+            q, k, v = (x[..., cut, :] for x in (self.q, self.k, self.v))
+            yield replace(self, q=q, k=k, v=v, mask=pattern.mask, chunk=None)
+
+    def with_mask(self, n: int) -> AttentionCall:
+        """The same call with a mask of n tokens for what `attend` has no argument for."""
+        if not self.ahead and self.chunk is None:
+            return self
+        mask = self.mask
+        rule = Rule(self.causal, self.window, self.ahead, self.chunk)
+        seen = rule.visible(slice(0, n), n, self.q.device)
+        assert seen is not None
+        if mask is not None and mask.dtype != torch.bool:
+            mask = torch.where(seen, mask, -torch.inf)
+        else:
+            mask = seen[None, None] if mask is None else seen & mask
+        return replace(self, mask=mask, causal=False, window=None, ahead=0, chunk=None)
 
     def alone(self, heads: Tensor) -> AttentionCall:
         """Head heads[r] of member r only, with its mask and sink; members replace the head axis."""
@@ -81,7 +107,10 @@ class AttentionCall:
         q, k = (x.norm(dim=-1).amax(dim=-1).double() for x in (self.q, self.k))
         scores = abs(scale) * q * k.repeat_interleave(q.shape[-1] // k.shape[-1], dim=-1)
         n, n_keys = self.q.shape[-2], self.k.shape[-2]
-        rule = Pattern(self.causal, self.window, mask=self.mask, sinks=self.sinks, shift=n_keys - n)
+        # Without chunks: more is visible, and the bound no smaller.
+        rule = Pattern(
+            self.causal, self.window, mask=self.mask, sinks=self.sinks, shift=self._shift
+        )
         capped = scores if self.softcap is None else scores.clamp_max(self.softcap)
         return scores + rule.bias_left_by_head(n, n_keys, capped)
 
@@ -123,9 +152,10 @@ def lipscope_attention(
             f"{type(module).__name__} attends with dropout {dropout}, and a random map cannot be "
             "measured; set its dropout to 0"
         )
-    rule = attention_mask.pattern if isinstance(attention_mask, PlainMask) else Pattern()
-    mask = None if isinstance(attention_mask, PlainMask) else attention_mask
-    mask, lost = _with_bias(mask, position_bias, sinks=s_aux is not None)
+    rule = (
+        attention_mask.rule if isinstance(attention_mask, PlainMask) else Rule(real=attention_mask)
+    )
+    mask, lost = _with_bias(rule.real, position_bias, sinks=s_aux is not None)
     call = AttentionCall(
         module=module,
         q=query if lost is None else query.masked_fill(lost, 0.0),
@@ -137,6 +167,8 @@ def lipscope_attention(
         mask=mask,
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.to(query.dtype),
+        ahead=rule.ahead,
+        chunk=rule.chunk,
     )
     # Weights are frozen during a measurement: what requires a gradient depends on the input.
     for part in (call.mask, call.sinks):

@@ -91,7 +91,7 @@ class ModuleCall:
             if not isinstance(leaf, Tensor) or leaf.shape == alone.shape:
                 return leaf
             if isinstance(leaf, PlainMask):
-                return leaf.of_batch(len(members))
+                return leaf.of_members(members)
             return leaf.unflatten(0, (batch, -1))[members.to(leaf.device)].flatten(0, 1)
 
         hidden = pick(self.hidden, single.hidden)

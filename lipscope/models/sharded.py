@@ -100,7 +100,7 @@ class _Local:
             if mask is not None and mask.shape[-2] > 1:
                 mask = self.shards.cut(mask, -2)
             k = self.shards.gather(call.k)
-            # Without causal order or window: more is visible, and the bound no smaller.
+            # By the mask alone: more is visible, and the bound no smaller.
             rows = replace(call, k=k, mask=mask, causal=False, window=None)
             torch.maximum(largest, rows.largest_score().amax(dim=-1).cpu(), out=largest)
             return self._output(call)
@@ -115,6 +115,7 @@ class _Local:
 
     def _output(self, call: AttentionCall) -> Tensor:
         n = self.shards.n
+        call = call.with_mask(n)
         if call.mask is not None and not {*call.mask.shape[-2:]} <= {1, n}:
             raise UserError(
                 f"{type(call.module).__name__} makes a mask or bias of its own from the tokens it "

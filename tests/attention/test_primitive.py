@@ -7,6 +7,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import lipscope as ls
 from lipscope.attention import backend, tiled
+from lipscope.attention.primitive import Rules, make_pattern
 from tests.naive import naive_attend
 
 N, HEADS, SIZE, VALUES = 5, 4, 3, 2
@@ -195,3 +196,27 @@ def test_a_product_with_the_jacobian_takes_no_second_derivative(monkeypatch):
     (g,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
     (h,) = torch.autograd.grad(g.square().sum(), x)
     assert calls and h.norm() > 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_of_one_row_says_which_keys_are_real(padded):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 6, 4, dtype=torch.float64)
+    row = torch.rand(2, 1, 1, 6) < 0.6
+    padding = torch.rand(2, 6) < 0.8 if padded else None
+    rules = Rules(causal=True, window=None, softcap=None, shift=0)
+    pattern = make_pattern(row, padding, None, rules)
+    assert pattern.mask is None and pattern.keys is not None
+    moved = tuple(torch.randn_like(x) for x in (q, k, v))
+
+    def with_mask(mask):
+        def f(q, k, v):
+            return ls.attend(q, k, v, causal=True, mask=mask, padding=padding)
+
+        return f
+
+    pairs = [
+        torch.func.jvp(with_mask(mask), (q, k, v), moved) for mask in (row, row.expand(2, 1, 6, 6))
+    ]
+    for x, y in zip(*pairs, strict=True):
+        torch.testing.assert_close(x, y)

@@ -41,7 +41,9 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    ahead: int = 0  # keys after a query that causal order lets it see
     padded: bool = False
+    padded_read: bool = False  # whether padded tokens read others, as they do in models
     size: float = 1.0
     sharp: float = 1.0
     span: int | None = None
@@ -112,6 +114,25 @@ CASES |= {
     "one row of a mask": Case(B=2, n=70, keys=150, k=32, m=32, mask="row", mask_shape=(2, 1)),
     "one row of a mask, causal": Case(n=150, keys=150, k=32, m=32, causal=True, mask="row"),
 }
+CASES |= {
+    "two-sided window": Case(n=187, keys=187, k=48, m=48, causal=True, window=61, ahead=30),
+    "spans, two-sided window": Case(
+        H=1, G=1, n=300, keys=300, k=32, m=32, causal=True, window=281, ahead=140, span=128
+    ),
+    "two-sided window, padded keys": Case(
+        B=2,
+        G=1,
+        n=133,
+        keys=133,
+        k=32,
+        m=16,
+        causal=True,
+        window=25,
+        ahead=12,
+        padded=True,
+        padded_read=True,
+    ),
+}
 INTERPRETED = [(name, "pair") for name in CASES] + [
     ("causal, grouped, padded", "half"),
     ("causal, grouped, padded", "float16"),
@@ -136,6 +157,7 @@ QUICK = (
     ("additive mask, spans, causal, padded", "pair"),
     ("blocks, spans", "pair"),
     ("one row of a mask, causal", "pair"),
+    ("two-sided window, padded keys", "pair"),
 )
 """Those that `make test` runs; `make slow` runs the others."""
 
@@ -157,13 +179,16 @@ def naive(
 
 
 def visibility(case: Case, real: Tensor | None, device: str) -> Tensor:
-    i = torch.arange(case.n, device=device)[:, None] + case.keys - case.n
+    i = torch.arange(case.n, device=device)[:, None] + case.keys - case.n + case.ahead
     j = torch.arange(case.keys, device=device)[None, :]
     seen = torch.ones(case.n, case.keys, dtype=torch.bool, device=device)
     seen = seen & (j <= i) if case.causal else seen
     seen = seen if case.window is None else seen & (j > i - case.window)
     seen = seen.expand(case.B, 1, -1, -1)
-    return seen if real is None else seen & real[:, None, None, :] & real[:, None, :, None]
+    if real is None:
+        return seen
+    seen = seen & real[:, None, None, :]
+    return seen if case.padded_read else seen & real[:, None, :, None]
 
 
 def explicit_mask(case: Case, device: str) -> Tensor | None:
@@ -249,8 +274,9 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     do = torch.func.jvp(lambda *x: value(*x)[0], point, (dq, dk, dv))[1]
     onto = torch.func.vjp(lambda *x: value(*x)[0], *point)[1](g)
 
+    reading, shift = None if case.padded_read else real, keys - n + case.ahead
     pattern = Pattern(
-        case.causal, case.window, case.softcap, mask, real, real, sinks, keys - n, scale
+        case.causal, case.window, case.softcap, mask, reading, real, sinks, shift, scale
     )
     q, k_, v, dq, dk, dv, g = (x.to(dtype) for x in (*point, dq, dk, dv, g))
     with poisoned():

@@ -1,19 +1,32 @@
 """Plain masks are recognised as what they are, and never written down on the way to attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import masking_utils
+from torch.func import jvp, vjp
+from transformers import (
+    Llama4TextConfig,
+    Llama4TextModel,
+    ModernBertConfig,
+    ModernBertModel,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, sdpa_mask
 
-from lipscope.attention.pattern import Pattern
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models import masks
 from lipscope.models.loading import load
-from lipscope.models.masks import PlainMask, lipscope_mask
+from lipscope.models.masks import PlainMask, Rule, lipscope_mask
+from lipscope.models.plug import listening, plugged
+from tests.models.truth import Truth
 from tests.models.zoo import make, sample
 
 WINDOW = masking_utils.sliding_window_causal_mask_function
 BOTH_WAYS = masking_utils.bidirectional_mask_function
+TWO_SIDED = masking_utils.sliding_window_bidirectional_mask_function
+CHUNKS = chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
 
 
 def arguments(rule, n: int, batch: int = 2, **more) -> dict:
@@ -29,28 +42,32 @@ def rows(request, monkeypatch):
 @pytest.mark.parametrize(
     ("rule", "size", "expected"),
     [
-        (causal_mask_function, None, Pattern(causal=True)),
-        (WINDOW(3), 3, Pattern(causal=True, window=3)),
-        (WINDOW(30), 30, Pattern(causal=True)),
-        (BOTH_WAYS, None, Pattern()),
+        (causal_mask_function, None, Rule(causal=True)),
+        (WINDOW(3), 3, Rule(causal=True, window=3)),
+        (WINDOW(30), 30, Rule(causal=True)),
+        (BOTH_WAYS, None, Rule()),
+        (TWO_SIDED(3), 3, Rule(causal=True, window=7, ahead=3)),
+        (TWO_SIDED(30), 30, Rule()),
+        (CHUNKS, 4, Rule(causal=True, chunk=4)),
     ],
 )
 def test_plain_masks_are_told(rule, size, expected):
     mask = lipscope_mask(**arguments(rule, 11, local_size=size))
     assert isinstance(mask, PlainMask) and mask.shape == (2, 1, 11, 11) and mask.dtype == torch.bool
-    assert (mask.pattern.causal, mask.pattern.window) == (expected.causal, expected.window)
+    assert vars(mask.rule) == vars(expected)
     dense = sdpa_mask(**arguments(rule, 11), allow_is_causal_skip=False)
     assert torch.equal(mask, dense) and torch.equal(mask[1:, :, 4:], dense[1:, :, 4:])
-    assert torch.equal(mask.of_batch(5) & True, dense[:1].expand(5, -1, -1, -1))
+    assert torch.equal(
+        mask.of_members(torch.zeros(5, dtype=torch.int64)) & True,
+        dense[:1].expand(5, -1, -1, -1),
+    )
 
 
 @pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize(
-    "rule", [chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)), WINDOW(3)]
-)
-def test_other_masks_are_what_transformers_makes(rule):
-    """Chunks come with a size but are not a window, and a window of unknown size is none either."""
-    given = arguments(rule, 11, local_size=4)
+@pytest.mark.parametrize(("rule", "size"), [(WINDOW(3), 4), (TWO_SIDED(3), 4), (CHUNKS, 3)])
+def test_other_masks_are_what_transformers_makes(rule, size):
+    """A window or chunk of unknown size is written down."""
+    given = arguments(rule, 11, local_size=size)
     mask = lipscope_mask(**given)
     assert not isinstance(mask, PlainMask) and torch.equal(
         mask, sdpa_mask(**given, allow_is_causal_skip=False)
@@ -59,14 +76,19 @@ def test_other_masks_are_what_transformers_makes(rule):
 
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("position", [0, 5, 10])
-def test_one_padded_token_makes_a_mask_of_its_own(position):
-    real = torch.ones(2, 11, dtype=torch.bool)
-    real[1, position] = False
-    given = arguments(causal_mask_function, 11, attention_mask=real)
+@pytest.mark.parametrize(
+    ("rule", "size"), [(causal_mask_function, None), (BOTH_WAYS, None), (WINDOW(3), 3), (CHUNKS, 4)]
+)
+def test_padding_is_a_row_of_keys(rule, size, position):
+    real = torch.ones(2, 11, dtype=torch.int64)
+    real[1, position] = 0
+    given = arguments(rule, 11, attention_mask=real.bool(), local_size=size)
     mask = lipscope_mask(**given)
-    assert not isinstance(mask, PlainMask) and torch.equal(
-        mask, sdpa_mask(**given, allow_is_causal_skip=False)
-    )
+    assert isinstance(mask, PlainMask) and mask.rule.real.shape == (2, 1, 1, 11)
+    dense = sdpa_mask(**given, allow_is_causal_skip=False)
+    assert torch.equal(mask, dense)
+    members = torch.tensor([1, 0, 1])
+    assert torch.equal(mask.of_members(members) & True, dense[members])
 
 
 def test_as_many_keys_as_queries_or_no_plain_mask():
@@ -87,3 +109,92 @@ def test_nothing_on_the_way_writes_a_plain_mask_down(name, monkeypatch):
     for site in model.sites(**sample(name, batch=2, n=6), scopes=scopes):
         J = jacobian(site.f, site.X)
         J.mv(torch.ones(*J.leading, *J.in_shape, dtype=J.dtype))
+
+
+def windowed() -> PreTrainedModel:
+    """Two layers of three see two tokens on either side."""
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    special = {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4}
+    return ModernBertModel(ModernBertConfig(**SMALL, num_hidden_layers=3, **ids, **special))
+
+
+def chunked() -> PreTrainedModel:
+    """Three layers of four see the tokens before them in their chunk."""
+    heads = {"num_key_value_heads": 1, "head_dim": 4, "attention_chunk_size": 4}
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 12}
+    return Llama4TextModel(Llama4TextConfig(**SMALL, num_hidden_layers=4, **heads, **experts))
+
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make_model", [windowed, chunked])
+def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, padded, monkeypatch):
+    torch.manual_seed(0)
+    model = make_model().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    ids, real = torch.randint(3, 50, (2, 15)), torch.ones(2, 15, dtype=torch.int64)
+    if padded:  # every window keeps a real token: without one, eager attention gives NaN
+        real[0, 13:] = 0
+    with plugged(model, "eager"):
+        eager = model(input_ids=ids, attention_mask=real).last_hidden_state
+    rules = []
+
+    def note(call):
+        rules.append((call.ahead, call.chunk))
+        assert call.mask is None or call.mask.shape == (2, 1, 1, 15)
+        # In value and derivatives, the rule is the mask it stands for.
+        point = call.q, call.k, call.v
+        moved = tuple(map(torch.randn_like, point))
+
+        def by_rule(q, k, v):
+            return replace(call, q=q, k=k, v=v).output()
+
+        def by_mask(q, k, v):
+            return replace(call.with_mask(15), q=q, k=k, v=v).output()
+
+        for x, y in zip(jvp(by_rule, point, moved), jvp(by_mask, point, moved), strict=True):
+            torch.testing.assert_close(x, y)
+        g = torch.randn_like(call.output())
+        for x, y in zip(vjp(by_rule, *point)[1](g), vjp(by_mask, *point)[1](g), strict=True):
+            torch.testing.assert_close(x, y)
+        return call.output()
+
+    def forbidden(mask):
+        raise AssertionError("written down")
+
+    with monkeypatch.context() as patch, plugged(model), listening(note):
+        patch.setattr(PlainMask, "written", forbidden)
+        mine = model(input_ids=ids, attention_mask=real).last_hidden_state
+    assert ((2, None) if make_model is windowed else (0, 4)) in rules
+    torch.testing.assert_close(mine[real.bool()], eager[real.bool()])
+
+
+@pytest.mark.parametrize(
+    ("make_model", "module"), [(windowed, "layers.1.attn"), (chunked, "layers.1.self_attn")]
+)
+def test_windows_and_chunks_have_the_constants_of_eager_attention(make_model, module):
+    torch.manual_seed(0)
+    model = make_model().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    inputs = {"input_ids": torch.randint(3, 50, (1, 15))}
+    places = {
+        "attention": (module, (module, "output")),
+        "block": ("layers.1", ("layers.1", "output")),
+    }
+    for site in load(model).sites(**inputs, layers=[1], scopes=list(places)):
+        path, tap = places[site.scope]
+        dense = Truth(model).jacobian(inputs, path, 0, tap)
+        mine = jacobian(site.f, site.X).to_dense().reshape(dense.shape)
+        torch.testing.assert_close(mine, dense)

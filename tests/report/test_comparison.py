@@ -108,12 +108,12 @@ def test_a_name_says_what_differs_and_no_more():
     ("models", "named"),
     [
         (
-            ("/home/u/run/checkpoint-1", "/home/u/run/checkpoint-2"),
+            ("/models/run/checkpoint-1", "/models/run/checkpoint-2"),
             ["checkpoint-1", "checkpoint-2"],
         ),
-        (("/home/u/run", "/home/u/run/checkpoint-2"), ["run", "run/checkpoint-2"]),
-        (("/home/u/a/x", "/data/b/x"), ["home/u/a/x", "data/b/x"]),
-        (("/home/u/a", "org/name"), ["/home/u/a", "org/name"]),
+        (("/models/run", "/models/run/checkpoint-2"), ["run", "run/checkpoint-2"]),
+        (("/models/a/x", "/data/b/x"), ["models/a/x", "data/b/x"]),
+        (("/models/a", "org/name"), ["/models/a", "org/name"]),
         (("org/a", "org/b"), ["org/a", "org/b"]),
     ],
 )
