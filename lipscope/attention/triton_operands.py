@@ -158,7 +158,8 @@ def padding_of(pattern: Pattern, leading: torch.Size) -> tuple[Tensor, Tensor] |
     """Which keys are real, [B, n'] as bytes, and where the last one ends, [B]."""
     if pattern.keys is None:
         return None, None
-    n_keys = pattern.keys.shape[-1]
-    keys = pattern.keys.expand(*leading, n_keys).reshape(-1, n_keys)
+    keys, n_keys = pattern.keys, pattern.keys.shape[-1]
+    keys = keys.reshape(n_keys) if keys.numel() == n_keys else keys  # the same for all members
+    keys = keys.expand(*leading, n_keys).reshape(-1, n_keys)
     ends = torch.arange(1, n_keys + 1, device=keys.device, dtype=torch.int32)
     return keys.to(torch.uint8).contiguous(), (ends * keys).amax(1).to(torch.int32)

@@ -152,10 +152,10 @@ def lipscope_attention(
             f"{type(module).__name__} attends with dropout {dropout}, and a random map cannot be "
             "measured; set its dropout to 0"
         )
-    rule = (
-        attention_mask.rule if isinstance(attention_mask, PlainMask) else Rule(real=attention_mask)
-    )
-    mask, lost = _with_bias(rule.real, position_bias, sinks=s_aux is not None)
+    plain = attention_mask if isinstance(attention_mask, PlainMask) else None
+    rule = Rule() if plain is None else plain.rule
+    mask = attention_mask if plain is None else rule.real
+    mask, lost = _with_bias(mask, position_bias, sinks=s_aux is not None)
     call = AttentionCall(
         module=module,
         q=query if lost is None else query.masked_fill(lost, 0.0),
