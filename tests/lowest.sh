@@ -6,7 +6,7 @@
 #
 # A second environment, build/lowest, holds the lowest versions and what they need; torch and the
 # tools of development come from .venv, behind them. torch's own lowest version is a download of
-# gigabytes with CUDA: add it with TORCH=torch==2.6.0.
+# gigabytes with CUDA: add it with TORCH=torch==2.11.0.
 set -eu
 cd "$(dirname "$0")/.."
 here=build/lowest

@@ -143,7 +143,10 @@ def read_sweep(path: Path) -> Sweep:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the sweep in {path}: {error}") from error
     _check_keys(asked, ("models", "texts", "settings", "out"), str(path))
-    models = _models(asked.get("models"), path.parent)
+    try:
+        models = _models(asked.get("models"), path.parent)
+    except OSError as error:  # a name that is too long, a directory that may not be read
+        raise UserError(f"{path}: cannot look for the models: {error}") from error
     texts = _texts(asked.get("texts", []), path.parent)
     settings = asked.get("settings", {})
     if not isinstance(settings, dict) or not all(isinstance(x, dict) for x in settings.values()):
