@@ -38,11 +38,8 @@ class Rule:
         pattern = Pattern(self.causal, self.window, mask=self.real, shift=self.ahead)
         seen = pattern.tile(rows, slice(0, n)).visible(rows.stop - rows.start, n, device)
         if self.chunk is not None:
-            i, j = (
-                torch.arange(rows.start, rows.stop, device=device),
-                torch.arange(n, device=device),
-            )
-            same = i[:, None] // self.chunk == j // self.chunk
+            chunks = torch.arange(n, device=device) // self.chunk
+            same = chunks[rows, None] == chunks
             seen = same if seen is None else seen & same
         return seen
 
