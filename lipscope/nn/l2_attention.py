@@ -228,8 +228,9 @@ def balanced_factors(
 
     In float64, for weights of any size; [..., heads, k, k] if `measure` gives several factors.
     """
-    # The result is rounded to this precision or a higher one, and once more if it is multiplied.
-    eps = torch.finfo(torch.promote_types(O.dtype, torch.float32)).eps
+    # The result may be rounded to float32. It allows for that in every dtype, so that a layer and
+    # its copy in float64, with which errors are measured, are the same map.
+    eps = torch.finfo(torch.float32).eps
     # The sizes of V and O cancel before anything is multiplied, so nothing can overflow. Below
     # FLOOR they no longer cancel: zero weights then give the zero map, with a finite gradient.
     with torch.autocast(O.device.type, enabled=False):
