@@ -204,7 +204,7 @@ def make_pattern(
     """The whole pattern; a padded token is not read and, in self-attention, does not read."""
     queries, keys = padding if rules.shift == 0 else None, padding
     # One row for all queries and heads says which keys are real, and needs no n x n bits.
-    if mask is not None and mask.dtype == torch.bool and mask.ndim > 3 and _is_row(mask):
+    if mask is not None and mask.dtype == torch.bool and _is_row(mask):
         real = mask[..., 0, 0, :]
         mask, keys = None, real if keys is None else real & keys
     return Pattern(

@@ -133,7 +133,7 @@ def _candidates(size: int | None, real: Tensor | None) -> list[Rule]:
 
 
 def _real(arguments: dict[str, Any]) -> Tensor | None:
-    """Which keys are not padding, [B, 1, 1, n]; None if all are real, or unless this is a table."""
+    """Which keys are not padding, [B, 1, 1, n]; None if all are real, or it is not said by key."""
     given = arguments.get("attention_mask")
     shape = arguments["batch_size"], arguments["kv_length"]
     if not isinstance(given, Tensor) or tuple(given.shape) != shape:

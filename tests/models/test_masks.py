@@ -81,9 +81,9 @@ def test_other_masks_are_what_transformers_makes(rule, size):
     ("rule", "size"), [(causal_mask_function, None), (BOTH_WAYS, None), (WINDOW(3), 3), (CHUNKS, 4)]
 )
 def test_padding_is_a_row_of_keys(rule, size, position):
-    real = torch.ones(2, 11, dtype=torch.int64)
-    real[1, position] = 0
-    given = arguments(rule, 11, attention_mask=real.bool(), local_size=size)
+    real = torch.ones(2, 11, dtype=torch.bool)
+    real[1, position] = False
+    given = arguments(rule, 11, attention_mask=real, local_size=size)
     mask = lipscope_mask(**given)
     assert isinstance(mask, PlainMask) and mask.rule.real.shape == (2, 1, 1, 11)
     dense = sdpa_mask(**given, allow_is_causal_skip=False)
@@ -126,6 +126,16 @@ def chunked() -> PreTrainedModel:
     return Llama4TextModel(Llama4TextConfig(**SMALL, num_hidden_layers=4, **heads, **experts))
 
 
+def moved(make_model) -> PreTrainedModel:
+    """A model with weights that are large enough to matter."""
+    torch.manual_seed(0)
+    model = make_model().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
 SMALL = {
     "vocab_size": 50,
     "hidden_size": 8,
@@ -138,11 +148,7 @@ SMALL = {
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make_model", [windowed, chunked])
 def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, padded, monkeypatch):
-    torch.manual_seed(0)
-    model = make_model().double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = moved(make_model)
     ids, real = torch.randint(3, 50, (2, 15)), torch.ones(2, 15, dtype=torch.int64)
     if padded:  # every window keeps a real token: without one, eager attention gives NaN
         real[0, 13:] = 0
@@ -155,7 +161,7 @@ def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, p
         assert call.mask is None or call.mask.shape == (2, 1, 1, 15)
         # In value and derivatives, the rule is the mask it stands for.
         point = call.q, call.k, call.v
-        moved = tuple(map(torch.randn_like, point))
+        tangent = tuple(map(torch.randn_like, point))
 
         def by_rule(q, k, v):
             return replace(call, q=q, k=k, v=v).output()
@@ -163,7 +169,7 @@ def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, p
         def by_mask(q, k, v):
             return replace(call.with_mask(15), q=q, k=k, v=v).output()
 
-        for x, y in zip(jvp(by_rule, point, moved), jvp(by_mask, point, moved), strict=True):
+        for x, y in zip(jvp(by_rule, point, tangent), jvp(by_mask, point, tangent), strict=True):
             torch.testing.assert_close(x, y)
         g = torch.randn_like(call.output())
         for x, y in zip(vjp(by_rule, *point)[1](g), vjp(by_mask, *point)[1](g), strict=True):
@@ -184,11 +190,7 @@ def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, p
     ("make_model", "module"), [(windowed, "layers.1.attn"), (chunked, "layers.1.self_attn")]
 )
 def test_windows_and_chunks_have_the_constants_of_eager_attention(make_model, module):
-    torch.manual_seed(0)
-    model = make_model().double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = moved(make_model)
     inputs = {"input_ids": torch.randint(3, 50, (1, 15))}
     places = {
         "attention": (module, (module, "output")),
