@@ -4,14 +4,15 @@
     python -m benchmarks.gpu --layer          # a layer of 131,072 tokens alone
     python -m benchmarks.gpu --million        # a layer of 1,048,576 tokens alone
 
-A layer has 12 heads x 64, causal, at Gaussian tokens. Its time includes all but compilation. The
-start is seeded: another one takes a few steps more or fewer.
+A layer has 12 heads x 64, causal, at Gaussian tokens. Its time includes all but compilation. Starts
+are seeded: another one takes a few steps more or fewer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -30,6 +31,8 @@ from lipscope.attention.pattern import Pattern
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, WIDTH = 12, 768
+STARTS = 5
+"""Random starts of the layer of 131,072 tokens; a million tokens are solved from one."""
 
 
 def layer(n: int, causal: bool, seed: int) -> tuple[ls.SelfAttention, Tensor]:
@@ -47,19 +50,25 @@ def solve(name: str, n: int, seconds: float, gibibytes: float) -> list[Row]:
     """The constant of a causal layer to 1e-4: time, memory, error against a tighter solve.
 
     The error of a separated sigma is the square of the residual, so a residual of 1e-2 suffices.
+    The time is the median over several starts, error and residual are the largest.
     """
     f, X = layer(n, causal=True, seed=n)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    estimate = ls.local_lipschitz(f, X, tol=1e-2, solver=ls.Solver(seed=0))
-    torch.cuda.synchronize()
-    elapsed, held = time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
-    residual, solved = float(estimate.residual), estimate.status is ls.Status.CONVERGED
-    print(
-        f"{name}: sigma {estimate.value:.6f} in {estimate.steps} steps, {estimate.status.value}",
-        flush=True,
-    )
+    found, times = [], []
+    for seed in range(STARTS if n <= 131072 else 1):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        found.append(ls.local_lipschitz(f, X, tol=1e-2, solver=ls.Solver(seed=seed)))
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+        print(
+            f"{name}: sigma {found[-1].value:.6f} in {found[-1].steps:.0f} steps, "
+            f"{times[-1]:.2f} s, {found[-1].status.value}",
+            flush=True,
+        )
+    elapsed, held = statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
+    residual = max(float(e.residual) for e in found)
+    solved = all(e.status is ls.Status.CONVERGED for e in found)
     rows = [
         Row(
             name=name,
@@ -85,7 +94,8 @@ def solve(name: str, n: int, seconds: float, gibibytes: float) -> list[Row]:
         ),
     ]
     if n <= 131072:
-        error = abs(estimate.value / ls.local_lipschitz(f, X, tol=1e-4).value - 1)
+        exact = ls.local_lipschitz(f, X, tol=1e-4, solver=ls.Solver(seed=0)).value
+        error = max(abs(e.value / exact - 1) for e in found)
         rows.append(
             Row(
                 name=name,

@@ -10,7 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import mask_of, masked, row_level, tile_at, tile_counts
+from lipscope.attention.triton_masks import (
+    mask_of,
+    mask_words,
+    masked,
+    row_level,
+    tile_at,
+    tile_counts,
+)
 from lipscope.attention.triton_operands import (
     Precision,
     as_operands,
@@ -68,6 +75,7 @@ def _forward(
         if run > 0 or (MASK == 0 and window is not None):
             for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
+                words = mask_words(mask, b, h, i, j, n, MASK, M, N)
                 kj, vj = read(k, b, g, j, N, K), read(v, b, g, j, N, V)
                 kj_low, vj_low = (
                     read_low(k, b, g, j, kj, PRODUCT),
@@ -77,7 +85,7 @@ def _forward(
                 t, _ = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, words, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 if run != 1 and MASK != 1:
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     t = tl.where(seen, t, float("-inf"))

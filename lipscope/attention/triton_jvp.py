@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import mask_of, masked, tile_at, tile_counts
+from lipscope.attention.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
 from lipscope.attention.triton_operands import (
     Precision,
     aligned,
@@ -79,6 +79,7 @@ def _jvp(
         if run > 0 or (MASK == 0 and window is not None):
             for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
+                words = mask_words(mask, b, h, i, j, n, MASK, M, N)
                 kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
                 vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
                 kj_low, dkj_low = (
@@ -98,7 +99,7 @@ def _jvp(
                 t, slope = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, words, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 p = tl.exp2(t - top[:, None])
                 if run != 1 and MASK != 1:
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)

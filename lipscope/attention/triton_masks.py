@@ -20,8 +20,8 @@ from lipscope.attention.pattern import Pattern
 from lipscope.attention.triton_operands import aligned, ceil_div, power_of_two
 from lipscope.attention.triton_tiles import are_real, visible
 
-NONE, BOOLEAN, ADDITIVE = 0, 1, 2
-"""The kinds of mask a kernel is compiled for."""
+NONE, BOOLEAN, ADDITIVE, BYTES = 0, 1, 2, 3
+"""The kinds of mask a kernel is compiled for; BYTES is a boolean one as it is, without a survey."""
 
 
 class Mask(NamedTuple):
@@ -48,11 +48,18 @@ class Mask(NamedTuple):
     width: int
 
 
+class Bytes(NamedTuple):
+    """The part of a Mask that is needed to read it by tiles."""
+
+    last_batch: int
+    last_head: int
+
+
 class Masking(NamedTuple):
     """The mask of a pattern as a kernel gets it; (None, None, NONE) without a mask."""
 
-    mask: Mask | None
-    mask_tiles: TensorDescriptor | None  # an additive one by tiles, if nothing is broadcast in them
+    mask: Mask | Bytes | None
+    mask_tiles: TensorDescriptor | None  # the entries by tiles, if nothing is broadcast in them
     kind: int
 
 
@@ -69,7 +76,7 @@ def tile_counts(mask, b, h, line):
 def tile_at(mask, b, h, line, step, SIZE: tl.constexpr, MASK: tl.constexpr):
     """Where the tile of this step starts; without a mask, the step itself."""
     start = step
-    if MASK != 0:
+    if MASK == 1 or MASK == 2:
         where = (b * mask.tiles_batch + h * mask.tiles_head + line).to(tl.int64) * mask.width
         start = tl.load(mask.tiles + where + step // SIZE) * SIZE
     return start
@@ -77,31 +84,59 @@ def tile_at(mask, b, h, line, step, SIZE: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def mask_words(mask, b, h, i, j, n, MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The bits of queries i .. i + M and keys j .. j + N, two words for each query.
+
+    To be read before the scores are computed: nothing then waits for them.
+    """
+    low, high = 0, 0
+    if MASK == 1:
+        rows = i + tl.arange(0, M)
+        at = _words_of(mask, b, h, rows) + j // 32
+        low = tl.load(at, mask=rows < n, other=0)
+        high = low
+        if N == 64:
+            high = tl.load(at + 1, mask=rows < n, other=0)
+    return low, high
+
+
+@triton.jit
+@no_type_check
+def words_of_step(
+    mask, b, h, i, line, step, end, n, MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
+    """`mask_words` of the tile of this step, or of the last step where `end` has been reached."""
+    start = tile_at(mask, b, h, line, tl.maximum(tl.minimum(step, end - N), 0), N, MASK)
+    start = tl.where(end > 0, start, 0)  # no tile at all: what the list holds was never written
+    return mask_words(mask, b, h, i, start, n, MASK, M, N)
+
+
+@triton.jit
+@no_type_check
 def masked(
-    t, mask, mask_tiles, b, h, i, j, n, n_keys,
+    t, words, mask, mask_tiles, b, h, i, j, n, n_keys,
     MASK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Scores t (in units of log 2) of queries i .. i + M and keys j .. j + N under the mask.
 
     Tiles are [M, N], or with KEYS_FIRST [N, M].
     """
-    if MASK != 0:
-        rows, column = i + tl.arange(0, M), tl.arange(0, N)
-        column = column[:, None] if KEYS_FIRST else column[None, :]
-        if MASK == 1:
-            # A word holds 32 keys of a row: far less to move than a tile of bytes.
-            at = _words_of(mask, b, h, rows) + j // 32
-            word = _beside(tl.load(at, mask=rows < n, other=0), KEYS_FIRST)
-            if N == 64:
-                upper = _beside(tl.load(at + 1, mask=rows < n, other=0), KEYS_FIRST)
-                word = tl.where(column < 32, word, upper)
-            t = tl.where(((word >> (column % 32)) & 1) != 0, t, float("-inf"))
-        else:
-            tile = _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M, N)
-            if KEYS_FIRST:
-                tile = tile.T
-            level = row_level(mask, b, h, _beside(rows, KEYS_FIRST), n, MASK)
+    if MASK == 1:
+        # A word holds 32 keys of a row: far less to move than a tile of bytes.
+        column = tl.arange(0, N)[:, None] if KEYS_FIRST else tl.arange(0, N)[None, :]
+        low, high = _beside(words[0], KEYS_FIRST), _beside(words[1], KEYS_FIRST)
+        word = tl.where(column < 32, low, high)
+        t = tl.where(((word >> (column % 32)) & 1) != 0, t, float("-inf"))
+    if MASK == 2 or MASK == 3:
+        tile = _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M, N)
+        if KEYS_FIRST:
+            tile = tile.T
+        if MASK == 2:
+            rows = _beside(i + tl.arange(0, M), KEYS_FIRST)
+            level = row_level(mask, b, h, rows, n, MASK)
             t += (tile.to(tl.float32) - level) * 1.4426950408889634
+        else:
+            t = tl.where(tile != 0, t, float("-inf"))
     return t
 
 
@@ -148,7 +183,10 @@ def row_level(mask, b, h, i, n, MASK: tl.constexpr):
     return level
 
 
-CHUNK = 16
+FEW = 256
+"""Tiles of scores up to which a boolean mask is read as it is."""
+
+CHUNK = 4
 """Tiles that one program of the survey looks at: enough programs to fill the device."""
 
 
@@ -285,6 +323,21 @@ def mask_of(
         power_of_two(width),
     )  # fmt: skip
     return Masking(mask, None if kind == BOOLEAN else mask_tiles, kind)
+
+
+def bytes_of(pattern: Pattern, shape: torch.Size, n_keys: int, M: int, N: int) -> Masking | None:
+    """A boolean mask of few tiles for q of this shape, to be read as it is; None for other masks.
+
+    Where tiles are few the host is what takes time, and a survey would be two more launches.
+    """
+    mask, (*leading, _, n, _) = pattern.mask, shape
+    if mask is None or mask.dtype != torch.bool or mask.shape[-2:] != (n, n_keys):
+        return None
+    if min(n, n_keys) == 1 or ceil_div(n, M) * ceil_div(n_keys, N) > FEW:
+        return None
+    entries = _four_dimensional(mask, leading).view(torch.uint8)
+    last_batch, last_head = entries.shape[0] - 1, entries.shape[1] - 1
+    return Masking(Bytes(last_batch, last_head), _by_tiles(entries, M, N), BYTES)
 
 
 def _by_tiles(entries: Tensor, M: int, N: int) -> TensorDescriptor:

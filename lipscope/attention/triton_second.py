@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import mask_of, masked, tile_at, tile_counts
+from lipscope.attention.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
 from lipscope.attention.triton_operands import (
     aligned,
     blank,
@@ -87,6 +87,7 @@ def _onto_queries(
         if run > 0 or (MASK == 0 and window is not None):
             for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
+                words = mask_words(mask, b, h, i, j, n, MASK, M, N)
                 kj, dkj = read(k, b, group, j, N, K), read(dk, b, group, j, N, K)
                 vj, dvj = read(v, b, group, j, N, V), read(dv, b, group, j, N, V)
                 t = tl.dot(qi, kj.T) * (scale * LOG2E)
@@ -95,7 +96,7 @@ def _onto_queries(
                 y = tl.dot(ci, dvj.T, tl.dot(gi, vj.T)) - mean_y[:, None]
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, words, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 p = tl.exp2(t - top[:, None])
                 if run != 1 and MASK != 1:
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
@@ -145,6 +146,7 @@ def _onto_keys(
             ):
                 for step in tl.range(bounds[2 * run], bounds[2 * run + 1], M):
                     i = tile_at(mask, b, h, line, step, M, MASK)
+                    words = mask_words(mask, b, h, i, j, n, MASK, M, N)
                     qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
                     gi, ci = read(g, b, h, i, M, V), read(c, b, h, i, M, V)
                     columns = i + tl.arange(0, M)
@@ -156,7 +158,9 @@ def _onto_keys(
                     w = tl.dot(vj, ci.T) - mean_w[None, :]
                     y = tl.dot(dvj, ci.T, tl.dot(vj, gi.T)) - mean_y[None, :]
                     if run != 1:
-                        t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, True)
+                        t = masked(
+                            t, words, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, True
+                        )
                     p = tl.exp2(t - top[None, :])
                     if run != 1 and MASK != 1:
                         seen = visible(

@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import mask_of, masked, tile_at, tile_counts
+from lipscope.attention.triton_masks import (
+    bytes_of,
+    mask_of,
+    masked,
+    tile_at,
+    tile_counts,
+    words_of_step,
+)
 from lipscope.attention.triton_operands import (
     aligned,
     blank,
@@ -57,13 +64,20 @@ def _value_and_tangent(
     top = tl.full([M], float("-inf"), tl.float32)
     bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
     line = i // M
-    if MASK != 0:
+    if MASK == 1 or MASK == 2:
         mixed, all_tiles = tile_counts(mask, b, h, line)
         bounds = (0, 0, mixed * N, all_tiles * N, 0, mixed * N)
     for run in tl.static_range(3):
-        if run > 0 or (MASK == 0 and window is not None):
-            for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
+        if run > 0 or (MASK % 3 == 0 and window is not None):
+            end, words = bounds[2 * run + 1], (0, 0)
+            if run == 2 and MASK == 1:
+                ahead = words_of_step(mask, b, h, i, line, 0, end, n, MASK, M, N)
+            for step in tl.range(bounds[2 * run], end, N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
+                if run == 2 and MASK == 1:
+                    # Read a tile ahead, the words are there when the scores are.
+                    words = ahead
+                    ahead = words_of_step(mask, b, h, i, line, step + N, end, n, MASK, M, N)
                 kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
                 vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
                 t = tl.dot(qi, kj.T)
@@ -71,8 +85,8 @@ def _value_and_tangent(
                     t *= unit
                 dt = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T)) * scale
                 columns = j + tl.arange(0, N)
-                if run != 1:
-                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
+                if run != 1 or MASK == 3:
+                    t = masked(t, words, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 if run != 1 and MASK != 1:
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
                     t = tl.where(seen, t, float("-inf"))
@@ -144,7 +158,9 @@ def value_and_tangent(
     o = blank((B, H, n, m), torch.float32 if keep_digits else q.dtype, q.device)
     do = blank((B, H, n, m), q.dtype, q.device)
     lse, drift = torch.empty(2, B, H, n, dtype=torch.float32, device=q.device)
-    mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
+    masking = bytes_of(pattern, q.shape, n_keys, M, N)
+    masking = masking or mask_of(pattern, q.shape, n_keys, keys, M, N)
+    mask, mask_tiles, kind = masking
     _value_and_tangent[ceil_div(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
         descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),

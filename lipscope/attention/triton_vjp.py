@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import mask_of, masked, tile_at, tile_counts
+from lipscope.attention.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
 from lipscope.attention.triton_operands import (
     Precision,
     as_operands,
@@ -79,6 +79,7 @@ def _onto_queries(
         if run > 0 or (MASK == 0 and window is not None):
             for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
+                words = mask_words(mask, b, h, i, j, n, MASK, M, N)
                 kj, vj = read(k, b, group, j, N, K), read(v, b, group, j, N, V)
                 kj_low, vj_low = (
                     read_low(k, b, group, j, kj, PRODUCT),
@@ -89,7 +90,7 @@ def _onto_queries(
                 t, slope = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
                 if run != 1:
-                    t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
+                    t = masked(t, words, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, False)
                 z = tl.exp2(t - top[:, None]) * (dp * dp_unit - mean[:, None])
                 if run != 1 and MASK != 1:
                     seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
@@ -144,6 +145,7 @@ def _onto_keys(
             ):
                 for step in tl.range(bounds[2 * run], bounds[2 * run + 1], M):
                     i = tile_at(mask, b, h, line, step, M, MASK)
+                    words = mask_words(mask, b, h, i, j, n, MASK, M, N)
                     qi, gi = read(q, b, h, i, M, K), read(g, b, h, i, M, V)
                     qi_low, gi_low = (
                         read_low(q, b, h, i, qi, PRODUCT),
@@ -158,7 +160,9 @@ def _onto_keys(
                     dp = scores(vj, vj_low, gi, gi_low, PRODUCT)
                     t, slope = cap(t, score_unit, softcap)
                     if run != 1:
-                        t = masked(t, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, True)
+                        t = masked(
+                            t, words, mask, mask_tiles, b, h, i, j, n, n_keys, MASK, M, N, True
+                        )
                     p = tl.exp2(t - top[None, :])
                     if PRODUCT == "pair":
                         p *= rest[None, :]

@@ -231,8 +231,8 @@ class Run:
         theta, scale = self.theta[members], self._scales[members]
         right, left, back = self.right[members], self.left[members], self.back[members]
         w = _product(J, J.mv, right, J.in_shape, scale)
-        both = self.certify or J.perturbed is not None  # else nothing rests on products with J'
-        z = _product(J, J.rmv, left, J.out_shape, scale) if both else back
+        # Without an upper bound nothing rests on products with J'.
+        z = _product(J, J.rmv, left, J.out_shape, scale) if self.certify else back
         forward = norms(w - theta.to(w)[:, None] * left, J.ranks)
         noise = torch.maximum(forward, norms(z - back, J.ranks)) / theta
         self.noise[members] = torch.where(theta.isnan(), 0.0, noise)
@@ -250,7 +250,11 @@ class Run:
     def evaluate(self, note: str) -> BatchEstimate:
         """The Ritz triplets put to the test with one more product each way."""
         J, B = self.J, len(self.status)
-        if not self.tested.all():
+        if self.steps.max() == 1 and self.theta.isfinite().all() and not self.certify:
+            # The vectors are those of the only step, and so are their products: asking for them
+            # again would tell nothing, at half the price of the step.
+            self.images = self.theta.to(self.left)[:, None] * self.left, self.back
+        elif not self.tested.all():
             self._test(torch.nonzero(~self.tested)[:, 0])
         assert self.images is not None
         (w, z), noise, scale = self.images, self.noise, self._scales
@@ -324,20 +328,21 @@ class Run:
         return 4 * off.reshape(-1) + 4 * torch.finfo(J.dtype).eps * size
 
     def _measured(self, w: Tensor, z: Tensor, scale: Tensor) -> tuple[Tensor, str]:
-        """The rounding of a map that states none: how far J v and J' u move when every operation is
-        off by a unit in the last place, widened; and why that could not be seen, if so."""
+        """The rounding of a map that states none: how far J v, and J' u where an upper bound rests
+        on it, move when every operation is off by a unit in the last place, widened; and why that
+        could not be seen, if so.
+        """
         J, spread = self.J, torch.zeros_like(scale)
         if J.perturbed is None:
             return spread, ""
         try:
             for i in range(DRAWS):
                 mv, rmv = J.perturbed(i)
-                forward = _product(J, mv, self.right, J.in_shape, scale) - w
-                backward = _product(J, rmv, self.left, J.out_shape, scale) - z
-                forward, backward = norms(forward, J.ranks), norms(backward, J.ranks)
-                spread = torch.maximum(
-                    spread, torch.maximum(forward, backward).nan_to_num(torch.inf, torch.inf)
-                )
+                off = norms(_product(J, mv, self.right, J.in_shape, scale) - w, J.ranks)
+                if self.certify:
+                    back = _product(J, rmv, self.left, J.out_shape, scale) - z
+                    off = torch.maximum(off, norms(back, J.ranks))
+                spread = torch.maximum(spread, off.nan_to_num(torch.inf, torch.inf))
         except torch.OutOfMemoryError:
             return torch.full_like(scale, torch.inf), "no memory to repeat it"
         return WIDENED * spread / scale, ""

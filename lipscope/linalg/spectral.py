@@ -33,6 +33,11 @@ CERTIFIED = (
 ROUGH = 1e-2
 """Residual to which a rough operator is iterated: its vectors are no better than its products."""
 
+MARGIN = 0.9
+"""Share of that residual left to the rough operator: the exact one then seldom needs a second step,
+which takes as long as several rough ones.
+"""
+
 
 @dataclass(frozen=True)
 class Solver:
@@ -104,14 +109,24 @@ def spectral_norm(
     if J.compressed is not None and start is None:
         small: Any = spectral_norm(J.compressed.core, tol, gap=gap, solver=solver)
         return replace(small, right=J.compressed.lift(small.right))
-    found: Any = 0  # steps taken before the last run
+    found = torch.zeros(J.batch or 1, dtype=torch.float64)  # steps with the rough operator
     if J.rough is not None and start is None:
-        near = spectral_norm(J.rough, max(tol, ROUGH), solver=solver)
-        found = near.steps
+        near, found = _iterate(J.rough, MARGIN * max(tol, ROUGH), None, None, solver)
         # A rough operator may overflow where J does not: then it has nothing to say.
-        size = norms(near.right.reshape(J.batch or 1, -1), J.ranks)
+        size = norms(near.right, J.ranks)
         start = near.right if (size.isfinite() & (size > 0)).all() else None
-    members = J.batch or 1
+    run, taken = _iterate(J, tol, gap, start, solver)
+    note = ROUNDED_BASIS if run.rounded else CERTIFIED if start is None else NOT_RANDOM
+    estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
+    estimate = replace(estimate, steps=found + taken)
+    return estimate if J.batch is not None else estimate[0]
+
+
+def _iterate(
+    J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver
+) -> tuple[Run, Tensor]:
+    """A finished run, whose bounds are not drawn yet, and how many steps each member took."""
+    members, earlier = J.batch or 1, 0
     v = (
         _random_start(J, members, solver.seed)
         if start is None
@@ -121,14 +136,11 @@ def spectral_norm(
     run.solve(v)
     while not run.settled:
         taken, v = int(run.steps.max()), run.right
-        found += taken
+        earlier += taken
         solver = replace(solver, max_steps=solver.max_steps - taken)
         run = Run(J, tol, gap, solver, random=False)
         run.solve(v)
-    note = ROUNDED_BASIS if run.rounded else CERTIFIED if start is None else NOT_RANDOM
-    estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
-    estimate = replace(estimate, steps=estimate.steps + found)
-    return estimate if J.batch is not None else estimate[0]
+    return run, run.steps + earlier
 
 
 def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:

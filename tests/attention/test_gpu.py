@@ -25,7 +25,8 @@ def test_float32_on_the_gpu_against_float64_on_the_cpu(kind, monkeypatch):
         single, x = f.to(torch.float32), X.float()
         exact = ls.local_lipschitz(single.double(), x.double(), tol=1e-10).value
         J = ls.jacobian(single.to("cuda"), x.cuda())
-        e = ls.spectral_norm(J, tol=1e-5)
+        # A random start misses the top vector of such small problems once in a thousand times.
+        e = ls.spectral_norm(J, tol=1e-5, solver=ls.Solver(seed=seed))
         assert e.status.ok, f"{kind} {seed}: {e}"
         assert abs(e.value - exact) <= max(float(J.rounding), 1e-5) * exact, (
             f"{kind} {seed}: {e.value} and {exact}"

@@ -111,6 +111,21 @@ CASES |= {
     ),
 }
 CASES |= {
+    "boolean mask by member, causal, padded keys": Case(
+        B=2,
+        n=150,
+        keys=150,
+        k=32,
+        m=32,
+        causal=True,
+        window=90,
+        padded=True,
+        padded_read=True,
+        mask="boolean",
+        mask_shape=(2, 1),
+    ),
+}
+CASES |= {
     "one row of a mask": Case(B=2, n=70, keys=150, k=32, m=32, mask="row", mask_shape=(2, 1)),
     "one row of a mask, causal": Case(n=150, keys=150, k=32, m=32, causal=True, mask="row"),
 }
@@ -140,6 +155,7 @@ INTERPRETED = [(name, "pair") for name in CASES] + [
     ("nearly one-hot", "float16"),
     ("boolean mask", "float16"),
     ("boolean mask by head and member, causal, padded", "float16"),
+    ("boolean mask by member, causal, padded keys", "float16"),
     ("blocks, window", "float16"),
     ("sinks, more queries", "float16"),
     ("additive mask by head, softcap, sinks", "half"),
@@ -155,6 +171,8 @@ QUICK = (
     ("spans, window without order", "pair"),
     ("boolean mask by head and member, causal, padded", "float16"),
     ("additive mask, spans, causal, padded", "pair"),
+    ("boolean mask by member, causal, padded keys", "float16"),
+    ("blocks, window", "float16"),
     ("blocks, spans", "pair"),
     ("one row of a mask, causal", "pair"),
     ("two-sided window, padded keys", "pair"),
@@ -200,7 +218,7 @@ def explicit_mask(case: Case, device: str) -> Tensor | None:
         return None
     if case.mask == "blocks":
         near = torch.zeros(case.n, case.keys, dtype=torch.bool, device=device)
-        near[:140, 128:], near[200:, :70] = True, True
+        near[:128, 128:], near[200:, :70] = True, True  # and a line of tiles that are all empty
         return near.expand(shape).clone()
     seen = torch.rand(shape, device=device) < 0.6
     seen[..., 3, :] = False
@@ -213,14 +231,16 @@ def explicit_mask(case: Case, device: str) -> Tensor | None:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Uninitialised memory is NaN, so that an element a kernel forgets shows up."""
+    """Uninitialised memory is NaN, or far away, so that what a kernel forgets shows up."""
     empty = torch.empty
 
-    def nan(*args: Any, **options: Any) -> Tensor:
+    def poison(*args: Any, **options: Any) -> Tensor:
         x = empty(*args, **options)
+        if x.dtype == torch.int32:
+            return x.fill_(12_345_678)
         return x.fill_(math.nan) if x.dtype.is_floating_point else x
 
-    torch.empty = nan
+    torch.empty = poison
     try:
         yield
     finally:
@@ -232,6 +252,7 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     from lipscope.attention import (
         triton_forward,
         triton_jvp,
+        triton_masks,
         triton_operands,
         triton_second,
         triton_tangent,
@@ -288,13 +309,12 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     names = ["o", "do", "gq", "gk", "gv"]
     if triton_tangent.unsupported(q, pattern) is None:
         with poisoned():
-            both = triton_tangent.value_and_tangent(q, k_, v, (dq, dk, dv), pattern)
-        mine, truth, names = (
-            [*mine, *both[:2]],
-            [*truth, o, do],
-            [*names, "o at once", "do at once"],
-        )
-        assert torch.equal(both[2] == math.inf, lse == -math.inf)
+            for few in (256, 0):  # a boolean mask as it is, and surveyed
+                triton_masks.FEW = few
+                both = triton_tangent.value_and_tangent(q, k_, v, (dq, dk, dv), pattern)
+                mine, truth = [*mine, *both[:2]], [*truth, o, do]
+                names += [f"o at once, {few}", f"do at once, {few}"]
+                assert torch.equal(both[2] == math.inf, lse == -math.inf)
     if triton_second.unsupported(q, v, pattern) is None:
         c = draw(*g.shape, size=case.size)
         mean = triton_jvp.jvp_and_drift(q, k_, v, mine_o, mine_lse, (dq, dk, dv), pattern)[1]

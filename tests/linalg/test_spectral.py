@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg import spectral
+from lipscope.linalg import solve, spectral
 from lipscope.linalg.operator import dense_operator
 
 
@@ -159,6 +159,29 @@ def test_a_rough_operator_finds_the_vector_and_never_the_value(noise):
     )
     assert torch.allclose(e.value, alone.value, rtol=1e-6) and all(s.ok for s in e.status)
     assert noise != 1e-3 or calls < alone.steps.max()
+
+
+def test_a_good_start_costs_one_step(monkeypatch):
+    """One product each way: those of the only step are the products of the vectors found."""
+    monkeypatch.setattr(solve, "SMALL", 0)  # look after the first step, as in long problems
+    M = random(80, 80).float()
+    J, calls = dense_operator(M), {"mv": 0, "rmv": 0}
+
+    def counted(name: str):
+        def product(x: torch.Tensor) -> torch.Tensor:
+            calls[name] += 1
+            return getattr(J, name)(x)
+
+        return product
+
+    truth = ls.spectral_norm(J, tol=1e-6, solver=ls.Solver(seed=0))
+    start = truth.right + 1e-4 * random(80, seed=1).float()
+    e = ls.spectral_norm(
+        replace(J, mv=counted("mv"), rmv=counted("rmv"), take=None), tol=0.1, start=start
+    )
+    assert e.steps == 1 and calls == {"mv": 1, "rmv": 1}
+    assert e.value == pytest.approx((M.double() @ e.right.double()).norm().item(), rel=1e-6)
+    assert e.value == pytest.approx(truth.value, rel=1e-4) and e.lower <= truth.value
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
