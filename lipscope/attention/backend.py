@@ -61,8 +61,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
         return tiled.forward(*_wide3(q, k, v, pattern), pattern)
     from lipscope.attention import triton_forward
 
-    o, lse = triton_forward.forward(q, k, v, pattern)
-    return o, lse.masked_fill(lse == -torch.inf, torch.inf)
+    return triton_forward.forward(q, k, v, pattern)
+
+
+def value(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    """o in the dtype of q, where no derivative will follow."""
+    if not fused(q, k, v, pattern):
+        return forward(q, k, v, pattern)[0].to(q.dtype)
+    from lipscope.attention import triton_forward
+
+    return triton_forward.forward(q, k, v, pattern, keep_digits=False)[0]
 
 
 def jvp(

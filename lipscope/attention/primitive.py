@@ -153,7 +153,7 @@ def _attend(
     if duals is None or nested > 1 or (nested == 0 and duals_recorded):
         direct = duals is None and nested == 0 and not _records(q, k, v)
         q = q if late else q * scale
-        return _value(q, k, v, mask, padding, sinks, rules, direct).to(q.dtype)
+        return _value(q, k, v, mask, padding, sinks, rules, direct)
     (q, dq), (k, dk), (v, dv), (mask, _), (sinks, _) = duals
     with outside_transforms((q, k, v, dq, dk, dv, mask, padding, sinks)) as inside:
         q, k, v, dq, dk, dv, mask, padding, sinks = inside
@@ -179,10 +179,10 @@ def _compiled(
 
 
 def _value(q, k, v, mask, padding, sinks, rules, direct: bool) -> Tensor:
-    """The value; `direct` if no derivative of it can be asked for."""
+    """The value in the dtype of q; `direct` if no derivative of it can be asked for."""
     if direct:
-        return backend.forward(q, k, v, make_pattern(mask, padding, sinks, rules))[0]
-    return _Attend.apply(q, k, v, mask, padding, sinks, rules)[0]
+        return backend.value(q, k, v, make_pattern(mask, padding, sinks, rules))
+    return _Attend.apply(q, k, v, mask, padding, sinks, rules)[0].to(q.dtype)
 
 
 def _value_and_tangent(q, k, v, dq, dk, dv, mask, padding, sinks, rules) -> tuple[Tensor, Tensor]:

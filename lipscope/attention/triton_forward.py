@@ -109,7 +109,7 @@ def _forward(
 def _finish(
     o, lse, sinks, level, acc, top, total, rows, i, h, b, n, M: tl.constexpr, V: tl.constexpr
 ):
-    """o = acc / total, with the sink in the total; a row that sees nothing is 0, its lse -inf."""
+    """o = acc / total, with the sink in the total; a row that sees nothing is 0, its lse +inf."""
     seen = top > float("-inf")
     if sinks is not None:
         # A sink far above its row takes all the weight; inf - inf would be NaN.
@@ -119,7 +119,7 @@ def _finish(
         acc *= shrink[:, None]
         total = total * shrink + tl.exp2(sink - higher)
         top = higher
-    value = tl.where(seen, (top + tl.log2(total)) / LOG2E, float("-inf"))
+    value = tl.where(seen, (top + tl.log2(total)) / LOG2E, float("inf"))
     out = tl.where(seen[:, None], acc / total[:, None], 0.0)
     tl.store(lse + (b * tl.num_programs(1) + h).to(tl.int64) * n + rows, value, mask=rows < n)
     o.store([b, h, i, 0], out.to(o.dtype).reshape(1, 1, M, V))
@@ -139,9 +139,13 @@ TILES = {
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair"
-) -> tuple[Tensor, Tensor]:
-    """o [..., H, n, m] and lse [..., H, n], both in float32."""
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, precision: Precision = "pair",
+    keep_digits: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o [..., H, n, m], and lse [..., H, n] in float32, +inf for a fully masked row.
+
+    With `keep_digits`, o is float32 as well, for derivatives to come.
+    """
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
     K, V = block(q.shape[-1]), block(m)
@@ -153,7 +157,7 @@ def forward(
     qs, ks, vs = as_operands((q, k, v), factors, product)
     B = q.shape[:-3].numel()
     keys, stops = padding_of(pattern, q.shape[:-3])
-    o = blank((B, H, n, m), torch.float32, q.device)
+    o = blank((B, H, n, m), torch.float32 if keep_digits else q.dtype, q.device)
     lse = torch.empty(B, H, n, dtype=torch.float32, device=q.device)
     mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
     _forward[ceil_div(n, M), H, B](
@@ -165,5 +169,5 @@ def forward(
     o, lse = o.view(*q.shape[:-1], m), lse.view(q.shape[:-1])
     if pattern.queries is not None:
         real = pattern.queries[..., None, :]
-        o, lse = o.where(real[..., None], 0), lse.where(real, -torch.inf)
+        o, lse = o.where(real[..., None], 0), lse.where(real, torch.inf)
     return o, lse

@@ -168,10 +168,10 @@ def query_range(
 def read_top(lse, offset, rows, n):
     """Log-sum-exp in units of log 2, and the factor 1 + O(2^-24) by which its rounding is undone.
 
-    A row that sees nothing gets +inf, so that its weights are zero.
+    Of a row that sees nothing it is +inf, so that the weights are zero.
     """
     value = tl.load(lse + offset.to(tl.int64) + rows, mask=rows < n, other=float("inf"))
-    top = tl.where(value == float("-inf"), float("inf"), value * LOG2E)
+    top = value * LOG2E
     rest = tl.where(
         top == float("inf"), 0.0, tl.fma(value, tl.full(value.shape, LOG2E, tl.float32), -top)
     )

@@ -305,8 +305,11 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
         mine_do = triton_jvp.jvp(q, k_, v, mine_o, mine_lse, (dq, dk, dv), pattern, mode)
         mine_g = triton_vjp.vjp(q, k_, v, mine_o, mine_lse, g, pattern, mode)
 
-    mine, truth = [mine_o, mine_do, *mine_g], [o, do, *onto]
-    names = ["o", "do", "gq", "gk", "gv"]
+        mine_value = triton_forward.forward(q, k_, v, pattern, mode, keep_digits=False)[0]
+    assert mine_value.dtype == dtype
+
+    mine, truth = [mine_o, mine_value, mine_do, *mine_g], [o, o, do, *onto]
+    names = ["o", "value", "do", "gq", "gk", "gv"]
     if triton_tangent.unsupported(q, pattern) is None:
         with poisoned():
             for few in (256, 0):  # a boolean mask as it is, and surveyed
@@ -331,7 +334,7 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
         names += ["second q", "second k", "second v", "second dq", "second dk", "second dv"]
     pairs = zip(names, mine, truth, strict=True)
     found = {name: ((x.double() - y).norm() / y.norm()).item() for name, x, y in pairs}
-    assert torch.equal(mine_lse.isfinite(), lse.isfinite())
+    assert torch.equal(mine_lse == math.inf, lse == -math.inf)
     t = scale * point[0] @ point[1].repeat_interleave(H // G, dim=1).mT
     found["score"] = t.abs().max().item()
     lse = lse - level[..., 0]  # the kernels leave a row's level out
