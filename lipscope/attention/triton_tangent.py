@@ -69,11 +69,11 @@ def _value_and_tangent(
         bounds = (0, 0, mixed * N, all_tiles * N, 0, mixed * N)
     for run in tl.static_range(3):
         if run > 0 or (MASK % 3 == 0 and window is not None):
-            end, words = bounds[2 * run + 1], (0, 0)
+            end = bounds[2 * run + 1]
             if run == 2 and MASK == 1:
                 ahead = words_of_step(mask, b, h, i, line, 0, end, n, MASK, M, N)
             for step in tl.range(bounds[2 * run], end, N):
-                j = tile_at(mask, b, h, line, step, N, MASK)
+                j, words = tile_at(mask, b, h, line, step, N, MASK), (0, 0)
                 if run == 2 and MASK == 1:
                     # Read a tile ahead, the words are there when the scores are.
                     words = ahead

@@ -1,0 +1,151 @@
+"""The Triton kernels are compiled for a GPU, on machines that have none.
+
+The interpreter runs them as Python, which lets through what the compiler refuses. A subprocess
+compiles them: it tells Triton that a GPU is there, and launches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.once import once
+
+pytest.importorskip("triton")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PATTERNS: dict[str, dict[str, Any]] = {
+    "everything visible": {},
+    "causal, window, padded": {"causal": True, "window": 50, "padded": True},
+    "boolean mask": {"mask": torch.bool},
+    "boolean mask of few tiles": {"mask": torch.bool, "few": True},
+    "one row of a mask, causal": {"mask": torch.bool, "row": True, "causal": True},
+    "additive mask": {"mask": torch.float32},
+}
+CASES = [(pattern, dtype) for pattern in PATTERNS for dtype in DTYPES]
+QUICK = [(pattern, "bfloat16") for pattern in PATTERNS] + [
+    ("additive mask", "float32"),
+    ("boolean mask", "float16"),
+]
+"""Those that `make test` compiles; `make slow` compiles the others."""
+
+KERNELS = {
+    *("_forward", "_jvp", "_onto_queries", "_onto_keys"),
+    *("_value_and_tangent", "_survey", "_list_tiles"),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What failed among the cases that were selected, and the kernels compiled."""
+    tests = [item for item in request.session.items if item.name.startswith("test_kernels_comp")]
+    chosen = [list(item.callspec.params.values()) for item in tests] or QUICK
+
+    def run(place: Path) -> None:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tests.attention.test_compilation",
+                json.dumps(chosen),
+                str(place),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return json.loads((once(tmp_path_factory, "kernels", run) / "found.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_kernels_compile(compiled: dict[str, Any], pattern: str, dtype: str) -> None:
+    assert compiled["failed"].get(f"{pattern}, {dtype}") is None
+
+
+def test_every_kernel_is_among_them(compiled: dict[str, Any]) -> None:
+    assert set(compiled["kernels"]) == KERNELS
+
+
+def why_not(case: str, dtype: torch.dtype) -> str | None:
+    """What the compiler says against the kernels of a case, or None."""
+    from lipscope.attention import (
+        triton_forward,
+        triton_jvp,
+        triton_masks,
+        triton_second,
+        triton_tangent,
+        triton_vjp,
+    )
+    from lipscope.attention.pattern import Pattern
+
+    options, n, mask = PATTERNS[case], 150, None
+    triton_masks.FEW = 256 if options.get("few") else 0
+    if "mask" in options:
+        mask = torch.zeros(1, 1, 1 if options.get("row") else n, n).to(options["mask"])
+    keys = torch.ones(1, n, dtype=torch.bool) if options.get("padded") else None
+    causal, window = options.get("causal", False), options.get("window")
+    pattern = Pattern(causal=causal, window=window, mask=mask, keys=keys)
+    q, k, v, dq, dk, dv, g, c = torch.zeros(8, 1, 2, n, 64, dtype=dtype)
+    d = (dq, dk, dv)
+    try:
+        o, lse = triton_forward.forward(q, k, v, pattern)
+        do, drift = triton_jvp.jvp_and_drift(q, k, v, o, lse, d, pattern)
+        triton_vjp.vjp(q, k, v, o, lse, g, pattern)
+        if triton_tangent.unsupported(q, pattern) is None:
+            for keep_digits in (True, False):
+                triton_tangent.value_and_tangent(q, k, v, d, pattern, keep_digits)
+        if triton_second.unsupported(q, v, pattern) is None:
+            triton_second.both_vjp(q, k, v, d, g, c, o, do, lse, drift, pattern)
+    except Exception as error:  # whatever the compiler raises
+        return f"{type(error).__name__}: {error}"[:2000]
+    return None
+
+
+def pretend(names: set[str]) -> None:
+    """From now on a launch compiles for an H100, adds the kernel's name, and ends there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    launch = JITFunction.run
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        names.add(self.__name__)
+        return launch(self, *args, **options | {"warmup": True})
+
+    driver.set_active(Driver())
+    JITFunction.run = run
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    names: set[str] = set()
+    pretend(names)
+    wanted = json.loads(sys.argv[1])
+    failed = {f"{case}, {dtype}": why_not(case, DTYPES[dtype]) for case, dtype in wanted}
+    (Path(sys.argv[2]) / "found.json").write_text(
+        json.dumps({"failed": failed, "kernels": sorted(names)})
+    )
