@@ -51,10 +51,12 @@ def rate(f: Callable[[], object], repeats: int = 20) -> float:
     The median of five rounds for calls of a few milliseconds: the host's share varies.
     """
     for _ in range(3):
-        f()
-    times: list[float] = []
-    while not times or (len(times) < 5 and times[0] < 5):
         torch.cuda.synchronize()
+        start = time.perf_counter()
+        f()
+        torch.cuda.synchronize()
+    rounds, times = 5 if time.perf_counter() - start < 0.02 else 1, []
+    for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(repeats):
             f()
