@@ -207,25 +207,31 @@ def _survey(
     for tile in tl.range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, width)):
         columns = tile * N + tl.arange(0, N)
         entries = _entries(mask, mask_tiles, b, h, i, tile * N, n, n_keys, M, N)
-        inside = (rows < n)[:, None] & (columns < n_keys)[None, :]
-        seen = visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL) & inside
-        if keys is not None:
-            seen = seen & are_real(keys, b, columns, n_keys)[None, :]
         if MASK == 1:
-            seen = seen & (entries > 0)
-            word = (tile * N) // 32 + tl.arange(0, N // 32)
-            at = _words_of(mask, b, h, rows)[:, None] + word[None, :]
-            bits = seen.to(tl.int32).reshape(M, N // 32, 32) << tl.arange(0, 32)[None, None, :]
-            tl.store(at, tl.sum(bits, 2), mask=(rows < n)[:, None])
+            seen = entries > 0  # entries outside of the mask read as 0
         else:
             bias = entries.to(tl.float32)
-            seen = seen & (bias > float("-inf"))
+            inside = (rows < n)[:, None] & (columns < n_keys)[None, :]
+            seen = (bias > float("-inf")) & inside
+        if CAUSAL or window is not None:
+            seen &= visible(rows[:, None], columns[None, :], n_keys, shift, window, CAUSAL)
+        if keys is not None:
+            seen &= are_real(keys, b, columns, n_keys)[None, :]
+        if MASK == 1:
+            bits = seen.to(tl.int32).reshape(M, N // 32, 32) << tl.arange(0, 32)[None, None, :]
+            words = tl.sum(bits, 2)
+            word = (tile * N) // 32 + tl.arange(0, N // 32)
+            at = _words_of(mask, b, h, rows)[:, None] + word[None, :]
+            tl.store(at, words, mask=(rows < n)[:, None])
+            # Whatever is asked of all keys is asked of words, 32 at a time.
+            some = tl.max(tl.max((words != 0).to(tl.int32), 1), 0)
+            whole = (words == -1) | (rows >= n)[:, None]
+            every = tl.min(tl.min(whole.to(tl.int32), 1), 0)
+            state = some + some * every
+        else:
             top = tl.maximum(top, tl.max(tl.where(seen, bias, float("-inf")), 1))
-        some = tl.max(tl.max(seen.to(tl.int32), 1), 0)
-        every = tl.min(tl.min((seen | (rows >= n)[:, None]).to(tl.int32), 1), 0)
-        if MASK == 2:
-            every = some * 0  # an additive mask is always read
-        tl.store(states + tile, (some + some * every).to(tl.int8))
+            state = tl.max(tl.max(seen.to(tl.int32), 1), 0)  # an additive mask is always read
+        tl.store(states + tile, state.to(tl.int8))
     if MASK == 2:
         at = mask.level + line * n + rows
         tl.atomic_max(at, top, mask=(rows < n) & (top > float("-inf")))

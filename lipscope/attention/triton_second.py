@@ -61,8 +61,8 @@ def _rows_of(lse, drift, means, offset, rows, n, TOTAL: tl.constexpr):
 @triton.jit
 @no_type_check
 def _onto_queries(
-    q, k, v, dq, dk, dv, g, c, gq, gdq, lse, drift, means, keys, stops, mask, mask_tiles, scale,
-    window, shift, n, n_keys, total,
+    q, k, v, dq, dk, dv, g, c, o, do, gq, gdq, lse, drift, means, keys, stops, mask, mask_tiles,
+    scale, window, shift, n, n_keys, total,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, PRODUCT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -74,9 +74,17 @@ def _onto_queries(
         stop = tl.load(stops + b)
     rows = i + tl.arange(0, M)
     offset = (b * tl.num_programs(1) + h) * n
-    top, mean_s, mean_w, mean_y = _rows_of(lse, drift, means, offset, rows, n, total)
     qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
     gi, ci = read(g, b, h, i, M, V), read(c, b, h, i, M, V)
+    top, _ = read_top(lse, offset, rows, n)
+    at = offset.to(tl.int64) + rows
+    mean_s = tl.load(drift + at, mask=rows < n, other=0.0)
+    # Products with o are float32, as o is. The other kernel reads them.
+    oi, doi = read(o, b, h, i, M, V).to(tl.float32), read(do, b, h, i, M, V).to(tl.float32)
+    mean_w = tl.sum(ci.to(tl.float32) * oi, 1)
+    mean_y = tl.sum(gi.to(tl.float32) * oi + ci.to(tl.float32) * doi, 1)
+    tl.store(means + at, mean_w, mask=rows < n)
+    tl.store(means + total + at, mean_y, mask=rows < n)
     on_q, on_dq = tl.zeros([M, K], tl.float32), tl.zeros([M, K], tl.float32)
     bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
     line = i // M
@@ -217,15 +225,14 @@ def both_vjp(
     gq, gdq = (blank((B, H, n, size), q.dtype, q.device) for _ in range(2))
     gk, gdk = (blank((B, G, n_keys, size), q.dtype, q.device) for _ in range(2))
     gv, gdv = (blank((B, G, n_keys, m), q.dtype, q.device) for _ in range(2))
-    # Products with o are float32, as o is.
-    means = torch.stack([c * o, g * o + c.float() * do]).sum(-1)
+    means = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
     keys, stops = padding_of(pattern, q.shape[:-3])
     rows = (lse.contiguous(), drift.contiguous(), means, keys, stops)
     rules = (pattern.scale, pattern.window, pattern.shift, n, n_keys, lse.numel())
     for_queries, for_keys = TILES[max(64, K, V)]
     by_query = (True, False, False, True, False, False, True, True)  # rows of q, k, v, dq, ...
     for kernel, (M, N, warps, stages), out, over_queries, programs in (
-        (_onto_queries, for_queries, (gq, gdq), False, (n, H)),
+        (_onto_queries, for_queries, (aligned(o), aligned(do), gq, gdq), False, (n, H)),
         (_onto_keys, for_keys, (gk, gv, gdk, gdv), True, (n_keys, G)),
     ):
         mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, over_queries)

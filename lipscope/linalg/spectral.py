@@ -111,10 +111,7 @@ def spectral_norm(
         return replace(small, right=J.compressed.lift(small.right))
     found = torch.zeros(J.batch or 1, dtype=torch.float64)  # steps with the rough operator
     if J.rough is not None and start is None:
-        near, found = _iterate(J.rough, MARGIN * max(tol, ROUGH), None, None, solver)
-        # A rough operator may overflow where J does not: then it has nothing to say.
-        size = norms(near.right, J.ranks)
-        start = near.right if (size.isfinite() & (size > 0)).all() else None
+        start, found = _rough_start(J.rough, tol, solver)
     run, taken = _iterate(J, tol, gap, start, solver)
     note = ROUNDED_BASIS if run.rounded else CERTIFIED if start is None else NOT_RANDOM
     estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
@@ -141,6 +138,14 @@ def _iterate(
         run = Run(J, tol, gap, solver, random=False)
         run.solve(v)
     return run, run.steps + earlier
+
+
+def _rough_start(J: LinearOperator, tol: float, solver: Solver) -> tuple[Tensor | None, Tensor]:
+    """The right vector that a rough operator finds, and in how many steps."""
+    near, steps = _iterate(J, MARGIN * max(tol, ROUGH), None, None, solver)
+    # A rough operator may overflow where the exact one does not: then it has nothing to say.
+    size = norms(near.right, J.ranks)
+    return near.right if (size.isfinite() & (size > 0)).all() else None, steps
 
 
 def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:

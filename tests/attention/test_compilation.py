@@ -35,6 +35,9 @@ QUICK = [(pattern, "bfloat16") for pattern in PATTERNS] + [
 ]
 """Those that `make test` compiles; `make slow` compiles the others."""
 
+ON_CHIP = 227 * 1024
+"""Bytes of shared memory that a program may take on an H100 or H200."""
+
 KERNELS = {
     *("_forward", "_jvp", "_onto_queries", "_onto_keys"),
     *("_value_and_tangent", "_survey", "_list_tiles"),
@@ -115,7 +118,10 @@ def why_not(case: str, dtype: torch.dtype) -> str | None:
 
 
 def pretend(names: set[str]) -> None:
-    """From now on a launch compiles for an H100, adds the kernel's name, and ends there."""
+    """From now on a launch compiles for an H100, adds the kernel's name, and ends there.
+
+    What a program keeps on the chip has to fit.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -134,7 +140,9 @@ def pretend(names: set[str]) -> None:
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         names.add(self.__name__)
-        return launch(self, *args, **options | {"warmup": True})
+        kernel = launch(self, *args, **options | {"warmup": True})
+        assert kernel.metadata.shared <= ON_CHIP, f"{self.__name__} takes {kernel.metadata.shared}"
+        return kernel
 
     driver.set_active(Driver())
     JITFunction.run = run
