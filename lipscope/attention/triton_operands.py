@@ -34,6 +34,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | None
         return f"q, k, v must share one of bfloat16, float16, float32; they are {kinds}"
     if len({q.device, k.device, v.device}) > 1:
         return f"q, k, v must share a device; they are on {q.device}, {k.device}, {v.device}"
+    if q.numel() == 0 or v.numel() == 0:
+        return f"a launch needs something to compute; these are {tuple(q.shape)}, {tuple(v.shape)}"
     if max(q.shape[-1], v.shape[-1]) > LARGEST[q.dtype]:
         sizes = f"{q.shape[-1]} and {v.shape[-1]}"
         return f"head dimensions up to {LARGEST[q.dtype]} fit on the chip; these are {sizes}"

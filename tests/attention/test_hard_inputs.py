@@ -226,3 +226,15 @@ def test_scores_of_1e12_against_the_selection_they_make(cache, monkeypatch):
         e = ls.local_lipschitz(f, X, tol=1e-3, solver=ls.Solver(seed=seed))
         assert e.lower <= sigma * (1 + 1e-9)
         assert e.value == pytest.approx(sigma, rel=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (3, 2, 5, 0)])
+def test_an_empty_batch_and_empty_values(shape, device):
+    """Regression: kernels cannot describe a tensor without entries, as the last batch may be."""
+    q, k = (torch.randn(*shape[:-1], 4, device=device, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    point = tuple(x.requires_grad_() for x in (q, k, v))
+    out, tangent = torch.func.jvp(ls.attend, point, tuple(x.detach() for x in point))
+    assert out.shape == tangent.shape == v.shape
+    assert [x.shape for x in torch.autograd.grad(tangent.sum(), point)] == [x.shape for x in point]
