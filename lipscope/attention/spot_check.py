@@ -88,21 +88,35 @@ def _head_rows(
 ) -> Tensor:
     """Rows `index` of J E before the output projection, in float64: [M, heads in cut, rows, m]."""
     X = X if f.padding is None else X * ranks.cut(f.padding, -1)[..., None]
-    tokens = X.double()[:, None]
-    E = E if E.shape[1] == 1 else E[:, cut]
+    tokens, shared = X.double()[:, None], E.shape[1] == 1
+    E = E if shared else E[:, cut]
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
+    per = f.heads // f.groups
+
+    def heads(W: Tensor, name: str) -> Tensor:
+        if name == "q":
+            return W.unflatten(0, (f.heads, -1))[cut]
+        if shared:
+            return W.unflatten(0, (f.groups, -1))[cut.start // per : -(-cut.stop // per)]
+        return f.per_head(W)[cut]  # query heads that share keys have different tangents of them
+
     point, tangent = [], []
     for name, W, b in zip("qkv", (f.Q, f.K, f.V), f.biases or (None,) * 3, strict=True):
-        by_head = f.per_head if name != "q" else lambda w: w.unflatten(0, (f.heads, -1))
-        W = by_head(W.double())[cut]
-        x, dx = tokens @ W.mT, E @ W.mT
+        x, dx = tokens, E
+        if name == "q" and rope is None:  # which rotates all rows
+            x, dx = ranks.rows(x, index), ranks.rows(dx, index)
+        W = heads(W.double(), name)
+        x, dx = _projected(x, W), _projected(dx, W)
         if b is not None:
-            x = x + by_head(b.double())[cut, None]
+            x = x + heads(b.double(), name)[:, None]
         if rope is not None and name != "v":
             x, dx = rope.turn(x), rope.turn(dx)
-        chosen = ranks.gather if name != "q" else lambda y: ranks.rows(y, index)
-        point.append(chosen(x))
-        tangent.append(chosen(dx))
+        if name != "q":
+            x, dx = ranks.gather(x), ranks.gather(dx)
+        elif rope is not None:
+            x, dx = ranks.rows(x, index), ranks.rows(dx, index)
+        point.append(x)
+        tangent.append(dx)
     sinks = None if f.kernel.sinks is None else f.kernel.sinks.double()[cut]
     mask = _mask_rows(f, index, point[1].shape[-2])
 
@@ -113,6 +127,14 @@ def _head_rows(
         return attend(q, k, v, scale=scale, mask=mask, softcap=f.kernel.softcap, sinks=sinks)
 
     return torch.func.jvp(rows, tuple(point), tuple(tangent))[1]
+
+
+def _projected(x: Tensor, W: Tensor) -> Tensor:
+    """x [M, 1, n, d] or [M, h, n, d] through the heads of W [h, k, d]: [M, h, n, k]."""
+    if x.shape[1] > 1:
+        return x @ W.mT
+    # One large product instead of many small ones.
+    return (x[:, 0] @ W.flatten(0, 1).T).unflatten(-1, W.shape[:2]).transpose(1, 2)
 
 
 def _mask_rows(f: SelfAttention, index: Tensor, n: int) -> Tensor:

@@ -215,8 +215,11 @@ class Run:
             self.status[member] = Status.BREAKDOWN if self.random else Status.CONVERGED
         elif residual <= goal:
             self.status[member] = Status.CONVERGED if residual <= self.tol else Status.RESOLUTION
-        for j, (a, b) in enumerate(basis.coefficients):
-            self.a[member, j], self.b[member, j] = a[i], b[i]
+        if self.certify and basis.coefficients:
+            a, b = (
+                torch.stack([x[i] for x in each]) for each in zip(*basis.coefficients, strict=True)
+            )
+            self.a[member, : len(a)], self.b[member, : len(b)] = a, b
 
     def _test(self, members: Tensor, J: LinearOperator | None = None) -> None:
         """Evaluate J right and J' left of some members, whose operator is J.
