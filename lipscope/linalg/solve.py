@@ -234,8 +234,10 @@ class Run:
         theta, scale = self.theta[members], self._scales[members]
         right, left, back = self.right[members], self.left[members], self.back[members]
         w = _product(J, J.mv, right, J.in_shape, scale)
-        # Without an upper bound nothing rests on products with J'.
-        z = _product(J, J.rmv, left, J.out_shape, scale) if self.certify else back
+        # Products with J' enter the upper bound. Nothing is stated of those that are measured, so
+        # that residual and status rest on what is seen of them.
+        both = self.certify or J.perturbed is not None
+        z = _product(J, J.rmv, left, J.out_shape, scale) if both else back
         forward = norms(w - theta.to(w)[:, None] * left, J.ranks)
         noise = torch.maximum(forward, norms(z - back, J.ranks)) / theta
         self.noise[members] = torch.where(theta.isnan(), 0.0, noise)
@@ -245,6 +247,12 @@ class Run:
             self.images = self.images or (torch.zeros_like(self.left), torch.zeros_like(self.right))
             self.images[0][members], self.images[1][members] = w, z
 
+    def _took_one_step(self) -> bool:
+        """Whether a single step says all: no upper bound, no overflow, no product in few digits."""
+        precise = self.J.dtype in (torch.float32, torch.float64)
+        finite = bool(self.theta.isfinite().all())
+        return int(self.steps.max()) == 1 and finite and precise and not self.certify
+
     @property
     def _scales(self) -> Tensor:
         """The power of two by which each member was multiplied."""
@@ -253,9 +261,9 @@ class Run:
     def evaluate(self, note: str) -> BatchEstimate:
         """The Ritz triplets put to the test with one more product each way."""
         J, B = self.J, len(self.status)
-        if self.steps.max() == 1 and self.theta.isfinite().all() and not self.certify:
+        if self._took_one_step():
             # The vectors are those of the only step, and so are their products: asking for them
-            # again would tell nothing, at half the price of the step.
+            # again would repeat half of it.
             self.images = self.theta.to(self.left)[:, None] * self.left, self.back
         elif not self.tested.all():
             self._test(torch.nonzero(~self.tested)[:, 0])

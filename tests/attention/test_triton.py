@@ -312,7 +312,7 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     names = ["o", "value", "do", "gq", "gk", "gv"]
     if triton_tangent.unsupported(q, pattern) is None:
         with poisoned():
-            for few in (256, 0):  # a boolean mask as it is, and surveyed
+            for few in (0, 256):  # a boolean mask surveyed, and as it is
                 triton_masks.FEW = few
                 both = triton_tangent.value_and_tangent(q, k_, v, (dq, dk, dv), pattern)
                 mine, truth = [*mine, *both[:2]], [*truth, o, do]

@@ -207,6 +207,27 @@ def test_noise_of_the_adjoint_counts():
     assert e.value - e.lower > 1e-7 and e.upper == float("inf")
 
 
+@pytest.mark.parametrize(("bits", "status"), [(8, "CONVERGED"), (3, "IMPRECISE")])
+def test_rounding_of_a_measured_adjoint_is_seen_in_residual_and_status(bits, status):
+    """J is exact, J' keeps few bits, and nothing is stated of either: the residual includes what
+    rounding leaves of J' left, and the value, which is that of J alone, stays within its bounds.
+    """
+    M = random(300, 200).float()
+    J, unit = dense_operator(M), 2.0**-bits
+
+    def rounded(u: torch.Tensor) -> torch.Tensor:
+        y = J.rmv(u)
+        exponent = 2.0 ** y.abs().log2().floor()
+        return (y / (unit * exponent)).round() * unit * exponent
+
+    K = replace(J, rmv=rounded, perturbed=lambda i: (J.mv, rounded), size=None, take=None)
+    e = ls.spectral_norm(K, tol=1e-3, solver=ls.Solver(seed=0))
+    right, left = e.right.double(), e.left.double()
+    residual = float((M.double().T @ left - e.value * right).norm() / e.value)
+    assert residual > unit / 8 and e.residual > 0.9 * residual
+    assert e.lower <= torch.linalg.svdvals(M.double())[0] and e.status.name == status
+
+
 def test_a_start_is_not_the_numbers_of_its_seed():
     """An input drawn with the solver's own seed must not be the start."""
     drawn = torch.randn(1, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
