@@ -45,24 +45,34 @@ def milliseconds(f: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-def rate(f: Callable[[], object], repeats: int = 20) -> float:
-    """Milliseconds per call when calls follow each other, as in training.
+def rates(calls: dict[str, Callable[[], object]]) -> dict[str, float | None]:
+    """Milliseconds per call when calls follow each other, as in training; None without memory.
 
-    The median of five rounds for calls of a few milliseconds: the host's share varies.
+    The median of five rounds, in each of which all are measured in turn: the host's share varies
+    from one second to the next, and is then the same for what is compared.
     """
+    repeats, times = {}, {name: list[float]() for name in calls}
+    for name, f in calls.items():
+        try:
+            repeats[name] = min(100, 1 + int(100 / _elapsed(f, 3)))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    for _ in range(5):
+        for name, count in repeats.items():
+            times[name].append(_elapsed(calls[name], count))
+    return {name: statistics.median(found) if found else None for name, found in times.items()}
+
+
+def _elapsed(f: Callable[[], object], repeats: int) -> float:
+    """Milliseconds per call, after three that are not counted."""
     for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
         f()
-        torch.cuda.synchronize()
-    rounds, times = 5 if time.perf_counter() - start < 0.02 else 1, []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            f()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start) / repeats)
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        f()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start) / repeats
 
 
 def gibibytes(f: Callable[[], object]) -> float:
@@ -137,59 +147,45 @@ def row(shape: tuple[int, int, int, int]) -> dict[str, object]:
     with torch.no_grad():
         dense = torch.rand(1, 1, n, n, device="cuda") < 0.5
         sparse, share = band(n)
-        figures: dict[str, object] = {
-            "shape": shape,
-            "forward, flash": rate(lambda: flash(*x)),
-            "forward, attend": rate(lambda: attend(*x)),
-            "value + tangent, attend": rate(lambda: forward_mode(attend, x, d)),
-            "value + tangent, attend, dual numbers": rate(lambda: dual_numbers(attend, x, d)),
-            "value + tangent, attend, one call alone": milliseconds(
-                lambda: forward_mode(attend, x, d)
+        calls: dict[str, Callable[[], object]] = {
+            "forward, flash": lambda: flash(*x),
+            "forward, attend": lambda: attend(*x),
+            "value + tangent, attend": lambda: forward_mode(attend, x, d),
+            "value + tangent, attend, dual numbers": lambda: dual_numbers(attend, x, d),
+            "torch.func.jvp of one multiplication": lambda: forward_mode(
+                lambda q, k, v: q * 2.0, tiny[:3], tiny[3:]
             ),
-            "torch.func.jvp of one multiplication": rate(
-                lambda: forward_mode(lambda q, k, v: q * 2.0, tiny[:3], tiny[3:])
+            "value + tangent, math": lambda: forward_mode(math, x, d),
+            "boolean mask, attend": lambda: forward_mode(lambda *t: attend(*t, mask=dense), x, d),
+            "boolean mask, math": lambda: forward_mode(lambda *t: math(*t, mask=dense), x, d),
+            "block-sparse mask, attend": lambda: forward_mode(
+                lambda *t: attend(*t, mask=sparse), x, d
             ),
-            "value + tangent, math": attempt(rate, lambda: forward_mode(math, x, d)),
-            "boolean mask, attend": rate(
-                lambda: forward_mode(lambda *t: attend(*t, mask=dense), x, d)
-            ),
-            "boolean mask, math": attempt(
-                rate, lambda: forward_mode(lambda *t: math(*t, mask=dense), x, d)
-            ),
-            "block-sparse mask, attend": rate(
-                lambda: forward_mode(lambda *t: attend(*t, mask=sparse), x, d)
-            ),
-            "share of non-empty tiles": share,
         }
-        del dense, sparse
-    few = 3 if n > 4096 else 10
-    figures["backward through the tangent, attend"] = rate(
-        lambda: through_the_tangent(attend, x, d, g), few
-    )
-    figures["backward through the tangent, attend, GiB"] = gibibytes(
-        lambda: through_the_tangent(attend, x, d, g)
-    )
-    figures["backward through the tangent, math"] = attempt(
-        lambda f: rate(f, few), lambda: through_the_tangent(written_out, x, d, g)
-    )
-    figures["backward through the tangent, math, GiB"] = attempt(
-        gibibytes, lambda: through_the_tangent(written_out, x, d, g)
-    )
+        figures = {"shape": shape, **rates(calls), "share of non-empty tiles": share}
+        figures["value + tangent, attend, one call alone"] = milliseconds(
+            lambda: forward_mode(attend, x, d)
+        )
+    second = {
+        "attend": lambda: through_the_tangent(attend, x, d, g),
+        "math": lambda: through_the_tangent(written_out, x, d, g),
+    }
+    timed = rates(second)
+    for name, f in second.items():
+        figures[f"backward through the tangent, {name}"] = timed[name]
+        figures[f"backward through the tangent, {name}, GiB"] = attempt(gibibytes, f)
     return figures
 
 
 def long(n: int) -> dict[str, object]:
     """Backward through the tangent where an n x n matrix does not fit."""
     *x, dq, dk, dv, g = draw(1, 16, n, 64)
-    return {
-        "shape": (1, 16, n, 64),
-        "backward through the tangent, attend": rate(
-            lambda: through_the_tangent(attend, x, [dq, dk, dv], g), 1
-        ),
-        "backward through the tangent, attend, GiB": gibibytes(
-            lambda: through_the_tangent(attend, x, [dq, dk, dv], g)
-        ),
-    }
+
+    def second() -> object:
+        return through_the_tangent(attend, x, [dq, dk, dv], g)
+
+    name = "backward through the tangent, attend"
+    return {"shape": (1, 16, n, 64), **rates({name: second}), f"{name}, GiB": gibibytes(second)}
 
 
 def errors() -> dict[str, dict[str, float]]:

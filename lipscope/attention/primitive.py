@@ -29,6 +29,7 @@ from lipscope.attention import backend
 from lipscope.attention.arguments import check_arguments
 from lipscope.attention.backend import HALF
 from lipscope.attention.pattern import Pattern
+from lipscope.attention.rough_derivatives import Digits, current_digits, with_digits
 
 
 def attend(
@@ -98,6 +99,7 @@ class Rules:
     softcap: float | None
     shift: int
     scale: float = 1.0
+    digits: Digits | None = None  # those of its derivatives, where they can be chosen
 
 
 def attend_by_rules(
@@ -141,7 +143,9 @@ def _attend(
     late = q.dtype in HALF
     if late and scale <= 0:  # the kernels expect a positive one
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    rules = replace(rules, scale=scale) if late else rules
+    digits = current_digits()
+    if late or digits is not None:
+        rules = replace(rules, scale=scale if late else 1.0, digits=digits)
     duals = read_tangents((q, k, v, mask, sinks))
     if duals is not None and any(tangent is not None for _, tangent in duals[3:]):
         raise UserError("mask or sinks carry a tangent, and attend treats them as constants")
@@ -346,7 +350,9 @@ class _Jvp(TransformFreeFunction):
 
     @staticmethod
     def forward(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, rules):
-        return backend.jvp(q, k, v, o, lse, (dq, dk, dv), make_pattern(mask, padding, sinks, rules))
+        pattern, dtype = make_pattern(mask, padding, sinks, rules), q.dtype
+        q, k, v, dq, dk, dv = with_digits(rules.digits, q, k, v, dq, dk, dv)
+        return backend.jvp(q, k, v, o, lse, (dq, dk, dv), pattern).to(dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -382,7 +388,9 @@ class _Vjp(TransformFreeFunction):
 
     @staticmethod
     def forward(q, k, v, g, o, lse, mask, padding, sinks, rules):
-        return backend.vjp(q, k, v, o, lse, g, make_pattern(mask, padding, sinks, rules))
+        pattern, dtype = make_pattern(mask, padding, sinks, rules), q.dtype
+        q, k, v, g = with_digits(rules.digits, q, k, v, g)
+        return tuple(x.to(dtype) for x in backend.vjp(q, k, v, o, lse, g, pattern))
 
     @staticmethod
     def setup_context(ctx, inputs, output):

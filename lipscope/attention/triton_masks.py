@@ -16,12 +16,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lipscope.attention.pattern import Pattern
+from lipscope.attention.pattern import Pattern, distinct
 from lipscope.attention.triton_operands import aligned, ceil_div, power_of_two
 from lipscope.attention.triton_tiles import are_real, visible
 
 NONE, BOOLEAN, ADDITIVE, BYTES = 0, 1, 2, 3
 """The kinds of mask a kernel is compiled for; BYTES is a boolean one as it is, without a survey."""
+
+PTX = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether kernels are compiled; the interpreter knows no instructions of a device."""
 
 
 class Mask(NamedTuple):
@@ -121,23 +124,65 @@ def masked(
 
     Tiles are [M, N], or with KEYS_FIRST [N, M].
     """
-    if MASK == 1:
+    if MASK == 3:
+        tile = mask_tiles.load(
+            [tl.minimum(b, mask.last_batch), tl.minimum(h, mask.last_head), i, j // 4]
+        )
+        words = _packed(tile.reshape(M, N // 4), M, N)
+    if MASK == 1 or MASK == 3:
         # A word holds 32 keys of a row: far less to move than a tile of bytes.
         column = tl.arange(0, N)[:, None] if KEYS_FIRST else tl.arange(0, N)[None, :]
         low, high = _beside(words[0], KEYS_FIRST), _beside(words[1], KEYS_FIRST)
-        word = tl.where(column < 32, low, high)
-        t = tl.where(((word >> (column % 32)) & 1) != 0, t, float("-inf"))
-    if MASK == 2 or MASK == 3:
-        tile = _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M, N)
+        word = tl.where((column & 32) == 0, low, high)
         if KEYS_FIRST:
-            tile = tile.T
-        if MASK == 2:
-            rows = _beside(i + tl.arange(0, M), KEYS_FIRST)
-            level = row_level(mask, b, h, rows, n, MASK)
-            t += (tile.to(tl.float32) - level) * 1.4426950408889634
+            t = _where_set(t, word, 1 << (column & 31))
         else:
-            t = tl.where(tile != 0, t, float("-inf"))
+            # A thread has columns that differ by multiples of 8, and their neighbours: with the
+            # rest of the shift done once for all of them, it asks for constant bits.
+            t = _where_set(t, word >> (column & 6), 1 << (column & 25))
+    if MASK == 2:
+        tile = _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M, N)
+        rows = _beside(i + tl.arange(0, M), KEYS_FIRST)
+        level = row_level(mask, b, h, rows, n, MASK)
+        tile = tile.T if KEYS_FIRST else tile
+        t += (tile.to(tl.float32) - level) * 1.4426950408889634
     return t
+
+
+@triton.jit
+@no_type_check
+def _where_set(t, word, bit):
+    """t where the word has the bit, -inf elsewhere."""
+    if PTX:
+        # Left to itself, the compiler collects the answers of a thread in words of its own.
+        t = tl.inline_asm_elementwise(
+            "{.reg .pred p; .reg .b32 r; and.b32 r, $2, $3; setp.ne.b32 p, r, 0; "
+            "selp.f32 $0, $1, 0fFF800000, p;}",
+            "=f,f,r,r",
+            [t, word, bit],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        t = tl.where((word & bit) != 0, t, float("-inf"))
+    return t
+
+
+@triton.jit
+@no_type_check
+def _packed(tile, M: tl.constexpr, N: tl.constexpr):
+    """The bits of a tile [M, N / 4] of four bytes each, two words for each row."""
+    set_ = ((tile & 0x7F7F7F7F) + 0x7F7F7F7F) | tile  # bit 7 of a byte: whether it is not 0
+    four = (((set_ >> 7) & 0x01010101) * 0x10204080) >> 28  # bits 0, 8, 16, 24 side by side
+    eight = (four & 15).reshape(M, N // 32, 8) << (4 * tl.arange(0, 8))[None, None, :]
+    words = tl.sum(eight, 2)
+    if N == 64:
+        low, high = words.split()
+    else:
+        low = words.reshape(M)
+        high = low
+    return low, high
 
 
 @triton.jit
@@ -317,7 +362,8 @@ def mask_of(
         tiles_head=0 if heads == 1 else lines,
         width=width,
     )
-    mask_tiles = _by_tiles(entries, M, N) if row and column else None
+    by_tiles = row != 0 and column != 0  # nothing is broadcast in a tile
+    mask_tiles = _by_tiles(_with_aligned_rows(entries), M, N) if by_tiles else None
     states = torch.empty(B, heads, *blocks, dtype=torch.int8, device=device)
     _survey[blocks[0] * ceil_div(blocks[1], CHUNK), heads, B](
         mask, mask_tiles, keys, states, pattern.shift, pattern.window, n, n_keys, *blocks,
@@ -339,24 +385,31 @@ def bytes_of(pattern: Pattern, shape: torch.Size, n_keys: int, M: int, N: int) -
     mask, (*leading, _, n, _) = pattern.mask, shape
     if mask is None or mask.dtype != torch.bool or mask.shape[-2:] != (n, n_keys):
         return None
-    if min(n, n_keys) == 1 or ceil_div(n, M) * ceil_div(n_keys, N) > FEW:
+    if n == 1 or n_keys % 4 or ceil_div(n, M) * ceil_div(n_keys, N) > FEW:
         return None
-    entries = _four_dimensional(mask, leading).view(torch.uint8)
+    entries = _with_aligned_rows(_four_dimensional(mask, leading)).view(torch.int32)
     last_batch, last_head = entries.shape[0] - 1, entries.shape[1] - 1
-    return Masking(Bytes(last_batch, last_head), _by_tiles(entries, M, N), BYTES)
+    return Masking(Bytes(last_batch, last_head), _by_tiles(entries, M, N // 4), BYTES)
 
 
 def _by_tiles(entries: Tensor, M: int, N: int) -> TensorDescriptor:
-    """The entries to be read M rows and N columns at a time; copied where rows are not aligned."""
+    """The entries to be read M rows and N columns at a time, with rows that are aligned."""
+    return TensorDescriptor(entries, list(entries.shape), list(entries.stride()), [1, 1, M, N])
+
+
+def _with_aligned_rows(entries: Tensor) -> Tensor:
+    """The entries as a descriptor takes them; copied where rows do not start at 16 bytes."""
     x = aligned(entries)
     step = 16 // x.element_size()
+    # A dimension of size one may have any stride in torch; a descriptor needs an aligned one.
     strides = [s if size > 1 else step for s, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, M, N])
+    return x.as_strided(x.shape, (*strides, 1))
 
 
 def _four_dimensional(mask: Tensor, leading: list[int]) -> Tensor:
     """mask [..., H | 1, n | 1, n' | 1] as [B | 1, H | 1, n | 1, n' | 1]."""
     mask = mask[(None,) * (3 - mask.ndim)] if mask.ndim < 3 else mask
+    mask = distinct(mask, dims=range(mask.ndim - 2))
     if mask.shape[:-3].numel() == 1:
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*leading, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])

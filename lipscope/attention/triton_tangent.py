@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.triton_masks import (
+    BYTES,
     bytes_of,
     mask_of,
     masked,
@@ -161,6 +162,8 @@ def value_and_tangent(
     masking = bytes_of(pattern, q.shape, n_keys, M, N)
     masking = masking or mask_of(pattern, q.shape, n_keys, keys, M, N)
     mask, mask_tiles, kind = masking
+    # Two programs share the memory of a processor; with bytes of masks in every stage, one would.
+    stages -= 1 if kind == BYTES and stages > 2 else 0
     _value_and_tangent[ceil_div(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N),
         descriptor(dqs, M), descriptor(dks, N), descriptor(dvs, N),

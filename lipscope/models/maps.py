@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
+from lipscope.attention.linearization import ROUGH_SCORES
+from lipscope.attention.rough_derivatives import graph_of_any_digits
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.ranks import TokenShards
@@ -17,6 +19,9 @@ from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Host, ModuleCall, Tap, attention_call, run_to
 from lipscope.models.sharded import linearize_on
+
+LONG = 8192
+"""Tokens from which attention takes most of the time, and products in bfloat16 shorten a search."""
 
 STEPS, GROSS = (1e-5, 1e-7, 1e-3), 0.05
 """Relative finite-difference steps, of which the best counts, and the error beyond rounding."""
@@ -40,23 +45,37 @@ class BatchedMap(Protocol):
 def linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
     """The Jacobian at X [n, d] or [B, n, d]; a batch can be restricted to some of its members."""
     if X.ndim == 2:
-        J = jacobian(lambda x: f.value(x[None])[0], X)
+        J = _differentiated(lambda x: f.value(x[None])[0], lambda x: f.largest_score(x[None])[0], X)
         _check_derivative(lambda x: f.value(x[None])[0], J, X)
-        return replace(J, condition=f.largest_score(X[None])[0], perturbed=_perturbed(J))
+        return J
     J = _linearize(f, X)
     _check_derivative(f.value, J, X)
     return J
 
 
 def _linearize(f: BatchedMap, X: Tensor) -> LinearOperator:
-    J = jacobian(f.value, X)
+    J = _differentiated(f.value, f.largest_score, X)
     # The solver drops members that have converged: `take` linearizes the rest again, without them.
-    return replace(
+    return replace(J, take=lambda m: _linearize(f.of_members(m), X[m]))
+
+
+def _differentiated(
+    value: Callable[[Tensor], Tensor], largest_score: Callable[[Tensor], Tensor], X: Tensor
+) -> LinearOperator:
+    with graph_of_any_digits() as digits:
+        J = jacobian(value, X)
+    scores = largest_score(X)
+    exact = replace(
         J,
-        condition=f.largest_score(X),
-        take=lambda m: _linearize(f.of_members(m), X[m]),
+        mv=digits.exact(J.mv),
+        rmv=digits.exact(J.rmv),
+        condition=scores,
         perturbed=_perturbed(J),
     )
+    long = X.is_cuda and X.dtype == torch.float32 and X.shape[-2] >= LONG
+    if not long or scores.max() > ROUGH_SCORES:
+        return exact
+    return replace(exact, rough=replace(exact, mv=digits.rough(J.mv), rmv=digits.rough(J.rmv)))
 
 
 def _perturbed(J: LinearOperator) -> Callable[[int], Any] | None:

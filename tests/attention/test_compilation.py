@@ -28,6 +28,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "one row of a mask, causal": {"mask": torch.bool, "row": True, "causal": True},
     "additive mask": {"mask": torch.float32},
     "large heads that share keys": {"size": 128, "mask": torch.bool},
+    "large heads, few tiles": {"size": 128, "mask": torch.bool, "few": True},
 }
 CASES = [(pattern, dtype) for pattern in PATTERNS for dtype in DTYPES]
 QUICK = [(pattern, "bfloat16") for pattern in PATTERNS] + [
@@ -100,7 +101,7 @@ def why_not(case: str, dtype: torch.dtype) -> str | None:
     )
     from lipscope.attention.pattern import Pattern
 
-    options, n, mask = PATTERNS[case], 150, None
+    options, n, mask = PATTERNS[case], 152, None
     triton_masks.FEW = 256 if options.get("few") else 0
     if "mask" in options:
         mask = torch.zeros(1, 1, 1 if options.get("row") else n, n).to(options["mask"])

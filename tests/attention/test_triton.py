@@ -113,8 +113,8 @@ CASES |= {
 CASES |= {
     "boolean mask by member, causal, padded keys": Case(
         B=2,
-        n=150,
-        keys=150,
+        n=152,
+        keys=152,
         k=32,
         m=32,
         causal=True,
@@ -128,6 +128,7 @@ CASES |= {
 CASES |= {
     "one row of a mask": Case(B=2, n=70, keys=150, k=32, m=32, mask="row", mask_shape=(2, 1)),
     "one row of a mask, causal": Case(n=150, keys=150, k=32, m=32, causal=True, mask="row"),
+    "boolean mask, large head": Case(B=2, n=148, keys=180, k=96, mask="boolean", mask_shape=(1, 2)),
 }
 CASES |= {
     "two-sided window": Case(n=187, keys=187, k=48, m=48, causal=True, window=61, ahead=30),
@@ -154,6 +155,7 @@ INTERPRETED = [(name, "pair") for name in CASES] + [
     ("window, softcap, more keys", "float16"),
     ("nearly one-hot", "float16"),
     ("boolean mask", "float16"),
+    ("boolean mask, large head", "float16"),
     ("boolean mask by head and member, causal, padded", "float16"),
     ("boolean mask by member, causal, padded keys", "float16"),
     ("blocks, window", "float16"),
