@@ -25,6 +25,13 @@ from lipscope.theorems.factored_values import FactoredAttention
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error of q, k, v and the output; dtypes not listed are too coarse to decide."""
 
+LARGE = 1 << 30
+"""Bytes of a mask beyond which a layer is differentiated by autograd, from the rule of its mask."""
+
+
+class LargeMaskError(Exception):
+    """The closed form would need a mask of more than LARGE bytes, at this length."""
+
 
 @dataclass(frozen=True, eq=False)
 class Projections:
@@ -49,6 +56,9 @@ def closed_form(
     `known` are its projections, if they have been found before. A module with a method
     `closed_heads(n)` states its map itself, as L2 attention must: scores that are distances are not
     products of linear maps. The stated map must reproduce the module's values.
+
+    Raises:
+        LargeMaskError: If the rule of the mask would have to be written down for too many tokens.
     """
     if host.dtype not in TOLERANCE:
         return None
@@ -61,6 +71,9 @@ def closed_form(
         shared = own.mask is None or own.mask.ndim == 2 or own.mask.shape[1] == 1
         if own.q.shape[-2] != own.k.shape[-2] or not shared:
             return None
+        # SelfAttention has no words for windows on both sides and chunks.
+        if (own.ahead or own.chunk is not None) and own.q.shape[-2] ** 2 > LARGE:
+            raise LargeMaskError
         try:
             probed = (
                 attention_call(host, core, seen.single.at(_probe(X))) if known is None else None

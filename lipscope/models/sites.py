@@ -14,7 +14,13 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
 from lipscope.models.anatomy import Layer
-from lipscope.models.closed import closed_form, projection_matrix, same, select_heads
+from lipscope.models.closed import (
+    LargeMaskError,
+    closed_form,
+    projection_matrix,
+    same,
+    select_heads,
+)
 from lipscope.models.maps import Heads, Rerun
 from lipscope.models.running import Host, Tap
 from lipscope.models.trace import Seen, Trace
@@ -148,10 +154,13 @@ class Survey:
             known = self.memory.get(core)
             found = None
             if known != NOT_PLAIN:
-                # Remembered projections save the probe; if they no longer fit, probe again.
-                found = closed_form(self.host, core, seen, known) if known else None
-                found = found or closed_form(self.host, core, seen)
-                self.memory.keep(core, found[1] if found else NOT_PLAIN)
+                try:
+                    # Remembered projections save the probe; if they no longer fit, probe again.
+                    found = closed_form(self.host, core, seen, known) if known else None
+                    found = found or closed_form(self.host, core, seen)
+                    self.memory.keep(core, found[1] if found else NOT_PLAIN)
+                except LargeMaskError:
+                    pass  # nothing to remember: a shorter text may have a closed form
             self._found[i] = found[0] if found else None
         return self._found[i]
 

@@ -15,11 +15,13 @@ from transformers import (
 )
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, sdpa_mask
 
+from lipscope.attention.layer import HeadsApart
 from lipscope.linalg.differentiate import jacobian
-from lipscope.models import masks
+from lipscope.models import closed, masks
 from lipscope.models.loading import load
+from lipscope.models.maps import Heads
 from lipscope.models.masks import PlainMask, Rule, lipscope_mask
-from lipscope.models.plug import listening, plugged
+from lipscope.models.plug import AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
 from tests.models.truth import Truth
 from tests.models.zoo import make, sample
@@ -186,10 +188,14 @@ def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, p
     torch.testing.assert_close(mine[real.bool()], eager[real.bool()])
 
 
+@pytest.mark.parametrize("large", [closed.LARGE, 100], ids=["closed form", "autograd"])
 @pytest.mark.parametrize(
     ("make_model", "module"), [(windowed, "layers.1.attn"), (chunked, "layers.1.self_attn")]
 )
-def test_windows_and_chunks_have_the_constants_of_eager_attention(make_model, module):
+def test_windows_and_chunks_have_the_constants_of_eager_attention(
+    make_model, module, large, monkeypatch
+):
+    monkeypatch.setattr(closed, "LARGE", large)
     model = moved(make_model)
     inputs = {"input_ids": torch.randint(3, 50, (1, 15))}
     places = {
@@ -201,3 +207,30 @@ def test_windows_and_chunks_have_the_constants_of_eager_attention(make_model, mo
         dense = Truth(model).jacobian(inputs, path, 0, tap)
         mine = jacobian(site.f, site.X).to_dense().reshape(dense.shape)
         torch.testing.assert_close(mine, dense)
+
+
+@pytest.mark.parametrize("make_model", [windowed, chunked])
+def test_long_windows_and_chunks_are_never_written_down(make_model, monkeypatch):
+    """At no scope is a mask of n x n made; heads are those of the closed form."""
+    inputs = {"input_ids": torch.randint(3, 50, (2, 15))}
+    model, scopes = moved(make_model), ["heads", "attention", "residual", "block"]
+    (expected,) = load(model).sites(**inputs, layers=[1], scopes=["heads"])
+    monkeypatch.setattr(closed, "LARGE", 100)
+
+    def forbidden(*_):
+        raise AssertionError("written down")
+
+    network = load(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainMask, "written", forbidden)
+        patch.setattr(AttentionCall, "with_mask", forbidden)
+        heads, *others = network.sites(**inputs, layers=[1], scopes=scopes)
+        truth = jacobian(expected.f, expected.X).to_dense()
+        torch.testing.assert_close(jacobian(heads.f, heads.X).to_dense(), truth)
+        for site in others:
+            J = jacobian(site.f, site.X)
+            J.mv(torch.ones(*J.leading, *J.in_shape, dtype=J.dtype))
+    # A shorter text has its closed form all the same. Llama 4 has none: it normalises queries.
+    short = {"input_ids": inputs["input_ids"][:, :9]}
+    (site,) = network.sites(**short, layers=[1], scopes=["heads"])
+    assert type(site.f) is type(expected.f) is (HeadsApart if make_model is windowed else Heads)
