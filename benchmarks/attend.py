@@ -51,16 +51,13 @@ def rates(calls: dict[str, Callable[[], object]]) -> dict[str, float | None]:
     The median of five rounds, in each of which all are measured in turn: the host's share varies
     from one second to the next, and is then the same for what is compared.
     """
-    repeats, times = {}, {name: list[float]() for name in calls}
-    for name, f in calls.items():
-        try:
-            repeats[name] = min(100, 1 + int(100 / _elapsed(f, 3)))
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+    first = {name: attempt(lambda f: _elapsed(f, 3), f) for name, f in calls.items()}
+    repeats = {name: min(100, 1 + int(100 / t)) for name, t in first.items() if t is not None}
+    times: dict[str, list[float]] = {name: [] for name in repeats}
     for _ in range(5):
         for name, count in repeats.items():
             times[name].append(_elapsed(calls[name], count))
-    return {name: statistics.median(found) if found else None for name, found in times.items()}
+    return {name: statistics.median(times[name]) if name in times else None for name in calls}
 
 
 def _elapsed(f: Callable[[], object], repeats: int) -> float:

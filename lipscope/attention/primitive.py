@@ -29,7 +29,7 @@ from lipscope.attention import backend
 from lipscope.attention.arguments import check_arguments
 from lipscope.attention.backend import HALF
 from lipscope.attention.pattern import Pattern
-from lipscope.attention.rough_derivatives import Digits, current_digits, with_digits
+from lipscope.attention.rough_derivatives import Digits, digits_of_graph, with_digits
 
 
 def attend(
@@ -143,7 +143,7 @@ def _attend(
     late = q.dtype in HALF
     if late and scale <= 0:  # the kernels expect a positive one
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    digits = current_digits()
+    digits = digits_of_graph()
     if late or digits is not None:
         rules = replace(rules, scale=scale if late else 1.0, digits=digits)
     duals = read_tangents((q, k, v, mask, sinks))

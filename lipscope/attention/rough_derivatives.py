@@ -5,10 +5,10 @@ For a search: a solver finds the direction with rough products and measures with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from threading import Lock
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from lipscope.linalg.operator import Product
 
 
 class Digits:
-    """How the derivatives of one graph are computed; products with it choose, one at a time."""
+    """How the derivatives of one graph are computed: exactly, unless a rough product asks.
+
+    used: whether there is attention in the graph
+    """
 
     def __init__(self) -> None:
-        self.few = False
-        self._lock = Lock()
+        self.few, self.used = False, False
+        self._lock = RLock()
 
     def exact(self, product: Product) -> Product:
         return self._with(product, few=False)
@@ -33,8 +36,11 @@ class Digits:
         # Set for the graph, not for the thread: autograd computes on threads of its own.
         def chosen(x: Tensor) -> Tensor:
             with self._lock:
-                self.few = few
-                return product(x)
+                before, self.few = self.few, few
+                try:
+                    return product(x)
+                finally:
+                    self.few = before
 
         return chosen
 
@@ -53,7 +59,12 @@ def graph_of_any_digits() -> Iterator[Digits]:
         _current.reset(token)
 
 
-current_digits: Callable[[], Digits | None] = _current.get
+def digits_of_graph() -> Digits | None:
+    """Those of the graph that attention becomes part of, where they can be chosen."""
+    digits = _current.get()
+    if digits is not None:
+        digits.used = True
+    return digits
 
 
 def with_digits(digits: Digits | None, *tensors: Tensor) -> tuple[Tensor, ...]:

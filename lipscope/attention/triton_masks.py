@@ -23,8 +23,8 @@ from lipscope.attention.triton_tiles import are_real, visible
 NONE, BOOLEAN, ADDITIVE, BYTES = 0, 1, 2, 3
 """The kinds of mask a kernel is compiled for; BYTES is a boolean one as it is, without a survey."""
 
-PTX = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether kernels are compiled; the interpreter knows no instructions of a device."""
+PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
+"""Whether kernels are compiled for CUDA; the interpreter knows no instructions of a device."""
 
 
 class Mask(NamedTuple):
@@ -173,9 +173,12 @@ def _where_set(t, word, bit):
 @no_type_check
 def _packed(tile, M: tl.constexpr, N: tl.constexpr):
     """The bits of a tile [M, N / 4] of four bytes each, two words for each row."""
-    set_ = ((tile & 0x7F7F7F7F) + 0x7F7F7F7F) | tile  # bit 7 of a byte: whether it is not 0
-    four = (((set_ >> 7) & 0x01010101) * 0x10204080) >> 28  # bits 0, 8, 16, 24 side by side
-    eight = (four & 15).reshape(M, N // 32, 8) << (4 * tl.arange(0, 8))[None, None, :]
+    # Bit 7 of a byte: whether it is not 0. A multiplication then brings four of them together.
+    # What exceeds 32 bits is not needed.
+    carried = tl.add(tile & 0x7F7F7F7F, 0x7F7F7F7F, sanitize_overflow=False) | tile
+    together = tl.mul((carried >> 7) & 0x01010101, 0x10204080, sanitize_overflow=False)
+    four = (together >> 28) & 15
+    eight = four.reshape(M, N // 32, 8) << (4 * tl.arange(0, 8))[None, None, :]
     words = tl.sum(eight, 2)
     if N == 64:
         low, high = words.split()
@@ -387,7 +390,12 @@ def bytes_of(pattern: Pattern, shape: torch.Size, n_keys: int, M: int, N: int) -
         return None
     if n == 1 or n_keys % 4 or ceil_div(n, M) * ceil_div(n_keys, N) > FEW:
         return None
-    entries = _with_aligned_rows(_four_dimensional(mask, leading)).view(torch.int32)
+    if 0 in mask.stride()[-2:]:  # a survey asks each row once, and makes no copy
+        return None
+    entries = _with_aligned_rows(_four_dimensional(mask, leading))
+    if entries.storage_offset() % 4:  # aligned in memory that torch did not allocate
+        return None
+    entries = entries.view(torch.int32)
     last_batch, last_head = entries.shape[0] - 1, entries.shape[1] - 1
     return Masking(Bytes(last_batch, last_head), _by_tiles(entries, M, N // 4), BYTES)
 

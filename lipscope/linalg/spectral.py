@@ -44,7 +44,8 @@ class Solver:
     """What the solver may spend, and the failure probability of its upper bound.
 
     Attributes:
-        max_steps: Maximum number of steps.
+        max_steps: Maximum number of steps; a search in bfloat16, where one goes first, may take as
+            many again.
         memory: Bytes for the Krylov bases. By default 2 GiB on a CPU, half of the free memory on a
             GPU, half of all memory for ``basis="host"``.
         failure: Probability with which the upper bounds of a solve may fail, all members of a

@@ -1,6 +1,7 @@
 """Products that use few digits of attention, and leave everything else as it is."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -58,6 +59,46 @@ def test_the_value_is_that_of_the_exact_operator():
     e = ls.spectral_norm(replace(exact, rough=rough), tol=1e-3, solver=ls.Solver(seed=0))
     truth = torch.linalg.svdvals(ls.jacobian(layer, X.double()).to_dense())[0]
     assert e.value == pytest.approx(float(truth), rel=1e-5) and e.status.ok
+
+
+def test_a_graph_is_exact_between_its_products():
+    """Whoever holds part of it, after a rough product and after one that failed."""
+    X, kept = torch.randn(40, 16), []
+
+    def keeping(x: torch.Tensor) -> torch.Tensor:
+        kept.append((x, layer(x)))
+        return kept[-1][1]
+
+    with graph_of_any_digits() as digits:
+        J = ls.jacobian(keeping, X)
+    assert digits.used
+    (x, y), truth = kept[0], ls.jacobian(layer, X.double()).rmv(X.double())
+    rough = digits.rough(J.rmv)
+    for E in (X, X[:3]):
+        with nullcontext() if E is X else pytest.raises(RuntimeError):
+            rough(E)
+        (back,) = torch.autograd.grad(y, x, X, retain_graph=True)
+        assert distance(back.double(), truth) < 1e-6
+
+
+def test_products_inside_products_have_the_digits_they_ask_for():
+    exact, rough, X = operator(torch.float32)
+    expected, inner = exact.mv(X), []
+    with graph_of_any_digits() as digits:
+        J = ls.jacobian(layer, X)
+
+    def outer(E: torch.Tensor) -> torch.Tensor:
+        inner.append(digits.exact(J.mv)(E))
+        return J.mv(E)
+
+    assert distance(digits.rough(outer)(X), rough.mv(X)) < 1e-6
+    assert distance(inner[0], expected) < 1e-6
+
+
+def test_a_graph_without_attention_has_nothing_to_choose():
+    with graph_of_any_digits() as digits:
+        ls.jacobian(torch.sin, torch.randn(4, 3))
+    assert not digits.used
 
 
 def test_graphs_made_outside_have_all_their_digits():

@@ -50,10 +50,15 @@ def test_expanded_masks_are_not_copied(name):
     )
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [torch.zeros(N, N), torch.ones(1, N, dtype=torch.bool), torch.ones(N, 6, dtype=torch.bool)],
-    ids=["additive", "one row", "six keys"],
-)
+OTHERS = {
+    "additive": torch.zeros(N, N),
+    "one row": torch.ones(1, N, dtype=torch.bool),
+    "six keys": torch.ones(N, 6, dtype=torch.bool),
+    "expanded over queries": torch.ones(3, 1, 1, N, dtype=torch.bool).expand(3, 1, N, N),
+    "expanded over keys": torch.ones(N, 1, dtype=torch.bool).expand(N, N),
+}
+
+
+@pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
 def test_other_masks_are_surveyed(mask):
     assert bytes_of(Pattern(mask=mask), SHAPE, mask.shape[-1], 64, 64) is None

@@ -184,6 +184,20 @@ def test_a_good_start_costs_one_step(monkeypatch):
     assert e.value == pytest.approx(truth.value, rel=1e-4) and e.lower <= truth.value
 
 
+def test_a_step_in_half_precision_is_evaluated_again(monkeypatch):
+    monkeypatch.setattr(solve, "SMALL", 0)
+    J, calls = dense_operator(random(80, 80).bfloat16()), 0
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return J.mv(x)
+
+    start = ls.spectral_norm(J, tol=0.1, solver=ls.Solver(seed=0)).right
+    e = ls.spectral_norm(replace(J, mv=counted, take=None), tol=0.1, start=start)
+    assert e.steps == 1 and calls == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_given_start_that_misses_the_top_vector_claims_nothing(dtype):
     """diag(1, 2, 0) from e_1 and from e_3: a singular value each, no upper bound, never called

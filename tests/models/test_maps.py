@@ -1,12 +1,14 @@
 """A part of a model under autograd: its derivative is that of its values, or it is refused."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
+from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.models import maps
 from lipscope.models.loading import load
 from lipscope.models.maps import linearize
 from tests.models.zoo import make, sample
@@ -73,3 +75,39 @@ def test_a_map_that_counts_in_floating_point_is_measured_or_refused_in_a_sentenc
     with pytest.raises(UserError, match="it computes sizes in floating point"):
         for i in range(20):
             J.perturbed(i)
+
+
+def blocks(dtype: str):
+    (site,) = load(make("llama"), dtype=dtype).sites(
+        **sample("llama"), scopes=["block"], layers=[1]
+    )
+    return jacobian(site.f, site.X)
+
+
+def test_vectors_of_a_block_are_searched_for_roughly_and_its_products_stay_exact(monkeypatch):
+    assert blocks("float32").rough is None  # too short
+    monkeypatch.setattr(maps, "_takes_long", lambda X: True)
+    J, truth = blocks("float32"), blocks("float64")
+    assert J.rough is not None
+    E = torch.randn(2, *J.in_shape)
+    for name in ("mv", "rmv"):
+        expected = getattr(truth, name)(E.double())
+        exact, rough = (getattr(j, name)(E).double() - expected for j in (J, J.rough))
+        assert exact.norm() < 1e-5 * expected.norm()
+        assert 1e-4 * expected.norm() < rough.norm() < 0.1 * expected.norm()
+    found, alone = (
+        spectral_norm(j, 1e-4, solver=Solver(seed=0)) for j in (J, replace(J, rough=None))
+    )
+    torch.testing.assert_close(found.value, alone.value, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("score", [65.0, float("nan")])
+def test_scores_too_large_for_bfloat16_are_not_searched_with_it(score, monkeypatch):
+    monkeypatch.setattr(maps, "_takes_long", lambda X: True)
+    monkeypatch.setattr(maps.Rerun, "largest_score", lambda f, x: torch.tensor([1.0, score]))
+    assert blocks("float32").rough is None
+
+
+def test_a_map_without_attention_is_not_searched_roughly(monkeypatch):
+    monkeypatch.setattr(maps, "_takes_long", lambda X: True)
+    assert linearize(Cube(0), torch.rand(2, 3, 2)).rough is None
