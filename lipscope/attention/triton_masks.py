@@ -125,10 +125,8 @@ def masked(
     Tiles are [M, N], or with KEYS_FIRST [N, M].
     """
     if MASK == 3:
-        tile = mask_tiles.load(
-            [tl.minimum(b, mask.last_batch), tl.minimum(h, mask.last_head), i, j // 4]
-        )
-        words = _packed(tile.reshape(M, N // 4), M, N)
+        four_each = _entries(mask, mask_tiles, b, h, i, j // 4, n, n_keys, M, N // 4)
+        words = _packed(four_each, M, N)
     if MASK == 1 or MASK == 3:
         # A word holds 32 keys of a row: far less to move than a tile of bytes.
         column = tl.arange(0, N)[:, None] if KEYS_FIRST else tl.arange(0, N)[None, :]
