@@ -18,6 +18,8 @@ from lipscope.budget.formats import DTYPES
 from lipscope.budget.intervals import largest_ratio
 from lipscope.budget.states import FALSE_ALARMS, StateBudget, state_budgets
 from lipscope.budget.subject import (
+    Inputs,
+    Sample,
     Source,
     Subject,
     Text,
@@ -144,6 +146,7 @@ def compare_runs(
     b: Source | Path,
     text: Text = None,
     *,
+    inputs: Inputs = None,
     format: str | None = None,
     probes: int = 8,
     length: int = 128,
@@ -165,6 +168,7 @@ def compare_runs(
             the hidden states of another engine: hidden_states.0 to hidden_states.L of shape
             [B, n, d], the last one after the final norm, and input_ids [B, n].
         text: As for :func:`error_budget`; ignored if `b` is a file with input_ids.
+        inputs: As for :func:`error_budget`.
         format: bf16, fp16 or fp32. Default: the dtype of `b`.
         probes: Backward passes per hidden state and sequence.
         length: Maximum number of tokens per sequence.
@@ -200,9 +204,9 @@ def compare_runs(
     if recorded is not None:
         ids, states = recorded
         text = ids if ids is not None else text
-    reference = read_subject(a, text, head=False, length=length, samples=samples)
+    reference = read_subject(a, text, inputs=inputs, head=False, length=length, samples=samples)
     if recorded is None:
-        run = _runner(b, reference, format)
+        run = _runner(b, reference, format, inputs)
         name = format or _format_of(next(run.module.parameters()).dtype)
         found = [_states_of(run, row) for row in reference.sequences]
         own = run.attention
@@ -280,24 +284,22 @@ def _recorded(b: Source | Path) -> tuple[Tensor | None, list[Tensor]] | None:
     return tensors.get("input_ids"), states
 
 
-def _runner(b: Source | Path, reference: Subject, format: str | None) -> Subject:
+def _runner(b: Source | Path, reference: Subject, format: str | None, inputs: Inputs) -> Subject:
     """The second model, ready to run the sequences of the first."""
     if isinstance(b, Path):
         b = str(b)
     if not isinstance(b, nn.Module):
-        other = read_subject(
-            b, torch.cat([s[0] for s in reference.sequences])[None, :1], head=False, length=1,
-            samples=1,
-        )  # fmt: skip
+        ids = torch.zeros(1, 1, dtype=torch.long) if inputs is None else None
+        other = read_subject(b, ids, inputs=inputs, head=False, length=1, samples=1)
         return other.in_dtype(DTYPES[format or "bf16"])
     module = copy.deepcopy(load(b).trunk).eval()
     dtype = next(module.parameters()).dtype
     return replace(reference, module=module, dtype=dtype, attention=own_attention(module))
 
 
-def _states_of(run: Subject, ids: Tensor) -> list[Tensor]:
+def _states_of(run: Subject, sample: Sample) -> list[Tensor]:
     with torch.no_grad(), run.ready(), hidden_states(run.module) as seen:
-        output = run.module(ids.to(next(run.module.parameters()).device))
+        output = run.run(sample)
     return with_last(seen, output)
 
 

@@ -25,7 +25,7 @@ from lipscope.budget.scores import worst_cases
 from lipscope.budget.sites import ErrorSite, collect_products
 from lipscope.budget.states import state_tolerance
 from lipscope.budget.storing import BudgetStore, Settings, assemble, command_line
-from lipscope.budget.subject import Source, Subject, Text, read_subject
+from lipscope.budget.subject import Inputs, Source, Subject, Text, length_of, read_subject
 
 PROBES = 16
 
@@ -35,6 +35,7 @@ def error_budget(
     model: Source = None,
     text: Text = None,
     *,
+    inputs: Inputs = None,
     formats: str | Iterable[str] | Mapping[str, Quantiser] = ("bf16", "int8"),
     probes: int = PROBES,
     metric: Measure = "output",
@@ -58,6 +59,8 @@ def error_budget(
             token ids [1, n].
         text: Text, the path of a text file, a list of texts, or token ids [n] or [B, n]. Default:
             the embedded text.
+        inputs: What the model reads in place of text, as for :func:`measure`: embeddings, pixel
+            values, sound, or tensors for all its arguments by name; one row per sample.
         formats: Names, as a list or separated by commas: bf16, fp16 (the whole run), int8, int4:g
             (weights, in groups of g), fp8, w8a8, kv8, kv4; or {name: function} for weight formats
             of your own. A function takes a weight [out, in] and returns what is stored for it.
@@ -107,14 +110,22 @@ def error_budget(
         )
     if worst and measure.divergence:
         raise UserError("the worst case is of the output, not of a divergence; omit worst")
-    subject = read_subject(model, text, head=measure.head, length=length, samples=samples)
+    subject = read_subject(
+        model, text, inputs=inputs, head=measure.head, length=length, samples=samples
+    )
     settings = Settings(
         metric=measure.name, probes=probes, embeddings=embeddings, observe=observe, seed=seed
     )
     store = None
     if out is not None:
         line = command_line(
-            subject, text, settings, [f.name for f in wanted], length, samples, worst
+            subject,
+            text,
+            settings,
+            [f.name for f in wanted],
+            length,
+            samples,
+            worst,
         )
         store = BudgetStore(Path(out), subject, seed, line)
     parts: dict[str, list[Part]] = {f.name: [] for f in wanted}
@@ -166,15 +177,15 @@ def _jobs(
 ) -> Iterator[dict[str, Part]]:
     """The parts of all formats, sequence by sequence: stored ones, or new ones, then stored."""
     lows: dict[str, Subject] = {}
-    for b, ids in enumerate(subject.sequences):
-        found = {} if store is None else store.parts(settings, b, len(ids[0]), wanted)
+    for b, sample in enumerate(subject.sequences):
+        found = {} if store is None else store.parts(settings, b, length_of(sample), wanted)
         missing = [f for f in wanted if f.name not in found]
         if missing:
             for f in missing:
                 if f.dtype is not None and f.name not in lows:
                     lows[f.name] = subject.in_dtype(f.dtype)
             began = time.perf_counter()
-            one = replace(subject, sequences=(ids,))
+            one = replace(subject, sequences=(sample,))
             made = _price_sequence(one, missing, metric, settings, b, lows)
             if store is not None:
                 store.write(settings, b, made, metric, time.perf_counter() - began)

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from lipscope._torch_internals import tree_leaves, tree_map
 from lipscope.budget.probing import gradients
 from lipscope.budget.subject import (
+    Sample,
     Subject,
     arithmetic,
     blocks,
@@ -205,8 +206,8 @@ class Followed:
     roundings: list[Rounding]
 
 
-def follow_run(reference: Subject, low: Subject, ids: Tensor) -> Followed:
-    """Run a sequence in low precision and follow it by the reference."""
+def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
+    """Run a sample in low precision and follow it by the reference."""
     trace = RoundingTrace(low.dtype, reference.dtype)
     pairs = zip(low.module.named_parameters(), reference.module.named_parameters(), strict=True)
     for (name, rounded), (_, parameter) in pairs:
@@ -214,6 +215,7 @@ def follow_run(reference: Subject, low: Subject, ids: Tensor) -> Followed:
         trace.pair(rounded, exact)
         error = rounded.detach().to(reference.dtype) - exact.detach()
         trace.noted.append(Rounding(WEIGHT, layer_of(name), exact, error))
+    sample = _rounded_inputs(trace, low, sample)
     with (
         plugged(low.module, low.attention),
         _marking(trace, low.module),
@@ -222,7 +224,7 @@ def follow_run(reference: Subject, low: Subject, ids: Tensor) -> Followed:
         torch.enable_grad(),
         trace,
     ):
-        output = low.module(ids)
+        output = low.run(sample)
     states = with_last(seen, output)
     return Followed(
         output=tree_map(lambda x: trace.exact(x) if _is_float(x) else x, output),
@@ -230,6 +232,23 @@ def follow_run(reference: Subject, low: Subject, ids: Tensor) -> Followed:
         run=(output, [h.detach() for h in states]),
         roundings=trace.roundings(),
     )
+
+
+def _rounded_inputs(trace: RoundingTrace, low: Subject, sample: Sample) -> Sample:
+    """The sample as the low-precision run reads it; images and sounds are rounded on the way."""
+
+    def rounded(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        exact, given = x.to(trace.high).requires_grad_(), low.cast(x)
+        trace.pair(given, exact)
+        error = given.to(trace.high) - exact.detach()
+        trace.noted.append(Rounding("input", None, exact, error))
+        return given
+
+    if isinstance(sample, Tensor):
+        return rounded(sample)
+    return replace(sample, arguments={k: rounded(x) for k, x in sample.arguments.items()})
 
 
 @contextmanager

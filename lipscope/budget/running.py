@@ -26,16 +26,21 @@ def exact_outputs(subject: Subject, metric: Metric) -> list[Tensor]:
     """What the metric reads in the reference, per sequence."""
     with torch.no_grad(), subject.ready():
         if _stackable(subject, metric):
-            return list(metric.read(subject.module(torch.cat(subject.sequences))).split(1))
-        return [metric.read(subject.module(ids)) for ids in subject.sequences]
+            return list(metric.read(subject.run(torch.cat(_ids(subject)))).split(1))
+        return [metric.read(subject.run(sample)) for sample in subject.sequences]
 
 
 def _stackable(subject: Subject, metric: Metric) -> bool:
     """Whether all sequences can run as one batch whose outputs come apart again."""
-    shapes = {ids.shape for ids in subject.sequences}
+    shapes = {ids.shape for ids in _ids(subject)}
     plain = metric.divergence or metric.read is last_hidden
     exact = subject.routed and subject.dtype == torch.float64
     return plain and exact and len(shapes) == 1 and subject.tokens <= STACKED
+
+
+def _ids(subject: Subject) -> list[Tensor]:
+    """The token ids of all samples; none if the model reads something else."""
+    return [sample for sample in subject.sequences if isinstance(sample, Tensor)]
 
 
 def outputs_in(
@@ -86,8 +91,8 @@ def first_order_errors(
 ) -> list[Tensor]:
     """J e per sequence: what a format adds to the output to first order, by central differences."""
     found = []
-    for ids in subject.sequences:
-        one, kept = replace(subject, sequences=(ids,)), dict[int, Tensor]()
+    for sample in subject.sequences:
+        one, kept = replace(subject, sequences=(sample,)), dict[int, Tensor]()
         _outputs(one, format, metric, only, 0.0, kept)
         (up,), (down,) = (_outputs(one, format, metric, only, s, kept) for s in (step, -step))
         found.append((up - down) / (2 * step))
@@ -187,7 +192,8 @@ def _attention_calls(subject: Subject) -> int:
         return call
 
     with torch.no_grad(), subject.ready(), changing_cache(note):
-        subject.module(subject.sequences[0][:, :2])
+        first = subject.sequences[0]
+        subject.run(first[:, :2] if isinstance(first, Tensor) else first)
     return max(calls, 1)
 
 

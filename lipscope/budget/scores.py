@@ -42,6 +42,7 @@ from lipscope.budget.sites import (
     whole,
 )
 from lipscope.budget.subject import (
+    Sample,
     Source,
     Subject,
     Text,
@@ -226,8 +227,8 @@ def _gather(
     """By format and site, the sums over sequences from which scores are made."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, dict[ErrorSite, dict[str, float]]] = {f.name: {} for f in formats}
-    for b, ids in enumerate(subject.sequences):
-        with _places(subject, formats, ids) as (places, output):
+    for b, sample in enumerate(subject.sequences):
+        with _places(subject, formats, sample) as (places, output):
             y = metric.read(output)
             _add_local(found, places, len(subject.sequences))
             nodes = [p.node for p in places] + [p.weight[0] for p in places if p.weight]
@@ -341,7 +342,7 @@ def _following(node: Tensor, y: Tensor) -> LinearOperator | None:
 
 @contextmanager
 def _places(
-    subject: Subject, formats: list[Format], ids: Tensor
+    subject: Subject, formats: list[Format], sample: Sample
 ) -> Iterator[tuple[list[_Place], Any]]:
     """Run the model with a node in its graph wherever an error enters."""
     places: list[_Place] = []
@@ -357,7 +358,7 @@ def _places(
         check_routed(subject)
     try:
         with subject.ready(), torch.enable_grad(), changing_cache(_cache(places, caches)):
-            output = subject.module(ids)
+            output = subject.run(sample)
         yield places, output
     finally:
         for handle in handles:

@@ -19,7 +19,7 @@ from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser
 from lipscope.budget.metrics import Metric
 from lipscope.budget.probing import batches, gradients
-from lipscope.budget.subject import Subject, changing_cache, layer_of
+from lipscope.budget.subject import Sample, Subject, changing_cache, layer_of
 from lipscope.models.plug import AttentionCall
 
 
@@ -89,8 +89,8 @@ def collect_products(
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, list[Tensor]] = {f.name: [] for f in formats}
     sites: dict[str, list[ErrorSite]] = {}
-    for ids in subject.sequences:
-        with _graph(subject, layers, formats, ids) as graph:
+    for sample in subject.sequences:
+        with _graph(subject, layers, formats, sample) as graph:
             y = metric.read(graph.output)
             tensors = [*graph.weights.values(), *graph.inputs.values(), *graph.cache.values()]
             made = _errors_made(graph, formats, errors)
@@ -119,7 +119,7 @@ class _Graph:
 
 @contextmanager
 def _graph(
-    subject: Subject, layers: dict[str, nn.Module], formats: list[Format], ids: Tensor
+    subject: Subject, layers: dict[str, nn.Module], formats: list[Format], sample: Sample
 ) -> Iterator[_Graph]:
     """Run the model with gradients at the sites that the formats need."""
     weighted = any(f.weight for f in formats)
@@ -142,7 +142,7 @@ def _graph(
             check_routed(subject)
             stack.enter_context(changing_cache(_take_cache(graph)))
         with subject.ready(), torch.enable_grad():
-            graph.output = subject.module(ids)
+            graph.output = subject.run(sample)
         yield graph
 
 

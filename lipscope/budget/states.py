@@ -66,10 +66,10 @@ def state_budgets(
     noise: list[Tensor] = []
     states: list[list[Tensor]] = []
     errors: list[list[Tensor]] = []
-    for b, ids in enumerate(subject.sequences):
+    for b, sample in enumerate(subject.sequences):
         if progress is not None:
             progress(b, len(subject.sequences))
-        run = follow_run(subject, low, ids)
+        run = follow_run(subject, low, sample)
         chosen = range(len(run.states)) if only is None else [only]
         noise.append(_noise(run, [run.states[i] for i in chosen], probes, generator))
         states.append([run.states[i].detach() for i in chosen])

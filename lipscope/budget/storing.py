@@ -19,13 +19,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from lipscope import __version__
 from lipscope._types import UserError
 from lipscope.budget.formats import Format
 from lipscope.budget.metrics import Metric, read_metric
 from lipscope.budget.parts import Part, add_up
 from lipscope.budget.result import ErrorBudget
-from lipscope.budget.subject import Subject, Text
+from lipscope.budget.subject import Subject, Text, length_of
 from lipscope.study.jobs import Command, Request
 from lipscope.study.reading import text_option
 from lipscope.study.records import (
@@ -117,7 +119,7 @@ class BudgetStore:
 
     def write_worst(self, metric: str, found: Mapping[str, float]) -> None:
         """Store the worst cases of some formats; on disk when it returns."""
-        n = self._subject.sequences[0].shape[1]
+        n = length_of(self._subject.sequences[0])
         for f, value in found.items():
             total = (WORST_CASE, None, None, "total", (value,) * 3, math.nan)
             self._store.write(self._as_rows([total], f, n, 0, metric))
@@ -158,7 +160,7 @@ class BudgetStore:
                 status="observed" if probe == OBSERVED else "predicted",
                 radius=math.nan,
                 dtype=str(self._subject.dtype).removeprefix("torch."),
-                device=self._subject.sequences[b].device.type,
+                device=next(self._subject.module.parameters()).device.type,
                 seconds=math.nan,
             )
             for probe, layer, head, kind, (value, low, high), residual in values
@@ -230,7 +232,7 @@ def command_line(
     worst: bool,
 ) -> str:
     """The command line that computes a budget again; empty if only Python can."""
-    given = text_option(text)
+    given = text_option(text) if isinstance(subject.sequences[0], Tensor) else None
     if subject.model is None or subject.model.card.option is None or given is None:
         return ""
     options = {
@@ -266,7 +268,13 @@ def _info(subject: Subject, seed: int, command: str) -> StudyInfo:
             f"{subject.name} is not a transformers model, so a study cannot tell it from others; "
             "omit out"
         )
-    text = hashlib.sha256(repr([ids.tolist() for ids in subject.sequences]).encode()).hexdigest()
+    contents = [
+        ids.tolist()
+        if isinstance(ids, Tensor)
+        else {name: x.tolist() for name, x in sorted(ids.arguments.items())}
+        for ids in subject.sequences
+    ]
+    text = hashlib.sha256(repr(contents).encode()).hexdigest()
     card: Any = model.card
     identity = Identity(
         weights=card.weights,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope._checks import shown
 from lipscope._types import UserError
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
+from lipscope.study.reading import WholeInputs
+from lipscope.study.reading import read as read_whole
 from lipscope.study.texts import TextColumn, content, warn_of_unknown
 
 Source = str | nn.Module | Model | None
 Text = str | Path | TextColumn | Sequence[Any] | Tensor | None
+Inputs = Tensor | Mapping[str, Tensor] | None
+
+
+@dataclass(frozen=True, eq=False)
+class NamedInputs:
+    """One sample of a model that does not read token ids: its arguments, by name.
+
+    length: the number of tokens that the first block reads
+    """
+
+    arguments: dict[str, Tensor]
+    length: int
+
+
+Sample = Tensor | NamedInputs
+"""What a module runs on at a time: token ids [1, n], or arguments by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +48,7 @@ class Subject:
     """A model that runs in `dtype`, sequence by sequence.
 
     module:    a copy of the model, in evaluation mode, without gradients
-    sequences: token ids [1, n] of every sample
+    sequences: the samples, one by one
     attention: the attention function it runs on, by transformers' name
     own:       the attention function of a run in low precision
     routed:    whether lipscope's attention can stand in for its own
@@ -37,7 +56,7 @@ class Subject:
     """
 
     module: nn.Module
-    sequences: tuple[Tensor, ...]
+    sequences: tuple[Sample, ...]
     dtype: torch.dtype
     attention: str
     own: str
@@ -47,7 +66,18 @@ class Subject:
 
     @property
     def tokens(self) -> int:
-        return sum(ids.shape[1] for ids in self.sequences)
+        return sum(map(length_of, self.sequences))
+
+    def run(self, sample: Sample) -> Any:
+        """Call the module on a sample, in the dtype of this subject."""
+        if isinstance(sample, Tensor):
+            return self.module(self.cast(sample))
+        return self.module(**{name: self.cast(x) for name, x in sample.arguments.items()})
+
+    def cast(self, x: Tensor) -> Tensor:
+        """An input on the device of the module and, if it is not of integers, in its dtype."""
+        device = next(self.module.parameters()).device
+        return x.to(device, self.dtype if x.is_floating_point() else x.dtype)
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -83,6 +113,7 @@ def read_subject(
     length: int,
     samples: int,
     dtype: torch.dtype | None = None,
+    inputs: Inputs = None,
 ) -> Subject:
     """Copy the model and cut the text into sequences.
 
@@ -94,27 +125,40 @@ def read_subject(
         length: Maximum number of tokens per sequence.
         samples: Number of sequences taken from one text.
         dtype: The dtype of the reference. Default: that of a loaded Model, else float64.
+        inputs: What the model reads in place of text, one row per sample: a tensor for its main
+            argument, or tensors for all its arguments by name.
     """
+    if inputs is not None and text is not None:
+        raise UserError("give a text or inputs, not both")
     if isinstance(source, nn.Module) and not hasattr(source, "base_model_prefix"):
         module, model = source, None
         own, routed, wanted = "eager", False, dtype or torch.float64
         name, encode, limit = type(source).__name__, None, None
+        rows = [] if inputs is None else _rows_of(inputs)
     else:
         model, module = _opened(source, head)
         own = own_attention(model.trunk)
+        rows = [] if inputs is None else _whole_inputs(model, inputs)
+        if not rows and model.trunk.main_input_name != "input_ids":
+            raise UserError(
+                f"{model.card.name} reads {model.trunk.main_input_name}, not text; give it from "
+                "Python, with inputs=tensor or inputs={name: tensor, ...}"
+            )
         routed, wanted = model.preflight.routed, dtype or model.dtype
         name, encode, limit = model.card.name, model.encode, model.max_positions
     module = copy.deepcopy(module).eval().requires_grad_(False)
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(wanted)
-    device = next(module.parameters()).device
-    rows = read_sequences(text, encode, min(length, limit or length), samples)
-    if model is not None:
-        warn_of_unknown(model, [i for row in rows for i in row.flatten().tolist()])
+    if not rows:
+        device = next(module.parameters()).device
+        ids = read_sequences(text, encode, min(length, limit or length), samples)
+        if model is not None:
+            warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
+        rows = [row.to(device) for row in ids]
     return Subject(
         module=module,
-        sequences=tuple(row.to(device) for row in rows),
+        sequences=tuple(rows),
         dtype=wanted,
         # Exact, differentiable twice, and linear in memory; the model's own need not be.
         attention=NAME if routed else own,
@@ -152,6 +196,37 @@ def read_sequences(
     if not rows:
         raise UserError("the text has no tokens; give a longer text")
     return [torch.tensor([row]) for row in rows]
+
+
+def length_of(sample: Sample) -> int:
+    """The number of tokens of a sample."""
+    return sample.shape[1] if isinstance(sample, Tensor) else sample.length
+
+
+def _whole_inputs(model: Model, inputs: Any) -> list[Sample]:
+    """The rows of what a model of transformers reads in place of text, checked."""
+    whole = read_whole(model, inputs=inputs)
+    assert isinstance(whole, WholeInputs)
+    return [NamedInputs(whole.arguments([i]), n) for i, n in enumerate(whole.lengths)]
+
+
+def _rows_of(inputs: Any) -> list[Sample]:
+    """The rows of what a module of any kind reads."""
+    given = inputs if isinstance(inputs, Mapping) else {"inputs": inputs}
+    sizes = {len(x) if isinstance(x, Tensor) and x.ndim > 1 else 0 for x in given.values()}
+    if len(sizes) != 1 or 0 in sizes:
+        raise UserError(
+            "inputs must be a tensor with one row per sample, or such tensors by name, "
+            f"got {', '.join(f'{name}: {shown(x)}' for name, x in given.items()) or 'none'}"
+        )
+    if not isinstance(inputs, Mapping):
+        return [row[None] for row in inputs]
+    return [
+        NamedInputs(
+            {name: x[i : i + 1] for name, x in given.items()}, next(iter(given.values())).shape[1]
+        )
+        for i in range(sizes.pop())
+    ]
 
 
 def own_attention(module: nn.Module) -> str:

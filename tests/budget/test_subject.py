@@ -1,9 +1,12 @@
 """The model under test: sequences, layers by name, and copies in low precision."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from transformers import ViTConfig, ViTModel
 
 import lipscope as ls
 from lipscope.budget.subject import blocks, hidden_states, layer_of, read_sequences, read_subject
@@ -59,3 +62,70 @@ def test_a_copy_in_low_precision_keeps_its_buffers():
     assert low.module.rotary_emb.inv_freq.dtype == torch.float32
     assert subject.attention == "lipscope" and low.attention == "eager"
     assert next(subject.module.parameters()).dtype == torch.float64
+
+
+class OwnMap(nn.Module):
+    """A module of no library that reads two floating-point arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, shift):
+        return self.linear(x) + shift
+
+
+def pixels(rows=2):
+    return torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def tiny_vit():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "image_size": 16, "patch_size": 8}
+    model = ViTModel(ViTConfig(num_hidden_layers=2, num_attention_heads=4, **sizes)).eval()
+    for parameter in model.parameters():
+        parameter.data *= 2
+    return model
+
+
+def test_images_have_budgets_that_real_runs_confirm():
+    X, model = pixels(), tiny_vit()
+    budget = ls.error_budget(model, inputs=X, formats="bf16,int8,kv4", probes=32, observe=True)
+    assert (budget.sequences, budget.tokens) == (2, 2 * 5)  # four patches and a class token
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(X.double()).last_hidden_state
+        low = copy.deepcopy(model).bfloat16()(X.bfloat16()).last_hidden_state.double()
+    error = ((low - exact).norm() / exact.norm()).item()
+    assert 0.8 <= error / budget.total("bf16").value <= 1.25
+    for name in budget.formats:
+        assert 0.8 <= budget.observed[name] / budget.total(name).value <= 1.25
+    assert any(row.kind == "input" for row in budget.rows)  # images are rounded as well
+
+
+def test_ports_of_image_models_are_compared():
+    model = tiny_vit()
+    port = copy.deepcopy(model).bfloat16()
+    assert ls.compare_runs(model, port, inputs=pixels(), probes=4).ok
+    wrong = next(p for n, p in port.named_parameters() if n.endswith("1.mlp.fc2.weight"))
+    wrong.data.neg_()
+    found = ls.compare_runs(model, port, inputs={"pixel_values": pixels()}, probes=4)
+    assert found.first_outside.name == "layer 1"
+
+
+def test_arguments_by_name_of_any_module():
+    X = {"x": torch.randn(2, 5, 8), "shift": torch.randn(2, 5, 8)}
+    budget = ls.error_budget(OwnMap(), inputs=X, formats="fp16,int8", probes=64, observe=True)
+    assert budget.tokens == 10
+    for name in budget.formats:
+        assert 0.7 <= budget.observed[name] / budget.total(name).value <= 1.4
+    with pytest.raises(ls.UserError, match="one row per sample"):
+        ls.error_budget(OwnMap(), inputs={"x": X["x"], "shift": X["shift"][:1]})
+    with pytest.raises(ls.UserError, match="one row per sample"):
+        ls.error_budget(OwnMap(), inputs=torch.ones(3))
+
+
+def test_a_model_that_reads_no_text_says_what_it_reads():
+    with pytest.raises(ls.UserError, match="reads pixel_values, not text"):
+        ls.error_budget(tiny_vit())
+    with pytest.raises(ls.UserError, match="a text or inputs, not both"):
+        ls.error_budget(tiny_vit(), "text", inputs=pixels())
