@@ -308,4 +308,4 @@ def test_a_text_in_another_encoding_is_refused(tmp_path, capsys):
         main(["train", "--text", str(tmp_path / "latin"), *SMALL, "--out", str(tmp_path / "model")])
         == 2
     )
-    assert "is not UTF-8 (byte 1)" in capsys.readouterr().err
+    assert "is not UTF-8 text (byte 1)" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._checks import explained, shown
 from lipscope._files import whole_file
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
@@ -35,7 +35,7 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.study.reading import check_vocabulary, special_frame
 from lipscope.study.run import Progress
-from lipscope.study.texts import TextColumn, content
+from lipscope.study.texts import Prose, TextColumn, content
 from lipscope.study.work import threads_for
 
 TOKENS, DIRECTION, GRADIENT, RANDOM = (
@@ -124,7 +124,7 @@ class AttackedText:
 @with_bar("attacking")
 def compare_attacks(
     model: Any = None,
-    texts: Sequence[str] | None = None,
+    texts: Sequence[str | Path] | None = None,
     contest: Contest | None = None,
     *,
     progress: Progress | None = None,
@@ -137,7 +137,8 @@ def compare_attacks(
     Args:
         model: A :class:`Model`, or anything :func:`load` takes, loaded in float32: the smallest
             change here is far above its resolution. Default: the embedded model.
-        texts: At least three different texts. Default: 16 paragraphs of the embedded text.
+        texts: At least three different texts, as strings or files (``Path``). Default: 16
+            paragraphs of the embedded text.
         contest: Number of swaps, text length and seed, as a
             ``lipscope.audit.attack_comparison.Contest``.
         progress: Called with the number of texts done and their total. Default: a
@@ -183,7 +184,7 @@ def compare_attacks(
 def texts_in(*sources: Path | str | TextColumn) -> list[str]:
     """The non-empty lines of files or strings, one text per line."""
     lines = [line.strip() for source in sources for line in content(source).splitlines()]
-    return [line for line in lines if line]
+    return [Prose(line) for line in lines if line]
 
 
 def _default_texts() -> list[str]:
@@ -191,7 +192,10 @@ def _default_texts() -> list[str]:
     return paragraphs[:: len(paragraphs) // DEFAULT_TEXTS][:DEFAULT_TEXTS]
 
 
-def _samples(model: Model, texts: Sequence[str], contest: Contest) -> list[AttackedText]:
+def _samples(model: Model, given: Sequence[str | Path], contest: Contest) -> list[AttackedText]:
+    if isinstance(given, str | Path):
+        raise UserError(f"texts must be a list of texts, got {shown(given)}")
+    texts = [content(text) for text in given]
     before, after = special_frame(model)
     # Texts that agree after truncation count once: each would be the other's neighbour for ever.
     every = {tuple(model.encode(text)[: contest.length]): text for text in texts}

@@ -57,7 +57,7 @@ def error_budget(
     Args:
         model: What :func:`lipscope.load` takes, a loaded :class:`Model`, or any module that takes
             token ids [1, n].
-        text: Text, the path of a text file, a list of texts, or token ids [n] or [B, n]. Default:
+        text: A string, a file (``Path``), a list of these, or token ids [n] or [B, n]. Default:
             the embedded text.
         inputs: What the model reads in place of text, as for :func:`measure`: embeddings, pixel
             values, sound, or tensors for all its arguments by name; one row per sample.

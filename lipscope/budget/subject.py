@@ -19,9 +19,9 @@ from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
-from lipscope.study.reading import WholeInputs
+from lipscope.study.reading import WholeInputs, warn_of_unknown
 from lipscope.study.reading import read as read_whole
-from lipscope.study.texts import TextColumn, content, warn_of_unknown
+from lipscope.study.texts import TextColumn, content
 
 Source = str | nn.Module | Model | None
 Text = str | Path | TextColumn | Sequence[Any] | Tensor | None
@@ -120,7 +120,7 @@ def read_subject(
     Args:
         source: What :func:`lipscope.load` takes, a loaded Model, or any module that takes token
             ids [1, n].
-        text: Text, the path of a text file, a list of texts, or token ids [n] or [B, n].
+        text: A string, a file (``Path``), a list of these, or token ids [n] or [B, n].
         head: Whether the outputs of the task head are needed; otherwise the trunk runs alone.
         length: Maximum number of tokens per sequence.
         samples: Number of sequences taken from one text.
@@ -176,7 +176,13 @@ def read_sequences(
     a_text = str | Path | TextColumn
     several = isinstance(text, list | tuple) and any(isinstance(part, a_text) for part in text)
     if text is not None and not several and not isinstance(text, a_text):
-        given = torch.as_tensor(text)
+        try:
+            given = torch.as_tensor(text)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                "text must be a string, a file (Path), a list of these, or token ids, "
+                f"got {shown(text)}"
+            ) from error
         if given.dtype.is_floating_point or given.ndim not in (1, 2) or not given.numel():
             raise UserError(
                 f"token ids must be integers [B, n] or [n], got {given.dtype} {tuple(given.shape)}"

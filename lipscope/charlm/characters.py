@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.study.texts import content
 
 HELD_OUT = 10
 """The last 1/HELD_OUT of a text is for testing."""
@@ -86,16 +87,8 @@ class CharacterText:
 
 
 def read_characters(text: str | Path, context: int) -> CharacterText:
-    """Encode a text or a UTF-8 file; line endings are translated, as in `lipscope measure`."""
-    try:
-        words = text if isinstance(text, str) else text.read_text(encoding="utf-8-sig")
-        return CharacterText.of(words, context)
-    except OSError as error:
-        raise UserError(f"the text {text} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"the text {text} is not UTF-8 (byte {error.start}); convert it first"
-        ) from error
+    """Encode a text or a UTF-8 file, read as `lipscope measure` reads it."""
+    return CharacterText.of(content(text), context)
 
 
 def _windows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:

@@ -113,10 +113,12 @@ def read_text(source: str) -> str | Path:
     """The path of a file, or the text on stdin with line endings translated as for a file."""
     if source != "-":
         return Path(source)
+    from lipscope.study.texts import Prose
+
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")  # without a byte order mark
         # Path.read_text translates line endings; bytes from a pipe need it done by hand.
-        return io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True)
+        return Prose(io.IncrementalNewlineDecoder(None, translate=True).decode(text, final=True))
     except UnicodeDecodeError as error:
         raise UserError(
             f"the text on stdin is not UTF-8 (byte {error.start}); convert it first"

@@ -107,6 +107,6 @@ def train(
 
 
 def _joined(sources: list[str]) -> str:
-    from lipscope.study.texts import content
+    from lipscope.study.texts import Prose, content
 
-    return "\n".join(content(read_text(source)) for source in sources)
+    return Prose("\n".join(content(read_text(source)) for source in sources))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from lipscope._types import UserError
 from lipscope.models.embedded import default_text
 from lipscope.models.model import Model
 from lipscope.study.records import SampleTokens
-from lipscope.study.texts import TextColumn, content, read_file, warn_of_unknown
+from lipscope.study.texts import TextColumn, content
 
 Text = Any
 """str | Path | list[str] | token ids (a list, a list of lists, or a tensor)."""
@@ -31,6 +32,13 @@ KINDS: dict[str, tuple[str, int | None]] = {
 """Arguments of models in words, and their number of dimensions; others have any."""
 
 DEFAULT_LENGTHS = (8, 16, 32, 64, 128, 256)
+
+MANY_UNKNOWN = 0.05
+"""Share of unknown tokens above which a text is not what the model was made for."""
+
+
+class TextWarning(UserWarning):
+    """A text that can be measured, but hardly as its owner means it."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +150,8 @@ def read(
     parts: list[str] | None = None
     if text is None:
         parts, name = [default_text()], "Python's help topics"
-    elif isinstance(text, Path):
-        parts, name = [read_file(text)], text.name
-    elif isinstance(text, str):
-        parts, name = [text], "text"
-    elif isinstance(text, TextColumn):
-        parts, name = [text.read()], f"{text.path.name}, column {text.column}"
+    elif _is_text(text):
+        parts, name = [content(text)], _text_name(text)
     elif isinstance(text, Sequence) and text and all(map(_is_text, text)):
         parts, name = [content(part) for part in text], f"{len(text)} texts"
     if parts is None:
@@ -185,6 +189,19 @@ def read(
         before=before,
         after=after,
     )
+
+
+def warn_of_unknown(model: Model, ids: Sequence[int]) -> None:
+    """Warn if many tokens of a text are unknown to the tokenizer: the numbers say little then."""
+    unknown = getattr(model.tokenizer, "unk_token_id", None)
+    count = 0 if unknown is None else ids.count(unknown)
+    if count > MANY_UNKNOWN * len(ids):
+        warnings.warn(
+            f"{count} of {len(ids)} tokens are unknown to the tokenizer; does it belong to "
+            f"{model.card.name}, and does it know the language of this text?",
+            TextWarning,
+            stacklevel=2,
+        )
 
 
 def check_vocabulary(model: Model, ids: Sequence[int]) -> None:
@@ -251,10 +268,17 @@ def _is_text(part: object) -> bool:
     return isinstance(part, str | Path | TextColumn)
 
 
+def _text_name(text: str | Path | TextColumn) -> str:
+    if isinstance(text, TextColumn):
+        return f"{text.path.name}, column {text.column}"
+    return text.name if isinstance(text, Path) else "text"
+
+
 def _id_rows(text: Text) -> list[list[int]]:
     """Token ids as rows, given as one row or many, nested or as a tensor."""
     nested = text.tolist() if hasattr(text, "tolist") else text
-    rows = list(nested) if isinstance(nested, Sequence) else []
+    # Not bytes: a sequence of integers, but a text or a path to whoever gives them.
+    rows = list(nested) if isinstance(nested, Sequence) and not isinstance(nested, bytes) else []
     if not any(isinstance(row, list | tuple) for row in rows):
         rows = [rows]
     # type(i), not isinstance: True is an int, and a mask is not a row of token ids.

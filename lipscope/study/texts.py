@@ -1,24 +1,17 @@
-"""Texts as they lie on disk: prose, or one column of a table; and whether a model knows them."""
+"""Texts as they are given: a string, a file of prose, or one column of a table."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import warnings
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lipscope._checks import shown
 from lipscope._types import UserError
-from lipscope.models.model import Model
-
-MANY_UNKNOWN = 0.05
-"""Share of unknown tokens above which a text is not what the model was made for."""
-
-
-class TextWarning(UserWarning):
-    """A text that can be measured, but hardly as its owner means it."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +84,28 @@ def read_file(path: Path) -> str:
         raise UserError(f"cannot read the text {path}: {error.strerror}") from error
 
 
-def content(text: str | Path | TextColumn) -> str:
-    """The text itself, wherever it is."""
-    if isinstance(text, str):
-        return text
-    return text.read() if isinstance(text, TextColumn) else read_file(text)
+class Prose(str):
+    """A string that is a text even if a file has this name, such as a line read from a file."""
 
 
-def warn_of_unknown(model: Model, ids: Sequence[int]) -> None:
-    """Warn if many tokens of a text are unknown to the tokenizer: the numbers say little then."""
-    unknown = getattr(model.tokenizer, "unk_token_id", None)
-    count = 0 if unknown is None else ids.count(unknown)
-    if count > MANY_UNKNOWN * len(ids):
-        warnings.warn(
-            f"{count} of {len(ids)} tokens are unknown to the tokenizer; does it belong to "
-            f"{model.card.name}, and does it know the language of this text?",
-            TextWarning,
-            stacklevel=2,
+def content(text: object) -> str:
+    """Return the text, read from its file if need be.
+
+    Raises:
+        UserError: If a file cannot be read, or a string is the name of a file: it would be measured
+            in place of the file, and the numbers would look plausible.
+    """
+    if isinstance(text, TextColumn):
+        return text.read()
+    if isinstance(text, Path):
+        return read_file(text)
+    if not isinstance(text, str):
+        raise UserError(f"a text must be a string or a file (Path), got {shown(text)}")
+    # A directory is not a text that could be meant, and its name ("data", ".") may well be one.
+    # os.path.exists is False for strings that cannot be paths: too long, or with NUL characters.
+    if not isinstance(text, Prose) and os.path.exists(text) and not os.path.isdir(text):
+        raise UserError(
+            f"the text {shown(text)} is the name of a file; give Path({shown(text)}) to read the "
+            "file, or add a line break to use the name as a text"
         )
+    return text

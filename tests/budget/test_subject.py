@@ -31,7 +31,13 @@ def test_windows_are_spread_over_the_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "no tokens"), (Path("nowhere.txt"), "cannot read"), ([[0.5]], "must be integers")],
+    [
+        ("", "no tokens"),
+        (Path("nowhere.txt"), "cannot read"),
+        ([[0.5]], "must be integers"),
+        (b"abc", "text must be"),
+        (["abc", 3], "a text must be"),
+    ],
 )
 def test_texts_without_tokens_are_errors(text, message):
     with pytest.raises(ls.UserError, match=message):

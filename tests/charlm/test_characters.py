@@ -55,7 +55,7 @@ def test_pairs_cost_what_counting_them_says():
         (b"too short", "9 characters"),
         (b"", "0 characters"),
         (b"a" * 500, "repeats a single character"),
-        (b"\xff\xfe" * 500, "not UTF-8 (byte 0)"),
+        (b"\xff\xfe" * 500, "not UTF-8 text (byte 0)"),
     ],
 )
 def test_bad_texts_are_refused_in_words(tmp_path, content, complaint):
@@ -68,7 +68,7 @@ def test_bad_texts_are_refused_in_words(tmp_path, content, complaint):
 
 @pytest.mark.parametrize("place", [Path("/nowhere/at/all"), Path(".")])
 def test_a_file_that_cannot_be_read_is_named(place):
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot read the text"):
         read_characters(place, 16)
 
 

@@ -77,6 +77,7 @@ def test_no_text_means_the_embedded_one(model):
         ([[]], None, WHOLE, "text must be a string"),
         ([1.5], None, WHOLE, "text must be a string"),
         (["ba", 3], None, WHOLE, "text must be a string"),
+        (b"ba", None, WHOLE, "text must be a string"),
         ([[1, 2], 3], None, WHOLE, "text must be a string"),
         (torch.tensor([0.5]), None, WHOLE, "text must be a string"),
         ([1, -1], None, WHOLE, "token id -1 is not in the vocabulary"),
