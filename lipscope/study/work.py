@@ -68,23 +68,43 @@ def start_sigma_work(
     # The recorded commit, not the branch: the branch may have moved since.
     revision = None if card.name == embedded.NAME else card.revision
     with threads_for(tokens=1):
-        model = _load(card.name, card.dtype, card.device, revision, card.random_init)
-    if model.card.weights != card.weights:
-        raise UserError(
-            f"the worker has other weights of {card.name}: they changed during the measurement, or "
-            "another machine has other files; start a new study"
+        model = _load(
+            card.name,
+            card.dtype,
+            card.device,
+            revision,
+            card.random_init,
+            weights=card.weights,
+            config=identity.config,
         )
-    if config_digest(model) != identity.config:
-        raise UserError(f"the worker has another configuration of {card.name}")
     return SigmaWork(model, inputs, identity, threads=threads)
 
 
 @lru_cache(maxsize=1)
 def _load(
-    name: str, dtype: str, device: str, revision: str | None, random_init: int | None
+    name: str,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    random_init: int | None,
+    *,
+    weights: str,
+    config: str,
 ) -> Model:
-    """A model, kept from one study of a sweep to the next."""
-    return load(name, dtype=dtype, device=device, revision=revision, random_init=random_init)
+    """A model, kept from one study of a sweep to the next.
+
+    The hash of the weights that the study read is part of the key, so a worker loads weights that
+    were rewritten in place. Errors are not kept: files that have been put right are read again.
+    """
+    model = load(name, dtype=dtype, device=device, revision=revision, random_init=random_init)
+    if model.card.weights != weights:
+        raise UserError(
+            f"the worker has other weights of {name}: they changed during the measurement, or "
+            "another machine has other files; start a new study"
+        )
+    if config_digest(model) != config:
+        raise UserError(f"the worker has another configuration of {name}")
+    return model
 
 
 def config_digest(model: Model) -> str:
