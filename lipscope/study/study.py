@@ -227,7 +227,9 @@ class Study:
     def law(self, scope: str, layer: int | None) -> Growth | None:
         """sigma ~ C n^alpha at one layer and scope; None if there are too few lengths to fit."""
         try:
-            return fit(scope, layer, [(row.n, row.value) for row in self.largest(scope, layer)])
+            rows = self.largest(scope, layer)
+            points = [(row.n, row.value) for row in rows]
+            return fit(scope, layer, points, [row.sample for row in rows])
         except UserError:
             return None
 

@@ -3,11 +3,13 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from scipy import stats
 
 from lipscope._types import UserError
-from lipscope.study.growth import fit
+from lipscope.study.growth import _correlated, fit
+from tests.campaigns.exponent_intervals import LENGTHS, PROMISED, measured
 
 
 def noisy(alpha, C, lengths, samples, noise, seed=0):
@@ -27,8 +29,9 @@ def test_an_exact_law_is_found_exactly():
 
 
 def test_interval_agrees_with_scipy():
-    points = noisy(0.3, 2.0, (8, 16, 32, 64, 128, 256), 3, 0.2)
-    law = fit("heads", 0, points)
+    points = noisy(0.3, 2.0, (8, 16, 32, 64, 128, 256), 3, 0.2, seed=1)
+    law = fit("heads", 0, points, [0, 1, 2] * 6)
+    assert law == fit("heads", 0, points)
     truth = stats.linregress([math.log(n) for n, _ in points], [math.log(v) for _, v in points])
     half = stats.t.ppf(0.975, len(points) - 2) * truth.stderr
     assert law.alpha == pytest.approx(truth.slope, rel=1e-12)
@@ -49,3 +52,51 @@ def test_too_few_lengths_are_refused():
         UserError, match=r"at least 3 lengths .* layer 1, scope heads has 2 \[8, 16\]"
     ):
         fit("heads", 1, [(8, 1.0), (16, 2.0), (16, 2.1), (32, 0.0), (64, math.inf)])
+
+
+def test_correlated_samples_get_an_interval_from_their_own_slopes():
+    """With every length in every sample, the variance of their mean, and the plain one as prior."""
+    x = np.log(LENGTHS)
+    rng = np.random.default_rng(3)
+    y = 0.3 * x + 0.2 * rng.normal(size=(4, len(LENGTHS))).cumsum(axis=1)
+    slopes = [stats.linregress(x, row).slope for row in y]
+    plain = stats.linregress(np.tile(x, 4), y.ravel()).stderr
+    spread = math.sqrt((3 * stats.sem(slopes) ** 2 + 2 * 3 * plain**2) / 5)
+    low, high = stats.t.interval(0.95, 5, np.mean(slopes), spread)
+    points = [(n, math.exp(v)) for row in y for n, v in zip(LENGTHS, row, strict=True)]
+    samples = [s for s in range(4) for _ in LENGTHS]
+    law = fit("attention", 0, points, samples)
+    assert (law.low, law.high) == pytest.approx((low, high), rel=1e-10)
+    shuffled = list(zip(points, samples, strict=True))
+    random.Random(0).shuffle(shuffled)
+    again = fit("attention", 0, [p for p, _ in shuffled], [s for _, s in shuffled])
+    assert (again.low, again.high) == pytest.approx((low, high), rel=1e-10)
+    # A sample with a single point, and points without samples, are no evidence of correlation.
+    alone = fit("attention", 0, points)
+    assert alone.high - alone.low < high - low
+    assert fit("attention", 0, points, [0] * len(points)).low == alone.low
+
+
+@pytest.mark.parametrize(("counts", "draws"), [((6,) * 8, 1500), ((6, 6, 5, 3, 2, 1), 3000)])
+def test_independent_residuals_count_as_correlated_in_one_draw_of_ten(counts, draws):
+    rng = np.random.default_rng(0)
+    x = np.log(LENGTHS)
+    found = 0
+    for _ in range(draws):
+        groups = [list(zip(x[:count], rng.normal(size=count), strict=True)) for count in counts]
+        found += _correlated(groups)
+    assert found / draws == pytest.approx(0.1, abs=0.025)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_intervals_cover_the_exponent_whatever_correlates(name):
+    """200 draws here; tests/campaigns/exponent_intervals.py makes thousands."""
+    plain, ours, _, middle = measured(PROMISED[name], 3, 200)
+    assert ours >= max(plain, 0.91)
+    if plain >= 0.93:
+        assert middle == pytest.approx(1, rel=1e-9)
+
+
+def test_random_walks_are_covered_where_the_plain_interval_fails():
+    plain, ours, _, _ = measured(PROMISED["random walk"], 3, 500)
+    assert plain < 0.90 and ours > 0.935
