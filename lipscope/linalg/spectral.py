@@ -126,7 +126,7 @@ def _iterate(
     """A finished run, whose bounds are not drawn yet, and how many steps each member took."""
     members, earlier = J.batch or 1, 0
     v = (
-        _random_start(J, members, solver.seed)
+        random_start(J, members, solver.seed)
         if start is None
         else start.reshape(members, -1).to(J.dtype)
     )
@@ -149,7 +149,7 @@ def _rough_start(J: LinearOperator, tol: float, solver: Solver) -> tuple[Tensor 
     return near.right if (size.isfinite() & (size > 0)).all() else None, steps
 
 
-def _random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
+def random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
     """Uniform directions, drawn where the operator lives.
 
     The seed is hashed: an input that was itself drawn with it must not be the start.

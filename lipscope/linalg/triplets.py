@@ -14,7 +14,7 @@ from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.operator import LinearOperator, Pair
-from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
+from lipscope.linalg.spectral import Solver, fresh_seed, random_start, spectral_norm
 
 
 @explained
@@ -34,7 +34,9 @@ def singular_triplets(
 
     Returns:
         k estimates in the order they were found. All k upper bounds hold together with the
-        confidence that each of them states.
+        confidence that each of them states. Left vectors are orthonormal, and so are right ones,
+        also past the rank of J, where the value is zero up to rounding and any vectors orthogonal
+        to the earlier ones belong to it.
 
     Raises:
         UserError: If k is out of range.
@@ -69,9 +71,46 @@ def singular_triplets(
         least = _smaller(least, e.lower)
         lower = e.lower if not found else _positive(least - mixed)
         confidence = 1 - solver.failure if e.confidence else 0.0
-        found.append(replace(e, lower=lower, upper=e.upper + blur, confidence=confidence))
+        left, right = ([getattr(one, side) for one in found] for side in ("left", "right"))
+        found.append(
+            replace(
+                e,
+                lower=lower,
+                upper=e.upper + blur,
+                confidence=confidence,
+                left=_orthonormal(J.T, e.left, left, fresh_seed(first, f"left {i}")),
+                right=_orthonormal(J, e.right, right, fresh_seed(first, f"right {i}")),
+            )
+        )
         blur = mixed
     return found
+
+
+def _orthonormal(J: LinearOperator, x: Tensor, others: list[Tensor], seed: int) -> Tensor:
+    """A vector of J's domain as a unit vector orthogonal to the unit vectors `others`.
+
+    Past the rank nothing but rounding is left in x: it is then replaced by a random vector.
+    """
+    members = J.batch or 1
+    rows = [v.reshape(members, -1).double() for v in others]
+
+    def purified(y: Tensor) -> tuple[Tensor, Tensor]:
+        """Unit vectors, and which of them were orthogonal to the others to begin with."""
+        y = y.reshape(members, -1).double()
+        y = y / J.ranks.norm(y.norm(dim=1))[:, None]
+        usable = torch.ones(members, dtype=torch.bool, device=y.device)
+        for _ in range(2):  # the second time takes out what the first one rounded
+            for v in rows:
+                y = y - J.ranks.sum((y * v).sum(dim=1, keepdim=True)) * v
+            size = J.ranks.norm(y.norm(dim=1))
+            usable &= size > 0.5
+            y = y / size[:, None]
+        return y, usable
+
+    y, usable = purified(x)
+    if not usable.all():
+        y = torch.where(usable[:, None], y, purified(random_start(J, members, seed))[0])
+    return y.to(x.dtype).reshape(x.shape)
 
 
 def _smaller(x: Any, y: Any) -> Any:

@@ -246,5 +246,5 @@ def test_a_start_is_not_the_numbers_of_its_seed():
     """An input drawn with the solver's own seed must not be the start."""
     drawn = torch.randn(1, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     assert not torch.equal(
-        spectral._random_start(dense_operator(torch.eye(6).double()), 1, 3), drawn
+        spectral.random_start(dense_operator(torch.eye(6).double()), 1, 3), drawn
     )
