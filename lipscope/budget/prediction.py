@@ -214,7 +214,7 @@ def _price_sequence(
             # One sequence is enough to see what a format does; it takes three more runs.
             curved = second_order(subject, f, metric, embeddings) if b == 0 else None
         else:
-            sites, q, curved = _follow(subject, lows[f.name], metric, probes, seed)
+            sites, q, curved = _follow(subject, lows[f.name], metric, probes, seed, exact)
         observed = None
         if settings.observe:
             low = subject if f.dtype is None else replace(lows[f.name], sequences=subject.sequences)
@@ -233,13 +233,15 @@ def _price_sequence(
 
 
 def _follow(
-    subject: Subject, low: Subject, metric: Metric, probes: int, seed: int
+    subject: Subject, low: Subject, metric: Metric, probes: int, seed: int, exact: Tensor
 ) -> tuple[list[ErrorSite], Tensor, tuple[float, float]]:
     """Sites of a run in a dtype, their sums [K, sites], and how linear its error is."""
     generator = torch.Generator().manual_seed(seed)
     run = follow_run(subject, low, subject.sequences[0])
     y = metric.read(run.output)
-    change = metric.read(run.run[0]).detach().to(y.dtype) - y.detach()
+    # From a run of its own: the one that follows takes the same decisions (experts, clipping) as
+    # the run in low precision, and an error that comes from another decision is not linear.
+    change = metric.read(run.run[0]).detach().to(y.dtype) - exact
     parts = []
     missed = made = 0.0
     for batch in batches(probes, [r.exact for r in run.roundings]):

@@ -16,10 +16,13 @@ adds E <g_s, e_s>^2 for them instead.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipscope._torch_internals import tree_leaves, tree_map
+from lipscope._types import UserError
 from lipscope.budget.probing import gradients
 from lipscope.budget.subject import (
     Sample,
@@ -37,12 +41,27 @@ from lipscope.budget.subject import (
     layer_of,
     with_last,
 )
+from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
+from lipscope.models.precision import CASTS
 from lipscope.models.running import hooked
 
-IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 WEIGHT = "weight"
 """The kind of the error that rounding the parameters makes."""
+
+IN_PLACE = re.compile(r"__setitem__|__i(add|sub|mul|(true|floor)?div|mod|pow|matmul)__|.*[^_]_")
+"""Names of functions that write into an argument."""
+
+WITHOUT_VALUES = re.compile(
+    r"(new_)?empty(_like|_strided|_permuted)?|new|rand.*|normal_?|bernoulli_?|uniform_|"
+    r"exponential_|cauchy_|geometric_|log_normal_|random_"
+)
+"""Names of functions that return memory never written, or numbers drawn at random: no errors."""
+
+RESIZING = ("resize_", "resize_as_")
+
+DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+"""Functions that end the graph of gradients; errors stay, as the memory is the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +94,9 @@ class RoundingTrace(TorchFunctionMode):
         self.noted: list[Rounding] = []
         self.layer: int | None = None
         self._paused = False
-        # By id; the tensor itself is kept, so that its id is not given to another one.
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        # By memory, then by the part of it that a tensor shows, whichever object it is. The tensor
+        # is kept, so that its memory is not given to another one.
+        self._pairs: dict[int, dict[Any, tuple[Tensor, Tensor]]] = {}
 
     def roundings(self) -> list[Rounding]:
         """What was noted, without the operations that happened to be exact."""
@@ -88,12 +108,16 @@ class RoundingTrace(TorchFunctionMode):
 
     def pair(self, low: Tensor, exact: Tensor) -> None:
         """Let `exact` stand for `low` in the reference."""
-        self._pairs[id(low)] = low, exact
+        self._pairs.setdefault(_storage(low), {})[_part(low)] = low, exact
 
     def exact(self, low: Tensor) -> Tensor:
         """The tensor of the reference that belongs to a tensor of the low-precision run."""
-        pair = self._pairs.get(id(low))
-        return low.to(self.high) if pair is None else pair[1]
+        found = self._pairs.get(_storage(low), {}).get(_part(low))
+        if found is None:
+            # Kept, because a view of it may be written into later.
+            found = low, self._raised(low)
+            self.pair(*found)
+        return found[1]
 
     def __torch_function__(
         self,
@@ -123,54 +147,146 @@ class RoundingTrace(TorchFunctionMode):
         name: str | None = None,
     ) -> Any:
         """Run an operation in low precision, and in high precision on both kinds of arguments."""
-        given = tree_leaves((args, kwargs))
         name = name or str(getattr(func, "__name__", type(func).__name__))
-        in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        local = self._raised((args, kwargs), clone=in_place) if in_place else None
-        low = func(*args, **kwargs)
-        changed = args[0] if in_place else low
-        results = [x for x in tree_leaves(changed) if _is_float(x)]
-        if not any(_is_float(x) for x in given) or not results:
-            return low
-        if not in_place and all(any(r is x for x in given) for r in results):
-            return low  # the operation returned its argument
-        if func is nn.functional.embedding:
-            self._note_rows(low, *args[:2])
-            return low
-        noted = [r.dtype.itemsize <= self.low.itemsize for r in results]
-        if not in_place:
-            # Views have no error, and neither have results wider than the format's: intermediate
-            # values that it does not round.
-            stored = {_storage(x) for x in given if _is_float(x)}
-            noted = [n and _storage(r) not in stored for n, r in zip(noted, results, strict=True)]
-        exact_args = tree_map(lambda x: self.exact(x) if _is_float(x) else x, (args, kwargs))
-        if in_place:
-            # Into a copy: what was noted about the tensor before the change must stay as it is.
-            exact_args = ((exact_args[0][0].clone(), *exact_args[0][1:]), exact_args[1])
-        unrounded: Any = None
-        with arithmetic(self.high):
-            if any(noted):
-                local = local or self._raised((args, kwargs))
-                with torch.no_grad():
-                    unrounded = func(*local[0], **local[1])
-            exact = func(*exact_args[0], **exact_args[1])
-        if in_place:
-            unrounded, exact = local[0][0] if local else None, exact_args[0][0]
-        exacts = [x for x in tree_leaves(exact) if _is_float(x)]
-        befores = [x for x in tree_leaves(unrounded) if _is_float(x)] if any(noted) else exacts
-        for result, before, reference, wanted in zip(results, befores, exacts, noted, strict=True):
-            self._note(name, result, before if wanted else None, reference)
+        if func in DETACHING:
+            return func(*args, **kwargs)
+        given = _floats((args, kwargs))
+        out = {"out": kwargs.pop("out")} if kwargs.get("out") is not None else {}
+        in_place = _writes_argument(func, name, args, kwargs)
+        # Before the change: the error is that of what is written, given what was there.
+        local = self._raised_all((args, kwargs)) if in_place else None
+        resized = self.exact(args[0]).reshape(-1) if name in RESIZING else None
+        versions = [x._version for x in given]
+        low = func(*args, **kwargs, **out)
+        changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
+        changed = list({id(x): x for x in changed}.values())
+        if changed and not in_place and not out:
+            raise UserError(
+                f"the operation {name} changes one of its arguments, which a budget of the whole "
+                "run cannot follow; use a version of it that returns a new tensor"
+            )
+        results = _floats(out) or changed or _floats(low)
+        # Errors also pass where the model asks for no gradients.
+        with torch.enable_grad():
+            if resized is not None:
+                # Behind its old entries a tensor shows memory that was never written.
+                entries = torch.cat([resized, self._raised(low).flatten()[resized.numel() :]])
+                self._rewrite(low, entries[: low.numel()].view(low.shape))
+            elif WITHOUT_VALUES.fullmatch(name):
+                for x in changed:
+                    self._rewrite(x, self._raised(x))
+            elif not given:
+                self._note_constants(name, func, args, kwargs, results)
+            elif changed or not all(any(r is x for x in given) for r in results):
+                into = [] if out else changed
+                self._refer(name, func, (args, kwargs), results, into, bool(changed), local)
         return low
+
+    def _refer(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        results: list[Tensor],
+        into: list[Tensor],
+        written: bool,
+        local: Any,
+    ) -> None:
+        """Repeat an operation in high precision, and note what its low precision adds.
+
+        Args:
+            name: The name of the operation.
+            func: The function.
+            given: Its arguments and keyword arguments, without out.
+            results: The tensors that hold the results of the low-precision run.
+            into: The arguments that the function changes.
+            written: Whether the results lie in memory that was there before.
+            local: The arguments in high precision, where they had to be copied before the change.
+        """
+        args, kwargs = given
+        if func is nn.functional.embedding:
+            ids, table = (*args, *(kwargs[key] for key in ("input", "weight") if key in kwargs))[:2]
+            if self.exact(table).is_leaf:
+                self._note_rows(results[0], ids, table)
+                return
+        noted = [self._rounds(r) for r in results]
+        if not written:
+            # Views have no error.
+            stored = {_storage(x) for x in _floats(given)}
+            noted = [n and _storage(r) not in stored for n, r in zip(noted, results, strict=True)]
+        # Into copies: what was noted about a tensor before it changes must stay as it is.
+        copies = {id(x): self.exact(x).clone() for x in into}
+        exact_args, exact_kwargs = tree_map(
+            lambda x: copies.get(id(x), self.exact(x)) if _is_float(x) else x, given
+        )
+        with arithmetic(self.high):
+            exacts = _floats(func(*exact_args, **exact_kwargs))
+            befores = exacts
+            if any(noted):
+                local = local or self._raised_all(given)
+                with torch.no_grad():
+                    befores = _floats(func(*local[0], **local[1]))
+        if into:
+            exacts = befores = list(copies.values())
+            if any(noted):
+                raised = dict(zip(map(id, _floats(given)), _floats(local), strict=True))
+                befores = [raised[id(x)] for x in into]
+        for result, before, exact, wanted in zip(results, befores, exacts, noted, strict=True):
+            self._note(name, result, before if wanted else None, exact)
+            if written:
+                self._rewrite(result, self.exact(result))
+
+    def _rewrite(self, low: Tensor, exact: Tensor) -> None:
+        """Pair a tensor that was written, and every tensor that sees the change in its memory."""
+        self.pair(low, exact)
+        for other, before in list(self._pairs[_storage(low)].values()):
+            if _part(other) != _part(low):
+                self.pair(other, _overwritten(other, before, low, exact))
+
+    def _rounds(self, low: Tensor) -> bool:
+        """Whether the format rounds this result; wider ones are intermediate values to it."""
+        return low.dtype.to_real().itemsize <= self.low.itemsize
 
     def _note(self, name: str, low: Tensor, unrounded: Tensor | None, exact: Tensor) -> None:
         """Pair a result with the reference, and note its error if the result was rounded."""
         if unrounded is not None:
-            error = low.detach().to(self.high) - unrounded.to(self.high)
+            error = self._raised(low)
+            error = error - unrounded.to(error.dtype)
             # Infinite entries are masks; they are equal, or the run is lost anyway.
             error = torch.where(error.isfinite(), error, 0)
             exact = exact if exact.requires_grad else exact.detach().requires_grad_()
             self.noted.append(Rounding(name, self.layer, exact, error))
         self.pair(low, exact)
+
+    def _note_constants(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        results: list[Tensor],
+    ) -> None:
+        """Note the rounding of numbers that are written into a new tensor: 1/3, position 1001."""
+        if not any(self._rounds(r) for r in results):
+            return
+        wide = tree_map(
+            lambda x: self.high if isinstance(x, torch.dtype) and x.is_floating_point else x,
+            (args, kwargs),
+        )
+        exact = args[0].to(self.high) if func in CASTS else func(*wide[0], **wide[1])
+        for result, reference in zip(results, _floats(exact), strict=True):
+            if self._rounds(result) and bool((result.to(reference.dtype) != reference).any()):
+                self._note(name, result, reference, reference)
+
+    def note_stored(
+        self, low: Tensor, exact: Tensor, layer: int | None, kind: str = WEIGHT
+    ) -> None:
+        """Pair a parameter, buffer or input with that of the reference, and note its rounding."""
+        exact = exact.detach().requires_grad_()
+        self.pair(low, exact)
+        if self._rounds(low):
+            error = self._raised(low) - exact.detach()
+            self.noted.append(Rounding(kind, layer, exact, error))
 
     def _note_rows(self, low: Tensor, ids: Tensor, table: Tensor) -> None:
         """Rows of an embedding: only those in use are parameters, and each is rounded once."""
@@ -180,13 +296,21 @@ class RoundingTrace(TorchFunctionMode):
         self.noted.append(Rounding(WEIGHT, self.layer, rows, error))
         self.pair(low, rows[places])
 
-    def _raised(self, tree: Any, clone: bool = False) -> Any:
-        """The arguments in high precision, as the low-precision run has them."""
+    def _raised(self, low: Tensor) -> Tensor:
+        """A copy of the values of the low-precision run, in high precision."""
+        high = self.high.to_complex() if low.is_complex() else self.high
+        return low.detach().to(high, copy=True)
+
+    def _raised_all(self, tree: Any) -> Any:
+        """Arguments as the low-precision run has them, in high precision."""
+        made: dict[int, Tensor] = {}
 
         def raised(x: Any) -> Any:
             if not _is_float(x):
                 return x
-            return x.detach().to(self.high, copy=clone)
+            if id(x) not in made:
+                made[id(x)] = self._raised(x)
+            return made[id(x)]
 
         return tree_map(raised, tree)
 
@@ -209,12 +333,8 @@ class Followed:
 def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
     """Run a sample in low precision and follow it by the reference."""
     trace = RoundingTrace(low.dtype, reference.dtype)
-    pairs = zip(low.module.named_parameters(), reference.module.named_parameters(), strict=True)
-    for (name, rounded), (_, parameter) in pairs:
-        exact = parameter.detach().requires_grad_()
-        trace.pair(rounded, exact)
-        error = rounded.detach().to(reference.dtype) - exact.detach()
-        trace.noted.append(Rounding(WEIGHT, layer_of(name), exact, error))
+    for (name, rounded), (_, stored) in zip(_tensors(low), _tensors(reference), strict=True):
+        trace.note_stored(rounded, stored, layer_of(name))
     sample = _rounded_inputs(trace, low, sample)
     with (
         plugged(low.module, low.attention),
@@ -224,7 +344,7 @@ def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
         torch.enable_grad(),
         trace,
     ):
-        output = low.run(sample)
+        output = _run(trace, low, sample)
     states = with_last(seen, output)
     return Followed(
         output=tree_map(lambda x: trace.exact(x) if _is_float(x) else x, output),
@@ -240,15 +360,33 @@ def _rounded_inputs(trace: RoundingTrace, low: Subject, sample: Sample) -> Sampl
     def rounded(x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x
-        exact, given = x.to(trace.high).requires_grad_(), low.cast(x)
-        trace.pair(given, exact)
-        error = given.to(trace.high) - exact.detach()
-        trace.noted.append(Rounding("input", None, exact, error))
+        given = low.cast(x)
+        trace.note_stored(given, x.to(trace.high), None, kind="input")
         return given
 
     if isinstance(sample, Tensor):
         return rounded(sample)
     return replace(sample, arguments={k: rounded(x) for k, x in sample.arguments.items()})
+
+
+def _tensors(subject: Subject) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers in floating point, by name."""
+    tensors = [*subject.module.named_parameters(), *subject.module.named_buffers()]
+    return [(name, x) for name, x in tensors if _is_float(x)]
+
+
+def _run(trace: RoundingTrace, low: Subject, sample: Sample) -> Any:
+    """The output of the run that `trace` follows, or an error if there is no such run."""
+    try:
+        return low.run(sample)
+    except RuntimeError:
+        try:
+            with trace.paused():
+                low.run(sample)
+        except RuntimeError as error:
+            kind = str(low.dtype).removeprefix("torch.")
+            raise UserError(f"{low.name} does not run in {kind} ({on_one_line(error)})") from error
+        raise
 
 
 @contextmanager
@@ -269,11 +407,14 @@ def _attention_as_one(trace: RoundingTrace) -> Iterator[None]:
     """Follow lipscope's attention as a single operation, its inner rounding included."""
 
     def attend_once(call: AttentionCall) -> Tensor:
-        def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return replace(call, q=q, k=k, v=v).output()
+        def output(
+            q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+        ) -> Tensor:
+            return replace(call, q=q, k=k, v=v, mask=mask, sinks=sinks).output()
 
         with trace.paused():
-            return trace.follow(output, (call.q, call.k, call.v), {}, name="attend")
+            arguments = (call.q, call.k, call.v, call.mask, call.sinks)
+            return trace.follow(output, arguments, {}, name="attend")
 
     with listening(attend_once):
         yield
@@ -283,8 +424,60 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+def _part(x: Tensor) -> tuple[Any, ...]:
+    """What a tensor shows of its memory."""
+    return x.dtype, x.storage_offset(), x.shape, x.stride(), x.is_conj(), x.is_neg()
+
+
 def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if _is_float(x)]
+
+
+def _writes_argument(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a function is one that changes its argument: x += y, x.add_(y), relu(x, True)."""
+    if IN_PLACE.fullmatch(name):
+        return True
+    at = _place_of_in_place(func) if isinstance(func, FunctionType) else None
+    return at is not None and bool(kwargs.get("inplace", args[at] if at < len(args) else False))
+
+
+@lru_cache
+def _place_of_in_place(func: FunctionType) -> int | None:
+    names = list(inspect.signature(func, follow_wrapped=False).parameters)
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _overwritten(x: Tensor, exact: Tensor, written: Tensor, values: Tensor) -> Tensor:
+    """The reference of x, after `values` became that of a tensor which may share entries with x."""
+    if x.is_complex():
+        return torch.view_as_complex(
+            _overwritten(torch.view_as_real(x), torch.view_as_real(exact), written, values)
+        )
+    if written.is_complex():
+        written, values = torch.view_as_real(written), torch.view_as_real(values)
+    own, theirs = _places(x), _places(written)
+    if not x.numel() or not written.numel():
+        return exact
+    found = theirs.new_full((int(max(own.max(), theirs.max())) + 1,), -1)
+    found[theirs.reshape(-1)] = torch.arange(written.numel(), device=x.device)
+    entry = found[own]
+    if not bool((entry >= 0).any()):
+        return exact
+    return torch.where(entry >= 0, values.reshape(-1)[entry.clamp_min(0)].to(exact), exact)
+
+
+def _places(x: Tensor) -> Tensor:
+    """Where the entries of a tensor lie in its memory, in the shape of the tensor."""
+    found = torch.full((), int(x.storage_offset()), device=x.device)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        found = found[..., None] + stride * torch.arange(size, device=x.device)
+    return found
 
 
 def squared_errors(
@@ -309,10 +502,15 @@ def squared_errors(
     none = probes[0].new_zeros(len(probes[0]))
     squares, sums = [], []
     for r, g in zip(roundings, found, strict=True):
-        product = none[:, None] if g is None else (g * r.error).flatten(1)
+        product = none[:, None] if g is None else _parts(g) * _parts(r.error[None])
         sums.append(product.sum(dim=1))
         together = aligned and r.aligned
         squares.append(sums[-1].square() if together else product.square().sum(dim=1))
     # One transfer for all of them: each one would wait for the device.
     both = torch.stack([torch.stack(squares, dim=1), torch.stack(sums, dim=1)]).double().cpu()
     return both[0], both[1]
+
+
+def _parts(x: Tensor) -> Tensor:
+    """Tensors [K, ...] as [K, numbers]; a complex entry is two numbers."""
+    return (torch.view_as_real(x) if x.is_complex() else x).reshape(len(x), -1)

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lipscope._checks import shown
 from lipscope._types import UserError
+from lipscope.models._transformers_internals import random_model
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
@@ -88,7 +90,8 @@ class Subject:
     def in_dtype(self, dtype: torch.dtype) -> Subject:
         """The same model with its parameters rounded to `dtype`, as from_pretrained would load it.
 
-        Buffers (the frequencies of rotary positions) stay in float32, as they do there.
+        Buffers get the dtype that the architecture gives them there: the frequencies of rotary
+        positions stay in float32, decay rates may not.
         """
         if torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps:
             coarse, exact = (str(kind).removeprefix("torch.") for kind in (dtype, self.dtype))
@@ -99,9 +102,10 @@ class Subject:
         module = copy.deepcopy(self.module)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
-        for buffer in module.buffers():
+        dtypes = _buffer_dtypes(module, dtype)
+        for name, buffer in module.named_buffers():
             if buffer.is_floating_point():
-                buffer.data = buffer.data.float()
+                buffer.data = buffer.data.to(dtypes.get(name, torch.float32))
         return replace(self, module=module, dtype=dtype, attention=self.own)
 
 
@@ -233,6 +237,18 @@ def _rows_of(inputs: Any) -> list[Sample]:
         )
         for i in range(sizes.pop())
     ]
+
+
+def _buffer_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of buffers in a transformers model that is built in `dtype`."""
+    if not isinstance(module, PreTrainedModel):
+        return {}
+    try:
+        with torch.device("meta"):
+            built = random_model(type(module), copy.deepcopy(module.config), dtype)
+    except Exception:  # an encoder that its model builds with more than a configuration
+        return {}
+    return {name: buffer.dtype for name, buffer in built.named_buffers()}
 
 
 def own_attention(module: nn.Module) -> str:

@@ -27,6 +27,8 @@ def attention_in_force(config: PretrainedConfig) -> Any:
     return config._attn_implementation
 
 
-def random_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model with random float32 weights by its own rule; the public constructor skips dtypes."""
-    return kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
+def random_model(
+    kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A model with random weights by its own rule; the public constructor skips dtypes."""
+    return kind._from_config(config, dtype=dtype, attn_implementation="eager")
