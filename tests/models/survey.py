@@ -1,24 +1,31 @@
 """Every architecture that transformers can build small: measured, refused, or worse.
 
-    python -m tests.models.survey                # all of them, about an hour on one core; resumes
-    python -m tests.models.survey bert llama     # some of them, with their reasons
-    python -m tests.models.survey --new-scopes   # those measured before, at scopes added since
-    python -m tests.models.survey --page > docs/models.md      # the page, from the results
+    python -m tests.models.survey --workers 16         # all of them; resumes
+    python -m tests.models.survey --only bert llama    # some of them, again, with their reasons
+    python -m tests.models.survey --store FILE...      # keep results, and write the pages
+    python -m tests.models.survey --pages              # the pages, from the results that are kept
 
-Results are kept in the folder for temporary files, one JSON line per architecture.
+An architecture that can be measured is also asked for its budgets in bf16, int8 and kv4, and a
+clean bf16 port of it and one with a planted bug are compared with it (survey_budgets.py). Each one
+runs in a process of its own, and appends a JSON line to --results, by default in the folder for
+temporary files; --store merges such files into benchmarks/results. It needs torch, transformers
+and the packages that lipscope itself needs; no network, no GPU.
 """
 
 import argparse
 import copy
 import json
-import re
+import multiprocessing
+import multiprocessing.connection
+import os
 import signal
 import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Iterable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +39,14 @@ from lipscope.models._transformers_internals import CONFIG_MAPPING, random_model
 from lipscope.models.loading import _base_classes, load
 from lipscope.models.scopes import SCOPES
 from tests.models.small import small_configs
+from tests.models.survey_budgets import budget_cells, samples_of
+from tests.models.survey_page import STORED, stored, write_pages
 
 SECONDS = 60
-"""Processor time that one architecture may take."""
+"""Processor time that one architecture may take to be measured, and again for each budget."""
+
+DEADLINE = 900
+"""Seconds after which the process of an architecture is stopped, whatever it does."""
 
 RESULTS = Path(tempfile.gettempdir()) / "lipscope-survey.jsonl"
 LARGEST = 30_000_000
@@ -45,11 +57,19 @@ class TooSlow(BaseException):
     """The time limit; not an Exception, so that nothing on the way takes it for a refusal."""
 
 
-def examine(name: str, known: Collection[str] = ()) -> dict[str, Any]:
-    """One architecture: its outcome, the scopes that were measured, or the reason why not.
+def examine(name: str) -> dict[str, Any]:
+    """One architecture: its outcome, the scopes that were measured, and its budgets."""
+    measured: list[tuple[Any, dict[str, Any]]] = []
+    row = {"name": name, **limited(lambda: _examine(name, measured))}
+    if row["outcome"] == "measured":
+        model, inputs = measured[-1]
+        given = samples_of(model, inputs)
+        row["budgets"] = {cell: limited(work) for cell, work in budget_cells(model, given)}
+    return row
 
-    Scopes in `known` have been measured before: their sites are found again, not solved.
-    """
+
+def limited(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` finds within the time limit, or how it failed; with the seconds it took."""
 
     def stop(*_: Any) -> None:
         raise TooSlow
@@ -58,7 +78,7 @@ def examine(name: str, known: Collection[str] = ()) -> dict[str, Any]:
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     started = time.process_time()
     try:
-        found = _examine(name, known)
+        found = work()
     except TooSlow:
         found = {"outcome": "slow", "reason": f"more than {SECONDS} s"}
     except UserError as error:
@@ -68,10 +88,10 @@ def examine(name: str, known: Collection[str] = ()) -> dict[str, Any]:
         found = {"outcome": "crashed", "reason": reason}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return {"name": name, **found, "seconds": round(time.process_time() - started, 1)}
+    return {**found, "seconds": round(time.process_time() - started, 1)}
 
 
-def _examine(name: str, known: Collection[str] = ()) -> dict[str, Any]:
+def _examine(name: str, measured: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
     reasons, refusal = [], None
     try:
         for config in small_configs(CONFIG_MAPPING[name]):
@@ -79,12 +99,15 @@ def _examine(name: str, known: Collection[str] = ()) -> dict[str, Any]:
             if not kinds:
                 return {"outcome": "refused", "reason": "no trunk with hidden states"}
             try:
-                module = _build(kinds[0], config, name)
+                module = _build(kinds[0], config)
             except Exception as error:
                 reasons.append(f"{type(error).__name__}: {str(error)[:200]}")
                 continue
             try:
-                return {"class": type(module).__name__, **_measure(module, known)}
+                model = load(module)
+                inputs = _inputs(model)
+                measured.append((model, inputs))
+                return {"class": type(module).__name__, **_measure(model, inputs)}
             except UserError as error:
                 # Sizes that do not fit together look like a model that needs other inputs.
                 refusal = refusal or error
@@ -99,7 +122,7 @@ def _examine(name: str, known: Collection[str] = ()) -> dict[str, Any]:
     return {"outcome": "not built", "reason": (reasons or ["no small configuration"])[0]}
 
 
-def _build(kind: Any, config: Any, name: str) -> Any:
+def _build(kind: Any, config: Any) -> Any:
     with torch.device("meta"):
         empty = random_model(kind, copy.deepcopy(config))
     if sum(p.numel() for p in empty.parameters()) > LARGEST:
@@ -116,18 +139,15 @@ def _where(error: BaseException) -> str:
     return " ".join(f"{Path(f.filename).name}:{f.lineno}" for f in here[-3:])
 
 
-def _measure(module: Any, known: Collection[str]) -> dict[str, Any]:
+def _measure(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """The scopes at which the norm of the Jacobian is found, at the first and the last layer."""
-    model = load(module)
-    survey = model.survey(**_inputs(model))
+    survey = model.survey(**inputs)
     scopes, reasons = [], []
     for scope in SCOPES:
         try:
             model.check_scopes([scope])
             for layer in {0, model.layers - 1} if scope != "model" else {None}:
                 site = survey.site(scope, layer)
-                if scope in known:
-                    continue
                 found = spectral_norm(
                     jacobian(site.f, site.X), tol=0.1, solver=Solver(max_steps=20)
                 )
@@ -172,130 +192,91 @@ def _inputs(model: Any) -> dict[str, Any]:
     raise AssertionError(kind)
 
 
-def results() -> dict[str, dict[str, Any]]:
-    """What has been found so far, by name; a line that was cut short does not count."""
-    found = {}
-    if RESULTS.exists():
-        for line in RESULTS.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            found[row["name"]] = row
-    return found
+def examine_all(names: Iterable[str], workers: int, results: Path) -> Counter[str]:
+    """Examine architectures in processes of their own, and append a line for each of them."""
+    context = multiprocessing.get_context("fork")
+    waiting, counts = list(names)[::-1], Counter[str]()
+    running: dict[Any, tuple[str, ForkProcess, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            name = waiting.pop()
+            end, other = context.Pipe(duplex=False)
+            process = context.Process(target=_send, args=(name, other))
+            process.start()
+            other.close()
+            running[end] = name, process, time.monotonic()
+        for end in multiprocessing.connection.wait(list(running), timeout=5.0):
+            row = _received(end, *running.pop(end)[:2])
+            counts.update(_keep(row, results))
+        for end, (name, process, started) in list(running.items()):
+            if time.monotonic() - started > DEADLINE:
+                process.kill()
+                del running[end]
+                late = {"name": name, "outcome": "slow", "reason": f"more than {DEADLINE} s"}
+                counts.update(_keep(late, results))
+    return counts
 
 
-def _keep(row: dict[str, Any]) -> dict[str, Any]:
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+def _send(name: str, end: Any) -> None:
+    end.send(examine(name))
+
+
+def _received(end: Any, name: str, process: ForkProcess) -> dict[str, Any]:
+    try:
+        row = end.recv()
+    except EOFError:
+        row = {"name": name, "outcome": "crashed", "reason": "the process died"}
+    process.join()
     return row
 
 
-MISFIT = (
-    "size of tensor|split_with_sizes|shape '|shapes cannot|expected input|doesn't match model|"
-    "out of range|repeat_interleave|without overflow|`sliding_window`"
-)
-"""What a model says when its small sizes do not fit together; its own may well do."""
-
-WHY = {
-    "sizes in floating point": "computes sizes in floating point: rounding cannot be probed",
-    "no trunk": "part of another model, or a task without hidden states",
-    "lipscope's attention": "attention that lipscope cannot replace, and no scope around it",
-    "own attention code": "attention that lipscope cannot replace, and no scope around it",
-    "map of a single sequence": "attention that lipscope cannot replace, and no scope around it",
-    "cuts a sample": "no sequences of tokens inside: convolutions, windows",
-    "non-finite": "values that are not finite with small random weights",
-    "does not run on": "needs more inputs: give them all with `inputs=`",
-    "not tokens; in Python": "reads sound or something else: give it with `inputs=`",
-    "not sequences": "no sequences of tokens inside: convolutions, windows",
-    "concatenates": "no sequences of tokens inside: convolutions, windows",
-    "cannot find its blocks": "no list of blocks",
-    "its encoder": "an encoder that cannot be run alone",
-    "hidden states": "no hidden states",
-}
-"""Groups of refusals, by a piece of the sentence; the first that matches."""
+def _keep(row: dict[str, Any], results: Path) -> list[str]:
+    """Append a row to the results, print it, and list its outcomes."""
+    with results.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    cells = row.get("budgets", {})
+    outcomes = [f"{cell} {found['outcome']}" for cell, found in cells.items()]
+    reasons = [found["reason"] for found in (row, *cells.values()) if "reason" in found]
+    print(row["name"], row["outcome"], ", ".join([*outcomes, *reasons]), flush=True)
+    return [row["outcome"], *outcomes]
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    """docs/models.md: what was measured, by scopes, and what was not, by reason."""
-    counts = Counter(row["outcome"] for row in found.values())
-    measured, refused = defaultdict(list), defaultdict(list)
-    for name, row in sorted(found.items()):
-        if row["outcome"] == "refused" and re.search(MISFIT, row["reason"]):
-            counts.subtract(["refused"])
-            counts.update(["not built"])
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """What a file of results holds, by name; a line that was cut short does not count."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
             continue
-        if row["outcome"] == "measured":
-            measured[", ".join(row["scopes"])].append(f"`{name}`")
-        elif row["outcome"] == "refused":
-            why = [group for piece, group in WHY.items() if piece in row["reason"]]
-            refused[(why or ["another reason"])[0]].append(f"`{name}`")
-    return PAGE.format(
-        version=transformers.__version__,
-        names=len(list(CONFIG_MAPPING)),
-        total=len(found),
-        measured=counts["measured"],
-        refused=counts["refused"],
-        crashed=counts["crashed"] + counts["slow"],
-        not_built=counts["not built"],
-        table=_table(("scopes", "architectures (`model_type`)"), measured),
-        refusals=_table(("why", "architectures (`model_type`)"), refused),
-    )
-
-
-def _table(heads: tuple[str, str], groups: dict[str, list[str]]) -> str:
-    rows = [heads, ("---", "---")]
-    for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        rows.append((group, f"{len(names)}: {', '.join(names)}"))
-    return "\n".join(f"| {left} | {right} |" for left, right in rows)
-
-
-PAGE = """# Architectures one by one
-
-Every architecture of transformers {version} was built with small random weights and measured at its
-first and last layer, at every [scope](scopes.md). This page is generated:
-`python -m tests.models.survey` measures, and the same with `--page` prints the page.
-
-| of the {names} names in transformers' list of architectures, examined | {total} |
-|---|---|
-| measured | {measured} |
-| refused, with a sentence that says why | {refused} |
-| crashed, or took more than a minute | {crashed} |
-| nothing known: needs another package, or no small sizes that fit together | {not_built} |
-
-## Measured
-
-{table}
-
-## Refused
-
-Some of these run with more inputs than token ids, or with sound. In Python, give them all by name,
-each with one row per sample: `ls.measure(model, inputs={{"input_features": X}}, scopes=["block"])`.
-
-{refusals}
-"""
+        found[row["name"]] = row
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="architectures (model_type); all by default")
-    parser.add_argument("--page", action="store_true", help="print docs/models.md")
-    parser.add_argument("--new-scopes", action="store_true", help="measure scopes added since")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="architectures (model_type)")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of JSON lines")
+    parser.add_argument("--store", nargs="+", type=Path, metavar="FILE", help="keep these results")
+    parser.add_argument("--pages", action="store_true", help="write the pages of the results kept")
     arguments = parser.parse_args()
+    if arguments.store or arguments.pages:
+        found = stored()
+        for path in arguments.store or ():
+            found |= read_results(path)
+        STORED.write_text(json.dumps([found[name] for name in sorted(found)], indent=1) + "\n")
+        write_pages(found)
+        return
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    found = results()
-    if not arguments.page:
-        for name in arguments.names or CONFIG_MAPPING:
-            known = found.get(name, {}).get("scopes", ()) if arguments.new_scopes else ()
-            if name in found and not arguments.names and not (known and set(SCOPES) - set(known)):
-                continue
-            # Written first: what kills the process is found in the results, and not tried again.
-            _keep({"name": name, "outcome": "crashed", "reason": "the process died"})
-            found[name] = _keep(examine(name, known))
-            print(name, found[name]["outcome"], found[name].get("reason", ""), flush=True)
-    print(page(found) if arguments.page else Counter(row["outcome"] for row in found.values()))
+    done = read_results(arguments.results)
+    names = arguments.only or [name for name in CONFIG_MAPPING if name not in done]
+    for outcome, count in sorted(examine_all(names, arguments.workers, arguments.results).items()):
+        print(f"{count:5} {outcome}")
 
 
 if __name__ == "__main__":
