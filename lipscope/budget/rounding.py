@@ -16,21 +16,29 @@ adds E <g_s, e_s>^2 for them instead.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from types import FunctionType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lipscope._torch_internals import tree_leaves, tree_map
+from lipscope._torch_internals import tree_map
 from lipscope._types import UserError
+from lipscope.budget.memory import (
+    DETACHING,
+    RESIZING,
+    WITHOUT_VALUES,
+    floats_of,
+    is_float,
+    overwritten,
+    part_of,
+    storage_of,
+    writes_argument,
+)
 from lipscope.budget.probing import gradients
 from lipscope.budget.subject import (
     Sample,
@@ -48,20 +56,6 @@ from lipscope.models.running import hooked
 
 WEIGHT = "weight"
 """The kind of the error that rounding the parameters makes."""
-
-IN_PLACE = re.compile(r"__setitem__|__i(add|sub|mul|(true|floor)?div|mod|pow|matmul)__|.*[^_]_")
-"""Names of functions that write into an argument."""
-
-WITHOUT_VALUES = re.compile(
-    r"(new_)?empty(_like|_strided|_permuted)?|new|rand.*|normal_?|bernoulli_?|uniform_|"
-    r"exponential_|cauchy_|geometric_|log_normal_|random_"
-)
-"""Names of functions that return memory never written, or numbers drawn at random: no errors."""
-
-RESIZING = ("resize_", "resize_as_")
-
-DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-"""Functions that end the graph of gradients; errors stay, as the memory is the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +102,11 @@ class RoundingTrace(TorchFunctionMode):
 
     def pair(self, low: Tensor, exact: Tensor) -> None:
         """Let `exact` stand for `low` in the reference."""
-        self._pairs.setdefault(_storage(low), {})[_part(low)] = low, exact
+        self._pairs.setdefault(storage_of(low), {})[part_of(low)] = low, exact
 
     def exact(self, low: Tensor) -> Tensor:
         """The tensor of the reference that belongs to a tensor of the low-precision run."""
-        found = self._pairs.get(_storage(low), {}).get(_part(low))
+        found = self._pairs.get(storage_of(low), {}).get(part_of(low))
         if found is None:
             # Kept, because a view of it may be written into later.
             found = low, self._raised(low)
@@ -150,9 +144,9 @@ class RoundingTrace(TorchFunctionMode):
         name = name or str(getattr(func, "__name__", type(func).__name__))
         if func in DETACHING:
             return func(*args, **kwargs)
-        given = _floats((args, kwargs))
+        given = floats_of((args, kwargs))
         out = {"out": kwargs.pop("out")} if kwargs.get("out") is not None else {}
-        in_place = _writes_argument(func, name, args, kwargs)
+        in_place = writes_argument(func, name, args, kwargs)
         # Before the change: the error is that of what is written, given what was there.
         local = self._raised_all((args, kwargs)) if in_place else None
         resized = self.exact(args[0]).reshape(-1) if name in RESIZING else None
@@ -165,7 +159,7 @@ class RoundingTrace(TorchFunctionMode):
                 f"the operation {name} changes one of its arguments, which a budget of the whole "
                 "run cannot follow; use a version of it that returns a new tensor"
             )
-        results = _floats(out) or changed or _floats(low)
+        results = floats_of(out) or changed or floats_of(low)
         # Errors also pass where the model asks for no gradients.
         with torch.enable_grad():
             if resized is not None:
@@ -212,24 +206,24 @@ class RoundingTrace(TorchFunctionMode):
         noted = [self._rounds(r) for r in results]
         if not written:
             # Views have no error.
-            stored = {_storage(x) for x in _floats(given)}
-            noted = [n and _storage(r) not in stored for n, r in zip(noted, results, strict=True)]
+            stored = {storage_of(x) for x in floats_of(given)}
+            noted = [n and storage_of(r) not in stored for n, r in zip(noted, results, strict=True)]
         # Into copies: what was noted about a tensor before it changes must stay as it is.
         copies = {id(x): self.exact(x).clone() for x in into}
         exact_args, exact_kwargs = tree_map(
-            lambda x: copies.get(id(x), self.exact(x)) if _is_float(x) else x, given
+            lambda x: copies.get(id(x), self.exact(x)) if is_float(x) else x, given
         )
         with arithmetic(self.high):
-            exacts = _floats(func(*exact_args, **exact_kwargs))
+            exacts = floats_of(func(*exact_args, **exact_kwargs))
             befores = exacts
             if any(noted):
                 local = local or self._raised_all(given)
                 with torch.no_grad():
-                    befores = _floats(func(*local[0], **local[1]))
+                    befores = floats_of(func(*local[0], **local[1]))
         if into:
             exacts = befores = list(copies.values())
             if any(noted):
-                raised = dict(zip(map(id, _floats(given)), _floats(local), strict=True))
+                raised = dict(zip(map(id, floats_of(given)), floats_of(local), strict=True))
                 befores = [raised[id(x)] for x in into]
         for result, before, exact, wanted in zip(results, befores, exacts, noted, strict=True):
             self._note(name, result, before if wanted else None, exact)
@@ -239,9 +233,9 @@ class RoundingTrace(TorchFunctionMode):
     def _rewrite(self, low: Tensor, exact: Tensor) -> None:
         """Pair a tensor that was written, and every tensor that sees the change in its memory."""
         self.pair(low, exact)
-        for other, before in list(self._pairs[_storage(low)].values()):
-            if _part(other) != _part(low):
-                self.pair(other, _overwritten(other, before, low, exact))
+        for other, before in list(self._pairs[storage_of(low)].values()):
+            if part_of(other) != part_of(low):
+                self.pair(other, overwritten(other, before, low, exact))
 
     def _rounds(self, low: Tensor) -> bool:
         """Whether the format rounds this result; wider ones are intermediate values to it."""
@@ -274,7 +268,7 @@ class RoundingTrace(TorchFunctionMode):
             (args, kwargs),
         )
         exact = args[0].to(self.high) if func in CASTS else func(*wide[0], **wide[1])
-        for result, reference in zip(results, _floats(exact), strict=True):
+        for result, reference in zip(results, floats_of(exact), strict=True):
             if self._rounds(result) and bool((result.to(reference.dtype) != reference).any()):
                 self._note(name, result, reference, reference)
 
@@ -306,7 +300,7 @@ class RoundingTrace(TorchFunctionMode):
         made: dict[int, Tensor] = {}
 
         def raised(x: Any) -> Any:
-            if not _is_float(x):
+            if not is_float(x):
                 return x
             if id(x) not in made:
                 made[id(x)] = self._raised(x)
@@ -347,7 +341,7 @@ def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
         output = _run(trace, low, sample)
     states = with_last(seen, output)
     return Followed(
-        output=tree_map(lambda x: trace.exact(x) if _is_float(x) else x, output),
+        output=tree_map(lambda x: trace.exact(x) if is_float(x) else x, output),
         states=[trace.exact(h) for h in states],
         run=(output, [h.detach() for h in states]),
         roundings=trace.roundings(),
@@ -372,7 +366,7 @@ def _rounded_inputs(trace: RoundingTrace, low: Subject, sample: Sample) -> Sampl
 def _tensors(subject: Subject) -> list[tuple[str, Tensor]]:
     """Parameters and buffers in floating point, by name."""
     tensors = [*subject.module.named_parameters(), *subject.module.named_buffers()]
-    return [(name, x) for name, x in tensors if _is_float(x)]
+    return [(name, x) for name, x in tensors if is_float(x)]
 
 
 def _run(trace: RoundingTrace, low: Subject, sample: Sample) -> Any:
@@ -418,66 +412,6 @@ def _attention_as_one(trace: RoundingTrace) -> Iterator[None]:
 
     with listening(attend_once):
         yield
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _part(x: Tensor) -> tuple[Any, ...]:
-    """What a tensor shows of its memory."""
-    return x.dtype, x.storage_offset(), x.shape, x.stride(), x.is_conj(), x.is_neg()
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _floats(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if _is_float(x)]
-
-
-def _writes_argument(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Whether a function is one that changes its argument: x += y, x.add_(y), relu(x, True)."""
-    if IN_PLACE.fullmatch(name):
-        return True
-    at = _place_of_in_place(func) if isinstance(func, FunctionType) else None
-    return at is not None and bool(kwargs.get("inplace", args[at] if at < len(args) else False))
-
-
-@lru_cache
-def _place_of_in_place(func: FunctionType) -> int | None:
-    names = list(inspect.signature(func, follow_wrapped=False).parameters)
-    return names.index("inplace") if "inplace" in names else None
-
-
-def _overwritten(x: Tensor, exact: Tensor, written: Tensor, values: Tensor) -> Tensor:
-    """The reference of x, after `values` became that of a tensor which may share entries with x."""
-    if x.is_complex():
-        return torch.view_as_complex(
-            _overwritten(torch.view_as_real(x), torch.view_as_real(exact), written, values)
-        )
-    if written.is_complex():
-        written, values = torch.view_as_real(written), torch.view_as_real(values)
-    own, theirs = _places(x), _places(written)
-    if not x.numel() or not written.numel():
-        return exact
-    found = theirs.new_full((int(max(own.max(), theirs.max())) + 1,), -1)
-    found[theirs.reshape(-1)] = torch.arange(written.numel(), device=x.device)
-    entry = found[own]
-    if not bool((entry >= 0).any()):
-        return exact
-    return torch.where(entry >= 0, values.reshape(-1)[entry.clamp_min(0)].to(exact), exact)
-
-
-def _places(x: Tensor) -> Tensor:
-    """Where the entries of a tensor lie in its memory, in the shape of the tensor."""
-    found = torch.full((), int(x.storage_offset()), device=x.device)
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        found = found[..., None] + stride * torch.arange(size, device=x.device)
-    return found
 
 
 def squared_errors(

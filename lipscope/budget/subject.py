@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lipscope._checks import shown
 from lipscope._types import UserError
-from lipscope.models._transformers_internals import random_model
+from lipscope.models._transformers_internals import buffer_dtypes
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
@@ -102,7 +101,7 @@ class Subject:
         module = copy.deepcopy(self.module)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
-        dtypes = _buffer_dtypes(module, dtype)
+        dtypes = buffer_dtypes(module, dtype)
         for name, buffer in module.named_buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(dtypes.get(name, torch.float32))
@@ -237,18 +236,6 @@ def _rows_of(inputs: Any) -> list[Sample]:
         )
         for i in range(sizes.pop())
     ]
-
-
-def _buffer_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of buffers in a transformers model that is built in `dtype`."""
-    if not isinstance(module, PreTrainedModel):
-        return {}
-    try:
-        with torch.device("meta"):
-            built = random_model(type(module), copy.deepcopy(module.config), dtype)
-    except Exception:  # an encoder that its model builds with more than a configuration
-        return {}
-    return {name: buffer.dtype for name, buffer in built.named_buffers()}
 
 
 def own_attention(module: nn.Module) -> str:

@@ -6,9 +6,11 @@ is the file to look at first, and `tests/models/test_transformers_internals.py` 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface as AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask as sdpa_mask
@@ -32,3 +34,15 @@ def random_model(
 ) -> PreTrainedModel:
     """A model with random weights by its own rule; the public constructor skips dtypes."""
     return kind._from_config(config, dtype=dtype, attn_implementation="eager")
+
+
+def buffer_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of the buffers of a transformers model, by name, if it is built in `dtype`."""
+    if not isinstance(module, PreTrainedModel):
+        return {}
+    try:
+        with torch.device("meta"):
+            built = random_model(type(module), copy.deepcopy(module.config), dtype)
+    except Exception:  # an encoder that its model builds with more than a configuration
+        return {}
+    return {name: buffer.dtype for name, buffer in built.named_buffers()}
