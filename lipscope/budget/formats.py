@@ -6,6 +6,7 @@ format would store; the last dimension is the one along which values share a sca
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Format:
     activation: quantiser of the input [..., n, in] of a linear layer
     cache:      quantiser of keys and values [B, G, n, k]
     dtype:      the dtype of a run in which weights and the result of every operation are rounded
+    step:       the largest error of an entry, relative to the largest entry that shares its scale;
+                infinite if it is not known
     """
 
     name: str
@@ -40,6 +43,7 @@ class Format:
     activation: Quantiser | None = None
     cache: Quantiser | None = None
     dtype: torch.dtype | None = None
+    step: float = math.inf
 
 
 def read_formats(wanted: str | Iterable[str] | Mapping[str, Quantiser]) -> list[Format]:
@@ -57,17 +61,19 @@ def read_formats(wanted: str | Iterable[str] | Mapping[str, Quantiser]) -> list[
 def read_format(name: str) -> Format:
     """The format with this name."""
     if name in DTYPES:
-        return Format(name, dtype=DTYPES[name])
+        return Format(name, dtype=DTYPES[name], step=torch.finfo(DTYPES[name]).eps / 2)
     if name == "fp8":
-        return Format(name, weight=fp8)
+        return Format(name, weight=fp8, step=2**-4)
     if integers := re.fullmatch(r"int([2-8])(?::([1-9]\d{0,8}))?", name):
         bits, group = integers.groups()
-        return Format(name, weight=partial(symmetric, bits=int(bits), group=int(group or 0)))
+        quantise = partial(symmetric, bits=int(bits), group=int(group or 0))
+        return Format(name, weight=quantise, step=_step(int(bits) - 1))
     if both := re.fullmatch(r"w([2-8])a([2-8])", name):
         weight, activation = (partial(symmetric, bits=int(bits)) for bits in both.groups())
-        return Format(name, weight=weight, activation=activation)
+        step = _step(min(map(int, both.groups())) - 1)
+        return Format(name, weight=weight, activation=activation, step=step)
     if cache := re.fullmatch(r"kv([2-8])", name):
-        return Format(name, cache=partial(affine, bits=int(cache[1])))
+        return Format(name, cache=partial(affine, bits=int(cache[1])), step=_step(int(cache[1])))
     raise UserError(
         f"there is no format {name!r}; the formats are {KNOWN}, with 2 to 8 bits and groups of any "
         "size, or pass {'name': function} for a format of your own"
@@ -96,6 +102,11 @@ def fp8(x: Tensor) -> Tensor:
     scale = x.abs().max() / E4M3_MAX
     scale = torch.where(scale == 0, 1, scale)
     return (x / scale).float().to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def _step(bits: int) -> float:
+    """Half the distance of the numbers of an integer format, relative to the largest of them."""
+    return 0.5 / (2**bits - 1)
 
 
 def _by_group(quantise: Quantiser, x: Tensor, group: int) -> Tensor:

@@ -10,6 +10,7 @@ e_y - p with y drawn from p have the same covariance, with heavier tails.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,10 @@ class Metric:
         if self.divergence:
             return squared / 2 / size
         return (squared / size) ** 0.5 if size else 0.0
+
+    def limit(self, y: Tensor) -> float:
+        """A distance that no small change reaches: that from y to nothing at all."""
+        return math.log(max(y.shape[-1], 2)) if self.divergence else 1.0
 
     def interval(self, squared: Interval, size: float) -> Interval:
         return Interval(*(self.value(part, size) for part in squared))

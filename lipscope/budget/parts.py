@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope._types import UserError
+from lipscope.budget.formats import Format
 from lipscope.budget.intervals import Interval, of_squares, of_sums
 from lipscope.budget.metrics import Metric
 from lipscope.budget.result import BudgetRow
@@ -92,6 +95,29 @@ def add_up(format: str, parts: Sequence[Part], metric: Metric) -> FormatBudget:
         total=interval(q.sum(dim=-1)),
         second_order=(missed / made) ** 0.5 if made else 0.0,
         observed=metric.value(sum(seen), size) if len(seen) == len(parts) else None,
+    )
+
+
+FINE = 1 / 128
+"""Formats of this step and finer change an output by a small part of it; coarser ones may not."""
+
+
+def check_possible(format: Format, part: Part, metric: Metric, limit: float) -> None:
+    """Raise UserError for a prediction that is not a number, or more than the format can do."""
+    found = add_up(format.name, [part], metric)
+    if found.total.value <= (limit if format.step <= FINE else math.inf):
+        return
+    # NaN fails every comparison: a site without a number comes first.
+    worst = max(found.rows, key=lambda row: (not math.isfinite(row.predicted), row.predicted))
+    raise UserError(impossible(format.name, found.total.value, worst.site))
+
+
+def impossible(format: str, value: float, site: str) -> str:
+    """What to say about a prediction that cannot be right."""
+    return (
+        f"the predicted error in {format} is {value:.1e}, which rounding cannot explain; most of "
+        f"it comes from {site}, which this budget cannot follow or where the model loses all its "
+        f"digits; leave {format} out"
     )
 
 

@@ -16,7 +16,7 @@ from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser, read_formats
 from lipscope.budget.metrics import Measure, Metric, read_metric
-from lipscope.budget.parts import Part
+from lipscope.budget.parts import Part, check_possible
 from lipscope.budget.probing import batches
 from lipscope.budget.result import ErrorBudget
 from lipscope.budget.rounding import follow_run, squared_errors
@@ -229,6 +229,7 @@ def _price_sequence(
             size=metric.size(exact),
             n=subject.tokens,
         )
+        check_possible(f, found[f.name], metric, metric.limit(exact))
     return found
 
 
@@ -253,7 +254,6 @@ def _follow(
         made += float(seen.square().sum())
     by_site: dict[ErrorSite, Tensor] = {}
     for r, squared in zip(run.roundings, torch.cat(parts).T, strict=True):
-        where = "other" if r.layer is None else f"layer {r.layer}"
-        site = ErrorSite(f"{where} {r.kind}", r.layer, r.kind)
+        site = ErrorSite(r.name, r.layer, r.kind)
         by_site[site] = by_site.get(site, 0) + squared
     return list(by_site), torch.stack(list(by_site.values()), dim=1), (missed, made)

@@ -71,6 +71,11 @@ class Rounding:
     error: Tensor
 
     @property
+    def name(self) -> str:
+        """The name of the site: all operations of a kind in a layer are one."""
+        return f"{'other' if self.layer is None else f'layer {self.layer}'} {self.kind}"
+
+    @property
     def aligned(self) -> bool:
         """Whether the errors of the entries may have a common sign.
 

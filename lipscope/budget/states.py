@@ -20,6 +20,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
 from lipscope.budget.intervals import degrees_of_freedom
+from lipscope.budget.parts import impossible
 from lipscope.budget.probing import batches
 from lipscope.budget.rounding import Followed, follow_run, squared_errors
 from lipscope.budget.subject import Subject
@@ -110,13 +111,23 @@ def _noise(run: Followed, states: list[Tensor], probes: int, generator: torch.Ge
         for _ in range(probes)
     ]
     q = []
+    by_site = torch.zeros(len(states), len(run.roundings), dtype=torch.float64)
     # One backward pass serves probes of several states: a probe is zero at all states but its own.
     for batch in batches(len(drawn), [r.exact for r in run.roundings]):
         hit = sorted({row // probes for row in batch})
         v = [states[i].new_zeros(len(batch), *states[i].shape) for i in hit]
         for k, row in enumerate(batch):
             v[row // probes - hit[0]][k] = drawn[row]
-        q.append(squared_errors([states[i] for i in hit], v, run.roundings)[0].sum(dim=1))
+        squares = squared_errors([states[i] for i in hit], v, run.roundings)[0]
+        q.append(squares.sum(dim=1))
+        by_site.index_add_(0, torch.tensor([row // probes for row in batch]), squares / probes)
+    for y, sites in zip(states, by_site, strict=True):
+        relative = float(sites.sum().to(y.device) / y.detach().square().sum())
+        if not relative <= 1 and bool(sites.any()):  # NaN is not, either
+            kind = str(run.run[1][0].dtype).removeprefix("torch.")
+            worst = run.roundings[int(sites.nan_to_num(torch.inf).argmax())]
+            value = relative**0.5
+            raise UserError(impossible(kind, value, worst.name))
     return torch.cat(q).reshape(len(states), probes)
 
 
