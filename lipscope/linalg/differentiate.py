@@ -16,6 +16,7 @@ from lipscope._torch_internals import TorchDispatchMode, is_dropout, tree_leaves
 from lipscope._types import UserError
 from lipscope.linalg.operator import LinearOperator, Pair, Product
 from lipscope.linalg.ranks import ALONE, Ranks
+from lipscope.linalg.roots import uses_distances, with_distances
 
 Map = Callable[[Tensor], Tensor]
 
@@ -50,7 +51,15 @@ def jacobian(f: Map, X: Tensor) -> LinearOperator:
     check_input(X)
     check_map(f)
     linearize = getattr(f, "linearize", None)
-    return linearize(X) if linearize is not None else _autograd_jacobian(f, X)
+    if linearize is not None:
+        return linearize(X)
+    try:
+        return _autograd_jacobian(f, X)
+    except NotImplementedError as error:
+        raise UserError(
+            f"f cannot be differentiated twice ({error}), so products with its Jacobian are not "
+            "available; write that operation in others that PyTorch can differentiate twice"
+        ) from error
 
 
 def check_input(X: Tensor) -> None:
@@ -116,6 +125,9 @@ def jacobian_on(f: Map, X: Tensor, ranks: Ranks) -> LinearOperator:
 
 def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperator:
     x, y, mv, rmv = _products(f, X)
+    if uses_distances(y):
+        f = with_distances(f)
+        x, y, mv, rmv = _products(f, X)
     _check_adjoint(mv, rmv, x, y, ranks)
     if X.ndim == 3 and len(X) > 1 and ranks is ALONE:
         _check_members_apart(f, mv, rmv, x, y)

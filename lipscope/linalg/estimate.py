@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from torch import Tensor
 
@@ -14,6 +16,10 @@ from lipscope._types import Status
 @dataclass(frozen=True, eq=False)
 class Estimate:
     """The largest singular value of one operator, and how accurate it is.
+
+    All numbers are Python numbers. The shape of the input decides between this and
+    :class:`BatchEstimate`: tokens [n, d] give an Estimate, [B, n, d] a BatchEstimate, also for
+    B = 1, whose `[0]` is an Estimate.
 
     Attributes:
         value: ``||J right|| / ||right||``, evaluated.
@@ -57,13 +63,15 @@ class Estimate:
     missed: str = ""
 
     def _repr_html_(self) -> str:
-        return _table([self], self.confidence)
+        return _table([self])
 
     def __repr__(self) -> str:
+        known = f"in [{self.lower:.10g}, {self.upper:.10g}] at confidence {self.confidence:.10g}"
+        if self.upper == math.inf:
+            known = f"at least {self.lower:.10g}"
         return (
-            f"Estimate({self.value:.10g}, in [{self.lower:.10g}, {self.upper:.10g}] "
-            f"at confidence {self.confidence:.10g}, "
-            f"residual {self.residual:.1e}, {self.steps} steps, {self.status.name.lower()})"
+            f"Estimate({self.value:.10g}, {known}, residual {self.residual:.1e}, "
+            f"{self.steps} steps, {self.status.name.lower()}{_unbounded([self])})"
         )
 
 
@@ -118,10 +126,11 @@ class BatchEstimate:
         )
 
     def _repr_html_(self) -> str:
-        return _table(list(self), self.confidence)
+        return _table(list(self))
 
     def __repr__(self) -> str:
-        return f"BatchEstimate({len(self)} members, value={short(self.value)})"
+        unbounded = _unbounded(list(self))
+        return f"BatchEstimate({len(self)} members, value={short(self.value)}{unbounded})"
 
 
 def one(e: Estimate | BatchEstimate) -> Estimate:
@@ -136,7 +145,22 @@ def many(e: Estimate | BatchEstimate) -> BatchEstimate:
     return e
 
 
-def _table(members: Sequence[Estimate], confidence: float) -> str:
+def _unbounded(members: Sequence[Estimate]) -> str:
+    """Why members have no upper bound, and what to do about it; empty if all have one."""
+    without = [e for e in members if e.upper == math.inf]
+    if not without:
+        return ""
+    # How rounding was measured is a matter of the bounds that there are.
+    why = without[0].note.partition("; rounding was measured")[0]
+    if not why.startswith("no ") or (
+        math.isnan(without[0].value) and not why.startswith("no bounds")
+    ):
+        why = f"no bounds: {without[0].status.value}"
+    count = f"{len(without)} of {len(members)} members: " if len(members) > 1 else ""
+    return f"; {count}{why}"
+
+
+def _table(members: Sequence[Estimate]) -> str:
     """A table for notebooks: one row per member."""
     rows = [
         (
@@ -150,4 +174,7 @@ def _table(members: Sequence[Estimate], confidence: float) -> str:
         for e in members
     ]
     table = html_table(("σ", "lower", "upper", "residual", "steps", "status"), rows)
-    return f"<div>{table}<p>upper bounds at confidence {confidence:.10g}</p></div>"
+    confidence = next((e.confidence for e in members if e.upper < math.inf), None)
+    said = "" if confidence is None else f"upper bounds at confidence {confidence:.10g}"
+    said = f"{said}{_unbounded(members)}".removeprefix("; ")
+    return f"<div>{table}<p>{escape(said)}</p></div>"

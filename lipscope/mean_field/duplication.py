@@ -154,9 +154,16 @@ def _side_by_side(J: LinearOperator) -> LinearOperator:
     """A batch of operators as one block-diagonal operator: its norm is the largest of theirs."""
     assert J.batch is not None
     inner, outer = (J.batch, *J.in_shape), (J.batch, *J.out_shape)
-    condition, worst, size = (torch.as_tensor(c).max() for c in (J.condition, J.worst, J.size))
     return replace(
-        J, in_shape=inner, out_shape=outer, batch=None, condition=condition, worst=worst, size=size
+        J,
+        in_shape=inner,
+        out_shape=outer,
+        batch=None,
+        condition=torch.as_tensor(J.condition).max(),
+        worst=None if J.worst is None else torch.as_tensor(J.worst).max(),
+        # Below float64 rounding is seen member by member, and no upper bound is drawn from this.
+        size=None if J.size is None else torch.as_tensor(J.size).max(),
+        compared=None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,12 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lipscope._checks import explained, norm_name
-from lipscope._types import UserError
+from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.sharded import sharded_jacobian
 from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.infinity import infinity_norm
+from lipscope.linalg.roots import not_finite_in
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field import duplication
 from lipscope.mean_field.attention_on_measures import check_liftable, derivative
@@ -59,7 +61,9 @@ def local_lipschitz(
             (`lipscope.attention.sharded.shard`); all numbers are the same on every process.
 
     Returns:
-        The constant with its bounds, status and singular vectors; for a batch, one per member.
+        The constant with its bounds, status and singular vectors: for tokens [n, d] or a measure
+        an :class:`Estimate` of plain numbers, for [B, n, d], B = 1 included, a
+        :class:`BatchEstimate` of tensors [B], whose `[i]` is the Estimate of member i.
 
     Raises:
         UserError: If the input or an option is invalid, or `f` cannot be differentiated.
@@ -102,12 +106,16 @@ def local_lipschitz(
         f, X = in_float64(f), X.double()
     try:
         J = jacobian(f, X) if mesh is None else sharded_jacobian(f, X, mesh)
-        return infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
+        e = infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
     except torch.OutOfMemoryError as error:
         # The frames of the error still hold everything, so this is what was in use when it came.
         held = torch.cuda.memory_allocated(X.device)
         total = torch.cuda.get_device_properties(X.device).total_memory
         raise UserError(too_large(X, str(error), held, total)) from error
+    failed = Status.NON_FINITE in ((e.status,) if isinstance(e, Estimate) else e.status)
+    if failed and not hasattr(f, "linearize") and (why := not_finite_in(f, X)):
+        return replace(e, note=f"no bounds: {why}")
+    return e
 
 
 def _on_measure(
