@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -16,6 +16,13 @@ from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
 from lipscope.budget.intervals import largest_ratio
+from lipscope.budget.recorded import (
+    HOW,
+    RecordedRun,
+    read_recorded,
+    record_module,
+    recorded_path,
+)
 from lipscope.budget.states import FALSE_ALARMS, StateBudget, state_budgets
 from lipscope.budget.subject import (
     Inputs,
@@ -23,12 +30,14 @@ from lipscope.budget.subject import (
     Source,
     Subject,
     Text,
+    copied,
     hidden_states,
     own_attention,
     read_subject,
     with_last,
 )
 from lipscope.models.loading import load
+from lipscope.models.model_files import on_one_line
 from lipscope.study.frames import data_frame
 
 if TYPE_CHECKING:
@@ -36,6 +45,12 @@ if TYPE_CHECKING:
 
 MARGIN = 1.15
 """How far the error of a correct run may lie from its prediction for reasons other than chance."""
+
+USELESS = 0.5
+"""A predicted relative error from which on rounding would explain anything."""
+
+EXCESS = 10.0
+"""A prediction this many times the error of a real run is wrong, and would excuse anything."""
 
 FLOOR = 1 / 32
 """A relative error, in units of eps, that is never held against a run: sums may be reordered."""
@@ -69,11 +84,13 @@ class RunComparison:
         format: The format in which the second run was made.
         states: One row per hidden state, from the embeddings to the last.
         false_alarms: Probability that a correct run has a state outside its budget.
+        before_norm: Whether the last state was recognised as taken before the final norm.
     """
 
     format: str
     states: list[StateRatio]
     false_alarms: float
+    before_norm: bool = False
 
     @property
     def ok(self) -> bool:
@@ -97,6 +114,7 @@ class RunComparison:
             "ok": self.ok,
             "first_outside": None if bad is None else bad.name,
             "false_alarms": self.false_alarms,
+            "before_norm": self.before_norm,
             "states": [{**state._asdict(), "inside": state.inside} for state in self.states],
         }
 
@@ -105,14 +123,23 @@ class RunComparison:
         bad = self.first_outside
         if bad is None:
             worst = max(self.states, key=lambda state: state.ratio / state.limit)
-            return (
+            found = (
                 f"rounding to {self.format} explains the difference at every hidden state "
                 f"(largest ratio {worst.ratio:.2f} of {worst.limit:.2f}, at {worst.name})"
             )
-        return (
-            f"{bad.name} is outside its budget: the error is {bad.ratio:.2f} times what rounding "
-            f"to {self.format} explains, and {bad.limit:.2f} times is the limit"
-        )
+        else:
+            found = (
+                f"{bad.name} is outside its budget: the error is {bad.ratio:.2f} times what "
+                f"rounding to {self.format} explains, and {bad.limit:.2f} times is the limit"
+            )
+        if self.before_norm:
+            found += (
+                "; the last state was recognised as taken before the final norm, so the norm "
+                "itself is not checked"
+            )
+        if bad is None and self.format != "fp32":
+            found += "; compare in fp32 to see smaller bugs"
+        return found
 
     def __repr__(self) -> str:
         return f"RunComparison: {self.sentence()}"
@@ -164,9 +191,11 @@ def compare_runs(
     Args:
         a: The reference: what :func:`lipscope.load` takes, or a loaded :class:`Model`.
         b: The run to judge. A live module runs as it is, in its own dtype and with its own
-            attention; a name or folder is loaded and runs in `format`. A safetensors file holds
-            the hidden states of another engine: hidden_states.0 to hidden_states.L of shape
-            [B, n, d], the last one after the final norm, and input_ids [B, n].
+            attention; one that is not of transformers runs on the token ids, and its hidden states
+            are the outputs of its list of layers. A name or folder is loaded and runs in `format`.
+            A file (.safetensors or .npz) holds the hidden states of another engine:
+            hidden_states.0 to hidden_states.L of shape [B, n, d] and input_ids [B, n]; the last
+            state is after the final norm, or before it, which is recognised.
         text: As for :func:`error_budget`; ignored if `b` is a file with input_ids.
         inputs: As for :func:`error_budget`.
         format: bf16, fp16 or fp32. Default: the dtype of `b`.
@@ -181,7 +210,8 @@ def compare_runs(
         The :class:`RunComparison`, with `ok` and `first_outside`.
 
     Raises:
-        UserError: If the two do not have the same hidden states, or for another format.
+        UserError: If the two do not have the same hidden states, for another format, or if the
+            effect of rounding cannot be predicted.
 
     Example:
         >>> import torch
@@ -200,36 +230,52 @@ def compare_runs(
         'layer 1'
     """
     check_format(format)  # before models are loaded
-    recorded = _recorded(b)
-    if recorded is not None:
-        ids, states = recorded
-        text = ids if ids is not None else text
+    path = recorded_path(b)
+    recorded = None if path is None else read_recorded(path)
+    if recorded is not None and recorded.ids is not None:
+        text = recorded.ids
     reference = read_subject(a, text, inputs=inputs, head=False, length=length, samples=samples)
+    if isinstance(b, nn.Module) and not hasattr(b, "base_model_prefix"):
+        recorded = record_module(b, reference)
     if recorded is None:
         run = _runner(b, reference, format, inputs)
         name = format or _format_of(next(run.module.parameters()).dtype)
         found = [_states_of(run, row) for row in reference.sequences]
         own = run.attention
     else:
-        name = format or _format_of(states[0].dtype)
-        found = [[h[i : i + 1] for h in states] for i in range(len(states[0]))]
+        name = format or _known(recorded.format)
+        _check_recorded(reference, recorded)
+        found = [[h[i : i + 1] for h in recorded.states] for i in range(len(recorded.states[0]))]
         own = reference.own
+    _check_shapes([_shapes(reference, row) for row in reference.sequences], found)
     low = replace(reference, own=own).in_dtype(DTYPES[name])
-    budgets, exact = state_budgets(reference, low, probes, seed, progress=progress)
-    _check_shapes(exact, found)
+    before = recorded is not None and not recorded.final
+    budgets, exact = state_budgets(
+        reference, low, probes, seed, before_norm=before, progress=progress
+    )
+    count = len(found[0])
     rows = [
         _judge(
             i,
             budget,
-            count=len(budgets),
+            count=count,
             probes=probes,
             eps=torch.finfo(DTYPES[name]).eps,
             exact=[e[i] for e in exact],
-            found=[f[i] for f in found],
+            found=[f[min(i, count - 1)] for f in found],
         )
         for i, budget in enumerate(budgets)
     ]
-    return RunComparison(format=name, states=rows, false_alarms=FALSE_ALARMS)
+    # Of the two readings of the last state, the closer one is meant.
+    early = len(rows) > count and rows[-1].ratio < rows[-2].ratio
+    if early:
+        rows[count - 1] = rows[-1]._replace(state=rows[-2].state, name=rows[-2].name)
+        budgets[count - 1] = budgets[-1]
+    for row, budget in zip(rows[:count], budgets, strict=False):
+        _check_prediction(row, budget)
+    return RunComparison(
+        format=name, states=rows[:count], false_alarms=FALSE_ALARMS, before_norm=early
+    )
 
 
 def check_format(format: str | None) -> None:
@@ -250,38 +296,46 @@ def _judge(
     exact: list[Tensor],
     found: list[Tensor],
 ) -> StateRatio:
+    name = "embeddings" if i == 0 else f"layer {i - 1}"
     pairs = zip(exact, found, strict=True)
     observed = sum(float((f.to(e) - e).square().sum()) for e, f in pairs)
     expected = max(budget.squared, (FLOOR * eps) ** 2 * budget.size)
+    limit = MARGIN * largest_ratio(budget.freedom, probes, 1 - FALSE_ALARMS / count) ** 0.5
     return StateRatio(
         state=i,
-        name="embeddings" if i == 0 else f"layer {i - 1}",
+        name=name,
         observed=(observed / budget.size) ** 0.5,
         predicted=(expected / budget.size) ** 0.5,
         ratio=(observed / expected) ** 0.5,
-        limit=MARGIN * largest_ratio(budget.freedom, probes, 1 - FALSE_ALARMS / count) ** 0.5,
+        limit=limit,
     )
 
 
-def _recorded(b: Source | Path) -> tuple[Tensor | None, list[Tensor]] | None:
-    """The token ids and hidden states of a file; None if b is not a file of them."""
-    if not isinstance(b, str | Path) or Path(b).suffix != ".safetensors":
-        return None
-    from safetensors.torch import load_file
+def _check_prediction(row: StateRatio, budget: StateBudget) -> None:
+    """Raise UserError if a verdict by this prediction would mean nothing.
 
-    try:
-        tensors = load_file(b)
-    except Exception as error:  # safetensors raises a class of its own
-        raise UserError(f"cannot read {b} as safetensors ({error})") from error
-    states: list[Tensor] = []
-    while f"hidden_states.{len(states)}" in tensors:
-        states.append(tensors[f"hidden_states.{len(states)}"])
-    if not states or any(h.ndim != 3 or len(h) != len(states[0]) for h in states):
+    The prediction was made from a run of the reference itself in the format: its error is known.
+    """
+    cannot = f"the effect of rounding on {row.name} cannot be predicted"
+    hint = "; compare in fp32, or on another input"
+    if not row.predicted < USELESS or not math.isfinite(row.limit):
+        raise UserError(f"{cannot} ({row.predicted:.2g} of its norm is no bound){hint}")
+    made = (budget.made / budget.size) ** 0.5
+    if (
+        budget.squared / budget.size
+    ) ** 0.5 > EXCESS * made or not made <= row.limit * row.predicted:
         raise UserError(
-            f"{b} must hold hidden_states.0, hidden_states.1 and so on, each of shape [B, n, d]; "
-            f"it holds {', '.join(sorted(tensors)[:8]) or 'nothing'}"
+            f"{cannot} ({row.predicted:.2g} of its norm, but {made:.2g} in a run of the reference "
+            f"itself){hint}"
         )
-    return tensors.get("input_ids"), states
+
+
+def _known(format: str) -> str:
+    if format not in DTYPES:
+        raise UserError(
+            f"the run is in {format}, which has no budget; give format, one of {', '.join(DTYPES)}"
+        )
+    return format
 
 
 def _runner(b: Source | Path, reference: Subject, format: str | None, inputs: Inputs) -> Subject:
@@ -292,35 +346,56 @@ def _runner(b: Source | Path, reference: Subject, format: str | None, inputs: In
         ids = torch.zeros(1, 1, dtype=torch.long) if inputs is None else None
         other = read_subject(b, ids, inputs=inputs, head=False, length=1, samples=1)
         return other.in_dtype(DTYPES[format or "bf16"])
-    module = copy.deepcopy(load(b).trunk).eval()
+    module = copied(load(b).trunk).eval()
     dtype = next(module.parameters()).dtype
     return replace(reference, module=module, dtype=dtype, attention=own_attention(module))
 
 
 def _states_of(run: Subject, sample: Sample) -> list[Tensor]:
     with torch.no_grad(), run.ready(), hidden_states(run.module) as seen:
-        output = run.run(sample)
+        try:
+            output = run.run(sample)
+        except Exception as error:  # each model raises its own kind of error
+            kind = str(run.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{type(run.module).__name__} does not run in {kind} ({on_one_line(error)})"
+            ) from error
     return with_last(seen, output)
 
 
 def _format_of(dtype: torch.dtype) -> str:
     names = {d: name for name, d in DTYPES.items()}
-    if dtype not in names:
+    return _known(names.get(dtype, str(dtype).removeprefix("torch.")))
+
+
+def _shapes(reference: Subject, sample: Sample) -> list[torch.Size]:
+    """The shapes of the hidden states of a sample, from a run that is cheap."""
+    return [h.shape for h in _states_of(reference, sample)]
+
+
+def _check_recorded(reference: Subject, run: RecordedRun) -> None:
+    """Raise UserError if a recorded run has other samples or other states than the reference."""
+    expected = [_shapes(reference, row) for row in reference.sequences]
+    wanted = [(len(expected), *h[1:]) for h in expected[0]]
+    given = [tuple(h.shape) for h in run.states]
+    if wanted != given:
         raise UserError(
-            f"the run is in {str(dtype).removeprefix('torch.')}, which has no budget; "
-            f"give format, one of {', '.join(DTYPES)}"
+            f"the hidden states of {run.source} are not those of {reference.name}: "
+            f"{_listed(given)}, and {_listed(wanted)} expected; {HOW}"
         )
-    return names[dtype]
 
 
-def _check_shapes(exact: list[list[Tensor]], found: list[list[Tensor]]) -> None:
-    for e, f in zip(exact, found, strict=False):
-        if [x.shape for x in e] != [x.shape for x in f]:
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    different = list(dict.fromkeys(shapes))
+    return f"{len(shapes)} of shape {' and '.join(str(list(shape)) for shape in different[:3])}"
+
+
+def _check_shapes(expected: list[list[torch.Size]], found: list[list[Tensor]]) -> None:
+    """Raise UserError if a run has other hidden states than the reference."""
+    for wanted, states in zip(expected, found, strict=True):
+        given = [h.shape for h in states]
+        if wanted != given:
             raise UserError(
-                f"the runs do not have the same hidden states: {len(e)} of shape "
-                f"{tuple(e[0].shape)} against {len(f)} of shape {tuple(f[0].shape)}"
+                f"the runs do not have the same hidden states: {_listed(wanted)} against "
+                f"{_listed(given)}"
             )
-    if len(exact) != len(found):
-        raise UserError(
-            f"the runs do not have the same sequences: {len(exact)} against {len(found)}"
-        )

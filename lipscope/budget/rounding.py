@@ -321,12 +321,15 @@ class Followed:
     output: the output of the model in the reference
     states: the hidden states of the reference, the last one after the final norm
     run:    the output and the hidden states of the low-precision run
+    before: the output of the last layer before the final norm, in the reference and in the
+            low-precision run; None if it is the last state itself
     """
 
     output: Any
     states: list[Tensor]
     run: tuple[Any, list[Tensor]]
     roundings: list[Rounding]
+    before: tuple[Tensor, Tensor] | None = None
 
 
 def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
@@ -350,6 +353,11 @@ def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
         states=[trace.exact(h) for h in states],
         run=(output, [h.detach() for h in states]),
         roundings=trace.roundings(),
+        before=(
+            None
+            if not seen or states[-1] is seen[-1]
+            else (trace.exact(seen[-1]), seen[-1].detach())
+        ),
     )
 
 

@@ -45,6 +45,7 @@ class StateBudget:
     size:    the squared norm of the hidden state
     entries: the number of its entries
     peak:    the largest rms error of a token or of a channel, relative to that of all entries
+    made:    the squared error of the run that the budget was made from, over all sequences
     """
 
     squared: float
@@ -52,6 +53,7 @@ class StateBudget:
     size: float
     entries: int
     peak: float
+    made: float
 
 
 def state_budgets(
@@ -60,9 +62,14 @@ def state_budgets(
     probes: int,
     seed: int,
     only: int | None = None,
+    before_norm: bool = False,
     progress: Callable[[float, float], None] | None = None,
 ) -> tuple[list[StateBudget], list[list[Tensor]]]:
-    """The budget of every hidden state (or of one), and the states of the reference."""
+    """The budget of every hidden state (or of one), and the states of the reference.
+
+    With `before_norm`, the last layer's output before the final norm is one more state at the end,
+    if the model has such a norm.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise: list[Tensor] = []
     states: list[list[Tensor]] = []
@@ -71,10 +78,13 @@ def state_budgets(
         if progress is not None:
             progress(b, len(subject.sequences))
         run = follow_run(subject, low, sample)
-        chosen = range(len(run.states)) if only is None else [only]
-        noise.append(_noise(run, [run.states[i] for i in chosen], probes, generator))
-        states.append([run.states[i].detach() for i in chosen])
-        errors.append([run.run[1][i].to(subject.dtype) - run.states[i].detach() for i in chosen])
+        pairs = list(zip(run.states, run.run[1], strict=True))
+        pairs = pairs if only is None else [pairs[only]]
+        if before_norm and run.before is not None:
+            pairs.append(run.before)
+        noise.append(_noise(run, [exact for exact, _ in pairs], probes, generator))
+        states.append([exact.detach() for exact, _ in pairs])
+        errors.append([made.to(subject.dtype) - exact.detach() for exact, made in pairs])
     q = torch.stack(noise, dim=-1)  # [states, probes, sequences]
     budgets = [
         StateBudget(
@@ -83,6 +93,7 @@ def state_budgets(
             size=sum(float(s[i].square().sum()) for s in states),
             entries=sum(s[i].numel() for s in states),
             peak=max(_peak(e[i]) for e in errors),
+            made=sum(float(e[i].square().sum()) for e in errors),
         )
         for i in range(len(q))
     ]

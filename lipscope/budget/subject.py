@@ -98,7 +98,7 @@ class Subject:
                 f"a run in {coarse} is compared with a more accurate one, and {self.name} is "
                 f"loaded in {exact}; load it in float64 (--dtype float64)"
             )
-        module = copy.deepcopy(self.module)
+        module = copied(self.module)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
         dtypes = buffer_dtypes(module, dtype)
@@ -149,7 +149,7 @@ def read_subject(
             )
         routed, wanted = model.preflight.routed, dtype or model.dtype
         name, encode, limit = model.card.name, model.encode, model.max_positions
-    module = copy.deepcopy(module).eval().requires_grad_(False)
+    module = copied(module).eval().requires_grad_(False)
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(wanted)
@@ -157,6 +157,8 @@ def read_subject(
         device = next(module.parameters()).device
         ids = read_sequences(text, encode, min(length, limit or length), samples)
         if model is not None:
+            for row in ids:
+                model.check_inputs({"input_ids": row})
             warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
         rows = [row.to(device) for row in ids]
     return Subject(
@@ -236,6 +238,12 @@ def _rows_of(inputs: Any) -> list[Sample]:
         )
         for i in range(sizes.pop())
     ]
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module; what it still holds of the graph of an earlier run is cut off."""
+    kept = [x for part in module.modules() for x in vars(part).values() if isinstance(x, Tensor)]
+    return copy.deepcopy(module, {id(x): x.detach().clone() for x in kept if not x.is_leaf})
 
 
 def own_attention(module: nn.Module) -> str:

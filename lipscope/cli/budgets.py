@@ -149,7 +149,10 @@ def check(
     a: Annotated[str, typer.Argument(metavar="A", help="The reference: model id or directory.")],
     b: Annotated[
         str,
-        typer.Argument(metavar="B", help="Model id, directory, or safetensors of hidden states."),
+        typer.Argument(
+            metavar="B",
+            help="Model id, directory, or file of hidden states (.safetensors, .npz).",
+        ),
     ],
     text: Texts = None,
     column: Column = None,
@@ -169,18 +172,22 @@ def check(
 ) -> None:
     """Check whether rounding explains how B differs from A; exit code 1 if it does not.
 
-    A file holds hidden_states.0 to hidden_states.L of shape [B, n, d], and input_ids [B, n].
+    A file (.safetensors or .npz) holds hidden_states.0 to hidden_states.L of shape [B, n, d], as
+    transformers returns them, and input_ids [B, n]. The last state is after the final norm; one
+    from before it is recognised.
     """
     words: Any = read_texts(text, column, quiet)
     with progress("comparing", quiet=quiet) as report:
         from lipscope.budget.comparing import check_format, compare_runs
+        from lipscope.budget.recorded import recorded_path
         from lipscope.models.loading import load
         from lipscope.report.budgets import comparison_table
 
         check_format(format)  # before a model is loaded, which may take a while
         reference = load(a, tokenizer, dtype=dtype, device=device, random_init=random_init)
-        recorded = b.endswith(".safetensors")
-        run = b if recorded else load(b, dtype=dtype, device=device, random_init=random_init)
+        run: Any = recorded_path(b)
+        if run is None:
+            run = load(b, dtype=dtype, device=device, random_init=random_init)
         found = compare_runs(
             reference,
             run,

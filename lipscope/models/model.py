@@ -245,6 +245,10 @@ class Model:
                         f"head {head} does not exist: layer {i} has heads 0 to {count - 1}"
                     )
 
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Raise UserError for inputs that the model cannot read, token ids above all."""
+        self._call(inputs)
+
     def _chosen_layers(self, layers: Sequence[int] | None) -> Sequence[int]:
         for i in layers or ():
             if not 0 <= i < self.layers:

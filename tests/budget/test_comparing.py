@@ -1,11 +1,15 @@
 """Comparing runs: correct ports pass, planted bugs are named at their layer."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 import lipscope as ls
+from lipscope.budget import comparing
 from tests.budget.tiny import some_ids, tiny
 
 IDS = some_ids(2, 24)
@@ -78,12 +82,67 @@ def test_hidden_states_of_another_engine(tmp_path):
     tensors["hidden_states.2"] = tensors["hidden_states.2"] * 1.05
     save_file({**tensors, "input_ids": IDS}, path)
     assert ls.compare_runs(tiny("gpt2"), str(path), probes=4).first_outside.name == "layer 1"
-    save_file({**tensors, "input_ids": IDS[:, :-1].contiguous()}, path)
-    with pytest.raises(ls.UserError, match="do not have the same hidden states"):
-        ls.compare_runs(tiny("gpt2"), path, probes=2)
     save_file({"x": IDS}, path)
     with pytest.raises(ls.UserError, match="must hold hidden_states"):
         ls.compare_runs(tiny("gpt2"), path)
+
+
+def test_a_run_that_is_wrong_by_a_quarter_of_its_budget_is_outside(tmp_path):
+    """The margin on top of chance: 1.05 times the quantile is inside, 1.25 times is not."""
+    model = tiny("gpt2")
+    with torch.no_grad():
+        exact = model.double()(IDS, output_hidden_states=True).hidden_states
+    right = ls.compare_runs(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=4)
+    path = tmp_path / "states.safetensors"
+    for factor, name in ((1.05, None), (1.25, "layer 1")):
+        states = list(exact)
+        noise = torch.randn(exact[2].shape, dtype=torch.float64)
+        chance = right.states[2].limit / comparing.MARGIN
+        size = factor * chance * right.states[2].predicted * exact[2].norm()
+        states[2] = exact[2] + noise * size / noise.norm()
+        tensors = {f"hidden_states.{i}": h.contiguous() for i, h in enumerate(states)}
+        save_file({**tensors, "input_ids": IDS}, path)
+        found = ls.compare_runs(tiny("gpt2"), path, probes=4, format="bf16")
+        assert (found.first_outside and found.first_outside.name) == name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"squared": math.nan}, "nan of its norm is no bound"),
+        ({"squared": math.inf}, "inf of its norm is no bound"),
+        ({"squared": 1e30}, "of its norm is no bound"),
+        ({"squared": 1e-2, "made": 1e-5}, "in a run of the reference itself"),
+        ({"made": 1e-2}, "in a run of the reference itself"),
+        ({"made": math.nan}, "in a run of the reference itself"),
+    ],
+)
+def test_a_prediction_that_means_nothing_explains_nothing(monkeypatch, change, message):
+    right = comparing.state_budgets
+
+    def state_budgets(*args, **options):
+        budgets, states = right(*args, **options)
+        budgets[1] = replace(budgets[1], **{k: v * budgets[1].size for k, v in change.items()})
+        return budgets, states
+
+    monkeypatch.setattr(comparing, "state_budgets", state_budgets)
+    with pytest.raises(ls.UserError, match=message) as caught:
+        ls.compare_runs(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=4)
+    assert "the effect of rounding on layer 0 cannot be predicted" in str(caught.value)
+
+
+def test_a_port_that_does_not_run_is_one_sentence():
+    port = tiny("gpt2").bfloat16()
+    port.h[1].mlp.c_fc.float()
+    with pytest.raises(ls.UserError, match=r"GPT2Model does not run in bfloat16 \("):
+        ls.compare_runs(tiny("gpt2"), port, IDS)
+
+
+def test_verdicts_in_low_precision_say_how_to_see_more():
+    found = ls.compare_runs(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=2)
+    assert found.sentence().endswith("compare in fp32 to see smaller bugs")
+    found = ls.compare_runs(tiny("gpt2"), tiny("gpt2"), IDS, probes=2)
+    assert found.ok and found.format == "fp32" and "smaller bugs" not in found.sentence()
 
 
 def test_a_run_without_finite_values_is_outside():

@@ -135,3 +135,16 @@ def test_a_model_that_reads_no_text_says_what_it_reads():
         ls.error_budget(tiny_vit())
     with pytest.raises(ls.UserError, match="a text or inputs, not both"):
         ls.error_budget(tiny_vit(), "text", inputs=pixels())
+
+
+def test_a_module_that_keeps_the_graph_of_a_run_is_copied():
+    model = tiny("gpt2")
+    model.last = model(some_ids(1, 5)).last_hidden_state  # as recurrent models keep their state
+    got = ls.error_budget(model, some_ids(2, 9), formats="int8", probes=4).total("int8").value
+    assert (
+        got
+        == ls.error_budget(tiny("gpt2"), some_ids(2, 9), formats="int8", probes=4)
+        .total("int8")
+        .value
+    )
+    assert model.last.requires_grad

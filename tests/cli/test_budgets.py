@@ -3,6 +3,7 @@
 import csv
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -75,6 +76,24 @@ def test_check_says_whether_rounding_explains_the_difference(place, capsys):
     assert main(["check", str(place / "tiny"), str(wrong), "--probes", "4", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["first_outside"] == "layer 0" and not found["ok"]
+
+
+def test_check_reads_npz_and_refuses_foreign_token_ids(place, capsys):
+    model = load(str(place / "tiny"))
+    ids = torch.tensor([model.encode(PROSE)[:12]])
+    with torch.no_grad():
+        states = model.trunk.bfloat16()(ids, output_hidden_states=True).hidden_states
+    arrays = {f"hidden_states.{i}": h.float().numpy() for i, h in enumerate(states)}
+    np.savez(place / "right.npz", **arrays, input_ids=ids.numpy())
+    assert main(["check", str(place / "tiny"), str(place / "right.npz"), "--probes", "4"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Rounding to bf16 explains" in out and "compare in fp32 to see smaller bugs" in out
+    for wrong in (-3, 10**15):
+        np.savez(place / "wrong.npz", **arrays, input_ids=np.full(ids.shape, wrong))
+        assert main(["check", str(place / "tiny"), str(place / "wrong.npz")]) == 2
+        assert f"token id {wrong} is not in the vocabulary" in " ".join(
+            capsys.readouterr().err.split()
+        )
 
 
 def test_bad_input_ends_with_exit_code_2(place, capsys):

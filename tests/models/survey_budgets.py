@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lipscope as ls
+from lipscope.budget.subject import copied
 from lipscope.models.plug import plugged
 from lipscope.models.precision import Float64
 from lipscope.models.running import first_tensor, hooked
@@ -93,6 +94,7 @@ def _clean(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def _planted(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     bug: dict[str, Any] = {}
+    ls.compare_runs(model, in_bf16(model.trunk), **given, format="bf16")  # or why it cannot
     lists = _block_lists(model)
     for scale in SCALES:
         model = _scaled(model, lists, scale)
@@ -115,7 +117,7 @@ def _scaled(model: Any, lists: list[str], scale: float) -> Any:
     """The model with larger weights in its blocks; random ones may be too small to matter."""
     if scale == 1:
         return model
-    trunk = copy.deepcopy(model.trunk)
+    trunk = copied(model.trunk)
     for _, weight in _drawn(trunk, lists, random.Random(0)):
         weight.data *= scale
     return ls.load(trunk)
@@ -127,7 +129,7 @@ def find_bug(trunk: Any, lists: list[str], given: dict[str, Any]) -> dict[str, A
     Layers and weights are drawn by the name of the architecture. A weight whose flip moves the
     output of its layer by less than MATTERS times the error of bf16 is passed over.
     """
-    exact, low = copy.deepcopy(trunk).double().eval(), in_bf16(trunk)
+    exact, low = copied(trunk).double().eval(), in_bf16(trunk)
     truth = block_outputs(exact, lists, given)
     noise = _moves(truth, block_outputs(low, lists, given))
     draw = random.Random(zlib.crc32(type(trunk).__name__.encode()))
