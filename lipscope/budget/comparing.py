@@ -20,7 +20,6 @@ from lipscope.budget.recorded import (
     HOW,
     RecordedRun,
     read_recorded,
-    record_module,
     recorded_path,
 )
 from lipscope.budget.states import FALSE_ALARMS, StateBudget, state_budgets
@@ -32,6 +31,7 @@ from lipscope.budget.subject import (
     Text,
     copied,
     hidden_states,
+    last_hidden,
     own_attention,
     read_subject,
     with_last,
@@ -235,21 +235,20 @@ def compare_runs(
     if recorded is not None and recorded.ids is not None:
         text = recorded.ids
     reference = read_subject(a, text, inputs=inputs, head=False, length=length, samples=samples)
-    if isinstance(b, nn.Module) and not hasattr(b, "base_model_prefix"):
-        recorded = record_module(b, reference)
+    expected = [[h.shape for h in _states_of(reference, row)[0]] for row in reference.sequences]
     if recorded is None:
         run = _runner(b, reference, format, inputs)
-        name = format or _format_of(next(run.module.parameters()).dtype)
-        found = [_states_of(run, row) for row in reference.sequences]
+        name = format or _format_of(run.dtype)
+        runs = [_states_of(run, row) for row in reference.sequences]
+        found, before = [states for states, _ in runs], not all(final for _, final in runs)
         own = run.attention
     else:
         name = format or _known(recorded.format)
-        _check_recorded(reference, recorded)
+        _check_recorded(reference, recorded, expected)
         found = [[h[i : i + 1] for h in recorded.states] for i in range(len(recorded.states[0]))]
-        own = reference.own
-    _check_shapes([_shapes(reference, row) for row in reference.sequences], found)
+        own, before = reference.own, True
+    _check_shapes(expected, found)
     low = replace(reference, own=own).in_dtype(DTYPES[name])
-    before = recorded is not None and not recorded.final
     budgets, exact = state_budgets(
         reference, low, probes, seed, before_norm=before, progress=progress
     )
@@ -346,21 +345,29 @@ def _runner(b: Source | Path, reference: Subject, format: str | None, inputs: In
         ids = torch.zeros(1, 1, dtype=torch.long) if inputs is None else None
         other = read_subject(b, ids, inputs=inputs, head=False, length=1, samples=1)
         return other.in_dtype(DTYPES[format or "bf16"])
+    if not hasattr(b, "base_model_prefix"):
+        # Not a model of transformers: its layers are those of its lists of modules.
+        kinds = (x.dtype for x in b.parameters() if x.is_floating_point())
+        dtype = next(kinds, torch.float32)
+        return replace(reference, module=copied(b).eval(), dtype=dtype, attention=reference.own)
     module = copied(load(b).trunk).eval()
     dtype = next(module.parameters()).dtype
     return replace(reference, module=module, dtype=dtype, attention=own_attention(module))
 
 
-def _states_of(run: Subject, sample: Sample) -> list[Tensor]:
+def _states_of(run: Subject, sample: Sample) -> tuple[list[Tensor], bool]:
+    """The hidden states of a run, and whether the last one is the output of the model."""
     with torch.no_grad(), run.ready(), hidden_states(run.module) as seen:
         try:
             output = run.run(sample)
         except Exception as error:  # each model raises its own kind of error
             kind = str(run.dtype).removeprefix("torch.")
             raise UserError(
-                f"{type(run.module).__name__} does not run in {kind} ({on_one_line(error)})"
+                f"{type(run.module).__name__} does not run in {kind} on these inputs "
+                f"({on_one_line(error)}); if it is not a model of transformers, {HOW}"
             ) from error
-    return with_last(seen, output)
+    final = bool(seen) and last_hidden(output).shape == seen[-1].shape
+    return with_last(seen, output), final
 
 
 def _format_of(dtype: torch.dtype) -> str:
@@ -368,26 +375,20 @@ def _format_of(dtype: torch.dtype) -> str:
     return _known(names.get(dtype, str(dtype).removeprefix("torch.")))
 
 
-def _shapes(reference: Subject, sample: Sample) -> list[torch.Size]:
-    """The shapes of the hidden states of a sample, from a run that is cheap."""
-    return [h.shape for h in _states_of(reference, sample)]
-
-
-def _check_recorded(reference: Subject, run: RecordedRun) -> None:
+def _check_recorded(reference: Subject, run: RecordedRun, expected: list[list[torch.Size]]) -> None:
     """Raise UserError if a recorded run has other samples or other states than the reference."""
-    expected = [_shapes(reference, row) for row in reference.sequences]
     wanted = [(len(expected), *h[1:]) for h in expected[0]]
     given = [tuple(h.shape) for h in run.states]
     if wanted != given:
         raise UserError(
-            f"the hidden states of {run.source} are not those of {reference.name}: "
+            f"the hidden states of {run.path} are not those of {reference.name}: "
             f"{_listed(given)}, and {_listed(wanted)} expected; {HOW}"
         )
 
 
 def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
-    different = list(dict.fromkeys(shapes))
-    return f"{len(shapes)} of shape {' and '.join(str(list(shape)) for shape in different[:3])}"
+    different = [str(list(shape)) for shape in dict.fromkeys(shapes)]
+    return f"{len(shapes)} of shape {' and '.join(different[:3])}" if shapes else "none"
 
 
 def _check_shapes(expected: list[list[torch.Size]], found: list[list[Tensor]]) -> None:
@@ -397,5 +398,5 @@ def _check_shapes(expected: list[list[torch.Size]], found: list[list[Tensor]]) -
         if wanted != given:
             raise UserError(
                 f"the runs do not have the same hidden states: {_listed(wanted)} against "
-                f"{_listed(given)}"
+                f"{_listed(given)}; {HOW}"
             )

@@ -1,4 +1,4 @@
-"""Hidden states that another engine made: read from a file, or from a live module."""
+"""Hidden states that another engine wrote into a file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
-from lipscope.budget.subject import Sample, Subject, hidden_states, last_hidden, with_last
 
 SUFFIXES = (".safetensors", ".npz", ".npy")
 """Files that hold hidden states."""
@@ -27,17 +26,13 @@ HOW = (
 class RecordedRun:
     """The hidden states of a run.
 
-    states:   [B, n, d] each, from the embeddings to the last one
-    ids:      the token ids [B, n], if they are known
-    final:    whether the last state is known to be the output of the model; otherwise it may have
-              been taken before the final norm
-    source:   what the run is called in messages
+    states: [B, n, d] each, from the embeddings to the last one
+    ids:    the token ids [B, n], if the file has them
     """
 
+    path: Path
     states: list[Tensor]
     ids: Tensor | None
-    final: bool
-    source: str
 
     @property
     def format(self) -> str:
@@ -45,17 +40,12 @@ class RecordedRun:
 
         NumPy has no bf16, so a run in bf16 is often stored as float32.
         """
-        if self.states[0].dtype in DTYPES.values():
-            names = {dtype: name for name, dtype in DTYPES.items()}
-            given = names[self.states[0].dtype]
-        else:
-            given = "float64"
-        if given in ("bf16", "fp16"):
-            return given
         for name in ("bf16", "fp16", "fp32"):
-            if all(torch.equal(h.to(DTYPES[name]).to(h.dtype), h) for h in self.states):
+            kinds = {h.dtype for h in self.states}
+            held = (torch.equal(h.to(DTYPES[name]).to(h.dtype), h) for h in self.states)
+            if kinds == {DTYPES[name]} or all(held):
                 return name
-        return given
+        return str(self.states[0].dtype).removeprefix("torch.")
 
 
 def recorded_path(b: Any) -> Path | None:
@@ -99,7 +89,7 @@ def read_recorded(path: Path) -> RecordedRun:
                 f"input_ids in {path} must be integers of shape "
                 f"{list(states[0].shape[:2])}, as the hidden states are, got {_kind(ids)}"
             )
-    return RecordedRun(states=states, ids=ids, final=False, source=str(path))
+    return RecordedRun(path=path, states=states, ids=ids)
 
 
 def _kind(x: Tensor) -> str:
@@ -137,34 +127,3 @@ def _from_numpy(array: Any) -> Tensor:
             .view(torch.bfloat16)
         )
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=True))
-
-
-def record_module(module: nn.Module, reference: Subject) -> RecordedRun:
-    """Run a module of no library on the samples of the reference, and collect its states."""
-    name = type(module).__name__
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    runs, final = [], True
-    for sample in reference.sequences:
-        try:
-            with torch.no_grad(), hidden_states(module) as seen:
-                output = _call(module, sample, dtype)
-            last = last_hidden(output)
-        except Exception as error:  # a module of its owner's, with errors of its own
-            raise UserError(
-                f"{name} does not run on the inputs of {reference.name} ({error}); {HOW}"
-            ) from error
-        final = final and bool(seen) and last.shape == seen[-1].shape
-        runs.append(with_last(seen, output))
-    if not all(runs):
-        raise UserError(f"{name} has no list of layers whose outputs can be read; {HOW}")
-    states = [torch.cat(parts) for parts in zip(*runs, strict=True)]
-    return RecordedRun(states=states, ids=None, final=final, source=name)
-
-
-def _call(module: nn.Module, sample: Sample, dtype: torch.dtype) -> Any:
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype) if x.is_floating_point() else x
-
-    if isinstance(sample, Tensor):
-        return module(cast(sample))
-    return module(**{name: cast(x) for name, x in sample.arguments.items()})

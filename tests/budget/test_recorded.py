@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,11 +103,9 @@ def test_bfloat16_arrays_of_jax_are_read(tmp_path):
 def test_the_format_is_the_narrowest_that_holds_the_states(tmp_path, dtype, format):
     x = torch.randn(3, 2, 4, 8).to(dtype)
     for stored in (x, x.float(), x.double()):
-        found = recorded.RecordedRun(states=list(stored), ids=None, final=False, source="x")
+        found = recorded.RecordedRun(Path(), list(stored), None)
         assert found.format == format
-    wide = recorded.RecordedRun(
-        states=list(torch.randn(3, 2, 4, 8).double() + 1e-12), ids=None, final=False, source="x"
-    )
+    wide = recorded.RecordedRun(Path(), list(torch.rand(3, 2, 4, 8, dtype=torch.float64)), None)
     assert wide.format == "float64"
 
 
@@ -224,6 +223,6 @@ def test_a_live_module_whose_states_cannot_be_had_is_told_to_save_them():
             return ids
 
     with pytest.raises(
-        ls.UserError, match=r"Closed does not run on the inputs of GPT2Model .* save"
+        ls.UserError, match=r"Closed does not run in float32 on these inputs .* save"
     ):
         ls.compare_runs(tiny("gpt2"), Closed(), IDS)
