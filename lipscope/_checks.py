@@ -95,7 +95,7 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
             raise
         except Exception as error:
             for name, value in (*zip(annotations, args, strict=False), *kwargs.items()):
-                _check_type(name, value, annotations[name], error)
+                _check_type(name, value, annotations.get(name, "Any"), error)
                 if _is_named("Tensor")(value) and _has_no_entries(value):
                     raise UserError(f"{name} must be a dense tensor with data") from error
             if isinstance(error, MemoryError) or "allocate memory" in str(error):

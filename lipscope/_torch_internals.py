@@ -31,6 +31,27 @@ def transforms() -> int:
     return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
+def is_transformed() -> bool:
+    """Whether this call is nested in torch.func or in a level of forward-mode autograd."""
+    return (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def autocasts() -> bool:
+    """Whether autocast is enabled for any kind of device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def default_device() -> torch.device | None:
+    """Where tensors are created that name no device; None for the CPU."""
+    if torch._C._len_torch_function_stack():  # a default device is a mode of torch functions
+        device = torch.get_default_device()
+    else:
+        device = torch.device(torch._C._get_default_device())  # of torch.set_default_tensor_type
+    return None if device.type == "cpu" else device
+
+
 def traced() -> bool:
     """Whether operations are being recorded into a graph (torch.func.linearize, make_fx)."""
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")

@@ -18,6 +18,7 @@ FLOORS = [
     ("_contents", "_display", "_notebook_bar"),
     ("_types",),
     ("_checks", "_files", "_torch_internals"),
+    ("_ambient",),
     ("linalg",),
     ("attention",),
     ("theorems",),

@@ -33,5 +33,5 @@ class Search:
             torch.where(higher.to(old.device).reshape(-1, *[1] * (old.ndim - 1)), new, old)
             for new, old in zip(state, self.state, strict=True)
         )
-        self.stride = self.stride * torch.where(higher, LONGER, SHORTER)
+        self.stride = torch.where(higher, LONGER * self.stride, SHORTER * self.stride)
         return higher

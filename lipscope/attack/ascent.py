@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope._checks import check_fields, explained
+from lipscope._ambient import callers_device, entry_point
+from lipscope._checks import check_fields
 from lipscope._types import Around, Ball, Domain, Point, UserError
 from lipscope.attack.accept import Search
 from lipscope.attack.constructions import explicit_inputs
@@ -74,7 +75,7 @@ class Climb:
             )
 
 
-@explained
+@entry_point
 def ascend(
     f: Map,
     domain: Domain | Normed,
@@ -124,7 +125,7 @@ def ascend(
 def sigma_gradient(f: Map, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """The gradient of sum_b <left_b, D_X f right_b> in X, with the vectors held fixed."""
     x = X.detach().clone().requires_grad_(True)
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), callers_device():
         y = f(x)
         (pulled,) = torch.autograd.grad(
             y, x, left.reshape(y.shape), create_graph=True, materialize_grads=True

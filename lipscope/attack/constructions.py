@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._types import Ball, Domain, UserError
 from lipscope.attack.found import Found, measured
 from lipscope.attention.kernels import Dot, default_scale
@@ -43,7 +43,7 @@ class Regime:
         return "sqrt n" if math.log(max(n - 1, 1)) <= self.reach else "mean-field"
 
 
-@explained
+@entry_point
 def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Found]:
     """The papers' explicit inputs for every head, measured on the whole layer in float64.
 

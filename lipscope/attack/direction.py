@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import callers_device, entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
@@ -40,7 +40,7 @@ class Response(Displayed):
         return self.sigma.right
 
 
-@explained
+@entry_point
 def singular_response(
     f: Map, X: Tensor, etas: Sequence[float] = ETAS, *, seed: int = 0
 ) -> Response:
@@ -74,7 +74,7 @@ def singular_response(
     def change(E: Tensor) -> float:
         return lengths((f(X + E) - here).double().flatten()).item()
 
-    with torch.no_grad():
+    with torch.no_grad(), callers_device():
         here = f(X)
         ratios, opposite = (
             tuple(change(sign * eta * sigma.right) / eta for eta in etas) for sign in (1, -1)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lipscope._ambient import callers_device
 from lipscope._types import UserError
 from lipscope.attack.accept import Search
 from lipscope.linalg.differentiate import Map
@@ -52,7 +53,7 @@ def gradient_perturbations(
     r = _checked(X, [*radii, *radii])
     E = random_perturbations(X, radii, seed=seed)
     E = torch.cat([E, -E])
-    with torch.no_grad():
+    with torch.no_grad(), callers_device():
         here = f(X[None])
     value, slope = _slope(f, X, here, E)
     search = Search(value, (E, slope), stride=r.clone())
@@ -68,14 +69,14 @@ def gradient_perturbations(
 
 def output_changes(f: Map, X: Tensor, E: Tensor) -> Tensor:
     """||f(X + E_b) - f(X)||_F for each perturbation of E [B, n, d]."""
-    with torch.no_grad():
+    with torch.no_grad(), callers_device():
         return lengths((f(X + E) - f(X[None])).flatten(1))
 
 
 def _slope(f: Map, X: Tensor, here: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
     """||f(X + E) - f(X)|| and its gradient in E, member by member."""
     e = E.detach().clone().requires_grad_(True)
-    with torch.enable_grad():
+    with torch.enable_grad(), callers_device():
         change = lengths((f(X + e) - here).flatten(1))
         (gradient,) = torch.autograd.grad(change.sum(), e)
     return change.detach(), gradient

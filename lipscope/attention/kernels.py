@@ -46,8 +46,9 @@ class Rope(Displayed):
             base: Base of the geometric sequence of frequencies.
             dtype: Dtype of the tables; angles are always computed in float64.
         """
-        frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-        angle = torch.arange(n, dtype=torch.float64)[:, None] * torch.cat([frequency, frequency])
+        even = torch.arange(0, size, 2, dtype=torch.float64, device="cpu")
+        place = torch.arange(n, dtype=torch.float64, device="cpu")
+        angle = place[:, None] * (base ** (-even / size)).repeat(2)
         return Rope(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def turn(self, x: Tensor) -> Tensor:

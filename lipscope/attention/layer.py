@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope._ambient import unaffected
 from lipscope._checks import check_fields, shown
 from lipscope._display import Displayed
 from lipscope._types import UserError
@@ -128,6 +129,7 @@ class SelfAttention(Displayed):
         """Upper bounds of the norms of the weights, head by head."""
         return weight_norms(self)
 
+    @unaffected
     def linearize(self, X: Tensor) -> LinearOperator:
         """Return the Jacobian of the layer at `X` as a linear operator, in closed form.
 
@@ -174,8 +176,8 @@ class SelfAttention(Displayed):
         def move(x: Any) -> Any:
             if isinstance(x, Tensor):
                 # A boolean mask must stay boolean: it follows to the device, not to the dtype.
-                like = torch.empty(0).to(*args, **kwargs)
-                return x.to(*args, **kwargs) if x.dtype.is_floating_point else x.to(like.device)
+                device = x.new_empty(0).to(*args, **kwargs).device
+                return x.to(*args, **kwargs) if x.dtype.is_floating_point else x.to(device)
             if isinstance(x, tuple):
                 return tuple(move(y) for y in x)
             if hasattr(x, "__dataclass_fields__"):
@@ -202,6 +204,7 @@ class HeadsApart(Displayed):
         joined = replace(self.layer, O=None)(X)
         return joined.unflatten(-1, (self.layer.heads, -1)).transpose(-3, -2)
 
+    @unaffected
     def linearize(self, X: Tensor) -> LinearOperator:
         check_tokens(self.layer, X)
         return linearize(self.layer, X, apart=True)

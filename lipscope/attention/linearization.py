@@ -382,7 +382,7 @@ def _summed(f: SelfAttention, x: Tensor, norms: WeightNorms) -> Lengths:
     counts = (f.heads, f.groups, f.groups)
     parts = []
     for W, b, count in zip(own, f.biases or (None,) * 3, counts, strict=True):
-        long = torch.zeros(1) if b is None else largest(b.reshape(1, count, 1, -1))
+        long = W.new_zeros(1) if b is None else largest(b.reshape(1, count, 1, -1))
         parts.append(W * x + (long if b is None else per_head(long, f.heads)))
     if isinstance(f.kernel, Dot):
         parts[0] = abs(default_scale(f.kernel, f.Q.shape[0] // f.heads)) * parts[0]

@@ -336,10 +336,10 @@ def mask_of(
     width = last - first
     alike = row == 0 and not (pattern.causal or pattern.window)  # every row is like the first
     if kind == ADDITIVE:
-        level = torch.full((B, heads, n), -torch.inf, device=device)
+        level = torch.full((B, heads, n), -torch.inf, dtype=torch.float32, device=device)
         words = torch.empty(1, 1, 1, 1, dtype=torch.int32, device=device)
     else:
-        level = torch.empty(1, device=device)
+        level = torch.empty(1, dtype=torch.float32, device=device)
         sizes = B, heads, 1 if alike else n, blocks[1] * N // 32
         words = torch.empty(sizes, dtype=torch.int32, device=device)
     mask = Mask(

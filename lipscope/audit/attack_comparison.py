@@ -18,7 +18,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from lipscope._checks import explained, shown
+from lipscope._ambient import entry_point
+from lipscope._checks import shown
 from lipscope._files import whole_file
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
@@ -120,7 +121,7 @@ class AttackedText:
     hidden: Tensor
 
 
-@explained
+@entry_point
 @with_bar("attacking")
 def compare_attacks(
     model: Any = None,

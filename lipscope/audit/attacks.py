@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._files import for_terminal
 from lipscope._notebook_bar import with_bar
 from lipscope._types import Around, Ball, UserError
@@ -148,7 +148,7 @@ class AttackedModel(NamedTuple):
         return terminal_html(attack_table(self.study, self.lines))
 
 
-@explained
+@entry_point
 @with_bar("attacking")
 def attack_model(
     model: Any,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lipscope._checks import check_positive, explained
+from lipscope._ambient import entry_point
+from lipscope._checks import check_positive
 from lipscope._notebook_bar import with_bar
 from lipscope._types import Ball, Point, UserError
 from lipscope.attack.ascent import Climb, ascend
@@ -63,7 +64,7 @@ class HeadAtSample(NamedTuple):
     R: float
 
 
-@explained
+@entry_point
 @with_bar("bounding")
 def audit_model(
     model: Any = None,

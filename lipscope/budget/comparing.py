@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lipscope._ambient import entry_point
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
@@ -167,6 +168,7 @@ class RunComparison:
         return f"<div><p>{escape(self.sentence())}</p>{table}</div>"
 
 
+@entry_point
 @with_bar("comparing")
 def compare_runs(
     a: Source,

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lipscope._ambient import entry_point
 from lipscope._checks import check_positive
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
@@ -30,6 +31,7 @@ from lipscope.budget.subject import Inputs, Source, Subject, Text, length_of, re
 PROBES = 16
 
 
+@entry_point
 @with_bar("propagating")
 def error_budget(
     model: Source = None,

@@ -252,5 +252,5 @@ def _weight(part: nn.Module) -> Tensor:
 def is_linear(part: nn.Module) -> bool:
     """Whether a module multiplies its input by a weight: a linear layer or transformers' Conv1D."""
     return isinstance(part, nn.Linear) or (
-        type(part).__name__ == "Conv1D" and getattr(part, "weight", torch.empty(0)).ndim == 2
+        type(part).__name__ == "Conv1D" and getattr(getattr(part, "weight", None), "ndim", 0) == 2
     )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lipscope._checks import check_whole, explained, usable_device
+from lipscope._ambient import entry_point, float32_by_default
+from lipscope._checks import check_whole, usable_device
 from lipscope._files import claim_folder
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
@@ -111,7 +112,7 @@ class Training:
         self.text, self.architecture, self.recipe, self.device = text, architecture, recipe, device
         self.generator = torch.Generator().manual_seed(recipe.seed)
         # Layers draw their weights from the global generator: seed it, and leave it as it was.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), float32_by_default():
             torch.manual_seed(recipe.seed)
             self.model = CharacterTransformer(architecture, attention).to(device)
         self.optimizer = torch.optim.AdamW(
@@ -212,7 +213,7 @@ class Training:
         return True
 
 
-@explained
+@entry_point
 @with_bar("training")
 def train_character_model(
     text: str | Path,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -40,7 +40,7 @@ from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.wrapped import check_bare
 
 
-@explained
+@entry_point
 @with_bar("converting")
 def convert_model(
     model: nn.Module,

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lipscope._ambient import float32_by_default
 from lipscope._types import UserError
 from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
@@ -127,9 +128,10 @@ def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -
 
 
 def _empty(to: str, d: int, f: SelfAttention, constant: float | None) -> AttentionLayer:
-    if constant is not None:
-        return make_contractive(to, d, f.heads, f.causal, constant)
-    return ATTENTIONS[to](d, f.heads, f.causal)
+    with float32_by_default():
+        if constant is not None:
+            return make_contractive(to, d, f.heads, f.causal, constant)
+        return ATTENTIONS[to](d, f.heads, f.causal)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.spatial import cKDTree
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.dynamics.integration import Ending
@@ -118,7 +118,7 @@ class Clusters(Displayed):
         return f"{_counted(groups, 'group')} of {tokens} tokens, not all narrow at the end"
 
 
-@explained
+@entry_point
 def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) -> Clusters:
     """Find the clusters of tokens at the end of a flow.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import Status
 from lipscope.attention.layer import SelfAttention
@@ -85,7 +85,7 @@ class DepthGrowth(Displayed):
         return "; ".join(said)
 
 
-@explained
+@entry_point
 def growth_along_depth(
     f: SelfAttention,
     X: Tensor | DiscreteMeasure,

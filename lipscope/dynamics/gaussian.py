@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2, default_scale
@@ -65,7 +65,7 @@ class GaussianFlow(Displayed):
         return f"{self.ending.value} (t = {self.times[-1].item():.6g}, {self.steps} steps)"
 
 
-@explained
+@entry_point
 def gaussian_flow(
     f: SelfAttention,
     mean: Tensor,

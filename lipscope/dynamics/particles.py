@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -100,7 +100,7 @@ class Flow(Displayed):
         return z
 
 
-@explained
+@entry_point
 def flow(
     f: SelfAttention,
     X: Tensor | DiscreteMeasure,
@@ -171,7 +171,7 @@ def flow(
     )
 
 
-@explained
+@entry_point
 def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: int) -> Flow:
     """The residual network X <- X + (time/layers) f(X), layer by layer: the flow in Euler steps.
 

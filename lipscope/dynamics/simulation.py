@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lipscope._checks import explained, usable_device
+from lipscope._ambient import entry_point
+from lipscope._checks import usable_device
 from lipscope._display import Displayed
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
@@ -82,7 +83,7 @@ class Simulation(Displayed):
         return f"the particles: {self.flow.summary}. {found[0].upper()}{found[1:]}."
 
 
-@explained
+@entry_point
 @with_bar("simulating")
 def simulate(
     preset: str = "clusters",

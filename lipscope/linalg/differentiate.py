@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipscope._ambient import callers_device, entry_point, ordinary_module, unaffected
 from lipscope._torch_internals import TorchDispatchMode, is_dropout, tree_leaves, tree_map
 from lipscope._types import UserError
 from lipscope.linalg.operator import LinearOperator, Pair, Product
@@ -24,6 +26,7 @@ MIXED = 1e-9
 """Share of its own change that a member of a batch may leave in others: nothing but rounding."""
 
 
+@entry_point
 def jacobian(f: Map, X: Tensor) -> LinearOperator:
     """The derivative of a map at an input, as a linear operator.
 
@@ -51,15 +54,15 @@ def jacobian(f: Map, X: Tensor) -> LinearOperator:
     check_input(X)
     check_map(f)
     linearize = getattr(f, "linearize", None)
-    if linearize is not None:
-        return linearize(X)
+    f = ordinary_module(f) if isinstance(f, nn.Module) else f
     try:
-        return _autograd_jacobian(f, X)
+        J = linearize(X) if linearize is not None else _autograd_jacobian(f, X)
     except NotImplementedError as error:
         raise UserError(
             f"f cannot be differentiated twice ({error}), so products with its Jacobian are not "
             "available; write that operation in others that PyTorch can differentiate twice"
         ) from error
+    return replace(J, mv=unaffected(J.mv), rmv=unaffected(J.rmv))
 
 
 def check_input(X: Tensor) -> None:
@@ -161,10 +164,10 @@ def _products(
     J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in
     u."""
     with (
-        torch.inference_mode(False),
         torch.enable_grad(),
         sdpa_kernel(SDPBackend.MATH),
         rounding or nullcontext(),
+        callers_device(),
     ):
         x = X.detach().clone().requires_grad_(True)
         y = f(x)
@@ -214,7 +217,7 @@ class OneUlp(TorchDispatchMode):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         g = self.generators.setdefault(x.device, torch.Generator(x.device).manual_seed(self.seed))
-        up = torch.rand(x.shape, generator=g, device=x.device) < 0.5
+        up = torch.rand(x.shape, generator=g, dtype=torch.float32, device=x.device) < 0.5
         eps = torch.finfo(x.dtype).eps
         return torch.where(up, x * (1 + eps), x * (1 - eps))
 
@@ -224,7 +227,7 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks
     seems.
     """
     g = torch.Generator().manual_seed(0)
-    v, u = (torch.randn(z.shape, generator=g).to(z) for z in (x, y))
+    v, u = (torch.randn(z.shape, generator=g, dtype=torch.float32).to(z) for z in (x, y))
     Jv, Ju = mv(v), rmv(u)
     left, right = ranks.sum(torch.stack([(u * Jv).sum(), (Ju * v).sum()]).double())
     lengths = torch.stack([z.double().norm() for z in (u, Jv, Ju, v)])
@@ -249,11 +252,10 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks
 def _check_members_apart(f: Map, mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
     """A tangent in some members of a batch must leave the others alone, and so must a cotangent."""
     g = torch.Generator().manual_seed(0)
-    some = torch.rand(x.shape[0], generator=g).argsort() < x.shape[0] / 2
+    some = torch.rand(x.shape[0], generator=g, dtype=torch.float32).argsort() < x.shape[0] / 2
     for product, start in ((mv, x), (rmv, y)):
-        v = torch.randn(start.shape, generator=g).to(start) * some.to(start).reshape(
-            -1, *[1] * (start.ndim - 1)
-        )
+        v = torch.randn(start.shape, generator=g, dtype=torch.float32).to(start)
+        v = v * some.to(start).reshape(-1, *[1] * (start.ndim - 1))
         size = product(v).detach().double().abs().flatten(1).amax(dim=1).nan_to_num().cpu()
         leaked = size[~some].max().item() if bool((~some).any()) else 0.0
         if leaked > MIXED * size[some].max().item():

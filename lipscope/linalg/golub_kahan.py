@@ -99,7 +99,7 @@ class GolubKahan:
         image = (H @ q[:, :, None])[:, :, 0]
         theta = torch.linalg.vector_norm(image, dim=1)
         p = torch.where(theta[:, None] > 0, image / theta[:, None], p[:, :, 0])
-        nan = torch.where(finite, 0.0, torch.nan)
+        nan = torch.where(finite, torch.zeros_like(theta), torch.nan)
         return theta + nan, p + nan[:, None], q + nan[:, None]
 
     def pulled_back(self, p: Tensor, members: slice = EVERY) -> Tensor:

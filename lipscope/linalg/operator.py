@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope._ambient import unaffected
 from lipscope._types import UserError
 from lipscope.linalg.ranks import ALONE, Ranks
 
@@ -175,6 +176,7 @@ class LinearOperator:
             rough=None,
         )
 
+    @unaffected
     def __matmul__(self, other: LinearOperator) -> LinearOperator:
         """The composition self . other."""
         if (self.in_shape, self.batch) != (other.out_shape, other.batch):
@@ -194,6 +196,7 @@ class LinearOperator:
             size=_product_size(_size(self), _size(other)),
         )
 
+    @unaffected
     def __add__(self, other: LinearOperator) -> LinearOperator:
         """The sum of two operators with the same shapes."""
         if not isinstance(other, LinearOperator):
@@ -220,6 +223,7 @@ class LinearOperator:
             size=_size(self) + _size(other),
         )
 
+    @unaffected
     def __mul__(self, factor: float) -> LinearOperator:
         take, small, compared = self.take, self.compressed, self.compared
 
@@ -242,6 +246,7 @@ class LinearOperator:
 
     __rmul__ = __mul__
 
+    @unaffected
     def to_dense(self) -> Tensor:
         """The matrix [out_size, in_size] (with a leading B for a batch), one product per column."""
         columns = []

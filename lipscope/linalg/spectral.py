@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._checks import check_fields, check_whole, explained
+from lipscope._ambient import entry_point
+from lipscope._checks import check_fields, check_whole
 from lipscope._types import UserError
 from lipscope.linalg.basis import STORAGES
 from lipscope.linalg.certificate import check_gap
@@ -68,7 +69,7 @@ class Solver:
     basis: str = "native"
 
 
-@explained
+@entry_point
 def spectral_norm(
     J: LinearOperator,
     tol: float = 1e-6,

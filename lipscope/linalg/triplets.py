@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._types import UserError
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.operator import LinearOperator, Pair
 from lipscope.linalg.spectral import Solver, fresh_seed, random_start, spectral_norm
 
 
-@explained
+@entry_point
 def singular_triplets(
     J: LinearOperator, k: int, tol: float = 1e-8, *, solver: Solver | None = None
 ) -> list[Estimate] | list[BatchEstimate]:

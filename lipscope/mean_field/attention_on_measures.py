@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2, Dot, augment, default_scale
 from lipscope.attention.layer import SelfAttention
@@ -26,7 +26,7 @@ from lipscope.linalg.operator import Compression, LinearOperator
 from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
 
-@explained
+@entry_point
 def push(f: SelfAttention, mu: DiscreteMeasure) -> DiscreteMeasure:
     """Apply attention to a measure, F(mu) = (Gamma_mu)#mu.
 
@@ -56,7 +56,7 @@ def push(f: SelfAttention, mu: DiscreteMeasure) -> DiscreteMeasure:
     return replace(mu, points=lifted(f, mu)(mu.points))
 
 
-@explained
+@entry_point
 def derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
     """Return the derivative of attention at a measure, as an operator on L2(mu).
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._checks import check_whole, explained
+from lipscope._ambient import entry_point
+from lipscope._checks import check_whole
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -63,7 +64,7 @@ class Transition(Displayed):
         return draw_transitions([self], new_axes(ax))
 
 
-@explained
+@entry_point
 def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDiracs:
     """Return the two-Dirac measure in a ball on which attention is least smooth.
 
@@ -110,7 +111,7 @@ def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDira
     )
 
 
-@explained
+@entry_point
 def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) -> Transition:
     """Compute ||D_X f|| for n = 2, ..., n_max tokens of the two-Dirac family.
 

@@ -14,7 +14,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -88,7 +88,7 @@ class Splitting(Displayed):
         return pair.moved(field)
 
 
-@explained
+@entry_point
 def splitting(
     f: SelfAttention,
     mu: DiscreteMeasure | Tensor,

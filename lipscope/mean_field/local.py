@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lipscope._checks import explained, norm_name
+from lipscope._ambient import entry_point
+from lipscope._checks import norm_name
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.sharded import sharded_jacobian
@@ -25,7 +26,7 @@ from lipscope.mean_field.attention_on_measures import check_liftable, derivative
 from lipscope.mean_field.measures import DiscreteMeasure, as_measure
 
 
-@explained
+@entry_point
 def local_lipschitz(
     f: Map,
     X: Tensor | DiscreteMeasure,

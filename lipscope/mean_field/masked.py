@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._types import UserError
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import NEGLIGIBLE, atoms_distance, check_pair, power_mean
 
 
-@explained
+@entry_point
 def conditional_distance(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2) -> float:
     """Compute the distance d_p of two measures with positions.
 

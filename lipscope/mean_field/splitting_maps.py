@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.kernels import L2
@@ -55,7 +55,7 @@ def gains(f: SelfAttention, X: Tensor, weights: Tensor) -> Tensor:
     return torch.where(together > 0, apart / together, 0.0)
 
 
-@explained
+@entry_point
 def splitting_map(f: SelfAttention, positions: Tensor) -> SplittingMap:
     """Compute the gain from splitting for all pairs of two tokens on a line.
 
@@ -95,7 +95,7 @@ class LargestGain(NamedTuple):
     measure: DiscreteMeasure
 
 
-@explained
+@entry_point
 def largest_gain(
     f: SelfAttention, n: int, R: float, *, equal: bool = True, tries: int = 2000, seed: int = 0
 ) -> LargestGain:
@@ -137,13 +137,13 @@ def largest_gain(
     )
     deepest = -0.85 * math.log(torch.finfo(X.dtype).tiny)
     # Moderate and extreme weights in turn.
-    depth = torch.tensor([10.0, deepest]).repeat(tries)[:tries, None]
+    depth = torch.tensor([10.0, deepest], dtype=torch.float32).repeat(tries)[:tries, None]
     level = -depth * torch.rand(tries, n, generator=g, dtype=X.dtype) ** 2 * (not equal)
     score = gains(f, X, level.softmax(dim=1))
     best = score.topk(min(tries, 50)).indices
     X, level, score = X[best], level[best], score[best]
     # Accept or reject, with relative steps that shrink from 1/2 to 1/1000.
-    for step in torch.logspace(-0.3, -3, 120).tolist():
+    for step in torch.logspace(-0.3, -3, 120, dtype=torch.float32).tolist():
         trial = _into_ball(X + step * (X.abs() + 0.01 * R) * noise(*X.shape), R)
         tilt = level if equal else level + step * (1 - level) * noise(*level.shape)
         tilt = (tilt - tilt.amax(dim=1, keepdim=True)).clamp_min(-deepest)

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope._checks import check_exponent, explained
+from lipscope._ambient import entry_point
+from lipscope._checks import check_exponent
 from lipscope._types import UserError
 from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
@@ -28,7 +29,7 @@ LARGE_P = 1e12
 min(n, m)^{1/LARGE_P}."""
 
 
-@explained
+@entry_point
 def wasserstein(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2) -> float:
     """Compute the Wasserstein distance W_p of two measures, exactly.
 

@@ -112,7 +112,7 @@ def projection_matrix(host: Host, projection: nn.Module, width: int) -> tuple[Te
     """O [d', width] and b of an output projection z -> O z + b."""
     device = next(projection.parameters()).device
     # z = 0 gives b, and the unit vectors give the columns of O, whatever class the module is.
-    tokens = torch.cat([torch.zeros(1, width), torch.eye(width)])[None].to(device, host.dtype)
+    tokens = torch.eye(width + 1, width, dtype=host.dtype, device=device).roll(1, dims=0)[None]
     with torch.no_grad():
         y = run_to(host, projection, ModuleCall((tokens,), {}, tokens))[0]
     return (y[1:] - y[0]).T.contiguous(), y[0]
@@ -147,7 +147,7 @@ def _probe(X: Tensor) -> Tensor:
     n, d = X.shape[-2:]
     rows = -(-(d + 1) // n)
     tokens = X.new_zeros(rows * n, d)
-    tokens[1 : d + 1] = torch.eye(d)
+    tokens[1 : d + 1] = torch.eye(d, dtype=X.dtype, device=X.device)
     return tokens.view(rows, n, d)
 
 

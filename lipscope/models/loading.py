@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point, float32_by_default, ordinary_module
 from lipscope._files import for_terminal
 from lipscope._types import UserError
 from lipscope.models import embedded
@@ -48,7 +48,7 @@ FEWEST = 8
 """A file with less than this fraction of a model's weights is not that model's."""
 
 
-@explained
+@entry_point
 def load(
     source: str | os.PathLike[str] | nn.Module | None = None,
     tokenizer: Any = None,
@@ -118,7 +118,7 @@ def _load(
         raise UserError(f"random_init must be an integer from 0 to 2^63 - 1, got {random_init!r}")
     with _quiet():
         if isinstance(source, nn.Module):
-            module, reader = _live(source, device), None
+            module, reader = ordinary_module(_live(source, device)), None
             known, commit = module.config.name_or_path, None
             # transformers notes "None" for what was read without a name, as `_read` does it.
             name = type(module).__name__ if known in (None, "", "None") else str(known)
@@ -338,7 +338,7 @@ def _causal_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ..
 def _random(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """Random weights by the model's own rule, drawn on the CPU so that a seed is portable."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), float32_by_default():
             torch.manual_seed(seed)
             return random_model(kind, config)
     except Exception as error:  # each model class raises its own kind of error
@@ -434,7 +434,7 @@ def _dtype(given: str | torch.dtype | None) -> torch.dtype:
 def _device(given: str | torch.device | None) -> torch.device:
     try:
         device = torch.device("cpu" if given is None else given)
-        torch.zeros(1, device=device)
+        torch.zeros(1, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"device {str(given)!r} cannot be used here ({on_one_line(error)}); try cpu"

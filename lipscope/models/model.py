@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lipscope._ambient import entry_point, unaffected
 from lipscope._types import UserError
 from lipscope.models import encoding
 from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
@@ -113,6 +114,7 @@ class Model:
         return next(self.trunk.parameters()).device
 
     @property
+    @unaffected
     def preflight(self) -> Preflight:
         """The comparison with eager attention that has differed most so far."""
         if not self._checks:
@@ -120,11 +122,13 @@ class Model:
         return max(self._checks.values(), key=lambda check: (not check.routed, check.difference))
 
     @property
+    @unaffected
     def layers(self) -> int:
         """The number of layers."""
         return len(self._known_layers())
 
     @property
+    @unaffected
     def heads(self) -> int:
         """The number of heads of the widest layer; 0 if heads cannot be measured one by one."""
         return max(layer.heads for layer in self._known_layers())
@@ -153,6 +157,7 @@ class Model:
         """The text of each token."""
         return encoding.decode(self._need_tokenizer(), ids, self.card.name)
 
+    @entry_point
     def sites(
         self,
         input_ids: Tensor | Sequence[Any] | None = None,
@@ -191,6 +196,7 @@ class Model:
         ]
         return within + [survey.site("model") for scope in scopes if scope == "model"]
 
+    @entry_point
     def survey(
         self,
         input_ids: Tensor | Sequence[Any] | None = None,
@@ -358,9 +364,8 @@ class Model:
         if kind == "pixel_values":
             size = getattr(config, "image_size", 224)
             height, width = size if isinstance(size, tuple | list) else (size, size)
-            pixels = torch.randn(
-                1, getattr(config, "num_channels", 3), height, width, generator=generator
-            )
+            shape = (1, getattr(config, "num_channels", 3), height, width)
+            pixels = torch.randn(shape, generator=generator, dtype=torch.float32)
             return self._call({"pixel_values": pixels})
         if kind != "input_ids":
             # A model with several main inputs (OneFormer) has a list of names.

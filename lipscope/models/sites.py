@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope._ambient import unaffected
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -45,7 +46,9 @@ class Memory:
 
 def _mark(module: nn.Module) -> tuple[tuple[int, int], ...]:
     """Address and version of every weight; an in-place update changes only the version."""
-    return tuple((p.data_ptr(), p._version) for p in module.parameters())
+    return tuple(
+        (p.data_ptr(), -1 if p.is_inference() else p._version) for p in module.parameters()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +72,13 @@ class Site(Displayed):
     offset: Tensor | None = None
 
     @property
+    @unaffected
     def radius(self) -> Tensor:
         """R = max_i ||x_i||_2 for each member."""
         samples = torch.tensor([sample for sample, _ in self.members])
         return self.X.norm(dim=-1).amax(dim=-1).double().cpu()[samples]
 
+    @unaffected
     def value(self) -> Tensor:
         """The model's own value at X."""
         with torch.no_grad():
@@ -91,6 +96,7 @@ class Survey:
     memory: Memory
     _found: dict[int, SelfAttention | None] = field(default_factory=dict, repr=False)
 
+    @unaffected
     def site(
         self, scope: str, layer: int | None = None, heads: Sequence[int] | None = None
     ) -> Site:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point, ordinary_module
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
@@ -25,7 +25,7 @@ WATCHED = ("attention", "normed", "residual", "block")
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 
 
-@explained
+@entry_point
 def watch(
     model: nn.Module, layers: Sequence[int] | None = None, scope: str = "attention"
 ) -> ModelWatch:
@@ -63,6 +63,11 @@ def watch(
             "pass any other module to SmoothnessMonitor directly"
         )
     check_whole(model)
+    if ordinary_module(model) is not model:
+        raise UserError(
+            f"the weights of this {type(model).__name__} were created under "
+            "torch.inference_mode(), so it cannot be trained; build the model outside of it"
+        )
     if scope not in WATCHED:
         raise UserError(
             f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}"

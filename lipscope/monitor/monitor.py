@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import explained
+from lipscope._ambient import entry_point, unaffected
 from lipscope._display import html_table
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
@@ -105,7 +105,7 @@ class SmoothnessMonitor:
         [(0, 'MultiheadAttention', 5), (2, 'MultiheadAttention', 5)]
     """
 
-    @explained
+    @entry_point
     def __init__(
         self,
         model: nn.Module | Watch,
@@ -158,6 +158,7 @@ class SmoothnessMonitor:
         self._announced, self._next = True, number
         self._look(number)
 
+    @unaffected
     def step(self, number: int | None = None) -> list[Reading]:
         """Announce that a training step is done, and measure it if it is due.
 

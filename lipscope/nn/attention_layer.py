@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lipscope._ambient import unaffected
 from lipscope._checks import explained, norm_name
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -90,6 +91,7 @@ class AttentionLayer(nn.Module):
         P = scores.softmax(dim=-1)
         return P if padding is None else P.masked_fill(~padding[..., None, :, None], 0)
 
+    @unaffected
     @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: str | float = "2") -> float:
         """An upper bound on the Lipschitz constant over all sequences of n tokens, however large.

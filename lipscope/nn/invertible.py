@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lipscope._ambient import entry_point, unaffected
 from lipscope._checks import explained, norm_name
 from lipscope._display import Displayed
 from lipscope._types import UserError
@@ -100,6 +101,7 @@ class InvertibleResidual(nn.Module):
         _check_contraction(g, constant)
 
     @property
+    @unaffected
     def constant(self) -> float:
         """The bound on the Lipschitz constant of g, read from g each time, as it may change."""
         return _contraction(self.g, self.given)
@@ -107,6 +109,7 @@ class InvertibleResidual(nn.Module):
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         return x + _at(self.g, padding)(x)
 
+    @entry_point
     @torch.no_grad()
     def inverse(self, y: Tensor, padding: Tensor | None = None) -> Inverse:
         """Solve x + g(x) = y by the fixed-point iteration x <- y - g(x), starting from x = y.
@@ -127,8 +130,7 @@ class InvertibleResidual(nn.Module):
         """
         real = _with_padding_zero(y, padding)
         check_input(real)
-        with torch.autocast(y.device.type, enabled=False):  # it would make g coarser than y
-            found = self._fixed_point(self._as_fine_as_g(real), padding)
+        found = self._fixed_point(self._as_fine_as_g(real), padding)
         return (
             found
             if padding is None
@@ -199,6 +201,7 @@ class InvertibleResidual(nn.Module):
         noise = EXCESS * _noise(g, x, self.constant, self.norm)
         return _length(y - x - g(x), self.norm) + rounding + noise
 
+    @entry_point
     def log_det(
         self,
         x: Tensor,
@@ -230,12 +233,8 @@ class InvertibleResidual(nn.Module):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a positive integer, got {value!r}")
         keep = torch.is_grad_enabled()
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(x.device.type, enabled=False),
-        ):
-            x = self._as_fine_as_g(x.clone() if x.is_inference() else x)
+        with torch.enable_grad():
+            x = self._as_fine_as_g(x)
             signs = torch.randint(0, 2, (probes, *x.shape), device=x.device).to(x.dtype) * 2 - 1
             weights = series_weights(terms, probes, self.constant if unbiased else 0.0).to(x)
             if padding is not None:
@@ -289,10 +288,10 @@ def series_weights(terms: int, probes: int, going_on: float) -> Tensor:
     going_on^j, the probability of reaching it, which keeps the sum unbiased.
     """
     tails = torch.zeros(probes, dtype=torch.long)
-    walking = torch.rand(probes) < going_on
+    walking = torch.rand(probes, dtype=torch.float32) < going_on
     while bool(walking.any()):
         tails += walking
-        walking = walking & (torch.rand(probes) < going_on)
+        walking = walking & (torch.rand(probes, dtype=torch.float32) < going_on)
     k = torch.arange(1, terms + int(tails.max()) + 1, dtype=torch.float64)[:, None]
     late = (k - terms).clamp_min(0)
     return torch.where(late <= tails, (-1.0) ** (k + 1) / k / (going_on or 1.0) ** late, 0.0)
@@ -325,7 +324,8 @@ def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: str)
     for _ in range(max(4, NEIGHBOURS // x.shape[-2])):
         # Far enough apart for sums of squares to round differently: a change in the last place of a
         # token may be invisible to them.
-        places = ROUNDING * (2 * torch.rand(x.shape, generator=generator).to(x) - 1)
+        draws = torch.rand(x.shape, generator=generator, dtype=torch.float32).to(x)
+        places = ROUNDING * (2 * draws - 1)
         near = x + torch.finfo(x.dtype).eps * places * x
         largest = torch.maximum(
             largest, _length(g(near) - here, norm) - constant * _length(near - x, norm)

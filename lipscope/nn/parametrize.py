@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 
+from lipscope._ambient import entry_point
 from lipscope._checks import check_positive
 from lipscope._types import UserError
 from lipscope.nn.matrix_norms import of_norm
@@ -77,6 +78,7 @@ class SigmaReparam(nn.Module):
         return of_norm(gamma, W.unflatten(0, (len(gamma), -1))).flatten(0, 1)
 
 
+@entry_point
 def spectrally_normalise(module: nn.Module, constant: float = 1.0) -> nn.Module:
     """Give every linear weight of a module the spectral norm `constant`, in place.
 
@@ -104,6 +106,7 @@ def spectrally_normalise(module: nn.Module, constant: float = 1.0) -> nn.Module:
     return _parametrize(module, lambda parts: SpectralNormalised(constant, parts))
 
 
+@entry_point
 def sigma_reparametrise(module: nn.Module) -> nn.Module:
     """Give every linear weight of a module a learned spectral norm |gamma|, in place.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipscope._ambient import callers_device, entry_point
 from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input, check_map, jacobian
@@ -68,7 +69,7 @@ def _check_weights(P: Tensor) -> None:
         raise UserError(f"{wanted}, got {P.dtype} {tuple(P.shape)}")
 
 
-@explained
+@entry_point
 def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) -> Tensor:
     """The local Lipschitz constant ||D_X f||, differentiable in the weights of f and in X.
 
@@ -100,9 +101,9 @@ def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) 
     check_map(f)
     kept = attributes_kept(f) if isinstance(f, nn.Module) else nullcontext()
     with (
-        torch.autocast(X.device.type, enabled=False),
         torch.enable_grad(),
         sdpa_kernel(SDPBackend.MATH),
+        callers_device(),
         kept,
     ):
         f, X = _lent(f, X)
@@ -117,6 +118,7 @@ def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) 
             (pulled,) = torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)
         if not pulled.requires_grad:  # a constant derivative has the gradient 0, not None
             pulled = pulled + 0 * x
+    # Multiplied out here, where the caller decides whether there is a graph.
     return (pulled * top.right.to(x)).sum(dim=(-2, -1))
 
 

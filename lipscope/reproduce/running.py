@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lipscope import __version__
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._files import whole_file
 from lipscope._notebook_bar import with_bar
+from lipscope._types import UserError
 from lipscope.report.reproduction import Entry, reproduction_html
 from lipscope.reproduce.claim_records import PAGE, ClaimRecords, Record
 from lipscope.reproduce.claim_work import run_claims
@@ -74,7 +77,7 @@ class Outcome:
         }
 
 
-@explained
+@entry_point
 @with_bar("reproducing")
 def reproduce_papers(
     paper: str | None = None,
@@ -123,6 +126,11 @@ def reproduce_papers(
         >>> outcome.claim.id, outcome.word
         ('S3', 'REPRODUCED')
     """
+    if torch.get_default_dtype() != torch.float32:
+        raise UserError(
+            "the claims draw their models in float32, and torch's default dtype is "
+            f"{torch.get_default_dtype()}; call torch.set_default_dtype(torch.float32) first"
+        )
     check_engine(workers, cluster)
     listed = chosen(paper, only)
     setting = Setting(

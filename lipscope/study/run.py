@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lipscope import __version__
-from lipscope._checks import explained
+from lipscope._ambient import entry_point
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
@@ -60,7 +60,7 @@ GAP = 0.1
 OpenEngine = Callable[[], AbstractContextManager[Engine | RankEngine | None]]
 
 
-@explained
+@entry_point
 @with_bar("measuring")
 def measure(
     model: Any = None,

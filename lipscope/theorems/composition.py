@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lipscope._ambient import entry_point
 from lipscope._types import Ball, Everywhere, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.heads import heads_of, hypotenuse
@@ -102,7 +103,7 @@ class Pointwise:
     slope: float
 
     def __post_init__(self) -> None:
-        if self.function(torch.zeros(1)).item() != 0:
+        if self.function(torch.zeros(1, dtype=torch.float32, device="cpu")).item() != 0:
             raise UserError(
                 "Pointwise needs an activation with function(0) = 0; "
                 "move the constant into the bias of the next affine map"
@@ -185,6 +186,7 @@ class Chain:
 Part = RMSNorm | LayerNorm | Affine | Pointwise | Attention | Residual | Chain
 
 
+@entry_point
 def network_bound(part: Part, domain: Ball | Everywhere) -> float:
     """Return an upper bound of the 2-norm Lipschitz constant of a network.
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lipscope._checks import explained, norm_name
+from lipscope._ambient import entry_point
+from lipscope._checks import norm_name
 from lipscope._display import html_table, text_table
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
@@ -130,7 +131,7 @@ class BoundRows(list[BoundRow]):
         return f"<div>{table}{below}</div>"
 
 
-@explained
+@entry_point
 def bounds(f: SelfAttention, domain: Domain, norm: str | float = "2") -> BoundRows:
     """Evaluate every theorem whose hypotheses a layer and a domain satisfy.
 
