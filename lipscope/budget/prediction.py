@@ -30,6 +30,9 @@ from lipscope.budget.subject import Inputs, Source, Subject, Text, length_of, re
 
 PROBES = 16
 
+SWITCHED = 0.01
+"""Share of the error from which on decisions (experts, tokens) taken otherwise are a site."""
+
 
 @entry_point
 @with_bar("propagating")
@@ -258,4 +261,10 @@ def _follow(
     for r, squared in zip(run.roundings, torch.cat(parts).T, strict=True):
         site = ErrorSite(r.name, r.layer, r.kind)
         by_site[site] = by_site.get(site, 0) + squared
+    # What other decisions have changed is no rounding error of any operation, but it is known.
+    switched = metric.squared(exact, y)
+    if switched > SWITCHED**2 * sum(float(q.mean()) for q in by_site.values()):
+        by_site[ErrorSite("other decisions", None, "decision")] = torch.full(
+            (probes,), switched, dtype=torch.float64
+        )
     return list(by_site), torch.stack(list(by_site.values()), dim=1), (missed, made)

@@ -134,7 +134,7 @@ def test_a_prediction_that_means_nothing_explains_nothing(monkeypatch, change, m
 def test_a_port_that_does_not_run_is_one_sentence():
     port = tiny("gpt2").bfloat16()
     port.h[1].mlp.c_fc.float()
-    with pytest.raises(ls.UserError, match=r"GPT2Model does not run in bfloat16 on these inputs \("):
+    with pytest.raises(ls.UserError, match=r"does not run in bfloat16 on these inputs \("):
         ls.compare_runs(tiny("gpt2"), port, IDS)
 
 

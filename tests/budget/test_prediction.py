@@ -1,5 +1,6 @@
 """Budgets of whole models: against exact first-order errors and against real runs."""
 
+import copy
 import json
 import math
 
@@ -187,3 +188,36 @@ def test_kl_of_a_folder_needs_a_head(tmp_path):
         ls.error_budget(str(tmp_path / "trunk"), ids, formats="int8", metric="kl", probes=2)
     with pytest.raises(ls.UserError, match="was loaded without its head"):
         ls.error_budget(ls.load(tiny("gpt2_lm")), ids, formats="int8", metric="kl", probes=2)
+
+
+class TwoExperts(nn.Module):
+    """One of two maps per token; which one hangs on a difference that bf16 does not see."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 16)
+        self.router = nn.Parameter(torch.zeros(16))
+        self.experts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.router.data[:2] = torch.tensor([1.0, -1.0029])
+        self.embed.weight.data[0, :2] = torch.tensor([1.003, 1.0])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        first = (x @ self.router > 0)[..., None]
+        return torch.where(first, self.experts[0](x), self.experts[1](x))
+
+
+def test_decisions_that_bf16_takes_otherwise_are_in_the_budget():
+    model, ids = TwoExperts(), torch.arange(20)
+    budget = ls.error_budget(model, ids, formats="bf16", probes=8)
+    with torch.no_grad():
+        low = copy.deepcopy(model).bfloat16()(ids).double()
+        exact = copy.deepcopy(model).double()(ids)
+    assert (low - exact)[0].norm() > 0.5 * (low - exact).norm()  # the token that was switched
+    assert 0.8 <= (low - exact).norm() / exact.norm() / budget.total("bf16").value <= 1.25
+    (row,) = (row for row in budget.rows if row.kind == "decision")
+    assert row.site == "other decisions" and row.share > 0.5
+    assert "not linear" in budget.warnings()[0]
+    usual = ls.error_budget(model, ids[1:], formats="bf16", probes=8)
+    assert "decision" not in usual.shares("bf16", by="kind") and not usual.warnings()

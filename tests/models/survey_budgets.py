@@ -180,35 +180,26 @@ def _holds(members: nn.ModuleList, held: set[int]) -> bool:
     return any(id(part) in held for member in members for part in member.modules())
 
 
-def block_outputs(trunk: nn.Module, lists: list[str], given: dict[str, Any]) -> list[list[Tensor]]:
-    """The output of every call of a block, in order, for every sample run alone."""
+def block_outputs(trunk: nn.Module, lists: list[str], given: dict[str, Any]) -> list[Tensor]:
+    """The output of every call of a block for the first sample, in order."""
     parts = dict(trunk.named_modules())
     blocks = [member for path in lists for member in parts[path]]
-    rows = [{"input_ids": row[None]} for row in given.get("text", ())] or [
-        {name: x[i : i + 1] for name, x in given["inputs"].items()} for i in range(SAMPLES)
-    ]
+    row = {"input_ids": given["text"]} if "text" in given else given["inputs"]
     dtype = next(trunk.parameters()).dtype
-    found: list[list[Tensor]] = []
-    for row in rows:
-        seen: list[Tensor] = []
+    seen: list[Tensor] = []
 
-        def note(part: nn.Module, args: Any, output: Any, seen: list[Tensor] = seen) -> None:
-            seen.append(first_tensor(output).detach().double())
+    def note(part: nn.Module, args: Any, output: Any) -> None:
+        seen.append(first_tensor(output).detach().double())
 
-        arguments = {k: x.to(dtype) if x.is_floating_point() else x for k, x in row.items()}
-        wide = Float64() if dtype == torch.float64 else nullcontext()
-        with torch.no_grad(), plugged(trunk, "eager"), hooked(blocks, leave=note), wide:
-            trunk(**arguments)
-        found.append(seen)
-    return [list(calls) for calls in zip(*found, strict=True)]
+    arguments = {
+        name: x[:1].to(dtype) if x.is_floating_point() else x[:1] for name, x in row.items()
+    }
+    wide = Float64() if dtype == torch.float64 else nullcontext()
+    with torch.no_grad(), plugged(trunk, "eager"), hooked(blocks, leave=note), wide:
+        trunk(**arguments)
+    return seen
 
 
-def _moves(a: list[list[Tensor]], b: list[list[Tensor]]) -> list[float]:
-    """How far the outputs of every block have moved, relative to their norm."""
-    return [
-        float(
-            torch.cat([(y - x).flatten() for x, y in zip(s, t, strict=True)]).norm()
-            / torch.cat([x.flatten() for x in s]).norm()
-        )
-        for s, t in zip(a, b, strict=True)
-    ]
+def _moves(a: list[Tensor], b: list[Tensor]) -> list[float]:
+    """How far the output of every block has moved, relative to its norm."""
+    return [float((y - x).norm() / x.norm()) for x, y in zip(a, b, strict=True)]
