@@ -46,7 +46,10 @@ class TextTarget:
 
 @dataclass(frozen=True)
 class Swapped:
-    """A text after an attack: the number before and after, and how many texts were measured."""
+    """A text after an attack: the number before and after, and how many texts were measured.
+
+    stopped: whether the search was ended before it was done
+    """
 
     method: str
     ids: tuple[int, ...]
@@ -54,6 +57,7 @@ class Swapped:
     before: float
     value: float
     measured: int
+    stopped: bool = False
 
     @property
     def factor(self) -> float:
@@ -95,7 +99,7 @@ def guided_swaps(
         new = torch.unique(torch.cat(candidates), dim=0)
         measured += len(new)
         beam, values = _best(torch.cat([beam, new]), torch.cat([values, target.measure(new)]))
-    return _swapped(method, ids, beam[0], before, values[0].item(), measured)
+    return swapped(method, ids, beam[0], before, values[0].item(), measured)
 
 
 def _best(texts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +135,7 @@ def random_swaps(
     before = target.measure(text[None])[0].item()
     texts = _random_texts(target, text, swaps, tries, seed)
     values = target.measure(texts)
-    return _swapped("random", ids, texts[values.argmax()], before, values.max().item(), tries + 1)
+    return swapped("random", ids, texts[values.argmax()], before, values.max().item(), tries + 1)
 
 
 def projected_swaps(
@@ -172,7 +176,7 @@ def projected_swaps(
         texts.append(text.clone())
         texts[-1][places] = torch.tensor(words)
     values = target.measure(torch.stack(texts))
-    return _swapped(
+    return swapped(
         "projection", ids, texts[int(values.argmax())], before, values.max().item(), 1 + len(texts)
     )
 
@@ -222,9 +226,10 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     return torch.stack([order // per, top.indices.flatten()[order]])
 
 
-def _swapped(
+def swapped(
     method: str, ids: Sequence[int], text: Tensor, before: float, value: float, measured: int
 ) -> Swapped:
+    """The outcome of a search, with the positions that differ from the original text."""
     positions = tuple(i for i, (a, b) in enumerate(zip(ids, text.tolist(), strict=True)) if a != b)
     return Swapped(
         method=method,

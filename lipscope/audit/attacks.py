@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +16,14 @@ from rich.table import Table
 from torch import Tensor
 
 from lipscope._ambient import entry_point
+from lipscope._checks import check_positive
 from lipscope._files import for_terminal
 from lipscope._notebook_bar import with_bar
 from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attack.direction import singular_response
+from lipscope.attack.limited import search_until
 from lipscope.attack.tokens import (
     Swapped,
     duplicated_tokens,
@@ -29,6 +33,7 @@ from lipscope.attack.tokens import (
 )
 from lipscope.attention.layer import SelfAttention
 from lipscope.audit.heads import QUICK, for_one_sequence
+from lipscope.audit.sentence import AT_ONCE
 from lipscope.audit.token_target import layer_sigma
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, many
@@ -44,6 +49,9 @@ from lipscope.study.study import Study
 from lipscope.study.work import survey, threads_for
 
 PROBE = "attack: "
+GUIDED_TEXTS = 160
+"""Texts that a guided search measures per swap, about; its progress is relative to this."""
+
 NEAR = 0.1
 """Radius of the neighbourhood of the text that ascent searches, relative to its largest token."""
 
@@ -58,6 +66,9 @@ class AttackPlan:
         swaps: The maximum number of tokens that the kind "tokens" may replace.
         layers: Layer numbers; all layers by default.
         seed: The seed of the searches.
+        seconds: When the kind "tokens" stops searching, counted from the call, with the best texts
+            found by then. Layers get equal shares, and so do the four searches of a layer; time
+            that one leaves goes to the next. Default: no limit.
 
     Example:
         >>> import lipscope as ls
@@ -70,8 +81,11 @@ class AttackPlan:
     swaps: int = 3
     layers: Sequence[int] | None = None
     seed: int = 0
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
+        if self.seconds is not None:
+            check_positive("seconds", self.seconds)
         if self.kind not in KINDS:
             raise UserError(
                 f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)} and compare"
@@ -81,6 +95,30 @@ class AttackPlan:
                 f"cannot replace {self.swaps} tokens in a text of {self.length}; "
                 f"swaps must be 1 to {self.length}"
             )
+
+
+@dataclass
+class Clock:
+    """The time of an attack that is divided into equal steps, one per search.
+
+    interrupted: whether Ctrl-C came
+    """
+
+    steps: int
+    seconds: float = math.inf
+    progress: Progress = lambda done, total: None
+    done: int = 0
+    interrupted: bool = False
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def until(self) -> float:
+        """When the current step ends."""
+        return self.start + self.seconds * (self.done + 1) / self.steps
+
+    def report(self, part: int, of: int = 1) -> None:
+        """Tell how much of the current step is done."""
+        self.progress(self.done + min(part / of, 1.0), self.steps)
 
 
 class Line(NamedTuple):
@@ -105,6 +143,7 @@ class Scene:
     ids: list[int]
     f: Map
     X: Tensor
+    clock: Clock
 
     @property
     def ball(self) -> Ball:
@@ -165,11 +204,12 @@ def attack_model(
         text: A string, a file (``Path``), a list of strings or token ids.
         plan: The kind of attack and its settings.
         out: Directory of a study to add the results to. Default: keep them in memory.
-        progress: Called with the number of layers done and their total. Default: a
-            bar in notebooks, nothing elsewhere.
+        progress: Called with the number of searches done, of which a layer has one or, for the
+            kind "tokens", four, and their total. Default: a bar in notebooks, nothing elsewhere.
 
     Returns:
-        The study, with a row per result, and the list of results.
+        The study, with a row per result, and the list of results. After Ctrl-C in a search of the
+        kind "tokens", those of the layers so far.
 
     Raises:
         UserError: If the model or the text lacks what the plan requests.
@@ -188,8 +228,11 @@ def attack_model(
         >>> all(line.value <= 1.01 * sigma.value for line in lines[:1])
         True
     """
+    clock = Clock(1, plan.seconds or math.inf, progress or (lambda done, total: None))
     model = model if isinstance(model, Model) else load(model)
     options = {"--kind": plan.kind, "--length": plan.length, "--swaps": plan.swaps}
+    if plan.seconds is not None:
+        options["--seconds"] = plan.seconds
     study = measure_as(
         Verb("attack", f"{PROBE}{plan.kind}, ", options),
         model,
@@ -209,23 +252,27 @@ def attack_model(
     store = study.store if out is None else Store.create(Path(out), study.info)
     lines: list[Line] = []
     layers = range(model.layers) if plan.layers is None else plan.layers
+    searches = len(TOKEN_SEARCHES) if plan.kind == "tokens" else 1
+    clock.steps = searches * len(layers)
     try:
-        for done, layer in enumerate(layers):
-            if progress is not None:
-                progress(done, len(layers))
+        for number, layer in enumerate(layers):
+            clock.done = searches * number
+            clock.report(0)
             site = seen.site("attention", layer)
             f, X = site.f, site.X[0]
             # Searches need accurate singular vectors: float64, whatever the model is measured in.
             if isinstance(f, SelfAttention):
                 f, X = for_one_sequence(f).double(), X.double()
             with threads_for(tokens=1):
-                scene = Scene(model=model, plan=plan, layer=layer, ids=ids, f=f, X=X)
+                scene = Scene(model=model, plan=plan, layer=layer, ids=ids, f=f, X=X, clock=clock)
                 found = KINDS[plan.kind](scene)
             (sigma,) = (
                 r for r in study.largest("attention", layer) if (r.n, r.sample) == (plan.length, 0)
             )
             store.write(_row(sigma, plan.kind, line) for line in found)
             lines += found
+            if clock.interrupted:
+                break
     finally:
         if out is not None:
             store.close()
@@ -312,21 +359,41 @@ def _direction(scene: Scene) -> list[Line]:
     ]
 
 
+TOKEN_SEARCHES: dict[str, Callable[..., Swapped]] = {
+    "gradient": guided_swaps,
+    "duplicates": duplicated_tokens,
+    "projection": projected_swaps,
+    "random": random_swaps,
+}
+
+
 def _tokens(scene: Scene) -> list[Line]:
-    target, ids, swaps = (
-        layer_sigma(scene.model, scene.layer, seed=scene.plan.seed),
-        scene.ids,
-        scene.plan.swaps,
-    )
-    guided = guided_swaps(target, ids, swaps)
-    found = [guided, duplicated_tokens(target, ids, swaps), projected_swaps(target, ids, swaps)]
-    # Random swaps get as many measurements as the guided search used, for a fair comparison.
-    found.append(
-        random_swaps(target, ids, swaps, tries=guided.measured - 1, seed=scene.plan.seed + 1)
-    )
+    plan, clock = scene.plan, scene.clock
+    target = layer_sigma(scene.model, scene.layer, seed=plan.seed)
+    found: dict[str, Swapped] = {}
+    for name, search in TOKEN_SEARCHES.items():
+        expected = GUIDED_TEXTS * plan.swaps
+        options = {"swaps": plan.swaps}
+        if name == "random":
+            # As many measurements as the guided search used, for a fair comparison.
+            expected = found["gradient"].measured - 1 if "gradient" in found else expected
+            options |= {"tries": max(1, expected), "seed": plan.seed + 1}
+        one, clock.interrupted = search_until(
+            partial(search, **options),
+            target,
+            scene.ids,
+            until=clock.until,
+            part=AT_ONCE,
+            report=partial(clock.report, of=1 + expected),
+        )
+        if one is not None:
+            found[name] = one
+        if clock.interrupted:
+            break
+        clock.done += 1
     return [
-        scene.line(one.method, _measured(scene, one), _in_words(scene.model, ids, one))
-        for one in found
+        scene.line(name, _measured(scene, one), _in_words(scene.model, scene.ids, one))
+        for name, one in found.items()
     ]
 
 
@@ -343,7 +410,9 @@ def _measured(scene: Scene, one: Swapped) -> Estimate:
 
 def _in_words(model: Model, ids: Sequence[int], one: Swapped) -> str:
     changed = [(model.tokens([ids[i]])[0], model.tokens([one.ids[i]])[0], i) for i in one.positions]
-    return ", ".join(f"{old}→{new} ({i})" for old, new, i in changed) + f"; {one.measured} texts"
+    return ", ".join(f"{old}→{new} ({i})" for old, new, i in changed) + (
+        f"; {one.measured} texts{', stopped early' if one.stopped else ''}"
+    )
 
 
 KINDS: dict[str, Callable[[Scene], list[Line]]] = {

@@ -23,7 +23,7 @@ from lipscope.cli.options import (
     Tokenizer,
 )
 from lipscope.cli.studies import write_page
-from lipscope.cli.terminal import numbers, progress, read_texts, show_json, show_table
+from lipscope.cli.terminal import numbers, progress, read_texts, show_json, show_table, warn
 
 Dtype = Annotated[
     str | None,
@@ -98,6 +98,10 @@ def attack(
     layers: Layers = None,
     length: Annotated[int, typer.Option(help="Number of tokens taken from the text.")] = 32,
     swaps: Annotated[int, typer.Option(help="Maximum number of tokens to replace.")] = 3,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Time limit of --kind tokens.", show_default="no limit"),
+    ] = None,
     random_init: RandomInit = None,
     tokenizer: Tokenizer = None,
     revision: Revision = None,
@@ -117,9 +121,11 @@ def attack(
     compare = kind == "compare"
     if compare and layers is not None:
         raise UserError("--kind compare attacks the whole model; leave --layers out")
+    if seconds is not None and kind != "tokens":
+        raise UserError("--seconds limits the searches of --kind tokens; leave it out")
     where = numbers("layers", layers)
     words = read_texts(text, column, quiet)
-    with progress(quiet=quiet) as report:
+    with progress("attacking", quiet) as report:
         from lipscope.audit.attack_comparison import (
             Contest,
             compare_attacks,
@@ -131,7 +137,7 @@ def attack(
 
         # Settings are checked before a model is loaded, which may take a while.
         contest = Contest(swaps, length, seed) if compare else None
-        plan = None if compare else AttackPlan(kind, length, swaps, where, seed)
+        plan = None if compare else AttackPlan(kind, length, swaps, where, seed, seconds)
         loaded = load(
             model,
             tokenizer,
@@ -144,6 +150,8 @@ def attack(
         if plan is not None:
             study, lines = attack_model(loaded, words, plan, out=out, progress=report)
             table, found = attack_table(study, lines), [line._asdict() for line in lines]
+            if not lines and not quiet:
+                warn("the searches ended before a text was measured; give more --seconds")
         else:
             sources = words if isinstance(words, list) else [words]
             texts = None if words is None else texts_in(*sources)

@@ -1,6 +1,10 @@
 """`lipscope attack`: every kind on a tiny model, measured again, kept in the study."""
 
+import math
+import os
 import shutil
+import signal
+import time
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from transformers import BertConfig, BertModel
 from lipscope._types import UserError
 from lipscope.attack.found import fresh_seed
 from lipscope.attack.tokens import guided_swaps, random_swaps
-from lipscope.audit.attacks import KINDS, PROBE, AttackPlan, attack_model
+from lipscope.audit.attacks import KINDS, PROBE, TOKEN_SEARCHES, AttackPlan, attack_model
 from lipscope.audit.token_target import layer_sigma, output_change
 from lipscope.cli import main
 from lipscope.linalg.spectral import spectral_norm
@@ -158,3 +162,35 @@ def test_a_tokenizer_of_another_model_is_told_in_a_line(tiny, prose, tmp_path, c
 def test_a_layer_that_does_not_exist_has_no_slope(model):
     with pytest.raises(UserError, match="layer 5 does not exist"):
         layer_sigma(model, 5)
+
+
+def test_token_attacks_keep_their_time_and_report_every_search(model, prose):
+    seen = []
+    start = time.monotonic()
+    plan = AttackPlan("tokens", length=6, swaps=2, seconds=2.0)
+    study, lines = attack_model(model, prose, plan, progress=lambda *at: seen.append(at))
+    assert time.monotonic() - start < 6.0
+    assert seen[0] == (0.0, 8) and [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert all(math.isfinite(line.value) for line in lines) and study.largest("attention", 1)
+    with pytest.raises(UserError, match="seconds must be a positive number"):
+        AttackPlan("tokens", seconds=0.0)
+
+
+def test_ctrl_c_keeps_what_token_attacks_found(tiny, prose, tmp_path, capsys, monkeypatch):
+    """The table and the study have the best text of the search that was stopped; exit code 130."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prose.txt").write_text(prose)
+
+    def stopped(target, ids, swaps):
+        found = guided_swaps(target, ids, swaps, width=4, sweeps=0)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+        return found
+
+    monkeypatch.setitem(TOKEN_SEARCHES, "gradient", stopped)
+    command = ["attack", tiny, "--kind", "tokens", "--text", "prose.txt", "--length", "6"]
+    assert main([*command, "--swaps", "1", "--out", "study"]) == 130
+    said = capsys.readouterr()
+    assert "10 texts, stopped" in said.out and "Stopped; what was saved is kept" in said.err
+    rows = [row for row in Study.open(tmp_path / "study").rows if row.probe.startswith(PROBE)]
+    assert [row.probe for row in rows] == [f"{PROBE}tokens, gradient"]
