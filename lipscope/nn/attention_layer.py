@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import unaffected
-from lipscope._checks import explained, norm_name
+from lipscope._checks import explained, norm_name, shown
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.primitive import attend
@@ -214,6 +214,12 @@ def check_finite(module: nn.Module) -> None:
             )
 
 
+MOST_TOKENS = 2**63 - 1
+"""The longest sequence that a bound is stated for: constants of large balls rest on it."""
+
+
 def check_length(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UserError(f"n, the number of tokens, must be an integer of at least 1, got {n!r}")
+    if n > MOST_TOKENS:
+        raise UserError(f"n, the number of tokens, must be below 2^63, got {shown(n)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import entry_point, unaffected
-from lipscope._checks import explained, norm_name
+from lipscope._checks import check_positive, explained, norm_name
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
@@ -26,6 +27,12 @@ ROUNDING = 64
 NEIGHBOURS, EXCESS = 64, 16
 """The number of perturbed tokens from which rounding errors in g are estimated, and the multiple of
 the largest error seen that is allowed for."""
+
+MOST_TERMS = 256
+"""Terms of a log-determinant that are summed without being asked for: each is a backward pass."""
+
+ROULETTE_TERMS = 8
+"""Terms that every probe of an unbiased estimate sums by default."""
 
 PROVED = (ContractiveL2Attention, ContractiveMLP)
 """Layers whose constant is a theorem: what seems to contradict it is rounding."""
@@ -59,11 +66,15 @@ class LogDet(Displayed):
         value: The estimate, one number per sequence.
         standard_error: Estimated from the spread of the random probes; NaN for a single probe.
         remainder: Upper bound on the truncation error of the series; 0 for an unbiased estimate.
+        terms: Number of terms that were summed, by every probe if unbiased.
+        terms_needed: Number of terms with a remainder of at most `tol`.
     """
 
     value: Tensor
     standard_error: Tensor
     remainder: float
+    terms: int
+    terms_needed: int
 
 
 class InvertibleResidual(nn.Module):
@@ -205,10 +216,12 @@ class InvertibleResidual(nn.Module):
     def log_det(
         self,
         x: Tensor,
-        terms: int = 8,
-        probes: int = 1,
+        terms: int | None = None,
+        probes: int = 4,
         unbiased: bool = False,
         padding: Tensor | None = None,
+        *,
+        tol: float = 0.01,
     ) -> LogDet:
         """Estimate log det(I + J) = tr J - tr J^2 / 2 + tr J^3 / 3 - ..., where J = D_x g.
 
@@ -217,18 +230,24 @@ class InvertibleResidual(nn.Module):
 
         Args:
             x: Tokens [n, d] or [B, n, d].
-            terms: Number of terms that are always summed; the rest is bounded by theory.
-            probes: Number of sign vectors.
+            terms: Number of terms that are always summed; the rest is bounded by theory. Default:
+                as many as `tol` needs, at most 256; 8 if unbiased.
+            probes: Number of sign vectors; the standard error needs two.
             unbiased: Continue after `terms` for a random number of terms, each weighted by the
                 inverse of its probability (Chen et al. 2019, Russian roulette): no remainder, more
                 variance.
             padding: True for real tokens, [n] or [B, n], if g is attention.
+            tol: Largest remainder by default, in nats.
 
         Returns:
-            The estimate with its standard error and its remainder.
+            The estimate with its standard error and its remainder, and how many terms `tol` needs.
         """
         x = _with_padding_zero(x, padding)
         check_input(x)
+        check_positive("tol", tol)
+        needed = terms_for(self.constant, x.shape[-2] * x.shape[-1], tol)
+        if terms is None:
+            terms = ROULETTE_TERMS if unbiased else min(needed, MOST_TERMS)
         for name, value in (("terms", terms), ("probes", probes)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a positive integer, got {value!r}")
@@ -246,7 +265,13 @@ class InvertibleResidual(nn.Module):
             else torch.full_like(found[0], math.nan)
         )
         lost = 0.0 if unbiased else remainder(self.constant, terms, x.shape[-2] * x.shape[-1])
-        return LogDet(found.mean(dim=0), spread.detach(), lost)
+        return LogDet(
+            value=found.mean(dim=0),
+            standard_error=spread.detach(),
+            remainder=lost,
+            terms=terms,
+            terms_needed=needed,
+        )
 
     def extra_repr(self) -> str:
         return f"constant={self.constant:g}, norm={self.norm}"
@@ -255,6 +280,15 @@ class InvertibleResidual(nn.Module):
 def remainder(constant: float, terms: int, size: int) -> float:
     """size c^(m+1) / ((m+1) (1-c)) >= sum_{k>m} |tr J^k| / k, since |tr J^k| <= size c^k."""
     return size * constant ** (terms + 1) / ((terms + 1) * (1 - constant))
+
+
+def terms_for(constant: float, size: int, tol: float) -> int:
+    """The smallest number of terms whose remainder is at most tol."""
+    # The remainder falls with the number of terms: bracket, then bisect.
+    high = 1
+    while remainder(constant, high, size) > tol:
+        high *= 2
+    return bisect_left(range(high), True, 1, key=lambda m: remainder(constant, m, size) <= tol)
 
 
 def power_series(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lipscope._checks import explained, norm_name
 from lipscope._torch_internals import is_wrapped
+from lipscope._types import UserError
 from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length
@@ -37,6 +38,9 @@ from lipscope.theorems.factored_values import FactoredAttention
 from lipscope.theorems.heads import sight
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+GAIN = 3.0
+"""W_V of the paper is GAIN sqrt(dim) times the weight of `value`."""
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -73,6 +77,41 @@ class L2SelfAttention(AttentionLayer):
         super().__init__(dim, heads, causal)
         self.query, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.ball = None
+
+    @classmethod
+    @explained
+    @torch.no_grad()
+    def from_kim2021(
+        cls, W_Q: Tensor, W_V: Tensor, W_O: Tensor, causal: bool = False
+    ) -> L2SelfAttention:
+        """Make the layer of the weights of Kim et al., who multiply tokens from the left.
+
+        Their layer is [f^1(X), ..., f^H(X)] W_O with f^h(X) = P X W_Q W_Q' / sqrt(k) W_V and P the
+        softmax of -|(x_i - x_j) W_Q|^2 / sqrt(k). The weight of `value` is W_V' / (3 sqrt(dim)).
+
+        Args:
+            W_Q: Queries, which are the keys, of shape [heads, dim, k], k = dim / heads.
+            W_V: Values, of the same shape.
+            W_O: Output, of shape [dim, dim].
+            causal: Whether a token attends to itself and earlier tokens only.
+
+        Returns:
+            The layer, in the dtype and on the device of W_O.
+
+        Raises:
+            UserError: If the shapes do not fit together.
+        """
+        heads, dim, size = W_Q.shape if W_Q.ndim == 3 else (0, 0, 0)
+        if not dim or heads * size != dim or W_V.shape != W_Q.shape or W_O.shape != (dim, dim):
+            raise UserError(
+                "W_Q and W_V must have shape [heads, dim, dim / heads] and W_O [dim, dim], got "
+                f"{tuple(W_Q.shape)}, {tuple(W_V.shape)} and {tuple(W_O.shape)}"
+            )
+        layer = cls(dim, heads, causal).to(W_O.device, W_O.dtype)
+        layer.query.weight.copy_(W_Q.mT.flatten(0, 1))
+        layer.value.weight.copy_(W_V.mT.flatten(0, 1) / (GAIN * math.sqrt(dim)))
+        layer.out.weight.copy_(W_O.mT)
+        return layer
 
     @torch.no_grad()
     def _project_queries(self, ball: float, learned: bool) -> None:
@@ -205,7 +244,7 @@ def value_factors(Q: Tensor, V: Tensor) -> Tensor:
 
 
 def _gain(Q: Tensor) -> float:
-    return 3 * math.sqrt(Q.shape[-1] / Q.shape[-2])
+    return GAIN * math.sqrt(Q.shape[-1] / Q.shape[-2])
 
 
 def spectral_factors(left: Tensor, right: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,12 @@ BALL = 1.0
 D / constant(D), is largest near 1 without a mask and with the causal one."""
 
 LARGE = 60.0
-"""Constants of larger balls are those of this one: at e^30 they exceed that of L2 attention without
-a ball for every length that occurs."""
+"""Constants of larger balls are those of this one, 6e13 or more.
+
+Hypothesis: n <= MOST_TOKENS. L2 attention without a ball then has a constant of at most
+sqrt(n) (4 phi(n) + 1) < 5e11 for heads of any size (Kim et al. 2021), and with a ball no more: the
+projection moves no two queries apart. `check_length` refuses longer sequences.
+"""
 
 
 def radius(ball: float, size: int) -> float:

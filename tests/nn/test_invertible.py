@@ -245,6 +245,34 @@ def test_log_det_is_that_of_the_dense_jacobian(unbiased, which):
 
 
 @pytest.mark.parametrize("which", [0, 1])
+def test_the_default_log_det_is_within_its_own_errors(which):
+    r, x = problems()[which]
+    torch.manual_seed(2)
+    found = r.log_det(x)
+    exact = torch.stack([dense_log_det(r, one) for one in x]).detach()
+    assert 0 < found.remainder <= 0.01 and found.terms == found.terms_needed
+    assert found.standard_error.isfinite().all()
+    # Student's t with 3 degrees of freedom: 4 probes.
+    assert ((found.value - exact).abs() <= 13 * found.standard_error + found.remainder).all()
+    fine = r.log_det(x, probes=4000, tol=1e-6)
+    assert fine.terms > found.terms and fine.remainder <= 1e-6
+    assert ((fine.value - exact).abs() <= 4.5 * fine.standard_error + fine.remainder).all()
+
+
+def test_log_det_says_how_many_terms_it_needs():
+    r, x = residual(0.9), torch.randn(3, 8)
+    few = r.log_det(x, terms=4)
+    assert few.terms == 4 and few.remainder > 0.01
+    assert few.terms_needed == next(m for m in range(1, 999) if remainder(0.9, m, 24) <= 0.01)
+    assert f"terms_needed={few.terms_needed}" in repr(few)
+    slow = ls.nn.InvertibleResidual(Turn(0.999)).log_det(torch.randn(3, 2))
+    assert slow.terms == 256 < slow.terms_needed and slow.remainder > 0.01
+    assert r.log_det(x, unbiased=True).terms == 8
+    with pytest.raises(ls.UserError, match="tol must be a positive number"):
+        r.log_det(x, tol=0.0)
+
+
+@pytest.mark.parametrize("which", [0, 1])
 def test_all_sign_vectors_give_the_series_and_its_gradient_exactly(which):
     """The mean of v'J^k v over all v is tr J^k."""
     r, x = problems()[which]

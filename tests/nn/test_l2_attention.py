@@ -229,3 +229,44 @@ def test_a_bound_of_broken_weights_is_refused():
     layer.out.weight.data[0, 0] = math.nan
     with pytest.raises(ls.UserError, match=r"out\.weight is not finite"):
         layer.lipschitz_bound(4)
+
+
+def kim_layer(W_Q: Tensor, W_V: Tensor, W_O: Tensor, X: Tensor, causal: bool) -> Tensor:
+    """L2 multi-head attention with tied queries and keys, written as in Kim et al. 2021."""
+    n, k = len(X), W_Q.shape[-1]
+    heads = []
+    for w_q, w_v in zip(W_Q, W_V, strict=True):
+        P = torch.zeros(n, n, dtype=X.dtype)
+        for i in range(n):
+            seen = range(i + 1) if causal else range(n)
+            distances = [(X[i] @ w_q - X[j] @ w_q).square().sum() for j in seen]
+            logits = -torch.stack(distances) / math.sqrt(k)
+            P[i, : len(logits)] = logits.exp() / logits.exp().sum()
+        heads.append(P @ X @ (w_q @ w_q.T / math.sqrt(k)) @ w_v)
+    return torch.cat(heads, dim=1) @ W_O
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "k"), [(1, 3), (2, 4), (4, 1)])
+def test_weights_of_the_paper_give_the_same_map(heads, k, causal):
+    g = torch.Generator().manual_seed(heads)
+    dim = heads * k
+    W_Q, W_V = (torch.randn(heads, dim, k, generator=g).double() / 2 for _ in range(2))
+    W_O, X = torch.randn(dim, dim, generator=g).double(), torch.randn(5, dim, generator=g).double()
+    layer = ls.nn.L2SelfAttention.from_kim2021(W_Q, W_V, W_O, causal)
+    expected = kim_layer(W_Q, W_V, W_O, X, causal)
+    assert layer.causal == causal and layer.out.weight.dtype == torch.float64
+    assert (layer(X) - expected).abs().max() < 1e-13 * expected.abs().max()
+    # The values carry the factor 3 sqrt(dim) of the layer.
+    back = 3 * math.sqrt(dim) * layer.value.weight.T.reshape(dim, heads, k).transpose(0, 1)
+    torch.testing.assert_close(back, W_V, rtol=1e-14, atol=0)
+    bound = layer.lipschitz_bound(5)
+    J = torch.autograd.functional.jacobian(lambda X: kim_layer(W_Q, W_V, W_O, X, causal), X)
+    assert torch.linalg.matrix_norm(J.reshape(5 * dim, 5 * dim), 2) <= bound
+
+
+def test_weights_of_the_paper_that_do_not_fit_are_refused():
+    W = torch.randn(2, 8, 4)
+    for wrong in ((W, W, torch.eye(7)), (W, W[:1], torch.eye(8)), (W[0], W[0], torch.eye(8))):
+        with pytest.raises(ls.UserError, match=r"shape \[heads, dim, dim / heads\]"):
+            ls.nn.L2SelfAttention.from_kim2021(*wrong)

@@ -5,10 +5,13 @@ import math
 import mpmath
 import pytest
 import torch
+from scipy.special import lambertw
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.nn.query_ball import QueryBall, radius, score_limit
+from lipscope.nn.attention_layer import MOST_TOKENS
+from lipscope.nn.l2_attention import reaction
+from lipscope.nn.query_ball import LARGE, QueryBall, radius, score_limit
 
 SIZES = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0)
 CPU = torch.device("cpu")
@@ -138,6 +141,19 @@ def test_the_constants_are_those_of_the_theorem():
         assert found == pytest.approx(limit(D), rel=1e-8)
         assert limit(D) <= g
         before = constant(D, False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_largest_ball_is_above_every_constant_without_a_ball(causal):
+    """The hypothesis behind LARGE, for the theorem of Kim et al. and for the sharper one."""
+    phi = float(lambertw(MOST_TOKENS / math.e).real)  # phi e^(phi + 1) = n
+    kim = math.sqrt(MOST_TOKENS) * (4 * phi + 1)
+    sharper = max(reaction(MOST_TOKENS, size, causal, "2") for size in (1, 64, 4096, 10**6))
+    assert sharper <= kim < 6e11 < constant(LARGE, causal) / 100
+    layer = ls.nn.BallL2Attention(6, 2, ball=1e9)
+    with pytest.raises(ls.UserError, match=r"below 2\^63"):
+        layer.lipschitz_bound(2**63)
+    assert layer.lipschitz_bound(MOST_TOKENS) < math.inf
 
 
 def test_the_constants_of_a_huge_ball_are_finite():
