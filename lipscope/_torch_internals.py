@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.jit._builtins import _register_builtin
+from torch.overrides import _get_overloaded_args
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -24,6 +28,44 @@ from torch.utils._pytree import tree_map as tree_map
 def is_wrapped(x: Tensor) -> bool:
     """Whether x stands for a batch or a dual number inside torch.func, without data of its own."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether the memory of x holds its numbers, for a kernel to read."""
+    return not (is_wrapped(x) or sees_operations(x) or x.is_neg() or x._is_zerotensor())
+
+
+def sees_operations(x: Tensor) -> bool:
+    """Whether the class of x carries out every operation itself (`__torch_dispatch__`)."""
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_placeholder(x: Tensor) -> bool:
+    """Whether x has a shape and no numbers: torch passes these through a program to trace it."""
+    return isinstance(x, FakeTensor | FunctionalTensor)
+
+
+def classes_to_ask(arguments: Sequence[Any]) -> list[Any]:
+    """One argument for each class with a `__torch_function__`, in the order torch asks them."""
+    return [x for x in _get_overloaded_args(arguments) if type(x) is not Tensor]
+
+
+def overrides_functions(x: Any) -> bool:
+    """Whether the class of x has a `__torch_function__` of its own, and it is not switched off."""
+    own, torchs = (getattr(kind.__torch_function__, "__func__", None) for kind in (type(x), Tensor))
+    return own is not torchs and bool(classes_to_ask((x,)))
+
+
+def causal_bias_class() -> type[Tensor] | None:
+    """The class of `causal_upper_left` and `causal_lower_right`, or None while it is not loaded."""
+    # Imported here it would load the compiler, which takes seconds.
+    module = sys.modules.get("torch.nn.attention.bias")
+    return None if module is None else module.CausalBias
+
+
+def script_as_attention(function: Callable[..., Any]) -> None:
+    """Let torch.jit.script take torch's own attention where code calls this function."""
+    _register_builtin(function, "aten::scaled_dot_product_attention")
 
 
 def transforms() -> int:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lipscope._torch_internals import is_wrapped
+from lipscope._torch_internals import has_memory
 from lipscope.attention import tiled
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.reference import Triple
@@ -31,7 +31,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *moved: Tensor) -> 
     if not (q.is_cuda and k.is_cuda and v.is_cuda) or not has_triton():
         return False
     # Inside vmap or jvp a tensor is a wrapper without memory of its own that a kernel could read.
-    if any(is_wrapped(x) for x in (q, k, v, *moved)):
+    parts = (pattern.mask, pattern.queries, pattern.keys, pattern.sinks)
+    if not all(has_memory(x) for x in (q, k, v, *moved, *parts) if x is not None):
         return False
     from lipscope.attention import triton_operands
 

@@ -26,7 +26,7 @@ from lipscope._torch_internals import (
 )
 from lipscope._types import UserError
 from lipscope.attention import backend
-from lipscope.attention.arguments import check_arguments
+from lipscope.attention.arguments import ArgumentError, check_arguments, check_tensor
 from lipscope.attention.backend import HALF
 from lipscope.attention.pattern import Pattern
 from lipscope.attention.rough_derivatives import Digits, digits_of_graph, with_digits
@@ -82,9 +82,8 @@ def attend(
         >>> ls.attend(q, k, v, causal=True).flatten().tolist()
         [1.0, 2.0]
     """
-    if not isinstance(q, Tensor) or not isinstance(k, Tensor):
-        wrong = "k" if isinstance(q, Tensor) else "q"
-        raise UserError(f"{wrong} must be a tensor of shape [..., heads, tokens, size]")
+    check_tensor("q", q)
+    check_tensor("k", k)
     shift = k.shape[-2] - q.shape[-2] if min(q.ndim, k.ndim) > 1 else 0
     rules = Rules(causal=causal, window=window, softcap=softcap, shift=shift)
     return attend_by_rules(q, k, v, mask, padding, sinks, rules, scale)
@@ -125,11 +124,19 @@ def attend_by_rules(
             q.float(), k.float(), v.float(), mask, padding, sinks, rules, float(scale)
         )
         return wide.to(q.dtype)
-    if torch.is_autocast_enabled(q.device.type):
+    if autocast_dtype(q.device) is not None:
         # Derivatives are computed later, outside of autocast, and must be those of this value.
         with torch.autocast(q.device.type, enabled=False):
             return _attend(q, k, v, mask, padding, sinks, rules, scale)
     return _attend(q, k, v, mask, padding, sinks, rules, scale)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast casts to on this device, or None if it is off or does not exist."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def _attend(
@@ -148,7 +155,7 @@ def _attend(
         rules = replace(rules, scale=scale if late else 1.0, digits=digits)
     duals = read_tangents((q, k, v, mask, sinks))
     if duals is not None and any(tangent is not None for _, tangent in duals[3:]):
-        raise UserError("mask or sinks carry a tangent, and attend treats them as constants")
+        raise ArgumentError("mask or sinks carry a tangent, and attend treats them as constants")
     # A single level of forward mode is read here, so that value and tangent are computed together:
     # autograd would ask for the value first, and torch.func would spend milliseconds on its way to
     # either. Not where autograd records dual numbers outside of torch.func: a backward pass may

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import lipscope as ls
 from lipscope.attention import linearization
@@ -220,3 +222,48 @@ def test_any_scale_in_half_precision(scale):
     )
     for a, b in zip(mine, truth, strict=True):
         assert (a.double() - b).norm() <= 5e-3 * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_whose_memory_holds_other_numbers(dtype):
+    """A negated view shares memory with its negative; fake tensors and vmapped masks have none."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, d = (torch.randn(2, 4, 33, 16, generator=g).to("cuda", dtype) for _ in range(4))
+    negated = [torch._neg_view(-x) for x in (q, k, v, d)]
+    assert all(x.is_neg() for x in negated)
+
+    def both(q, k, v, d):
+        return torch.func.jvp(lambda *x: ls.attend(*x), (q, k, v), (d, d, d))
+
+    for found, expected in zip(both(*negated), both(q, k, v, d), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    masks = torch.rand(3, 33, 33, generator=g).cuda() < 0.5
+    batched = torch.vmap(lambda mask: ls.attend(q, k, v, mask=mask))(masks)
+    for found, mask in zip(batched, masks, strict=True):
+        torch.testing.assert_close(found, ls.attend(q, k, v, mask=mask), rtol=2e-2, atol=2e-2)
+    with FakeTensorMode():
+        fake = [torch.empty(2, 4, 33, 16, device="cuda", dtype=dtype) for _ in range(4)]
+        assert both(*fake)[1].shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_drop_in_on_the_gpu(dtype):
+    """Autocast, biases without content and empty inputs, as in torch."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 5, 16, generator=g).to("cuda", dtype)
+    k, v = (torch.randn(2, 4, 7, 16, generator=g).to("cuda", dtype) for _ in range(2))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for target in (torch.float16, torch.bfloat16):
+        with torch.autocast("cuda", target):
+            found, expected = ls.scaled_dot_product_attention(q, k, v), attention(q, k, v)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    for bias, diagonal in ((causal_upper_left(5, 7), 0), (causal_lower_right(5, 7), 2)):
+        seen = torch.ones(5, 7, dtype=torch.bool, device="cuda").tril(diagonal)
+        found = ls.scaled_dot_product_attention(q, k, v, bias)
+        torch.testing.assert_close(found, attention(q, k, v, seen), rtol=2e-2, atol=2e-2)
+    for keys in (0, 7):
+        found = ls.scaled_dot_product_attention(q[:, :, :keys], k[:, :, :0], v[:, :, :0])
+        torch.testing.assert_close(found, attention(q[:, :, :keys], k[:, :, :0], v[:, :, :0]))
+    with pytest.raises(RuntimeError, match="mask is on cpu and q on cuda"):
+        ls.scaled_dot_product_attention(q, k, v, torch.ones(5, 7, dtype=torch.bool))
