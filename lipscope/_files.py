@@ -168,3 +168,8 @@ def for_spreadsheet(text: str) -> str:
         if text.lstrip()[:1] in ("=", "+", "-", "@") or text[:1] in ("\t", "\r", "\n")
         else text
     )
+
+
+def on_one_line(error: BaseException) -> str:
+    """The message of a third-party error, short enough to quote and safe to display."""
+    return for_terminal(" ".join(str(error).split())[:200]) or type(error).__name__

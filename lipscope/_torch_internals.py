@@ -24,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
+kernel_watchers: list[Callable[[Tensor], None]] = []
+"""Called with every tensor of numbers that a kernel of lipscope is going to fill."""
+
 
 def is_wrapped(x: Tensor) -> bool:
     """Whether x stands for a batch or a dual number inside torch.func, without data of its own."""

@@ -29,6 +29,7 @@ from lipscope.attention.triton_operands import (
     padding_of,
     powers,
     product_of,
+    to_fill,
 )
 from lipscope.attention.triton_tiles import (
     LOG2E,
@@ -158,7 +159,7 @@ def forward(
     B = q.shape[:-3].numel()
     keys, stops = padding_of(pattern, q.shape[:-3])
     o = blank((B, H, n, m), torch.float32 if keep_digits else q.dtype, q.device)
-    lse = torch.empty(B, H, n, dtype=torch.float32, device=q.device)
+    lse = to_fill(torch.empty(B, H, n, dtype=torch.float32, device=q.device))
     mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N)
     _forward[ceil_div(n, M), H, B](
         descriptor(qs, M), descriptor(ks, N), descriptor(vs, N), descriptor(o, M), lse, keys, stops,

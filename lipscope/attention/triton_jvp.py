@@ -24,6 +24,7 @@ from lipscope.attention.triton_operands import (
     powers,
     product_of,
     spans,
+    to_fill,
 )
 from lipscope.attention.triton_tiles import (
     add_earlier,
@@ -161,7 +162,7 @@ def jvp_and_drift(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern
 ) -> tuple[Tensor, Tensor]:
     """`jvp`, and the mean of dT over each row of P [..., H, n]."""
-    drift = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    drift = to_fill(torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device))
     return _launch(q, k, v, o, lse, tangent, pattern, "pair", drift), drift
 
 

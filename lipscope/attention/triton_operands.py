@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lipscope._torch_internals import kernel_watchers
 from lipscope.attention.pattern import Pattern
 
 Precision = Literal["pair", "half"]
@@ -72,14 +73,20 @@ def ceil_div(n: int, size: int) -> int:
 
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory whose rows start at multiples of 16 bytes."""
+    """Memory for a kernel to fill, whose rows start at multiples of 16 bytes."""
     step = 16 // dtype.itemsize
     *rest, columns = shape
     if columns % step == 0:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty(*rest, ceil_div(columns, step) * step, dtype=dtype, device=device)[
-        ..., :columns
-    ]
+        return to_fill(torch.empty(shape, dtype=dtype, device=device))
+    wide = torch.empty(*rest, ceil_div(columns, step) * step, dtype=dtype, device=device)
+    return to_fill(wide)[..., :columns]
+
+
+def to_fill(x: Tensor) -> Tensor:
+    """x, which a kernel is going to fill: modes of torch do not see it do so, and are told."""
+    for watch in kernel_watchers:
+        watch(x)
+    return x
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from lipscope.attention.triton_operands import (
     descriptor,
     padding_of,
     product_of,
+    to_fill,
 )
 from lipscope.attention.triton_tiles import (
     LOG2E,
@@ -158,7 +159,7 @@ def value_and_tangent(
     keys, stops = padding_of(pattern, q.shape[:-3])
     o = blank((B, H, n, m), torch.float32 if keep_digits else q.dtype, q.device)
     do = blank((B, H, n, m), q.dtype, q.device)
-    lse, drift = torch.empty(2, B, H, n, dtype=torch.float32, device=q.device)
+    lse, drift = to_fill(torch.empty(2, B, H, n, dtype=torch.float32, device=q.device))
     masking = bytes_of(pattern, q.shape, n_keys, M, N)
     masking = masking or mask_of(pattern, q.shape, n_keys, keys, M, N)
     mask, mask_tiles, kind = masking

@@ -5,17 +5,18 @@ autograd otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._ambient import callers_device, entry_point, ordinary_module, unaffected
-from lipscope._torch_internals import TorchDispatchMode, is_dropout, tree_leaves, tree_map
+from lipscope._files import on_one_line
+from lipscope._torch_internals import is_dropout
 from lipscope._types import UserError
+from lipscope.linalg.one_ulp import OneUlp, UnseenRoundingError
 from lipscope.linalg.operator import LinearOperator, Pair, Product
 from lipscope.linalg.ranks import ALONE, Ranks
 from lipscope.linalg.roots import uses_distances, with_distances
@@ -136,7 +137,19 @@ def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperato
         _check_members_apart(f, mv, rmv, x, y)
 
     def perturbed(i: int) -> Pair:
-        return _products(f, X, OneUlp(i))[2:]
+        mode = OneUlp(i)
+        try:
+            _, moved, *pair = _products(f, X, mode)
+        except (RuntimeError, UserError) as error:
+            # A map may compute sizes in floating point, which must not move at all.
+            raise UnseenRoundingError(
+                f"it fails when its numbers move: {on_one_line(error)}"
+            ) from error
+        if moved.shape != y.shape:
+            raise UnseenRoundingError("its output changes its shape when its numbers move")
+        if i == 0:
+            mode.check_nothing_left_torch(f, X)
+        return pair[0], pair[1]
 
     batch = X.shape[0] if X.ndim == 3 else None
     inner = 0 if batch is None else 1
@@ -156,70 +169,54 @@ def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperato
 
 
 def _products(
-    f: Map, X: Tensor, rounding: AbstractContextManager[Any] | None = None
+    f: Map, X: Tensor, rounding: OneUlp | None = None
 ) -> tuple[Tensor, Tensor, Product, Product]:
-    """X and f(X) with their graph, and the products with J and J'; `rounding` acts while both are
-    made.
+    """X and f(X) with their graph, and the products with J and J'; `rounding` acts on all of them.
 
     J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in
     u."""
-    with (
-        torch.enable_grad(),
-        sdpa_kernel(SDPBackend.MATH),
-        rounding or nullcontext(),
-        callers_device(),
-    ):
+    moved = rounding or nullcontext()
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), moved, callers_device():
         x = X.detach().clone().requires_grad_(True)
+        # A map that keeps state in place is differentiated at its last evaluation.
+        again = f(x) if rounding is None else None
         y = f(x)
         if rounding is None:
-            _check_output(y, f(x), X)
+            _check_output(y, again, X)
         u = torch.zeros_like(y, requires_grad=True)
         pulled = None
         if y.requires_grad:
-            (pulled,) = torch.autograd.grad(y, x, u, create_graph=True, materialize_grads=True)
+            pulled = _gradient(y, x, u, create_graph=True)
 
     def mv(E: Tensor) -> Tensor:
         if pulled is None or not pulled.requires_grad:
             return torch.zeros_like(y)
-        (forward,) = torch.autograd.grad(pulled, u, E, retain_graph=True, materialize_grads=True)
-        return forward
+        with moved:
+            return _gradient(pulled, u, E)
 
     def rmv(U: Tensor) -> Tensor:
         if not y.requires_grad:
             return torch.zeros_like(x)
-        (backward,) = torch.autograd.grad(y, x, U, retain_graph=True, materialize_grads=True)
-        return backward
+        with moved:
+            return _gradient(y, x, U)
 
     return x, y, mv, rmv
 
 
-class OneUlp(TorchDispatchMode):
-    """Moves every number that an operation computes by a unit in its last place, up or down at
-    random.
-
-    What a result then moves by is what rounding does to it, whatever the map is made of.
-    """
-
-    def __init__(self, seed: int):
-        super().__init__()
-        self.seed, self.generators = seed, dict[torch.device, torch.Generator]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = any(
-            isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs))
+def _gradient(y: Tensor, x: Tensor, u: Tensor, create_graph: bool = False) -> Tensor:
+    """The derivative of <u, y> in x, from a graph that is kept."""
+    try:
+        (found,) = torch.autograd.grad(
+            y, x, u, retain_graph=True, create_graph=create_graph, materialize_grads=True
         )
-        if not given or any(r.alias_info is not None for r in func._schema.returns):
-            return out  # a constant, or a view of numbers that were moved when they were computed
-        return tree_map(self._moved, out)
-
-    def _moved(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        g = self.generators.setdefault(x.device, torch.Generator(x.device).manual_seed(self.seed))
-        up = torch.rand(x.shape, generator=g, dtype=torch.float32, device=x.device) < 0.5
-        eps = torch.finfo(x.dtype).eps
-        return torch.where(up, x * (1 + eps), x * (1 - eps))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise UserError(
+            "f cannot be differentiated twice by autograd, which a product with its Jacobian "
+            f"takes: {on_one_line(error)}"
+        ) from error
+    return found
 
 
 def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks) -> None:
@@ -250,28 +247,40 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks
 
 
 def _check_members_apart(f: Map, mv: Product, rmv: Product, x: Tensor, y: Tensor) -> None:
-    """A tangent in some members of a batch must leave the others alone, and so must a cotangent."""
-    g = torch.Generator().manual_seed(0)
-    some = torch.rand(x.shape[0], generator=g, dtype=torch.float32).argsort() < x.shape[0] / 2
+    """Refuse a map in which a member of the batch acts on another one.
+
+    Tangents in the members whose index has a given bit must leave the others alone, and so must
+    cotangents: any two members differ in some bit. Vectors are scaled so that every member changes
+    by about one, or a loud one would hide what the others exchange.
+    """
+    members, g = len(x), torch.Generator().manual_seed(0)
+    index = torch.arange(members)
+
+    def size(change: Tensor) -> Tensor:
+        return change.detach().double().abs().flatten(1).amax(dim=1).nan_to_num().cpu()
+
     for product, start in ((mv, x), (rmv, y)):
-        v = torch.randn(start.shape, generator=g, dtype=torch.float32).to(start)
-        v = v * some.to(start).reshape(-1, *[1] * (start.ndim - 1))
-        size = product(v).detach().double().abs().flatten(1).amax(dim=1).nan_to_num().cpu()
-        leaked = size[~some].max().item() if bool((~some).any()) else 0.0
-        if leaked > MIXED * size[some].max().item():
-            hint = ""
-            if isinstance(f, torch.nn.Module):
-                first = any(getattr(m, "batch_first", True) is False for m in f.modules())
-                hint = (
-                    "; build the module with batch_first=True"
-                    if first
-                    else "; call .eval() on it (BatchNorm?)"
+        v = torch.randn(start.shape, generator=g, dtype=torch.float64)
+        per_member = (members, *[1] * (start.ndim - 1))
+        whole = size(product(v.to(start)))
+        v = v / torch.where(whole > 0, whole, 1.0).reshape(per_member)
+        for bit in range((members - 1).bit_length()):
+            some = (index >> bit) % 2 == 1
+            change = size(product((v * some.reshape(per_member)).to(start)))
+            if change[~some].max() > MIXED * change[some].max():
+                raise UserError(
+                    f"f mixes the members of the batch X of shape {tuple(x.shape)}: a change of "
+                    "some of them changes the output of others, so no member has a constant of "
+                    f"its own{_why_mixed(f)}, or pass one sequence [n, d] at a time"
                 )
-            raise UserError(
-                f"f mixes the members of the batch X of shape {tuple(x.shape)}: a change of some "
-                "of them changes the output of others, so no member has a constant of its own"
-                f"{hint}, or pass one sequence [n, d] at a time"
-            )
+
+
+def _why_mixed(f: Map) -> str:
+    if not isinstance(f, torch.nn.Module):
+        return ""
+    if any(getattr(m, "batch_first", True) is False for m in f.modules()):
+        return "; build the module with batch_first=True"
+    return "; call .eval() on it (BatchNorm?)"
 
 
 def _check_output(y: object, again: object, X: Tensor) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from lipscope._files import on_one_line
 from lipscope._types import UserError
 from lipscope.attention.linearization import ROUGH_SCORES
 from lipscope.attention.rough_derivatives import graph_of_any_digits
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.ranks import TokenShards
-from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Host, ModuleCall, Tap, attention_call, run_to
 from lipscope.models.sharded import linearize_on
@@ -65,7 +65,7 @@ def _differentiated(
     with graph_of_any_digits() as digits:
         J = jacobian(value, X)
     scores = largest_score(X)
-    J = replace(J, condition=scores, perturbed=_perturbed(J))
+    J = replace(J, condition=scores)
     if not (digits.used and _takes_long(X) and scores.max() <= ROUGH_SCORES):
         return J
     rough = replace(J, mv=digits.rough(J.mv), rmv=digits.rough(J.rmv))
@@ -75,28 +75,6 @@ def _differentiated(
 def _takes_long(X: Tensor) -> bool:
     """Whether attention takes most of the time, and bfloat16 less of it."""
     return X.is_cuda and X.dtype == torch.float32 and X.shape[-2] >= LONG
-
-
-def _perturbed(J: LinearOperator) -> Callable[[int], Any] | None:
-    """The perturbed products of J, for a module that may not run with numbers that are not its own.
-
-    Some modules compute sizes in floating point (JetMoE counts the tokens of its experts so); one
-    unit in the last place less, and the size is another one.
-    """
-    perturbed = J.perturbed
-    if perturbed is None:
-        return None
-
-    def run(i: int) -> Any:
-        try:
-            return perturbed(i)
-        except RuntimeError as error:
-            raise UserError(
-                "the rounding of this map cannot be probed, because it computes sizes in floating "
-                f"point ({on_one_line(error)}); use another scope"
-            ) from error
-
-    return run
 
 
 def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lipscope._files import for_terminal
+from lipscope._files import on_one_line as on_one_line
 from lipscope._types import UserError
 from lipscope.linalg.basis import memory_of
 
@@ -98,8 +99,3 @@ def size_of(count: int) -> str:
         if size >= 1024:
             size, unit = size / 1024, larger
     return f"{size:.3g} {unit}"
-
-
-def on_one_line(error: BaseException) -> str:
-    """The message of a third-party error, short enough to quote and safe to display."""
-    return for_terminal(" ".join(str(error).split())[:200]) or type(error).__name__

@@ -1,5 +1,7 @@
 """Jacobians of any map by autograd: against dense ones, and what cannot be differentiated."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -102,3 +104,43 @@ def test_the_callers_graph_and_weights_are_left_alone():
     model, X = module(dropout=0.0), draw(5, 8).requires_grad_()
     ls.local_lipschitz(model, X)
     assert X.grad is None and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("members", [2, 3, 5, 8])
+def test_every_pair_of_members_that_mix_is_refused(members):
+    loud = torch.tensor([1e6] + [1.0] * (members - 1), dtype=torch.float64)[:, None, None]
+    X = draw(members, 2, 2)
+    for i in range(members):
+        for j in range(members):
+
+            def f(Z, i=i, j=j):
+                Y = (loud * Z).clone()
+                Y[i] = Y[i] + Z[j]
+                return Y
+
+            if i == j:
+                assert ls.local_lipschitz(f, X).value[i] == pytest.approx(1 + loud[i].item())
+                continue
+            with pytest.raises(ls.UserError, match="mixes the members of the batch"):
+                ls.local_lipschitz(f, X)
+
+
+def test_what_autograd_cannot_differentiate_twice_is_a_sentence():
+    f = partial(torch.utils.checkpoint.checkpoint, torch.sin, use_reentrant=True)
+    with pytest.raises(ls.UserError, match="cannot be differentiated twice by autograd"):
+        ls.local_lipschitz(f, draw(3, 4))
+
+
+def test_a_map_that_keeps_state_in_place_is_differentiated():
+    class Keeps(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3, 4, dtype=torch.float64))
+
+        def forward(self, X):
+            self.seen.copy_(X.detach())
+            return X * self.seen
+
+    f, X = Keeps(), draw(3, 4)
+    assert ls.local_lipschitz(f, X).value == pytest.approx(X.abs().max().item())
+    assert torch.equal(f.seen, X)
