@@ -26,7 +26,8 @@ from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
 from lipscope.linalg.estimate import many
-from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
+from lipscope.linalg.solve import fresh_seed
+from lipscope.linalg.spectral import Solver, spectral_norm
 
 WARM_TOL, WARM_STEPS = 1e-3, 12
 """A warm solve stops early: its value is a valid lower bound on sigma all the same."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from lipscope._display import Displayed
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, many
-from lipscope.linalg.spectral import Solver, fresh_seed
+from lipscope.linalg.solve import fresh_seed
+from lipscope.linalg.spectral import Solver
 from lipscope.mean_field.local import local_lipschitz
 
 

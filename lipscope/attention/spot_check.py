@@ -2,7 +2,8 @@
 
 Numbers in float32 and half precision are exact in float64, so the difference is the whole effect of
 rounding, whatever cancels along the way. Short sequences are compared in all rows, long ones in the
-rows where J v is largest and in rows drawn at random, which represent the others.
+rows where J v is largest and in rows drawn at random, which represent the others: for each member,
+or each head of each member, its own.
 """
 
 from __future__ import annotations
@@ -26,29 +27,32 @@ ROWS = 64
 NUMBERS = 1 << 24
 """Numbers of queries, keys or values in memory; beyond that, heads are taken one by one."""
 
-Comparison = Callable[[Tensor, Tensor], Tensor]
+Comparison = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def compare(
     f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None, ranks: Ranks = ALONE
 ) -> Comparison:
-    """A function of tangents [B, n, r] and products [B, n, m] that returns error norms [B].
+    """A function of tangents [B, n, r], products [B, n, m] and a seed that returns error norms [B].
 
     X is [M, n, d] and B counts members, or heads of members with `apart`. basis [B | 1, d, r] maps
-    tangents to token space; None if they are there already. With several ranks, X, tangents and
-    products are those of this rank's tokens, and the rows are chosen among all.
+    tangents to token space; None if they are there already. The seed draws the rows. With several
+    ranks, X, tangents and products are those of this rank's tokens, and the rows are chosen among
+    all.
     """
 
-    def difference(tangent: Tensor, product: Tensor) -> Tensor:
+    def difference(tangent: Tensor, product: Tensor, seed: int) -> Tensor:
         n, members = X.shape[1], X.shape[0]
         product = product.reshape(-1, n, product.shape[-1])
         E = tangent.double().reshape(product.shape[0], n, -1)
         E = E if basis is None else E @ basis.double().mT
         E = E.reshape(members, -1, n, X.shape[-1])  # one tangent for all heads, or one per head
-        index, share = _rows(ranks.gather(product.double().square().sum(dim=(0, 2))[:, None])[:, 0])
+        size = ranks.gather(product.double().square().sum(dim=-1, keepdim=True))[..., 0]
+        index, share = _rows(size, seed)
+        per_head = index.reshape(members, -1, index.shape[-1])  # [M, H | 1, rows]
         cuts = _cuts(f, members * ranks.whole((n,))[0])
         with torch.no_grad():
-            heads = torch.cat([_head_rows(f, X, E, cut, index, ranks) for cut in cuts], dim=1)
+            heads = torch.cat([_head_rows(f, X, E, cut, per_head, ranks) for cut in cuts], dim=1)
             if apart:
                 exact = heads.flatten(0, 1)
             else:
@@ -60,22 +64,21 @@ def compare(
     return difference
 
 
-def _rows(size: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows to compare, by their size [n], and how many rows each of them represents."""
-    n = len(size)
+def _rows(size: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows to compare [B, rows], by their size [B, n], and how many rows each of them represents.
+
+    A loud member must not choose for the others: their errors may be in rows where it has none.
+    """
+    n = size.shape[1]
     if n <= ROWS:
-        return torch.arange(n, device=size.device), torch.ones_like(size)
+        return torch.arange(n, device=size.device).expand_as(size), torch.ones_like(size[0])
     # Errors tend to be where the product is; a random half keeps the estimate of the rest unbiased.
     top = size.nan_to_num().topk(ROWS // 2).indices
-    rest = torch.ones(n, dtype=torch.bool)
-    rest[top.cpu()] = False
-    others = torch.nonzero(rest)[:, 0]
-    drawn = others[
-        torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: ROWS // 2]
-    ]
-    share = torch.ones(len(top) + len(drawn), dtype=torch.float64)
-    share[len(top) :] = len(others) / len(drawn)
-    return torch.cat([top, drawn.to(top)]), share.to(size.device)
+    lots = torch.rand(size.shape, generator=torch.Generator().manual_seed(seed)).to(size.device)
+    drawn = lots.scatter(1, top, -1.0).topk(min(ROWS // 2, n - ROWS // 2)).indices
+    share = torch.ones(top.shape[1] + drawn.shape[1], dtype=torch.float64, device=size.device)
+    share[top.shape[1] :] = (n - top.shape[1]) / drawn.shape[1]
+    return torch.cat([top, drawn], dim=1), share
 
 
 def _cuts(f: SelfAttention, tokens: int) -> list[slice]:
@@ -86,7 +89,11 @@ def _cuts(f: SelfAttention, tokens: int) -> list[slice]:
 def _head_rows(
     f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor, ranks: Ranks
 ) -> Tensor:
-    """Rows `index` of J E before the output projection, in float64: [M, heads in cut, rows, m]."""
+    """Rows `index` [M, H | 1, rows] of J E before the output projection, in float64.
+
+    Returns [M, heads in cut, rows, m].
+    """
+    index = index if index.shape[1] == 1 else index[:, cut]
     X = X if f.padding is None else X * ranks.cut(f.padding, -1)[..., None]
     tokens, shared = X.double()[:, None], E.shape[1] == 1
     E = E if shared else E[:, cut]
@@ -118,7 +125,7 @@ def _head_rows(
         point.append(x)
         tangent.append(dx)
     sinks = None if f.kernel.sinks is None else f.kernel.sinks.double()[cut]
-    mask = _mask_rows(f, index, point[1].shape[-2])
+    mask = _mask_rows(f, index, cut, point[1].shape[-2])
 
     def rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = default_scale(f.kernel, q.shape[-1])
@@ -137,21 +144,26 @@ def _projected(x: Tensor, W: Tensor) -> Tensor:
     return (x[:, 0] @ W.flatten(0, 1).T).unflatten(-1, W.shape[:2]).transpose(1, 2)
 
 
-def _mask_rows(f: SelfAttention, index: Tensor, n: int) -> Tensor:
-    """Which keys the queries `index` see, [rows, n] or [B, 1, rows, n]; additive if the mask is."""
-    i, j = index[:, None], torch.arange(n, device=index.device)[None, :]
-    seen = torch.ones(len(index), n, dtype=torch.bool, device=index.device)
+def _mask_rows(f: SelfAttention, index: Tensor, cut: slice, n: int) -> Tensor:
+    """Which keys the queries `index` [M, H | 1, rows] see, [M, H | 1, rows, n]; additive if the
+    mask is.
+    """
+    i, j = index[..., None], torch.arange(n, device=index.device)
+    seen = torch.ones(1, n, dtype=torch.bool, device=index.device)
     if f.causal:
-        seen &= j <= i
+        seen = seen & (j <= i)
     if f.window:
-        seen &= j > i - f.window
+        seen = seen & (j > i - f.window)
     if f.padding is not None:
-        pair = f.padding[..., None, :] & f.padding[..., index, None]
-        seen = seen & (pair if f.padding.ndim == 1 else pair[:, None])
+        real = f.padding.reshape(-1, 1, n)  # [M | 1, 1, n]
+        seen = seen & real[:, :, None] & real.take_along_dim(index, dim=-1)[..., None]
     if f.mask is None:
         return seen
-    assert f.mask_per_head is not None
-    rows = f.mask_per_head[..., index, :]
+    mask = f.mask_per_head
+    assert mask is not None
+    mask = mask[(None,) * (4 - mask.ndim)]
+    mask = (mask if mask.shape[1] == 1 else mask[:, cut]).expand(-1, -1, n, n)
+    rows = mask.take_along_dim(i, dim=-2)
     if rows.dtype == torch.bool:
         return seen & rows
     return torch.where(seen, rows.double(), -torch.inf)

@@ -37,7 +37,8 @@ from lipscope.audit.sentence import AT_ONCE
 from lipscope.audit.token_target import layer_sigma
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, many
-from lipscope.linalg.spectral import Solver, fresh_seed
+from lipscope.linalg.solve import fresh_seed
+from lipscope.linalg.spectral import Solver
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.loading import load
 from lipscope.models.model import Model

@@ -54,8 +54,9 @@ class LinearOperator:
             at least ||J||_2; rounding is relative to it. None: ||J||_2 itself.
         perturbed: ``perturbed(i)`` gives the products once more, with every operation behind them
             moved by one unit in the last place; for maps whose rounding can only be measured.
-        compared: ``compared(v, J v)`` is how far a product in low precision is from float64, per
-            member; it takes the place of what `worst` and `size` state.
+        compared: ``compared(v, J v, seed)`` is how far a product in low precision is from float64,
+            per member, by rows drawn with that seed; it takes the place of what `worst` and `size`
+            state.
         take: The operator restricted to some members, where that is cheaper than the whole.
         compressed: The same operator through fewer input dimensions.
         rough: A cheaper operator close to this one, good enough to find the singular vectors but
@@ -83,7 +84,7 @@ class LinearOperator:
     worst: Tensor | float | None = None
     size: Tensor | float | None = None
     perturbed: Callable[[int], Pair] | None = None
-    compared: Callable[[Tensor, Tensor], Tensor] | None = None
+    compared: Callable[[Tensor, Tensor, int], Tensor] | None = None
     take: Callable[[Tensor], LinearOperator] | None = None
     compressed: Compression | None = None
     rough: LinearOperator | None = None
@@ -238,7 +239,7 @@ class LinearOperator:
             perturbed=_changed(self.perturbed, lambda pair: (scaled(pair[0]), scaled(pair[1]))),
             compared=None
             if compared is None
-            else lambda v, w: abs(factor) * compared(v, w / factor if factor else w),
+            else lambda v, w, seed: abs(factor) * compared(v, w / factor if factor else w, seed),
             take=None if take is None else lambda members: take(members) * factor,
             compressed=None if small is None else Compression(small.core * factor, small.lift),
             rough=None,

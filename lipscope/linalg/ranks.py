@@ -71,8 +71,11 @@ class Ranks:
         return x
 
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """Tokens at some of the n positions, whoever holds them: x [..., tokens, width]."""
-        return x[..., index, :]
+        """Tokens at some of the n positions [..., rows], from all ranks: x [..., tokens, width].
+
+        Leading dimensions broadcast.
+        """
+        return x.take_along_dim(index[..., None], dim=-2)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, the same bits on each."""
@@ -146,7 +149,8 @@ class TokenShards(Ranks):
         positions = self.positions.to(index.device)
         where = torch.searchsorted(positions, index).clamp_max(len(positions) - 1)
         mine = positions[where] == index
-        return self.sum(torch.where(mine[:, None], x[..., where, :], 0))
+        here = x.take_along_dim(where[..., None], dim=-2)
+        return self.sum(torch.where(mine[..., None], here, 0))
 
     def sum(self, x: Tensor) -> Tensor:
         return self._reduced(x, dist.ReduceOp.SUM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +23,9 @@ from lipscope.linalg.certificate import (
 )
 from lipscope.linalg.estimate import BatchEstimate
 from lipscope.linalg.golub_kahan import GolubKahan, norms
+from lipscope.linalg.one_ulp import UnseenRoundingError
 from lipscope.linalg.operator import LinearOperator, Product
+from lipscope.linalg.ranks import Ranks
 
 if TYPE_CHECKING:
     from lipscope.linalg.spectral import Solver
@@ -333,7 +337,9 @@ class Run:
         assert J.compared is not None
         shape = J.leading
         off = J.compared(
-            self.right.reshape((*shape, *J.in_shape)), product.reshape((*shape, *J.out_shape))
+            self.right.reshape((*shape, *J.in_shape)),
+            product.reshape((*shape, *J.out_shape)),
+            drawn_seed(self.solver.seed, "rows", J.ranks),
         )
         size = norms(product, J.ranks)
         return 4 * off.reshape(-1) + 4 * torch.finfo(J.dtype).eps * size
@@ -356,6 +362,8 @@ class Run:
                 spread = torch.maximum(spread, off.nan_to_num(torch.inf, torch.inf))
         except torch.OutOfMemoryError:
             return torch.full_like(scale, torch.inf), "no memory to repeat it"
+        except UnseenRoundingError as error:
+            return torch.full_like(scale, torch.inf), str(error)
         return WIDENED * spread / scale, ""
 
     def _missed(self, i: int, lower: Tensor, upper: Tensor, rounding: Tensor) -> str:
@@ -384,6 +392,27 @@ class Run:
                 self.a[usable, :width], self.b[usable, :width], self.overlap, source[usable]
             )
         return upper
+
+
+def drawn_seed(seed: int | None, purpose: str, ranks: Ranks) -> int:
+    """A seed for one purpose, from that of the user or, without one, a fresh one; the same on all
+    ranks.
+    """
+    number = secrets.randbits(63) if seed is None else fresh_seed(seed, purpose)
+    return int(ranks.agreed(torch.tensor(number)))
+
+
+def fresh_seed(seed: int, purpose: str) -> int:
+    """The seed for one purpose, derived from the user's: the same every time, unrelated to the
+    others.
+
+    An upper bound holds for inputs that were chosen without knowledge of the solver's random start.
+    A search knows every start it climbed with, and inputs drawn by a generator with the seed of the
+    solver hold the very numbers of its start. So what is found is measured with
+    Solver(seed=fresh_seed(seed, "measure")), and no search may draw from that seed.
+    """
+    digest = hashlib.sha256(f"lipscope {purpose} {seed}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def _product(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +17,7 @@ from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.golub_kahan import norms
 from lipscope.linalg.operator import LinearOperator
-from lipscope.linalg.solve import Run
+from lipscope.linalg.solve import Run, drawn_seed
 
 NOT_FLOAT64 = "no upper bound: it needs float64 products; use precision='exact' or float64 inputs"
 NOT_RANDOM = "no upper bound: the start vector was given, not drawn at random"
@@ -155,26 +153,12 @@ def random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
 
     The seed is hashed: an input that was itself drawn with it must not be the start.
     """
-    number = secrets.randbits(63) if seed is None else fresh_seed(seed, "start")
     # One draw for all ranks, of which each keeps its part: the same start as a single process has.
-    number = int(J.ranks.agreed(torch.tensor(number)))
+    number = drawn_seed(seed, "start", J.ranks)
     generator = torch.Generator(device=J.device).manual_seed(number)
     dtype = torch.float64 if J.device.type == "cpu" else J.dtype
     start = torch.randn(members, J.domain_size, generator=generator, dtype=dtype, device=J.device)
     return J.ranks.cut(start.to(J.dtype).view(-1, *J.ranks.whole(J.in_shape)), 1).flatten(1)
-
-
-def fresh_seed(seed: int, purpose: str) -> int:
-    """The seed for one purpose, derived from the user's: the same every time, unrelated to the
-    others.
-
-    An upper bound holds for inputs that were chosen without knowledge of the solver's random start.
-    A search knows every start it climbed with, and inputs drawn by a generator with the seed of the
-    solver hold the very numbers of its start. So what is found is measured with
-    Solver(seed=fresh_seed(seed, "measure")), and no search may draw from that seed.
-    """
-    digest = hashlib.sha256(f"lipscope {purpose} {seed}".encode()).digest()
-    return int.from_bytes(digest[:7], "big")
 
 
 def _check_options(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attention.spot_check import ROWS, compare
+from lipscope.attention.spot_check import ROWS, _rows, compare
 from tests.cases import KINDS, problem
 
 ORDINARY = [kind for kind in KINDS if "huge" not in kind and "tiny" not in kind]
@@ -21,7 +21,7 @@ def test_every_row_of_a_short_sequence_is_that_of_float64(kind):
     E = torch.randn(X.shape, generator=torch.Generator().manual_seed(1))
     exact = exact_product(f, X, E)
     off = 1e-3 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(2)).double()
-    seen = compare(f, X[None], apart=False, basis=None)(E, exact + off)
+    seen = compare(f, X[None], apart=False, basis=None)(E, exact + off, 0)
     assert seen.item() == pytest.approx(off.norm().item(), rel=1e-6, abs=1e-9 * exact.norm().item())
 
 
@@ -32,7 +32,7 @@ def test_each_head_alone():
     E = torch.randn(J.batch, *J.in_shape, generator=torch.Generator().manual_seed(1))
     exact = ls.jacobian(f.double().heads_apart(), X.double()).mv(E.double())
     off = torch.arange(1.0, J.batch + 1)[:, None, None] * torch.ones_like(exact)
-    seen = compare(f, X, apart=True, basis=None)(E, exact + off)
+    seen = compare(f, X, apart=True, basis=None)(E, exact + off, 0)
     assert torch.allclose(seen, off.flatten(1).norm(dim=1).double())
 
 
@@ -44,13 +44,41 @@ def test_rows_of_a_long_sequence_stand_for_the_others():
     X, E = (torch.randn(10 * ROWS, 4, generator=g) for _ in range(2))
     exact = exact_product(f, X, E)
     off = 1e-3 * torch.randn(exact.shape, generator=g).double()
-    seen = compare(f, X[None], apart=False, basis=None)(E, exact + off)
+    seen = compare(f, X[None], apart=False, basis=None)(E, exact + off, 0)
     assert seen.item() == pytest.approx(off.norm().item(), rel=0.3)
     # The largest rows are always among those compared.
     spike = torch.zeros_like(exact)
     spike[exact.norm(dim=1).argmax()] = 1.0
-    seen = compare(f, X[None], apart=False, basis=None)(E, exact + spike)
+    seen = compare(f, X[None], apart=False, basis=None)(E, exact + spike, 0)
     assert seen.item() == pytest.approx(spike.norm().item())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_member_and_head_has_rows_of_its_own(apart):
+    """Errors in the largest rows of a quiet member or head, none of which is large in the other."""
+    g = torch.Generator().manual_seed(0)
+    Q, K, V = (torch.randn(4, 2, generator=g) for _ in range(3))
+    V[2:] *= 1e-3
+    f = ls.SelfAttention(Q, K, V, heads=2)
+    X = torch.randn(2, 10 * ROWS, 2, generator=g)
+    X[0] *= 10
+    J = ls.jacobian((f.heads_apart() if apart else f).double(), X.double())
+    E = torch.randn(J.batch, *J.in_shape, generator=g)
+    exact = J.mv(E.double())
+    off = torch.zeros_like(exact)
+    quiet = J.batch - 1  # the last head of the last member
+    top = exact[quiet].norm(dim=1).topk(10).indices
+    off[quiet, top] = 1e-3 * exact[quiet, top]
+    seen = compare(f, X, apart=apart, basis=None)(E, exact + off, 0)
+    assert seen[quiet].item() == pytest.approx(off.norm().item(), rel=1e-6)
+
+
+def test_rows_are_drawn_again_in_every_call():
+    size = torch.rand(3, 10 * ROWS, generator=torch.Generator().manual_seed(0)).double()
+    (one, _), (same, _), (other, _) = (_rows(size, seed) for seed in (0, 0, 1))
+    assert torch.equal(one, same) and not torch.equal(one[:, ROWS // 2 :], other[:, ROWS // 2 :])
+    assert torch.equal(one[:, : ROWS // 2], size.topk(ROWS // 2).indices)
+    assert all(len(set(rows.tolist())) == ROWS for rows in one)
 
 
 def cancelling() -> tuple[ls.SelfAttention, torch.Tensor]:
