@@ -48,3 +48,31 @@ def test_a_derivative_that_is_not_finite_is_said_so():
     M[1, 2] = math.nan
     e = infinity.infinity_norm(dense_operator(M))
     assert e.status is ls.Status.NON_FINITE and e.upper == math.inf and e.lower == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cancelling_heads_in_low_precision_are_taken_in_float64(dtype):
+    g = torch.Generator().manual_seed(0)
+    Q, K, V = (torch.randn(3, 3, generator=g).to(dtype) for _ in range(3))
+    near = (Q + 1e-2 * torch.randn(3, 3, generator=g)).to(dtype)
+    O = torch.cat([torch.eye(3), -torch.eye(3)], dim=1).to(dtype)
+    f = ls.SelfAttention(torch.cat([Q, near]), torch.cat([K, K]), torch.cat([V, V]), O, heads=2)
+    X = torch.randn(5, 3, generator=g).to(dtype)
+    truth = dense_jacobian(f.double(), X.double()).abs().sum(dim=1).max().item()
+    e = ls.local_lipschitz(f, X, norm="inf")
+    assert e.lower <= truth <= e.upper <= e.lower * (1 + 1e-8) and e.right.dtype == dtype
+    # An operator in low precision alone has no statement about its rounding.
+    e = infinity.infinity_norm(ls.jacobian(f, X))
+    assert e.lower == 0 and e.upper == math.inf and e.confidence == 0 and "float64" in e.note
+
+
+def test_every_row_near_the_top_is_measured():
+    """The second row is the largest, and loses more by rounding than the first one leads by."""
+    y = torch.tensor([[1.2345678]], dtype=torch.float64)
+    below = y.item() * (1 - 2e-9)
+
+    def f(x):
+        return torch.cat([2 * below * x, ((x + 1e9) - 1e9) ** 2], dim=1)
+
+    e = ls.local_lipschitz(f, y, norm="inf")
+    assert e.lower <= 2 * y.item() <= e.upper
