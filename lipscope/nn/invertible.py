@@ -16,17 +16,16 @@ from lipscope._checks import check_positive, explained, norm_name
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
+from lipscope.linalg.one_ulp import OneUlp, UnseenRoundingError
+from lipscope.linalg.solve import DRAWS, WIDENED
 from lipscope.nn.attention_layer import AttentionLayer, check_padding
 from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
 from lipscope.nn.parametrize import SpectralNormalised
 from lipscope.nn.wrapped import unwrapped
 
 ROUNDING = 64
-"""Assumed accuracy of one evaluation of g, in units in the last place of its input."""
-
-NEIGHBOURS, EXCESS = 64, 16
-"""The number of perturbed tokens from which rounding errors in g are estimated, and the multiple of
-the largest error seen that is allowed for."""
+"""Accuracy of one evaluation of g that the iteration assumes, in units in the last place of its
+input; the error bound does not rest on it."""
 
 MOST_TERMS = 256
 """Terms of a log-determinant that are summed without being asked for: each is a backward pass."""
@@ -127,7 +126,8 @@ class InvertibleResidual(nn.Module):
 
         It runs to the resolution of the dtype, in at most as many steps as Banach's estimate asks
         for. error_bound is ||y - x - g(x)|| / (1 - constant) with the residual evaluated in
-        float64, so it includes rounding; the rounding of g in float64 is measured near x.
+        float64, so it includes rounding; the rounding of g in float64 is measured, and infinite if
+        part of g cannot be.
 
         Args:
             y: Tokens [n, d] or [B, n, d].
@@ -191,9 +191,7 @@ class InvertibleResidual(nn.Module):
         """Raise UserError if a step contradicts the constant of g beyond what rounding explains."""
         if isinstance(unwrapped(self.g), PROVED):
             return
-        broken = far & ~(
-            moved <= self.constant * step + EXCESS * _noise(g, x, self.constant, self.norm)
-        )
+        broken = far & ~(moved <= self.constant * step + _noise(g, x, self.norm))
         if bool(broken.any()):
             raise UserError(
                 f"g is not a contraction with constant {self.constant:g}: two points "
@@ -204,13 +202,10 @@ class InvertibleResidual(nn.Module):
     def _residual(self, x: Tensor, y: Tensor, padding: Tensor | None) -> Tensor:
         x, y = x.double(), y.double()
         g = _at(copy.deepcopy(self.g).double(), padding)
-        rounding = (
-            ROUNDING
-            * torch.finfo(torch.float64).eps
-            * (_length(x, self.norm) + _length(y, self.norm))
-        )
-        noise = EXCESS * _noise(g, x, self.constant, self.norm)
-        return _length(y - x - g(x), self.norm) + rounding + noise
+        # Two subtractions; what g itself rounds is measured.
+        size = _length(x, self.norm) + _length(y, self.norm)
+        rounding = 8 * torch.finfo(torch.float64).eps * size
+        return _length(y - x - g(x), self.norm) + rounding + _noise(g, x, self.norm)
 
     @entry_point
     def log_det(
@@ -351,20 +346,22 @@ def _with_padding_zero(x: Tensor, padding: Tensor | None) -> Tensor:
     return x.masked_fill(~padding[..., None], 0)
 
 
-def _noise(g: Callable[[Tensor], Tensor], x: Tensor, constant: float, norm: str) -> Tensor:
-    """Rounding error of g near x per sequence: how far close points exceed the constant."""
-    generator, here = torch.Generator().manual_seed(0), g(x)
+def _noise(g: Callable[[Tensor], Tensor], x: Tensor, norm: str) -> Tensor:
+    """Rounding error of g at x per sequence: how far it moves when every operation does, widened.
+
+    Infinite if g computes where that cannot be seen.
+    """
+    here = g(x)
     largest = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
-    for _ in range(max(4, NEIGHBOURS // x.shape[-2])):
-        # Far enough apart for sums of squares to round differently: a change in the last place of a
-        # token may be invisible to them.
-        draws = torch.rand(x.shape, generator=generator, dtype=torch.float32).to(x)
-        places = ROUNDING * (2 * draws - 1)
-        near = x + torch.finfo(x.dtype).eps * places * x
-        largest = torch.maximum(
-            largest, _length(g(near) - here, norm) - constant * _length(near - x, norm)
-        )
-    return largest
+    try:
+        for i in range(DRAWS):
+            with OneUlp(i) as mode:
+                moved = g(x)
+            mode.check_nothing_left_torch(g, x)
+            largest = torch.maximum(largest, _length(moved - here, norm))
+    except UnseenRoundingError:
+        return torch.full_like(largest, math.inf)
+    return WIDENED * largest
 
 
 def theory_steps(constant: float, first: Tensor, goal: Tensor) -> Tensor:

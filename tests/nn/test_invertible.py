@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import mpmath
 import pytest
 import torch
 from torch import Tensor, nn
@@ -366,3 +367,27 @@ def test_padded_tokens_have_no_part_in_the_determinant():
         ls.nn.InvertibleResidual(ContractiveMLP(4, 8, 0.5)).double()(x, real)
     with pytest.raises(ls.UserError, match="padding must be a boolean tensor"):
         r.inverse(x.detach(), real[:2])
+
+
+@pytest.mark.parametrize("size", [1e4, 1e7, 1e10])
+def test_large_intermediates_are_inside_the_error_bound(size):
+    """sin(x + b) / 2, whose sum loses digits that x does not show; the truth in 50 digits."""
+
+    class Shifted(torch.nn.Module):
+        constant = 0.5
+
+        def forward(self, x):
+            return 0.5 * torch.sin(x + size)
+
+    mp = mpmath.mp.clone()
+    mp.dps = 50
+    for seed in range(4):
+        y = torch.randn(1, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        found = ls.nn.InvertibleResidual(Shifted()).inverse(y)
+        error = mp.mpf(0)
+        for target, x in zip(y[0].tolist(), found.value[0].tolist(), strict=True):
+            exact = mp.mpf(target)
+            for _ in range(170):
+                exact = target - mp.sin(exact + size) / 2
+            error += (exact - x) ** 2
+        assert mp.sqrt(error) <= float(found.error_bound) < 1e-12 * size + 1e-10
