@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -69,6 +70,10 @@ PLAIN = {"σ": "sigma", "α": "alpha", "ᵅ": "^alpha", "→": "->", "…": "...
 """What a terminal that has no such character is shown in its place."""
 
 
+REPORTING = {"lipscope", "transformers", "torch", "importlib", "typer", "click"}
+"""Packages that load others, and report what fails there."""
+
+
 def run(arguments: Sequence[str] | None) -> int:
     """Run a command and return its exit code; whatever the user can mend is one line on stderr."""
     codecs.register_error("lipscope", _in_plain_letters)
@@ -106,6 +111,8 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno is not None:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; is a disk full, or a directory not writable?"
+    if isinstance(error, ImportError):
+        return _unloaded(error)
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[:100]!a} is not UTF-8 text; rename it"
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
@@ -116,6 +123,24 @@ def _message(error: Exception) -> str | None:
     context = getattr(error, "ctx", None)
     remedy = f" Try `{context.command_path} --help`." if context else ""
     return f"{error.format_message().rstrip('.')}.{remedy}"
+
+
+def _unloaded(error: ImportError) -> str:
+    """Name the package that does not load, below the libraries that report it."""
+    root: BaseException = error
+    while below := root.__cause__ or root.__context__:
+        root = below
+    modules = [
+        frame.f_globals.get("__name__", "").split(".")[0]
+        for frame, _ in traceback.walk_tb(root.__traceback__)
+    ]
+    others = [name for name in modules if name and name not in REPORTING]
+    package = others[-1] if others else getattr(root, "name", None) or "a package"
+    reason = " ".join(f"{type(root).__name__}: {root}".split())[:200]
+    return (
+        f"{package} does not load here ({reason}); reinstall it to fit the installed torch, or "
+        "uninstall it if nothing else needs it"
+    )
 
 
 def _drop_output() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import typer
@@ -26,6 +26,10 @@ PACKAGES = (
 )
 
 
+LOADED_BY_TRANSFORMERS = ("torchvision", "torchaudio")
+"""Optional packages without which transformers works, unless they are installed and broken."""
+
+
 def report() -> dict[str, str]:
     """Everything a bug report should contain, by name."""
     import torch
@@ -36,6 +40,7 @@ def report() -> dict[str, str]:
         "lipscope": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         **{name: _version(name) for name in PACKAGES},
+        **{name: _loaded(name) for name in LOADED_BY_TRANSFORMERS},
         "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "cuda": ", ".join(devices) or "none",
         "hub cache": constants.HF_HUB_CACHE,
@@ -77,6 +82,19 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _loaded(name: str) -> str:
+    """The version of an optional package, and why it does not load."""
+    version = _version(name)
+    if version == "not installed":
+        return version
+    try:
+        import_module(name)
+    except Exception as error:  # whatever its own code raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        return f"{version}, does not load ({reason}); reinstall or uninstall it"
+    return version
 
 
 def _embedded() -> str:
