@@ -216,8 +216,8 @@ def _price_sequence(
     for f in wanted:
         if f.dtype is None:
             sites, q = products[f.name].sites, products[f.name].t[:, 0]
-            # One sequence is enough to see what a format does; it takes three more runs.
-            curved = second_order(subject, f, metric, embeddings) if b == 0 else None
+            # At every sequence: a single token that goes to another expert may be most of it.
+            curved = second_order(subject, f, metric, embeddings)
         else:
             sites, q, curved = _follow(subject, lows[f.name], metric, probes, seed, exact)
         observed = None

@@ -193,19 +193,18 @@ def test_kl_of_a_folder_needs_a_head(tmp_path):
 class TwoExperts(nn.Module):
     """One of two maps per token; which one hangs on a difference that bf16 does not see."""
 
-    def __init__(self):
+    def __init__(self, border=1.003):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(20, 16)
-        self.router = nn.Parameter(torch.zeros(16))
+        self.router = nn.Linear(16, 1, bias=False)
         self.experts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
-        self.router.data[:2] = torch.tensor([1.0, -1.0029])
-        self.embed.weight.data[0, :2] = torch.tensor([1.003, 1.0])
+        self.router.weight.data.zero_()[0, :2] = torch.tensor([1.0, -1.0029])
+        self.embed.weight.data[0, :2] = torch.tensor([border, 1.0])
 
     def forward(self, ids):
         x = self.embed(ids)
-        first = (x @ self.router > 0)[..., None]
-        return torch.where(first, self.experts[0](x), self.experts[1](x))
+        return torch.where(self.router(x) > 0, self.experts[0](x), self.experts[1](x))
 
 
 def test_decisions_that_bf16_takes_otherwise_are_in_the_budget():
@@ -221,3 +220,15 @@ def test_decisions_that_bf16_takes_otherwise_are_in_the_budget():
     assert "not linear" in budget.warnings()[0]
     usual = ls.error_budget(model, ids[1:], formats="bf16", probes=8)
     assert "decision" not in usual.shares("bf16", by="kind") and not usual.warnings()
+
+
+def test_decisions_that_a_weight_format_takes_otherwise_are_warned_of():
+    """1.0025 - 1.0029 < 0, and 1.0025 - 1 > 0 with rounded weights, in the last sequence."""
+    model, ids = TwoExperts(border=1.0025), torch.arange(20).reshape(5, 4).flip(0)
+    rounded = {"coarse": lambda W: W.bfloat16().to(W)}
+    budget = ls.error_budget(model, ids, formats=rounded, probes=16, observe=True)
+    assert budget.observed["coarse"] > 2 * budget.total("coarse").value
+    assert budget.second_order["coarse"] > 1  # a jump counts twice, not half
+    assert "coarse" in budget.warnings()[0]
+    usual = ls.error_budget(model, ids[:4], formats=rounded, probes=16, observe=True)
+    assert not usual.warnings()
