@@ -56,13 +56,7 @@ def jacobian(f: Map, X: Tensor) -> LinearOperator:
     check_map(f)
     linearize = getattr(f, "linearize", None)
     f = ordinary_module(f) if isinstance(f, nn.Module) else f
-    try:
-        J = linearize(X) if linearize is not None else _autograd_jacobian(f, X)
-    except NotImplementedError as error:
-        raise UserError(
-            f"f cannot be differentiated twice ({error}), so products with its Jacobian are not "
-            "available; write that operation in others that PyTorch can differentiate twice"
-        ) from error
+    J = linearize(X) if linearize is not None else _autograd_jacobian(f, X)
     return replace(J, mv=unaffected(J.mv), rmv=unaffected(J.rmv))
 
 
@@ -73,7 +67,10 @@ def check_input(X: Tensor) -> None:
             f"X must be a torch.Tensor of shape [n, d] or [B, n, d], got {type(X).__name__}"
         )
     if X.ndim not in (2, 3):
-        raise UserError(f"X must have shape [n, d] or [B, n, d], got {tuple(X.shape)}")
+        raise UserError(
+            f"X must have shape [n, d] or [B, n, d], got {tuple(X.shape)}; for another shape, such "
+            "as an image x, measure lambda X: f(X.reshape(x.shape)) at x.reshape(1, -1)"
+        )
     if X.numel() == 0:
         raise UserError(f"X is empty, shape {tuple(X.shape)}: a sequence needs at least one token")
     check_tensor("X", X)
@@ -179,7 +176,7 @@ def _products(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), moved, callers_device():
         x = X.detach().clone().requires_grad_(True)
         # A map that keeps state in place is differentiated at its last evaluation.
-        again = f(x) if rounding is None else None
+        again = _called(f, x) if rounding is None else None
         y = f(x)
         if rounding is None:
             _check_output(y, again, X)
@@ -281,6 +278,35 @@ def _why_mixed(f: Map) -> str:
     if any(getattr(m, "batch_first", True) is False for m in f.modules()):
         return "; build the module with batch_first=True"
     return "; call .eval() on it (BatchNorm?)"
+
+
+def _called(f: Map, x: Tensor) -> object:
+    """f(x), with a remedy where f needs more inputs, or takes batches only."""
+    try:
+        return f(x)
+    except TypeError as error:
+        if "required positional argument" not in str(error):
+            raise
+        raise UserError(
+            f"f needs more than one input ({error}); give the others in a function of X, such as "
+            "lambda X: f(X, context)"
+        ) from error
+    except (LookupError, RuntimeError, ValueError, AssertionError) as error:
+        if isinstance(error, UserError) or x.ndim != 2 or not _accepts(f, x[None]):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        raise UserError(
+            f"f fails on X of shape {tuple(x.shape)} ({reason}), but takes batches: pass X[None] "
+            "of shape [1, n, d]"
+        ) from error
+
+
+def _accepts(f: Map, x: Tensor) -> bool:
+    """Whether f maps x to a tensor."""
+    try:
+        return isinstance(f(x), Tensor)
+    except Exception:  # whatever f raises
+        return False
 
 
 def _check_output(y: object, again: object, X: Tensor) -> None:

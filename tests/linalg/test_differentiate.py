@@ -144,3 +144,41 @@ def test_a_map_that_keeps_state_in_place_is_differentiated():
     f, X = Keeps(), draw(3, 4)
     assert ls.local_lipschitz(f, X).value == pytest.approx(X.abs().max().item())
     assert torch.equal(f.seen, X)
+
+
+class OfBatches(torch.nn.Module):
+    """A module that reads the third dimension of its input, as many do."""
+
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
+        sizes = dict(enumerate(X.shape))
+        return X * sizes[2]
+
+
+def test_modules_that_take_only_batches_are_told_with_the_remedy():
+    X = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(ls.UserError, match=r"KeyError: 2\), but takes batches: pass X\[None\]"):
+        ls.local_lipschitz(OfBatches(), X)
+    assert ls.local_lipschitz(OfBatches(), X[None])[0].value == pytest.approx(3)
+
+    def broken(X):
+        raise ValueError("a mistake of the user")
+
+    with pytest.raises(ValueError, match="a mistake of the user") as error:
+        ls.local_lipschitz(broken, X)
+    assert not isinstance(error.value, ls.UserError)
+
+
+def test_modules_with_several_inputs_and_images_are_told_with_the_remedy():
+    X, c = torch.randn(4, 3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+
+    def two(X, context):
+        return X * context
+
+    with pytest.raises(ls.UserError, match=r"needs more than one input .*lambda X: f\(X, context"):
+        ls.local_lipschitz(two, X)
+    assert ls.local_lipschitz(lambda X: two(X, 2 * c), X).value == pytest.approx(2)
+    image = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    with pytest.raises(ls.UserError, match=r"as an image x, measure lambda X: f\(X.reshape"):
+        ls.local_lipschitz(torch.sin, image)
+    found = ls.local_lipschitz(lambda X: 3 * X.reshape(image.shape), image.reshape(1, -1))
+    assert found.value == pytest.approx(3)

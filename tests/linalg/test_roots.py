@@ -83,5 +83,5 @@ def test_roots_at_zero_are_named_with_the_remedy():
     [lambda X: torch.cdist(X, X, p=1), lambda X: torch.nn.functional.pdist(X)[:, None]],
 )
 def test_distances_that_cannot_be_differentiated_twice_are_refused_by_name(f):
-    with pytest.raises(ls.UserError, match=r"_[cp]dist_backward.* differentiate twice"):
+    with pytest.raises(ls.UserError, match=r"differentiated twice.*_[cp]dist_backward"):
         ls.jacobian(f, torch.randn(4, 3))
