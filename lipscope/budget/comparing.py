@@ -322,9 +322,8 @@ def _check_prediction(row: StateRatio, budget: StateBudget) -> None:
     if not row.predicted < USELESS or not math.isfinite(row.limit):
         raise UserError(f"{cannot} ({row.predicted:.2g} of its norm is no bound){hint}")
     made = (budget.made / budget.size) ** 0.5
-    if (
-        budget.squared / budget.size
-    ) ** 0.5 > EXCESS * made or not made <= row.limit * row.predicted:
+    excessive = budget.squared > EXCESS**2 * budget.made
+    if excessive or not made <= row.limit * row.predicted:
         raise UserError(
             f"{cannot} ({row.predicted:.2g} of its norm, but {made:.2g} in a run of the reference "
             f"itself){hint}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
+from lipscope.models.model_files import on_one_line
 
 SUFFIXES = (".safetensors", ".npz", ".npy")
 """Files that hold hidden states."""
@@ -114,7 +115,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # each library and each kind of damage raises a class of its own
         remedy = "; numpy.savez writes arrays that need no pickle" if "pickle" in str(error) else ""
         raise UserError(
-            f"cannot read {path} as {path.suffix.removeprefix('.')} ({error}){remedy}"
+            f"cannot read {path} as {path.suffix.removeprefix('.')} ({on_one_line(error)}){remedy}"
         ) from error
 
 

@@ -45,7 +45,7 @@ from tests.models.survey_page import STORED, stored, write_pages
 SECONDS = 60
 """Processor time that one architecture may take to be measured, and again for each budget."""
 
-DEADLINE = 900
+DEADLINE = 420
 """Seconds after which the process of an architecture is stopped, whatever it does."""
 
 RESULTS = Path(tempfile.gettempdir()) / "lipscope-survey.jsonl"

@@ -127,5 +127,9 @@ def test_pages_count_what_was_found(row):
     assert "of 2 architectures" in totals and "1 of 2 between 0.8 and 1.25" in totals
     assert "1 named at that layer, 0 at another one, 1 missed" in totals
     assert "1 explained by rounding, 1 accused" in totals
+    marks = [
+        survey_page.SUPPORTED.read_text().count(m) for m in (survey_page.BEGIN, survey_page.END)
+    ]
+    assert marks == [1, 1]
     page = survey_page.page(found)
     assert "| measured | 2 |" in page and "| `b` | 3.00 |" in page and "1: `c`" in page
