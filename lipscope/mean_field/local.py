@@ -118,8 +118,9 @@ def local_lipschitz(
         total = torch.cuda.get_device_properties(X.device).total_memory
         raise UserError(too_large(X, str(error), held, total)) from error
     failed = Status.NON_FINITE in ((e.status,) if isinstance(e, Estimate) else e.status)
-    if failed and not hasattr(f, "linearize") and (why := not_finite_in(f, X)):
-        return replace(e, note=f"no bounds: {why}")
+    by_autograd = mesh is None and not hasattr(f, "linearize")
+    if failed and by_autograd and (why := not_finite_in(f, X)):
+        e = replace(e, note=f"no bounds: {why}")
     return replace(e, left=e.left.to(dtype), right=e.right.to(dtype))
 
 
