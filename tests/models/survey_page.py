@@ -19,6 +19,9 @@ BEGIN, END = "<!-- generated: survey -->", "<!-- end of survey -->"
 RANGE = (0.8, 1.25)
 """What observed / predicted must lie in for bf16."""
 
+TWICE = 2
+"""A budget in int8 or kv4 that is off by this factor must have warned."""
+
 Rows = dict[str, dict[str, Any]]
 
 MISFIT = (
@@ -105,6 +108,13 @@ def totals(found: Rows) -> str:
         f"| observed / predicted, bf16 | {spread}; {inside} of {len(ratios)} between "
         f"{RANGE[0]} and {RANGE[1]} |"
     )
+    stated = [row[cell] for row in rows for cell in ("int8", "kv4")]
+    stated = [cell for cell in stated if cell["outcome"] == "stated" and cell["ratio"] is not None]
+    wrong = sum(not 1 / TWICE <= cell["ratio"] <= TWICE and not cell["warned"] for cell in stated)
+    lines.append(
+        f"| int8 and kv4 budgets off by more than a factor of {TWICE}, without a warning | {wrong} "
+        f"of {len(stated)} |"
+    )
     clean, planted = seen["clean"], seen["planted"]
     lines.append(
         f"| `compare_runs`, a clean bf16 port | {clean['explained']} explained by rounding, "
@@ -141,7 +151,8 @@ def _budgets(found: Rows) -> str:
 def _cell(cell: str, found: dict[str, Any]) -> str:
     match found["outcome"]:
         case "stated":
-            return f"{found['ratio']:.2f}" if found["ratio"] is not None else "0"
+            ratio = "0" if found["ratio"] is None else f"{found['ratio']:.2f}"
+            return f"{ratio} (warned)" if found["warned"] else ratio
         case "explained" | "accused":
             return f"{found['outcome']}, {found['ratio']:.2f} of {found['limit']:.2f}"
         case "named" | "elsewhere" | "missed":
@@ -194,9 +205,10 @@ over if its sign moves the output of its layer by less than three times what bf1
 
 {totals}
 
-bf16, int8, kv4: observed / predicted. Clean port: the largest ratio of observed and predicted error
-at a hidden state, and its limit. Planted bug: the layer that has it, and the error at the state
-that is named, over what rounding explains.
+bf16, int8, kv4: observed / predicted; warned: the budget says that its error is not linear, mostly
+because a token went to another expert. Clean port: the largest ratio of observed and predicted
+error at a hidden state, and its limit. Planted bug: the layer that has it, and the error at the
+state that is named, over what rounding explains.
 
 {budgets}
 

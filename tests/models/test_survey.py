@@ -121,6 +121,8 @@ def test_pages_count_what_was_found(row):
         json.dumps(row).replace('"named"', '"missed"').replace("explained", "accused")
     )
     wrong["budgets"]["bf16"]["ratio"] = 3.0
+    wrong["budgets"]["int8"]["ratio"] = 0.1
+    wrong["budgets"]["kv4"] |= {"ratio": 9.0, "warned": True}
     refused = {"name": "c", "outcome": "refused", "reason": "no trunk"}
     found = {"a": row, "b": wrong, "c": refused}
     totals = survey_page.totals(found)
@@ -131,5 +133,7 @@ def test_pages_count_what_was_found(row):
         survey_page.SUPPORTED.read_text().count(m) for m in (survey_page.BEGIN, survey_page.END)
     ]
     assert marks == [1, 1]
+    assert "without a warning | 1 of 4 |" in totals
     page = survey_page.page(found)
+    assert "| 9.00 (warned) |" in page
     assert "| measured | 2 |" in page and "| `b` | 3.00 |" in page and "1: `c`" in page
