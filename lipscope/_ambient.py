@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._checks import explained
 from lipscope._torch_internals import autocasts, default_device, is_transformed
@@ -31,6 +32,16 @@ M = TypeVar("M", bound=nn.Module)
 _callers_device: ContextVar[torch.device | None] = ContextVar("lipscope_device", default=None)
 
 _building = RLock()
+
+live_modules = RLock()
+"""Held while the settings, hooks or tensors of a live module are not its owner's.
+
+One lock for the process: two models may share modules, and a lock for each module would have to be
+taken in an order that nested measurements do not know in advance. It is held for one forward pass
+at a time; backward passes and the solver run without it.
+"""
+
+_measuring: ContextVar[bool] = ContextVar("lipscope_measuring", default=False)
 
 
 def entry_point(function: Callable[P, T]) -> Callable[P, T]:
@@ -45,7 +56,7 @@ def entry_point(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return inner(*args, **kwargs)
         except RuntimeError as error:
-            reason = _reason(function.__name__, str(error))
+            reason = cause_of(function.__name__, str(error))
             if reason is None:
                 raise
             raise UserError(reason) from error
@@ -53,7 +64,7 @@ def entry_point(function: Callable[P, T]) -> Callable[P, T]:
     return entering
 
 
-def _reason(name: str, error: str) -> str | None:
+def cause_of(name: str, error: str) -> str | None:
     """What an error of torch means if the caller's settings or another thread caused it."""
     if "nference tensor" in error:
         return (
@@ -113,6 +124,32 @@ def _usual_state() -> Iterator[None]:
             stack.callback(_callers_device.reset, _callers_device.set(device))
             stack.enter_context(torch.device("cpu"))
         yield
+
+
+@contextmanager
+def own_pass() -> Iterator[None]:
+    """Run a live module for a measurement: alone, and unseen by monitors."""
+    with live_modules:
+        token = _measuring.set(True)
+        try:
+            yield
+        finally:
+            _measuring.reset(token)
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Use torch's own attention in the form that can be differentiated twice.
+
+    torch has one choice for all threads, so that other measurements wait.
+    """
+    with live_modules, sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def in_own_pass() -> bool:
+    """Whether a module is now run by lipscope in this thread, and not by its owner."""
+    return _measuring.get()
 
 
 @contextmanager

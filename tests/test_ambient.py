@@ -98,6 +98,7 @@ def things() -> SimpleNamespace:
         E=randn(6, 3),
         q=randn(2, 5, 4, dtype=torch.float32),
         mu=ls.mean_field.DiscreteMeasure(X, weights),
+        mu32=ls.mean_field.DiscreteMeasure(X.float(), weights.float()),
         nu=ls.mean_field.DiscreteMeasure(X + randn(6, 3), weights),
         ids=torch.tensor(IDS, device="cpu"),
         matrix=randn(3, 3),
@@ -168,8 +169,10 @@ def _load(t: SimpleNamespace) -> object:
 def _jacobian(t: SimpleNamespace) -> object:
     closed, plain = ls.jacobian(t.f, t.X), ls.jacobian(t.plain, t.X4)
     both = plain @ plain + 2.0 * plain
+    field = ls.mean_field.derivative(t.f.to(torch.float32), t.mu32)
     return (
-        [closed.mv(t.E), closed.rmv(t.E), closed.to_dense(), plain.to_dense(), plain.T.to_dense()],
+        [closed.mv(t.E), closed.rmv(t.E), closed.to_dense(), plain.mv(t.X4), plain.T.to_dense()],
+        [field.mv(t.E.float()), t.f.to(torch.float32).linearize(t.X.float()).mv(t.E.float())],
         both.to_dense(),
         ls.spectral_norm(both).upper,
     )
@@ -508,9 +511,9 @@ def compare(state: str, names: list[str] | None = None, inside: bool = False) ->
     for name in names or distinct:
         if name in NOT_COMPARED.get(state, ()):
             continue
-        expected = plain(name)
         before = _globals()
         try:
+            expected = plain(name)
             with STATES[state]():
                 given = things() if inside else arguments()
                 result = called(name, given)

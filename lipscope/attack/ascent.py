@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope._ambient import callers_device, entry_point
+from lipscope._ambient import callers_device, entry_point, plain_attention
 from lipscope._checks import check_fields
 from lipscope._types import Around, Ball, Domain, Point, UserError
 from lipscope.attack.accept import Search
@@ -126,7 +125,7 @@ def ascend(
 def sigma_gradient(f: Map, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """The gradient of sum_b <left_b, D_X f right_b> in X, with the vectors held fixed."""
     x = X.detach().clone().requires_grad_(True)
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), callers_device():
+    with torch.enable_grad(), plain_attention(), callers_device():
         y = f(x)
         (pulled,) = torch.autograd.grad(
             y, x, left.reshape(y.shape), create_graph=True, materialize_grads=True

@@ -19,7 +19,7 @@ from lipscope.attention.linearization import linearize
 from lipscope.attention.primitive import attend
 from lipscope.attention.uncancelled import WeightNorms, weight_norms
 from lipscope.linalg.differentiate import check_input, check_tensor
-from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.operator import LinearOperator, steady
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ class SelfAttention(Displayed):
         A product takes O(n^2) time and, for long sequences, O(n d) memory.
         """
         check_tokens(self, X)
-        return linearize(self, X, apart=False)
+        return steady(linearize(self, X, apart=False))
 
     def head(self, h: int) -> SelfAttention:
         """Return head `h` as a layer of its own, without the output projection."""
@@ -207,7 +207,7 @@ class HeadsApart(Displayed):
     @unaffected
     def linearize(self, X: Tensor) -> LinearOperator:
         check_tokens(self.layer, X)
-        return linearize(self.layer, X, apart=True)
+        return steady(linearize(self.layer, X, apart=True))
 
     def double(self) -> HeadsApart:
         return HeadsApart(self.layer.double())

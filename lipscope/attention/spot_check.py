@@ -74,7 +74,8 @@ def _rows(size: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         return torch.arange(n, device=size.device).expand_as(size), torch.ones_like(size[0])
     # Errors tend to be where the product is; a random half keeps the estimate of the rest unbiased.
     top = size.nan_to_num().topk(ROWS // 2).indices
-    lots = torch.rand(size.shape, generator=torch.Generator().manual_seed(seed)).to(size.device)
+    g = torch.Generator().manual_seed(seed)
+    lots = torch.rand(size.shape, generator=g, dtype=torch.float32).to(size.device)
     drawn = lots.scatter(1, top, -1.0).topk(min(ROWS // 2, n - ROWS // 2)).indices
     share = torch.ones(top.shape[1] + drawn.shape[1], dtype=torch.float64, device=size.device)
     share[top.shape[1] :] = (n - top.shape[1]) / drawn.shape[1]

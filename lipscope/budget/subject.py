@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope._ambient import live_modules
 from lipscope._checks import shown
 from lipscope._types import UserError
 from lipscope.models._transformers_internals import buffer_dtypes
@@ -242,13 +243,16 @@ def _rows_of(inputs: Any) -> list[Sample]:
 
 def copied(module: nn.Module) -> nn.Module:
     """A copy of a module; what it still holds of the graph of an earlier run is cut off."""
-    kept = [x for part in module.modules() for x in vars(part).values() if isinstance(x, Tensor)]
-    return copy.deepcopy(module, {id(x): x.detach().clone() for x in kept if not x.is_leaf})
+    with live_modules:  # another thread may have set it for a measurement
+        parts = [x for part in module.modules() for x in vars(part).values()]
+        kept = [x for x in parts if isinstance(x, Tensor) and not x.is_leaf]
+        return copy.deepcopy(module, {id(x): x.detach().clone() for x in kept})
 
 
 def own_attention(module: nn.Module) -> str:
     """The attention function that a transformers model is set to use."""
-    return str(getattr(module.config, "_attn_implementation", None) or "eager")
+    with live_modules:
+        return str(getattr(module.config, "_attn_implementation", None) or "eager")
 
 
 def arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -214,6 +214,7 @@ class Training:
 
 
 @entry_point
+@torch.enable_grad()
 @with_bar("training")
 def train_character_model(
     text: str | Path,

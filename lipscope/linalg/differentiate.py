@@ -6,18 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope._ambient import callers_device, entry_point, ordinary_module, unaffected
+from lipscope._ambient import (
+    callers_device,
+    cause_of,
+    entry_point,
+    ordinary_module,
+    plain_attention,
+)
 from lipscope._files import on_one_line
 from lipscope._torch_internals import is_dropout
 from lipscope._types import UserError
 from lipscope.linalg.one_ulp import OneUlp, UnseenRoundingError
-from lipscope.linalg.operator import LinearOperator, Pair, Product
+from lipscope.linalg.operator import LinearOperator, Pair, Product, steady
 from lipscope.linalg.ranks import ALONE, Ranks
 from lipscope.linalg.roots import uses_distances, with_distances
 
@@ -56,8 +60,7 @@ def jacobian(f: Map, X: Tensor) -> LinearOperator:
     check_map(f)
     linearize = getattr(f, "linearize", None)
     f = ordinary_module(f) if isinstance(f, nn.Module) else f
-    J = linearize(X) if linearize is not None else _autograd_jacobian(f, X)
-    return replace(J, mv=unaffected(J.mv), rmv=unaffected(J.rmv))
+    return linearize(X) if linearize is not None else steady(_autograd_jacobian(f, X))
 
 
 def check_input(X: Tensor) -> None:
@@ -173,7 +176,7 @@ def _products(
     J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in
     u."""
     moved = rounding or nullcontext()
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), moved, callers_device():
+    with torch.enable_grad(), plain_attention(), moved, callers_device():
         x = X.detach().clone().requires_grad_(True)
         # A map that keeps state in place is differentiated at its last evaluation.
         again = _called(f, x) if rounding is None else None
@@ -210,7 +213,8 @@ def _gradient(y: Tensor, x: Tensor, u: Tensor, create_graph: bool = False) -> Te
         raise
     except RuntimeError as error:
         raise UserError(
-            "f cannot be differentiated twice by autograd, which a product with its Jacobian "
+            cause_of("a product with the Jacobian", str(error))
+            or "f cannot be differentiated twice by autograd, which a product with its Jacobian "
             f"takes: {on_one_line(error)}"
         ) from error
     return found

@@ -336,6 +336,11 @@ def _joined(
     return lambda i: join(pair(A, i), pair(B, i))
 
 
+def steady(J: LinearOperator) -> LinearOperator:
+    """J with products that do not depend on the caller's settings of torch."""
+    return replace(J, mv=unaffected(J.mv), rmv=unaffected(J.rmv))
+
+
 def dense_operator(M: Tensor) -> LinearOperator:
     """The operator of a matrix [m, n], or of a batch of matrices [B, m, n]."""
     return LinearOperator(

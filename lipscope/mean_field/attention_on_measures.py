@@ -22,7 +22,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.attention.linearization import linearize, query_rounding
 from lipscope.attention.primitive import attend
 from lipscope.linalg.differentiate import jacobian
-from lipscope.linalg.operator import Compression, LinearOperator
+from lipscope.linalg.operator import Compression, LinearOperator, steady
 from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
 
@@ -79,7 +79,8 @@ def derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
         >>> round(ls.spectral_norm(ls.mean_field.derivative(f, mu)).value, 6)
         1.0
     """
-    return in_l2(linearize(lifted(f, mu), mu.points, apart=False, weights=mu.weights), mu.weights)
+    J = linearize(lifted(f, mu), mu.points, apart=False, weights=mu.weights)
+    return steady(in_l2(J, mu.weights))
 
 
 def velocity(f: SelfAttention, mu: DiscreteMeasure) -> Callable[[Tensor], Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lipscope._ambient import entry_point
+from lipscope._ambient import entry_point, live_modules
 from lipscope._checks import norm_name
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
@@ -160,7 +160,8 @@ def too_large(X: Tensor, message: str, held: int, total: int) -> str:
 def in_float64(f: Map) -> Map:
     """The same map with its weights in float64; the caller's map is left alone."""
     if isinstance(f, torch.nn.Module):
-        return copy.deepcopy(f).double()
+        with live_modules:
+            return copy.deepcopy(f).double()
     convert = getattr(f, "double", None)
     if convert is None:
         raise UserError(

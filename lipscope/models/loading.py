@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lipscope._ambient import entry_point, float32_by_default, ordinary_module
+from lipscope._ambient import entry_point, float32_by_default, live_modules, ordinary_module
 from lipscope._files import for_terminal
 from lipscope._types import UserError
 from lipscope.models import embedded
@@ -61,7 +61,9 @@ def load(
     """Load a transformers model so that its attention can be measured.
 
     Weights are read from safetensors only, and no code that comes with a model ever runs. A live
-    module is borrowed: after every call it is exactly as its owner left it.
+    module is borrowed: after every call it is exactly as its owner left it, also if several threads
+    measure it at once. Training it in another thread meanwhile is not supported; see
+    docs/threads.md. A module that was built under ``torch.inference_mode()`` is copied instead.
 
     Args:
         source: A model name on the hub, a folder, a live transformers module, or ``None`` for the
@@ -124,7 +126,9 @@ def _load(
             name = type(module).__name__ if known in (None, "", "None") else str(known)
             if random_init is not None:
                 device = module.device
-                module = _random(type(module), copy.deepcopy(module.config), random_init)
+                with live_modules:  # another thread may have set it for a measurement
+                    config = copy.deepcopy(module.config)
+                module = _random(type(module), config, random_init)
         else:
             repository = _repository(source, revision, weights=random_init is None)
             module, reader = _read(repository, random_init, wanted, head), repository

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lipscope._ambient import entry_point, unaffected
+from lipscope._ambient import entry_point, live_modules, unaffected
 from lipscope._types import UserError
 from lipscope.models import encoding
 from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
@@ -56,7 +56,8 @@ class Model:
     """An unmodified transformers model and the maps inside it, as returned by :func:`load`.
 
     During a measurement the module runs on lipscope's attention, in evaluation mode and in `dtype`;
-    between calls it is exactly as its owner left it.
+    between calls it is exactly as its owner left it. Several threads may use one model; see
+    docs/threads.md.
 
     Attributes:
         trunk: The transformers module up to the last hidden state, without task heads.
@@ -117,8 +118,9 @@ class Model:
     @unaffected
     def preflight(self) -> Preflight:
         """The comparison with eager attention that has differed most so far."""
-        if not self._checks:
-            self._prepare(self._sample_input())
+        with live_modules:
+            if not self._checks:
+                self._prepare(self._sample_input())
         return max(self._checks.values(), key=lambda check: (not check.routed, check.difference))
 
     @property
@@ -220,10 +222,11 @@ class Model:
             )
         whole = self._call(given if inputs is None else inputs)
         single = whole.of_first()
-        self._prepare(single)
-        host = self._host(NAME if self.preflight.routed else "eager")
-        layers = self._known_layers()
-        return Survey(host, layers, record(host, layers, whole, single), self._memory)
+        with live_modules:
+            self._prepare(single)
+            host = self._host(NAME if self.preflight.routed else "eager")
+            layers = self._known_layers()
+            return Survey(host, layers, record(host, layers, whole, single), self._memory)
 
     def check_scopes(self, scopes: Sequence[str]) -> None:
         """Raise UserError for a scope that does not exist, or not for this model."""
@@ -352,8 +355,9 @@ class Model:
             self._checks[shape] = check
 
     def _known_layers(self) -> list[Layer]:
-        if self._layers is None:
-            self._prepare(self._sample_input())
+        with live_modules:
+            if self._layers is None:
+                self._prepare(self._sample_input())
         assert self._layers is not None
         return self._layers
 

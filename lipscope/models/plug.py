@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
+from lipscope._ambient import own_pass
 from lipscope._types import UserError
 from lipscope.attention.pattern import Pattern, distinct, without_level
 from lipscope.attention.primitive import Rules, attend_by_rules
@@ -187,7 +188,17 @@ AttentionMaskInterface.register(NAME, lipscope_mask)
 
 @contextmanager
 def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
-    """Run the model on `implementation`, in evaluation mode without a cache; then restore it."""
+    """Run the model on `implementation`, in evaluation mode without a cache; then restore it.
+
+    Other threads that measure wait meanwhile. A thread that trains the model does not: what it
+    changes stays as it left it, and the measurement is refused.
+    """
+    with own_pass(), _settings(model, implementation):
+        yield
+
+
+@contextmanager
+def _settings(model: nn.Module, implementation: str) -> Iterator[None]:
     wanted = {ATTENTION: implementation, EXPERTS: "eager", "use_cache": False}
     # Modes one by one: module.eval() would run code of the model's own.
     modes = [(module, module.training) for module in model.modules()]
@@ -197,6 +208,8 @@ def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
         for name in wanted
         if name in vars(config)
     ]
+    weights = _versions(model)
+    kept = True
     try:
         for module, _ in modes:
             module.training = False
@@ -205,9 +218,26 @@ def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
         yield
     finally:
         for config, name, value in before:
-            vars(config)[name] = value
+            if vars(config).get(name) == wanted[name]:
+                vars(config)[name] = value
+            else:
+                kept = False
         for module, training in modes:
-            module.training = training
+            if module.training:
+                kept = False
+            else:
+                module.training = training
+    if not kept or _versions(model) != weights:
+        raise UserError(
+            f"this {type(model).__name__} was changed while it was measured, probably by a "
+            "training loop in another thread; measure between its steps, or a copy made with "
+            "copy.deepcopy"
+        )
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """How often each weight was changed in place."""
+    return [p._version for p in model.parameters() if not p.is_inference()]
 
 
 def configs(model: nn.Module) -> list[PretrainedConfig]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
+from lipscope._ambient import live_modules
 from lipscope.models.masks import PlainMask
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
@@ -166,15 +167,16 @@ def hooked(
 ) -> Iterator[None]:
     """Call enter(module, args, kwargs) before, leave(module, args, output) after each call."""
     modules, handles = list(modules), []
-    if enter is not None:
-        handles += [m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules]
-    if leave is not None:
-        handles += [m.register_forward_hook(leave) for m in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with live_modules:
+        if enter is not None:
+            handles += [m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules]
+        if leave is not None:
+            handles += [m.register_forward_hook(leave) for m in modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @contextmanager

@@ -149,8 +149,11 @@ class _InputTap:
     def __init__(self) -> None:
         self.inputs: dict[str, Tensor] | UserError | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not to_be_kept():
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # Without keyword arguments it is being added or removed while another thread runs.
+        if kwargs is None or not to_be_kept():
             return
         given = {**dict(zip(INPUTS, args[:1], strict=False)), **kwargs}
         kept = {

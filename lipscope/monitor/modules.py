@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lipscope._ambient import own_pass
 from lipscope._torch_internals import reads_one_input
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -128,8 +129,11 @@ class _Tap:
         self.open = False
         self.call: Call | UserError | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not to_be_kept() or not self.open:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # Without keyword arguments it is being added or removed while another thread runs.
+        if kwargs is None or not to_be_kept() or not self.open:
             return
         try:
             with torch.no_grad():
@@ -155,7 +159,7 @@ class Frozen:
         lent = {name: _lend(t, self.dtype) for name, t in tensors}
         args = tuple(x[None] if i == 0 else self._cast(arg) for i, arg in enumerate(self.call.args))
         kwargs = {key: self._cast(value) for key, value in self.call.kwargs.items()}
-        with evaluating(self.module), uncompiled(self.module):
+        with evaluating(self.module), uncompiled(self.module), own_pass():
             output = functional_call(self.module, lent, args, kwargs)
         y = output[0] if isinstance(output, tuple | list) else output
         return y[0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipscope._ambient import in_own_pass
 from lipscope._torch_internals import in_backward
 from lipscope._types import UserError
 from lipscope.nn.attention_layer import AttentionLayer
@@ -25,9 +26,10 @@ def to_be_kept() -> bool:
     """Whether a call seen by a hook belongs to the training's own forward pass.
 
     It does not while a compiler traces the layer, since watching must not change the graph, nor in
-    a backward pass, where gradient checkpointing reruns layers in another order.
+    a backward pass, where gradient checkpointing reruns layers in another order, nor while another
+    call of lipscope measures the model.
     """
-    return not torch.compiler.is_compiling() and not in_backward()
+    return not torch.compiler.is_compiling() and not in_backward() and not in_own_pass()
 
 
 def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

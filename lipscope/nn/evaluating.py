@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lipscope._ambient import live_modules
+
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode with up-to-date weights; every module is restored on exit."""
-    modes = [(m, m.training) for m in module.modules()]
-    with attributes_kept(module):
+    with live_modules, attributes_kept(module):
+        modes = [(m, m.training) for m in module.modules()]
         try:
             for m, _ in modes:
                 m.training = False
@@ -23,7 +25,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             yield
         finally:
             for m, training in modes:
-                m.training = training
+                m.training = m.training or training  # a mode that its owner set meanwhile stays
 
 
 @contextmanager

@@ -7,9 +7,8 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope._ambient import callers_device, entry_point
+from lipscope._ambient import callers_device, entry_point, live_modules, plain_attention
 from lipscope._checks import explained
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input, check_map, jacobian
@@ -102,7 +101,7 @@ def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) 
     kept = attributes_kept(f) if isinstance(f, nn.Module) else nullcontext()
     with (
         torch.enable_grad(),
-        sdpa_kernel(SDPBackend.MATH),
+        plain_attention(),
         callers_device(),
         kept,
     ):
@@ -145,6 +144,7 @@ def _lent(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], 
         }
         if half:
             state = {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
-        return torch.func.functional_call(module, state, (x,))
+        with live_modules:  # the copies replace the module's own tensors for this call
+            return torch.func.functional_call(module, state, (x,))
 
     return lent, X.float() if half else X

@@ -78,6 +78,7 @@ class Outcome:
 
 
 @entry_point
+@torch.enable_grad()
 @with_bar("reproducing")
 def reproduce_papers(
     paper: str | None = None,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -167,13 +168,24 @@ def sigma(
     return rows, sensitivities
 
 
+_counting, _users, _usual = Lock(), 0, 0
+"""How many batches use a number of threads of their own now, and what torch's was before them."""
+
+
 @contextmanager
 def threads_for(tokens: int, threads: int | None = None) -> Iterator[None]:
     """Use a single thread for a small batch, and `threads` for a larger one."""
+    global _users, _usual
+    with _counting:
+        before = torch.get_num_threads()
+        _usual = before if _users == 0 else _usual
+        _users += 1
     # More threads would mostly wait for each other; on a busy machine, ten times as long.
-    before = torch.get_num_threads()
     torch.set_num_threads(1 if tokens <= GROUPED_TOKENS else threads or before)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _counting:
+            _users -= 1
+            # torch has one number for all: `before` may be that of a batch in another thread.
+            torch.set_num_threads(before if _users else _usual)
