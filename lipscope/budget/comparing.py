@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -36,6 +37,7 @@ from lipscope.budget.subject import (
     own_attention,
     read_subject,
     with_last,
+    with_layers,
 )
 from lipscope.models.loading import load
 from lipscope.models.model_files import on_one_line
@@ -350,25 +352,34 @@ def _runner(b: Source | Path, reference: Subject, format: str | None, inputs: In
         # Not a model of transformers: its layers are those of its lists of modules.
         kinds = (x.dtype for x in b.parameters() if x.is_floating_point())
         dtype = next(kinds, torch.float32)
-        return replace(reference, module=copied(b).eval(), dtype=dtype, attention=reference.own)
-    module = copied(load(b).trunk).eval()
-    dtype = next(module.parameters()).dtype
-    return replace(reference, module=module, dtype=dtype, attention=own_attention(module))
+        run = replace(reference, module=copied(b).eval(), dtype=dtype, attention=reference.own)
+    else:
+        module = copied(load(b).trunk).eval()
+        dtype = next(module.parameters()).dtype
+        run = replace(reference, module=module, dtype=dtype, attention=own_attention(module))
+    with _errors_said(run):
+        return with_layers(run)
 
 
 def _states_of(run: Subject, sample: Sample) -> tuple[list[Tensor], bool]:
     """The hidden states of a run, and whether the last one is the output of the model."""
-    with torch.no_grad(), run.ready(), hidden_states(run.module) as seen:
-        try:
-            output = run.run(sample)
-        except Exception as error:  # each model raises its own kind of error
-            kind = str(run.dtype).removeprefix("torch.")
-            raise UserError(
-                f"{type(run.module).__name__} does not run in {kind} on these inputs "
-                f"({on_one_line(error)}); if it is not a model of transformers, {HOW}"
-            ) from error
+    with torch.no_grad(), run.ready(), hidden_states(run) as seen, _errors_said(run):
+        output = run.run(sample)
     final = bool(seen) and last_hidden(output).shape == seen[-1].shape
     return with_last(seen, output), final
+
+
+@contextmanager
+def _errors_said(run: Subject) -> Iterator[None]:
+    """Say what is wrong if the model does not run."""
+    try:
+        yield
+    except Exception as error:  # each model raises its own kind of error
+        kind = str(run.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{type(run.module).__name__} does not run in {kind} on these inputs "
+            f"({on_one_line(error)}); if it is not a model of transformers, {HOW}"
+        ) from error
 
 
 def _format_of(dtype: torch.dtype) -> str:

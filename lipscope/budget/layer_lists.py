@@ -1,8 +1,8 @@
 """Layers to keep in high precision, as the configuration of other tools.
 
-Names are those of the modules inside the trunk; tools see the whole model, where a prefix such as
-`model.` may stand before them. llm-compressor and ModelOpt match the end of a name; MLX wants the
-whole name, so its keys carry the prefix that is given.
+Names are those of the model that was given, its `named_modules()`; a weight that belongs to no
+linear layer (experts in one tensor) has the name of its parameter. llm-compressor and ModelOpt
+match the end of a name; MLX wants the whole name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ KINDS = ("weight", "activation")
 """What is rounded at a site whose name is that of a module."""
 
 
-def layer_lists(
-    budget: ErrorBudget, format: str, share: float = 0.5, prefix: str = "model."
-) -> dict[str, Any]:
+def layer_lists(budget: ErrorBudget, format: str, share: float = 0.5) -> dict[str, Any]:
     """The sites that make this share of a format's squared error, for each tool.
 
     Returns:
@@ -41,5 +39,5 @@ def layer_lists(
     return {
         "llm-compressor": {"ignore": [f"re:.*{re.escape(name)}$" for name in names]},
         "modelopt": {"quant_cfg": {f"*{name}*": {"enable": False} for name in names}},
-        "mlx": {"quantization": {f"{prefix}{name}": False for name in names}},
+        "mlx": {"quantization": dict.fromkeys(names, False)},
     }

@@ -17,7 +17,7 @@ adds E <g_s, e_s>^2 for them instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,15 +44,13 @@ from lipscope.budget.subject import (
     Sample,
     Subject,
     arithmetic,
-    blocks,
     hidden_states,
-    layer_of,
+    layers_entered,
     with_last,
 )
 from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import CASTS
-from lipscope.models.running import hooked
 
 WEIGHT = "weight"
 """The kind of the error that rounding the parameters makes."""
@@ -155,6 +153,9 @@ class RoundingTrace(TorchFunctionMode):
         # Before the change: the error is that of what is written, given what was there.
         local = self._raised_all((args, kwargs)) if in_place else None
         resized = self.exact(args[0]).reshape(-1) if name in RESIZING else None
+        if resized is not None:
+            # Its memory may be another one afterwards, and the old one given to other tensors.
+            del self._pairs[storage_of(args[0])][part_of(args[0])]
         versions = [x._version for x in given]
         low = func(*args, **kwargs, **out)
         changed = [x for x, version in zip(given, versions, strict=True) if x._version != version]
@@ -253,7 +254,10 @@ class RoundingTrace(TorchFunctionMode):
             error = error - unrounded.to(error.dtype)
             # Infinite entries are masks; they are equal, or the run is lost anyway.
             error = torch.where(error.isfinite(), error, 0)
-            exact = exact if exact.requires_grad else exact.detach().requires_grad_()
+            # A node of its own: a cast that rounds is nothing in the reference, where its argument,
+            # not rounded, may be used elsewhere.
+            exact = exact.view_as(exact) if exact.requires_grad else exact.detach()
+            exact.requires_grad_()
             self.noted.append(Rounding(name, self.layer, exact, error))
         self.pair(low, exact)
 
@@ -336,12 +340,12 @@ def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
     """Run a sample in low precision and follow it by the reference."""
     trace = RoundingTrace(low.dtype, reference.dtype)
     for (name, rounded), (_, stored) in zip(_tensors(low), _tensors(reference), strict=True):
-        trace.note_stored(rounded, stored, layer_of(name))
+        trace.note_stored(rounded, stored, reference.layer_of(name))
     sample = _rounded_inputs(trace, low, sample)
     with (
         plugged(low.module, low.attention),
-        _marking(trace, low.module),
-        hidden_states(low.module) as seen,
+        layers_entered(low, partial(setattr, trace, "layer")),
+        hidden_states(low) as seen,
         _attention_as_one(trace) if low.attention == NAME else nullcontext(),
         torch.enable_grad(),
         trace,
@@ -394,19 +398,6 @@ def _run(trace: RoundingTrace, low: Subject, sample: Sample) -> Any:
             kind = str(low.dtype).removeprefix("torch.")
             raise UserError(f"{low.name} does not run in {kind} ({on_one_line(error)})") from error
         raise
-
-
-@contextmanager
-def _marking(trace: RoundingTrace, module: nn.Module) -> Iterator[None]:
-    """Tell the trace which layer is running."""
-
-    def mark(layer: int | None, *call: Any) -> None:
-        trace.layer = layer
-
-    with ExitStack() as stack:
-        for name, part in blocks(module).items():
-            stack.enter_context(hooked([part], partial(mark, layer_of(name)), partial(mark, None)))
-        yield
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lipscope.budget.formats import Format, Quantiser
 from lipscope.budget.metrics import Metric
-from lipscope.budget.sites import ErrorSite, check_routed, is_linear, linears, weight_error
+from lipscope.budget.sites import ErrorSite, cache_sites, check_routed, weights_of
 from lipscope.budget.subject import Subject, changing_cache, last_hidden
+from lipscope.budget.weights import Weight, is_linear
 from lipscope.models.plug import AttentionCall
 
 STACKED = 4096
@@ -136,10 +137,11 @@ def _errors(
         return x + strength * kept[call]
 
     with ExitStack() as stack:
-        for name, part in linears(subject.module, embeddings).items():
-            if format.weight and _chosen(only, name, "weight"):
-                stack.enter_context(_rounded(part, format.weight, strength))
-            if format.activation and is_linear(part) and _chosen(only, name, "activation"):
+        for w in weights_of(subject, [format], embeddings):
+            if format.weight and _chosen(only, w.name, "weight"):
+                stack.enter_context(_rounded(w, format.weight, strength))
+            part = w.part if is_linear(w.part) else None
+            if format.activation and part is not None and _chosen(only, w.name, "activation"):
                 hook = _at_input(partial(change, format.activation))
                 stack.callback(part.register_forward_pre_hook(hook).remove)
         if format.cache:
@@ -149,54 +151,35 @@ def _errors(
 
 
 @contextmanager
-def _rounded(part: nn.Module, quantise: Quantiser, strength: float) -> Iterator[None]:
-    weight: Any = part.weight
-    kept = weight.data
-    error = weight_error(part, quantise)
-    weight.data = kept + strength * (error.mT if type(part).__name__ == "Conv1D" else error)
+def _rounded(weight: Weight, quantise: Quantiser, strength: float) -> Iterator[None]:
+    kept = weight.parameter.data
+    weight.parameter.data = kept + strength * weight.error(quantise)
     try:
         yield
     finally:
-        weight.data = kept
+        weight.parameter.data = kept
 
 
 @contextmanager
 def _rounded_cache(
     subject: Subject, change_one: Quantiser, only: ErrorSite | None
 ) -> Iterator[None]:
-    calls = 0
-    layers = _attention_calls(subject)
+    calls = count()
 
     def change(call: AttentionCall) -> AttentionCall:
-        nonlocal calls
-        layer, calls = calls % layers, calls + 1
+        number = next(calls) % len(subject.attending)
         parts = {}
         for kind, x in (("key", call.k), ("value", call.v)):
             y = change_one(x)
             if only is not None:
-                keep = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
-                keep[only.head] = (only.layer, only.kind) == (layer, kind)
+                sites = cache_sites(subject, number, kind, x.shape[1])
+                keep = torch.tensor([site == only for site in sites], device=x.device)
                 y = torch.where(keep[:, None, None], y, x)
             parts[kind] = y
         return replace(call, k=parts["key"], v=parts["value"])
 
     with changing_cache(change):
         yield
-
-
-def _attention_calls(subject: Subject) -> int:
-    """The number of attention calls of one run."""
-    calls = 0
-
-    def note(call: AttentionCall) -> AttentionCall:
-        nonlocal calls
-        calls += 1
-        return call
-
-    with torch.no_grad(), subject.ready(), changing_cache(note):
-        first = subject.sequences[0]
-        subject.run(first[:, :2] if isinstance(first, Tensor) else first)
-    return max(calls, 1)
 
 
 def _at_input(change: Quantiser) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:

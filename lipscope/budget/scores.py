@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,10 +36,9 @@ from lipscope.budget.running import distance, exact_outputs, outputs_in
 from lipscope.budget.sites import (
     ErrorSite,
     by_head,
+    cache_sites,
     check_routed,
-    linears,
-    matrix,
-    weight_error,
+    weights_of,
     whole,
 )
 from lipscope.budget.subject import (
@@ -47,9 +47,9 @@ from lipscope.budget.subject import (
     Subject,
     Text,
     changing_cache,
-    layer_of,
     read_subject,
 )
+from lipscope.budget.weights import Weight
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.plug import AttentionCall
@@ -348,16 +348,27 @@ def _places(
     places: list[_Place] = []
     weights = [f for f in formats if f.weight]
     caches = [f for f in formats if f.cache]
-    layers = linears(subject.module) if weights else {}
     handles = []
-    for name, part in layers.items():
-        handles.append(part.register_forward_hook(_take(places, name, weights)))
-        for parameter in part.parameters():
-            parameter.requires_grad_(True)
+    for w in weights_of(subject, weights, embeddings=False):
+        w.parameter.requires_grad_(True)
+        if w.part is not None and w.layer is not None:
+            handles.append(w.part.register_forward_hook(_take(places, w, weights)))
+        else:
+            # A weight without a module, or of one that several layers share: its own error.
+            dW = {f.name: w.error(f.weight) for f in weights if f.weight}
+            places.append(
+                _Place(
+                    sites=[ErrorSite(w.name, w.layer, "weight")],
+                    node=w.parameter,
+                    values=w.parameter.detach(),
+                    errors=dW,
+                    weight=(w.parameter, dW),
+                )
+            )
     if caches:
         check_routed(subject)
     try:
-        with subject.ready(), torch.enable_grad(), changing_cache(_cache(places, caches)):
+        with subject.ready(), torch.enable_grad(), changing_cache(_cache(subject, places, caches)):
             output = subject.run(sample)
         yield places, output
     finally:
@@ -366,18 +377,23 @@ def _places(
         subject.module.requires_grad_(False)
 
 
-def _take(places: list[_Place], name: str, formats: list[Format]) -> Callable[..., Tensor]:
+def _take(places: list[_Place], w: Weight, formats: list[Format]) -> Callable[..., Tensor]:
     def hook(part: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x, node = args[0].detach(), output.view_as(output)
-        dW = {f.name: weight_error(part, f.weight) for f in formats if f.weight}
-        weight: Any = part.weight
+
+        def product(weight: Tensor) -> Tensor:
+            nothing = {name: torch.zeros_like(p) for name, p in part.named_parameters()}
+            with torch.no_grad():
+                return torch.func.functional_call(part, {**nothing, "weight": weight}, (x,))
+
+        dW = {f.name: w.error(f.weight) for f in formats if f.weight}
         places.append(
             _Place(
-                sites=[ErrorSite(name, layer_of(name), "weight")],
+                sites=[ErrorSite(w.name, w.layer, "weight")],
                 node=node,
-                values=x @ matrix(part).detach().mT,
-                errors={key: x @ e.mT for key, e in dW.items()},
-                weight=(weight, dW),
+                values=product(w.parameter.detach()),
+                errors={key: product(e) for key, e in dW.items()},
+                weight=(w.parameter, dW),
             )
         )
         return node
@@ -385,19 +401,20 @@ def _take(places: list[_Place], name: str, formats: list[Format]) -> Callable[..
     return hook
 
 
-def _cache(places: list[_Place], formats: list[Format]) -> Callable[[AttentionCall], AttentionCall]:
-    calls = 0
+def _cache(
+    subject: Subject, places: list[_Place], formats: list[Format]
+) -> Callable[[AttentionCall], AttentionCall]:
+    calls = count()
 
     def change(call: AttentionCall) -> AttentionCall:
-        nonlocal calls
-        layer, calls = calls, calls + 1
+        number = next(calls)
         if not formats:
             return call
         entropy, parts = _entropy(call), {}
         for kind, x in (("key", call.k), ("value", call.v)):
             x = x if x.requires_grad else x.detach().requires_grad_()
             node = parts[kind] = x.view_as(x)
-            sites = [ErrorSite(f"layer {layer} {kind}s", layer, kind, i) for i in range(x.shape[1])]
+            sites = cache_sites(subject, number, kind, x.shape[1])
             errors = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
             places.append(_Place(sites, node, x.detach(), errors, entropy=entropy))
         return replace(call, k=parts["key"], v=parts["value"])

@@ -1,8 +1,8 @@
 """The places in a model where a format makes an error, and the products <g, e> at each of them.
 
 One backward pass per probe v gives g_s = J_s' v at every site s, whatever the formats; the product
-with the error e_sf of format f at that site costs a dot product. Sites are the weights of linear
-layers (Conv1D included), the inputs of linear layers, and the keys and values of every head.
+with the error e_sf of format f at that site costs a dot product. Sites are the weights of products
+(see weights.py), the inputs of linear layers, and the keys and values of every head.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
-from lipscope.budget.formats import Format, Quantiser
+from lipscope.budget.formats import Format
 from lipscope.budget.metrics import Metric
 from lipscope.budget.probing import batches, gradients
-from lipscope.budget.subject import Sample, Subject, changing_cache, layer_of
+from lipscope.budget.subject import Sample, Subject, changing_cache, layers_entered
+from lipscope.budget.weights import Weight, is_linear
 from lipscope.models.plug import AttentionCall
 
 
@@ -45,32 +47,6 @@ class Products:
     t: Tensor
 
 
-def linears(module: nn.Module, embeddings: bool = False) -> dict[str, nn.Module]:
-    """The linear layers by name; embeddings, and heads that share their weight, only if asked.
-
-    A weight that several modules share is listed once.
-    """
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for name, part in module.named_modules():
-        if is_linear(part) or isinstance(part, nn.Embedding):
-            key = id(part.weight)
-            if embeddings or key not in tables:
-                found.setdefault(key, (name, part))
-    return dict(found.values())
-
-
-def matrix(part: nn.Module) -> Tensor:
-    """The weight of a linear layer as [out, in]; transformers' Conv1D stores its transpose."""
-    return _weight(part).mT if type(part).__name__ == "Conv1D" else _weight(part)
-
-
-def weight_error(part: nn.Module, quantise: Quantiser) -> Tensor:
-    """What a format adds to the weight of a linear layer, as [out, in]."""
-    W = matrix(part).detach()
-    return quantise(W) - W
-
-
 def collect_products(
     subject: Subject,
     formats: list[Format],
@@ -80,20 +56,20 @@ def collect_products(
     embeddings: bool = False,
 ) -> dict[str, Products]:
     """The products of every format at every site, from one forward pass per sequence."""
-    layers = linears(subject.module, embeddings)
+    weights = weights_of(subject, formats, embeddings)
     errors = {
-        name: torch.stack([weight_error(part, f.weight).flatten() for f in formats if f.weight])
-        for name, part in layers.items()
-        if any(f.weight for f in formats)
+        w.name: torch.stack([w.error(f.weight).flatten() for f in formats if f.weight])
+        for w in weights
     }
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, list[Tensor]] = {f.name: [] for f in formats}
     sites: dict[str, list[ErrorSite]] = {}
     for sample in subject.sequences:
-        with _graph(subject, layers, formats, sample) as graph:
+        with _graph(subject, weights, formats, sample) as graph:
             y = metric.read(graph.output)
-            tensors = [*graph.weights.values(), *graph.inputs.values(), *graph.cache.values()]
-            made = _errors_made(graph, formats, errors)
+            tensors = [w.parameter for w in weights]
+            tensors += [x for _, x in graph.inputs] + list(graph.cache.values())
+            made = _errors_made(subject, weights, graph, formats, errors)
             parts = []
             for batch in batches(probes, tensors):
                 v = torch.stack([metric.probe(y, generator) for _ in batch])
@@ -106,37 +82,54 @@ def collect_products(
     return {name: Products(sites[name], torch.stack(parts, dim=1)) for name, parts in found.items()}
 
 
+def weights_of(subject: Subject, formats: list[Format], embeddings: bool) -> list[Weight]:
+    """The weights that some of the formats round, if any of them does."""
+    if not any(f.weight for f in formats):
+        return []
+    found = subject.weights(embeddings)
+    # Where a product is not that of a module, its input is out of reach.
+    out_of_reach = [
+        w.name for w in found if not is_linear(w.part) and not isinstance(w.part, nn.Embedding)
+    ]
+    for f in formats:
+        if f.activation and out_of_reach:
+            raise UserError(
+                f"{f.name} also rounds what {out_of_reach[0]} is multiplied with, and only inputs "
+                f"of linear layers can be reached ({len(out_of_reach)} weights of {subject.name} "
+                "are of another kind); use a format of weights alone, such as int8"
+            )
+    return found
+
+
 @dataclass(eq=False)
 class _Graph:
-    """One differentiable forward pass with the tensors at its sites."""
+    """One differentiable forward pass with the tensors at its sites.
 
-    weights: dict[str, Tensor]
-    transposed: dict[str, bool]
-    inputs: dict[str, Tensor]
+    inputs: the inputs of linear layers, one per call
+    cache:  keys and values, by attention call
+    """
+
+    inputs: list[tuple[ErrorSite, Tensor]]
     cache: dict[tuple[int, str], Tensor]
     output: Any = None
 
 
 @contextmanager
 def _graph(
-    subject: Subject, layers: dict[str, nn.Module], formats: list[Format], sample: Sample
+    subject: Subject, weights: list[Weight], formats: list[Format], sample: Sample
 ) -> Iterator[_Graph]:
     """Run the model with gradients at the sites that the formats need."""
-    weighted = any(f.weight for f in formats)
-    graph = _Graph(
-        weights={name: _weight(part) for name, part in layers.items()} if weighted else {},
-        transposed={name: type(part).__name__ == "Conv1D" for name, part in layers.items()},
-        inputs={},
-        cache={},
-    )
+    graph = _Graph(inputs=[], cache={})
+    layer: list[int | None] = [None]
     with ExitStack() as stack:
-        for weight in graph.weights.values():
-            weight.requires_grad_(True)
-            stack.callback(weight.requires_grad_, False)
+        for w in weights:
+            w.parameter.requires_grad_(True)
+            stack.callback(w.parameter.requires_grad_, False)
         if any(f.activation for f in formats):
-            for name, part in layers.items():
-                if is_linear(part):
-                    handle = part.register_forward_pre_hook(_take_input(graph, name))
+            stack.enter_context(layers_entered(subject, partial(layer.__setitem__, 0)))
+            for w in weights:
+                if w.part is not None and is_linear(w.part):
+                    handle = w.part.register_forward_pre_hook(_take_input(graph, w.name, layer))
                     stack.callback(handle.remove)
         if any(f.cache for f in formats):
             check_routed(subject)
@@ -155,23 +148,24 @@ def check_routed(subject: Subject) -> None:
         )
 
 
-def _take_input(graph: _Graph, name: str) -> Any:
+def _take_input(graph: _Graph, name: str, layer: list[int | None]) -> Any:
     def hook(part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # A node of its own: the gradient must not include other uses of the same tensor.
         x = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
-        graph.inputs[name] = x.view_as(x)
-        return (graph.inputs[name], *args[1:])
+        node = x.view_as(x)
+        graph.inputs.append((ErrorSite(name, layer[0], "activation"), node))
+        return (node, *args[1:])
 
     return hook
 
 
 def _take_cache(graph: _Graph) -> Any:
     def change(call: AttentionCall) -> AttentionCall:
-        layer = len(graph.cache) // 2
+        number = len(graph.cache) // 2
         parts = {}
         for kind, x in (("key", call.k), ("value", call.v)):
             x = x if x.requires_grad else x.detach().requires_grad_()
-            parts[kind] = graph.cache[layer, kind] = x.view_as(x)
+            parts[kind] = graph.cache[number, kind] = x.view_as(x)
         return replace(call, k=parts["key"], v=parts["value"])
 
     return change
@@ -192,26 +186,38 @@ class _Errors:
     sites: list[ErrorSite]
 
 
-def _errors_made(graph: _Graph, formats: list[Format], weights: dict[str, Tensor]) -> list[_Errors]:
+def _errors_made(
+    subject: Subject,
+    weights: list[Weight],
+    graph: _Graph,
+    formats: list[Format],
+    errors: dict[str, Tensor],
+) -> list[_Errors]:
     """The errors at every site of the graph, in the order of its tensors."""
     made = []
-    for name in graph.weights:
-        site = ErrorSite(name, layer_of(name), "weight")
-        split = _transposed if graph.transposed[name] else whole
+    for w in weights:
+        site = ErrorSite(w.name, w.layer, "weight")
         names = [f.name for f in formats if f.weight]
-        made.append(_Errors(names, weights[name][:, None], split, [site]))
-    for name, x in graph.inputs.items():
+        made.append(_Errors(names, errors[w.name][:, None], whole, [site]))
+    for site, x in graph.inputs:
         named = {f.name: f.activation(x.detach()) - x.detach() for f in formats if f.activation}
         e = whole(torch.stack(list(named.values())))
-        site = ErrorSite(name, layer_of(name), "activation")
         made.append(_Errors(list(named), e, whole, [site]))
-    for (layer, kind), x in graph.cache.items():
+    for (number, kind), x in graph.cache.items():
         named = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
         e = by_head(torch.stack(list(named.values())))
-        name = f"layer {layer} {kind}s"
-        heads = [ErrorSite(name, layer, kind, head) for head in range(x.shape[1])]
+        heads = cache_sites(subject, number, kind, x.shape[1])
         made.append(_Errors(list(named), e, by_head, heads))
     return made
+
+
+def cache_sites(subject: Subject, number: int, kind: str, heads: int) -> list[ErrorSite]:
+    """The sites of the keys or values of an attention call."""
+    layer = subject.attending[number]
+    name = f"layer {layer} {kind}s" if layer >= 0 else f"attention {number} {kind}s"
+    if layer >= 0 and subject.attending.count(layer) > 1:
+        name += f" of call {number}"
+    return [ErrorSite(name, layer if layer >= 0 else None, kind, head) for head in range(heads)]
 
 
 def _products(
@@ -219,15 +225,17 @@ def _products(
 ) -> tuple[list[tuple[str, ErrorSite]], Tensor]:
     """What each product belongs to, and the products [K, sites of all formats] on the CPU.
 
-    Sites of modules that did not run (a pooler) have no gradient, and no product.
+    Sites of modules that did not run (a pooler) have no gradient, and no product. What several
+    calls of one module in a layer add up to is one site.
     """
-    keys: list[tuple[str, ErrorSite]] = []
-    found = []
+    found: dict[tuple[str, ErrorSite], Tensor] = {}
     for errors, g in zip(made, gradients, strict=True):
         if g is not None:
-            found.append(torch.einsum("fpe,kpe->kfp", errors.e, errors.split(g)).flatten(1))
-            keys += [(name, site) for name in errors.formats for site in errors.sites]
-    return keys, torch.cat(found, dim=1).double().cpu()
+            t = torch.einsum("fpe,kpe->kfp", errors.e, errors.split(g)).flatten(1)
+            keys = [(name, site) for name in errors.formats for site in errors.sites]
+            for key, column in zip(keys, t.T, strict=True):
+                found[key] = found[key] + column if key in found else column
+    return list(found), torch.stack(list(found.values()), dim=1).double().cpu()
 
 
 def whole(x: Tensor) -> Tensor:
@@ -238,19 +246,3 @@ def whole(x: Tensor) -> Tensor:
 def by_head(x: Tensor) -> Tensor:
     """Keys or values [K, B, G, n, k] as one part per head, [K, G, entries]."""
     return x.transpose(1, 2).flatten(2)
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return whole(x.mT)
-
-
-def _weight(part: nn.Module) -> Tensor:
-    assert isinstance(part.weight, Tensor)
-    return part.weight
-
-
-def is_linear(part: nn.Module) -> bool:
-    """Whether a module multiplies its input by a weight: a linear layer or transformers' Conv1D."""
-    return isinstance(part, nn.Linear) or (
-        type(part).__name__ == "Conv1D" and getattr(getattr(part, "weight", None), "ndim", 0) == 2
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 from lipscope._ambient import live_modules
 from lipscope._checks import shown
 from lipscope._types import UserError
+from lipscope.budget.weights import Uses, Weight, find_uses, find_weights
 from lipscope.models._transformers_internals import buffer_dtypes
+from lipscope.models.anatomy import block_calls
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
+from lipscope.models.running import first_tensor, hooked
 from lipscope.study.reading import WholeInputs, warn_of_unknown
 from lipscope.study.reading import read as read_whole
 from lipscope.study.texts import TextColumn, content
@@ -54,6 +58,10 @@ class Subject:
     attention: the attention function it runs on, by transformers' name
     own:       the attention function of a run in low precision
     routed:    whether lipscope's attention can stand in for its own
+    prefix:    what stands before the names of its parts in the model that was given
+    layers:    the name of the block of every layer, in the order of calls; a shared one repeats
+    attending: the layer of every attention call; -1 outside of layers
+    uses:      how its parameters enter products
     model:     the loaded model, if it is one of transformers
     """
 
@@ -64,6 +72,10 @@ class Subject:
     own: str
     routed: bool
     name: str
+    prefix: str = ""
+    layers: tuple[str, ...] = ()
+    attending: tuple[int, ...] = ()
+    uses: Uses = field(default_factory=Uses)
     model: Model | None = None
 
     @property
@@ -80,6 +92,24 @@ class Subject:
         """An input on the device of the module and, if it is not of integers, in its dtype."""
         device = next(self.module.parameters()).device
         return x.to(device, self.dtype if x.is_floating_point() else x.dtype)
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer that a part of the module belongs to; None if it is none, or several."""
+        found = [i for i, block in enumerate(self.layers) if f"{name}.".startswith(f"{block}.")]
+        return found[0] if len(found) == 1 else None
+
+    def weights(self, embeddings: bool = False) -> list[Weight]:
+        """The weights that a format rounds, under the names of the model that was given."""
+        if self.uses.unreadable:
+            names = sorted(self.prefix + name for name in self.uses.unreadable)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"{self.name} computes weights from the parameters {', '.join(names[:3])}{more}, "
+                "so formats of weights cannot price them; give the model with the computed weights "
+                "(torch.nn.utils.parametrize.remove_parametrizations), or leave these formats out"
+            )
+        found = find_weights(self.module, self.uses, embeddings)
+        return [replace(w, name=self.prefix + w.name, layer=self.layer_of(w.name)) for w in found]
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -162,16 +192,40 @@ def read_subject(
                 model.check_inputs({"input_ids": row})
             warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
         rows = [row.to(device) for row in ids]
-    return Subject(
-        module=module,
-        sequences=tuple(rows),
-        dtype=wanted,
-        # Exact, differentiable twice, and linear in memory; the model's own need not be.
-        attention=NAME if routed else own,
-        own=own,
-        routed=routed,
-        name=name,
-        model=model,
+    return with_layers(
+        Subject(
+            module=module,
+            sequences=tuple(rows),
+            dtype=wanted,
+            # Exact, differentiable twice, and linear in memory; the model's own need not be.
+            attention=NAME if routed else own,
+            own=own,
+            routed=routed,
+            name=name,
+            prefix="" if model is None or head else model.prefix,
+            model=model,
+        )
+    )
+
+
+def with_layers(subject: Subject) -> Subject:
+    """Find the layers of a model, and how it uses its parameters, in one run."""
+    sample = subject.sequences[0]
+    data = [sample] if isinstance(sample, Tensor) else list(sample.arguments.values())
+    found: list[tuple[list[nn.Module], list[int]]] = []
+
+    def run() -> None:
+        found.append(block_calls(subject.module, lambda: subject.run(sample)))
+
+    with subject.ready():
+        uses = find_uses(subject.module, data, run)
+    names = {part: name for name, part in subject.module.named_modules()}
+    layers, attending = found[0]
+    return replace(
+        subject,
+        layers=tuple(names[block] for block in layers),
+        attending=tuple(attending),
+        uses=uses,
     )
 
 
@@ -260,42 +314,43 @@ def arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return Float64() if dtype == torch.float64 else nullcontext()
 
 
-def layer_of(name: str) -> int | None:
-    """The number of the layer that a module belongs to: the first number in its path."""
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+@contextmanager
+def layers_entered(subject: Subject, enter: Callable[[int | None], Any]) -> Iterator[None]:
+    """Call `enter` with the number of every layer that runs inside, and with None behind it."""
+    calls = count()
+    depth = 0
 
+    def begin(*call: Any) -> None:
+        nonlocal depth
+        if depth == 0:
+            enter(next(calls) % len(subject.layers))
+        depth += 1
 
-def blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose path ends with the number of their layer."""
-    return {
-        name: part
-        for name, part in module.named_modules()
-        if [piece.isdecimal() for piece in name.split(".")].count(True) == 1
-        and name.split(".")[-1].isdecimal()
-    }
+    def end(*call: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            enter(None)
+
+    with hooked({subject.module.get_submodule(name) for name in subject.layers}, begin, end):
+        yield
 
 
 @contextmanager
-def hidden_states(module: nn.Module) -> Iterator[list[Tensor]]:
+def hidden_states(subject: Subject) -> Iterator[list[Tensor]]:
     """Collect the input of the first block and the output of every block of the runs inside."""
     found: list[Tensor] = []
 
     def enter(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not found:
-            found.append(args[0] if args else kwargs["hidden_states"])
+            found.append(first_tensor((args, kwargs.get("hidden_states"), kwargs)))
 
     def leave(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found.append(output if isinstance(output, Tensor) else output[0])
+        found.append(first_tensor(output))
 
-    handles: list[Any] = []
-    for part in blocks(module).values():
-        handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(part.register_forward_hook(leave))
-    try:
+    parts = {subject.module.get_submodule(name) for name in subject.layers}
+    with hooked(parts, enter, leave):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def last_hidden(output: Any) -> Tensor:

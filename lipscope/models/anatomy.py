@@ -6,7 +6,9 @@ architecture to architecture, while "this tensor equals s X + c a" means the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,6 +88,75 @@ def bypassing_layers(host: Host, inputs: ModuleCall) -> list[Layer]:
             if len(chain) == len(module):
                 return [Layer(block, None, 0) for block in chain]
     return []
+
+
+def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Module], list[int]]:
+    """The blocks in the order of their calls, and for every attention call the number of its block.
+
+    Blocks are the members of the lists whose members attend, those without attention (hybrids)
+    included; without calls of the attention function, the members of the first list in which each
+    one reads the output of the one before. A shared block occurs once per call.
+    """
+    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
+    calls: list[_BlockCall] = []
+    inside: list[_BlockCall] = []
+    cores: list[tuple[nn.Module, list[_BlockCall]]] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = _BlockCall(module, list(inside))
+        if has_tokens((args, kwargs)):
+            call.entry = _sample(ModuleCall.seen(args, kwargs).hidden)
+        calls.append(call)
+        inside.append(call)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = inside.pop()
+        call.exit = _sample(first_tensor(output)) if has_tokens(output) else None
+
+    def note(call: AttentionCall) -> Tensor:
+        cores.append((call.module, list(inside)))
+        return call.output()
+
+    with hooked({m for one in lists for m in one}, enter, leave), listening(note):
+        run()
+    modules = {core for core, _ in cores}
+    attending = {_block_of(core, modules, trunk) for core in modules}
+    chain: list[_BlockCall] = []
+    if attending and None not in attending:
+        members = {m for one in lists if attending & set(one) for m in one}
+        chain = [
+            call
+            for call in calls
+            if call.module in members and not any(outer.module in members for outer in call.inside)
+        ]
+    else:
+        for one in sorted(lists, key=lambda one: isinstance(one, nn.Sequential)):
+            # Members that read no tokens are embeddings.
+            chain = [call for call in calls if call.module in set(one) and call.entry is not None]
+            if len(chain) >= len(one) - isinstance(one, nn.Sequential) and _chained(chain):
+                break
+            chain = []
+    numbers = {id(call): i for i, call in enumerate(chain)}
+    at = [[numbers[id(c)] for c in around if id(c) in numbers] for _, around in cores]
+    return [call.module for call in chain], [found[0] if found else -1 for found in at]
+
+
+@dataclass(eq=False)
+class _BlockCall:
+    """A call of a member of some list, the calls around it, and the tokens it read and returned."""
+
+    module: nn.Module
+    inside: list[_BlockCall]
+    entry: Tensor | None = None
+    exit: Tensor | None = None
+
+
+def _chained(calls: list[_BlockCall]) -> bool:
+    """Whether each call reads what the one before returned."""
+    return all(
+        a.exit is not None and b.entry is not None and _same(b.entry, a.exit)
+        for a, b in pairwise(calls)
+    )
 
 
 def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Module | None:

@@ -163,6 +163,7 @@ def _load(
         dtype=wanted,
         owned=owned,
         with_head=module if head else None,
+        prefix=_prefix(module, trunk) if reader is None or head else _saved_prefix(trunk),
     )
 
 
@@ -405,6 +406,26 @@ def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
             "so it cannot be measured"
         )
     return encoder, f"{type(trunk).__name__} (encoder)"
+
+
+def _prefix(module: PreTrainedModel, trunk: nn.Module) -> str:
+    """What stands before the names of the trunk's parts in a model."""
+    path = next(name for name, part in module.named_modules() if part is trunk)
+    return f"{path}." if path else ""
+
+
+def _saved_prefix(trunk: PreTrainedModel) -> str:
+    """The prefix in the model, usually with a head, that a checkpoint was saved from."""
+    saved = (getattr(trunk.config, "architectures", None) or [""])[0]
+    kind = getattr(transformers, saved, None) if isinstance(saved, str) and saved else None
+    if kind is None or isinstance(trunk, kind):
+        return ""
+    try:
+        with torch.device("meta"):
+            module = random_model(kind, copy.deepcopy(trunk.config))
+        return _prefix(module, _trunk(module)[0])
+    except Exception:  # a class that cannot be built from this configuration, or without the trunk
+        return ""
 
 
 def _tokenizer(given: Any, reader: Repository | None) -> Any:

@@ -65,6 +65,8 @@ class Model:
         card: What was loaded: name, revision, hashes, dtype, device, versions.
         dtype: The dtype measurements are made in.
         with_head: The module with the head that predicts the next token, if it was loaded.
+        prefix: What stands before the names of the trunk's parts in the whole model, such as
+            "model.": the live model that was given, or the one that the weights were saved from.
 
     Example:
         >>> import torch
@@ -89,9 +91,10 @@ class Model:
         dtype: torch.dtype,
         owned: bool,
         with_head: PreTrainedModel | None = None,
+        prefix: str = "",
     ):
         self.trunk, self.tokenizer, self.card, self.dtype = trunk, tokenizer, card, dtype
-        self.with_head = with_head
+        self.with_head, self.prefix = with_head, prefix
         self._owned = owned
         # Preflights by input shape: a model may route attention differently at another length.
         self._checks: dict[tuple[Any, ...], Preflight] = {}

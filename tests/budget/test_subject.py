@@ -1,4 +1,4 @@
-"""The model under test: sequences, layers by name, and copies in low precision."""
+"""The model under test: sequences, layers, names, and copies in low precision."""
 
 import copy
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import ViTConfig, ViTModel
+from transformers import AlbertConfig, AlbertModel, JambaConfig, JambaModel, ViTConfig, ViTModel
 
 import lipscope as ls
-from lipscope.budget.subject import blocks, hidden_states, layer_of, read_sequences, read_subject
+from lipscope.budget.subject import hidden_states, read_sequences, read_subject
 from tests.budget.tiny import some_ids, tiny
 
 
@@ -44,21 +44,92 @@ def test_texts_without_tokens_are_errors(text, message):
         read_sequences(text, encode, 10, 3)
 
 
-def test_layers_are_the_first_number_in_a_path():
-    assert layer_of("model.layers.3.mlp.experts.7.up_proj") == 3
-    assert layer_of("gpt2.wte") is None
-    assert list(blocks(tiny("llama_lm"))) == [f"model.layers.{i}" for i in range(3)]
-    assert list(blocks(tiny("gpt2"))) == [f"h.{i}" for i in range(3)]
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+SHARED = AlbertConfig(**SMALL, embedding_size=16)
+HYBRID = JambaConfig(
+    **SMALL, num_key_value_heads=2, attn_layer_period=4, attn_layer_offset=2, num_experts=1,
+    use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4,
+)  # fmt: skip
 
 
-def test_hidden_states_are_those_of_transformers():
-    for kind in ("bert", "gpt2", "llama"):
-        model, ids = tiny(kind), some_ids(1, 9)
-        with torch.no_grad(), hidden_states(model) as seen:
-            expected = model(ids, output_hidden_states=True).hidden_states
+class Towers(nn.Module):
+    """Numbers in names that are no layers, and layers in a Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.embed = nn.Embedding(60, 8)
+        self.stack = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, ids):
+        y = self.stack(self.embed(ids))
+        return sum(head(y) for head in self.heads)
+
+
+MODELS = {
+    "albert": (lambda: AlbertModel(SHARED), ["encoder.albert_layer_groups.0"] * 4),
+    "jamba": (lambda: JambaModel(HYBRID), [f"layers.{i}" for i in range(4)]),
+    "bert": (lambda: tiny("bert"), [f"encoder.layer.{i}" for i in range(3)]),
+    "gpt2": (lambda: tiny("gpt2"), [f"h.{i}" for i in range(3)]),
+    "llama": (lambda: tiny("llama_lm"), [f"layers.{i}" for i in range(3)]),
+    "towers": (Towers, [f"stack.{i}" for i in range(3)]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_the_blocks_that_the_tokens_pass(name):
+    torch.manual_seed(0)
+    make, expected = MODELS[name]
+    model, ids = make().eval(), some_ids(1, 9)
+    subject = read_subject(model, ids, head=False, length=9, samples=1)
+    assert list(subject.layers) == expected
+    with torch.no_grad(), subject.ready(), hidden_states(subject) as seen:
+        subject.run(ids)
+    assert len(seen) == len(expected) + 1
+    if name != "towers":
+        trunk = getattr(model, "model", model).double()
+        states = trunk(ids, output_hidden_states=True).hidden_states
         # All but the last, which transformers returns after the final norm.
-        assert len(seen) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(seen[:-1], expected[:-1], strict=True))
+        assert len(seen) == len(states)
+        for a, b in zip(seen[:-1], states[:-1], strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def test_what_several_layers_share_belongs_to_none_of_them():
+    torch.manual_seed(0)
+    subject = read_subject(AlbertModel(SHARED), some_ids(1, 9), head=False, length=9, samples=1)
+    assert subject.layer_of("encoder.albert_layer_groups.0.albert_layers.0.ffn") is None
+    assert subject.attending == (0, 1, 2, 3)
+    budget = ls.error_budget(AlbertModel(SHARED), some_ids(), formats="bf16,kv4,w8a8", probes=2)
+    for format, kind in (("bf16", None), ("kv4", "key"), ("w8a8", "activation")):
+        rows = [r for r in budget.rows if r.format == format and kind in (None, r.kind)]
+        assert {0, 1, 2, 3} <= {row.layer for row in rows}
+    assert {r.layer for r in budget.rows if r.format == "w8a8" and r.kind == "weight"} == {None}
+
+
+def test_names_are_those_of_the_model_that_was_given(tmp_path):
+    model, ids = tiny("llama_lm"), some_ids()
+    modules = dict(model.named_modules())
+    for metric in ("output", "kl", lambda output: output.logits):
+        budget = ls.error_budget(model, ids, formats="int8", probes=2, metric=metric)
+        assert all(isinstance(modules[row.site], nn.Linear) for row in budget.rows)
+        assert "model.layers.0.mlp.down_proj" in {row.site for row in budget.rows}
+        # As a filter of torchao.
+        kept = budget.keep_high("int8")
+        quantised = [n for n, m in modules.items() if isinstance(m, nn.Linear) and n not in kept]
+        assert kept and len(quantised) + len(kept) == 22
+    bare = ls.error_budget(model.model, ids, formats="int8", probes=2)
+    assert {row.site for row in bare.rows} <= set(dict(model.model.named_modules()))
+    model.save_pretrained(tmp_path)
+    saved = ls.error_budget(str(tmp_path), ids, formats="int8", probes=2)
+    assert {row.site for row in saved.rows} <= modules.keys()
 
 
 def test_a_copy_in_low_precision_keeps_its_buffers():

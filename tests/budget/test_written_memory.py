@@ -151,6 +151,12 @@ def complex_numbers(x):
     return torch.view_as_real(c).flatten(2).to(x.dtype)
 
 
+def also_used_unrounded(x):
+    """A cast is nothing in the reference, but only what is behind it has its error."""
+    wide = x * 1.1 if x.dtype == torch.float64 else x.float() * 1.1
+    return wide.to(x.dtype) + (wide * 0.7).to(x.dtype)
+
+
 def drawn_at_random(x):
     return x * 1.1 + 0 * torch.empty_like(x).uniform_()
 
@@ -176,6 +182,7 @@ PATTERNS = [
     without_a_graph,
     InPlace.apply,
     complex_numbers,
+    also_used_unrounded,
     drawn_at_random,
     rounded_constants,
 ]
