@@ -79,8 +79,9 @@ def error_budget(
         samples: Number of sequences taken from a text; each is a sample of its own.
         embeddings: Whether weight formats also apply to embeddings, and to a head that shares
             its weight with one.
-        worst: Whether to measure sigma of all that follows each site as well, for the worst case
-            to first order of weight and cache formats, in `budget.worst`. It takes longest.
+        worst: Whether to bound sigma of all that follows each site from above as well, for an upper
+            bound of the error to first order of weight and cache formats, in `budget.worst`. It
+            takes longest.
         seed: Seed of the probes.
         out: Directory of a study to save the budget in, one job per sequence; rerun to resume.
         progress: Called with the work done and the total work. Default: a bar in notebooks,

@@ -50,8 +50,10 @@ class ErrorBudget:
         metric: What the errors are: "output" is relative to the output, "kl" in nats per token.
         rows: One row per format and site.
         observed: By format, the error of a real run, if it was asked for.
-        worst: By format, the worst case to first order by sigma, if it was asked for: the sum over
-            all sites of sigma of what follows times the norm of the error, at the first sequence.
+        worst: By format, an upper bound of the error to first order, if it was asked for: the sum
+            over all sites of an upper bound of sigma of what follows times the norm of the error,
+            at the first sequence. Each bound holds with the confidence of :func:`spectral_norm`,
+            if products with the derivative are as accurate as float64 makes them.
         second_order: By format, the norm of the part of the error that is not linear, relative to
             the error. A large share means that the prediction is not to be trusted.
         sequences: Number of sequences.

@@ -49,7 +49,8 @@ from lipscope.budget.subject import (
     changing_cache,
     read_subject,
 )
-from lipscope.budget.weights import Weight
+from lipscope.budget.weights import Weight, is_linear
+from lipscope.linalg.estimate import one
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.plug import AttentionCall
@@ -145,20 +146,36 @@ def worst_cases(
     metric: Metric,
     progress: Callable[[float, float], None] | None = None,
 ) -> dict[str, float]:
-    """By format, sum_s sigma_s |e_s| at the first sequence: the error if all sites conspired.
+    """By format, an upper bound of sum_s sigma_s |e_s| at the first sequence.
 
-    For formats of weights, keys and values; the others have more sites than can be measured.
+    That is at least the first-order error of all sites together, whatever their signs: sigma is the
+    upper bound of :func:`spectral_norm`, with its confidence for every site. For formats of
+    weights, keys and values; the others have more sites than can be measured.
     """
+    if subject.dtype != torch.float64:
+        raise UserError(
+            f"the worst case needs upper bounds of sigma, which exist in float64; {subject.name} "
+            "is loaded in a coarser dtype; load it in float64 (--dtype float64), or omit worst"
+        )
     wanted = [f for f in formats if f.dtype is None and f.activation is None]
     if metric.divergence or not wanted:
         return {}
     first = replace(subject, sequences=subject.sequences[:1])
     size = sum(metric.size(y) for y in exact_outputs(first, metric))
-    found = _gather(first, wanted, metric, probes=2, seed=0, sigma=True, progress=progress)
-    return {
-        name: sum(metric.value(sums["sigma"], size) for sums in sites.values())
-        for name, sites in found.items()
-    }
+    found = dict.fromkeys((f.name for f in wanted), 0.0)
+    with _places(first, wanted, first.sequences[0]) as (places, output):
+        y = metric.read(output)
+        for number, place in enumerate(places):
+            if progress is not None:
+                progress(number, len(places))
+            J = _following(place.node, y)
+            if J is None:
+                continue
+            upper = one(spectral_norm(J, gap=0.1, solver=Solver(max_steps=200, seed=0))).upper
+            for name, e in place.errors.items():
+                parts = whole(e[None]) if place.sites[0].head is None else by_head(e[None])
+                found[name] += upper * float(parts.norm(dim=-1).sum())
+    return {name: total / size**0.5 for name, total in found.items()}
 
 
 def spearman(a: Iterable[float], b: Iterable[float]) -> float:
@@ -222,7 +239,6 @@ def _gather(
     probes: int,
     seed: int,
     sigma: bool,
-    progress: Callable[[float, float], None] | None = None,
 ) -> dict[str, dict[ErrorSite, dict[str, float]]]:
     """By format and site, the sums over sequences from which scores are made."""
     generator = torch.Generator().manual_seed(seed)
@@ -236,7 +252,7 @@ def _gather(
                 v = torch.stack([metric.probe(y, generator) for _ in batch])
                 _add_probes(found, places, gradients([y], [v], nodes), probes)
             if sigma and b == 0 and not metric.divergence:
-                _add_sigma(found, places, y, progress)
+                _add_sigma(found, places, y)
     return {
         name: {site: sums for site, sums in sites.items() if sums.get("budget", 0.0) > 0}
         for name, sites in found.items()
@@ -300,21 +316,18 @@ def _add_sigma(
     found: dict[str, dict[ErrorSite, dict[str, float]]],
     places: list[_Place],
     y: Tensor,
-    progress: Callable[[float, float], None] | None = None,
 ) -> None:
     """Sigma of all that follows a site, at the first sequence, times the error there."""
-    for number, place in enumerate(places):
-        if progress is not None:
-            progress(number, len(places))
+    for place in places:
         J = _following(place.node, y)
         if J is None:
             continue
         # Two digits are enough for a score.
-        estimate: Any = spectral_norm(J, 5e-2, solver=Solver(max_steps=12, seed=0))
+        estimate = one(spectral_norm(J, 5e-2, solver=Solver(max_steps=12, seed=0)))
         for name, e in place.errors.items():
             for i, site in enumerate(place.sites):
                 local = e[:, i] if site.head is not None else e
-                found[name][site]["sigma"] = (float(estimate.value) * float(local.norm())) ** 2
+                found[name][site]["sigma"] = (estimate.value * float(local.norm())) ** 2
 
 
 def _following(node: Tensor, y: Tensor) -> LinearOperator | None:
@@ -351,10 +364,10 @@ def _places(
     handles = []
     for w in weights_of(subject, weights, embeddings=False):
         w.parameter.requires_grad_(True)
-        if w.part is not None and w.layer is not None:
+        if w.part is not None and is_linear(w.part) and w.layer is not None:
             handles.append(w.part.register_forward_hook(_take(places, w, weights)))
         else:
-            # A weight without a module, or of one that several layers share: its own error.
+            # Not that of a linear layer, or of one that several layers share: its own error.
             dW = {f.name: w.error(f.weight) for f in weights if f.weight}
             places.append(
                 _Place(
@@ -382,9 +395,7 @@ def _take(places: list[_Place], w: Weight, formats: list[Format]) -> Callable[..
         x, node = args[0].detach(), output.view_as(output)
 
         def product(weight: Tensor) -> Tensor:
-            nothing = {name: torch.zeros_like(p) for name, p in part.named_parameters()}
-            with torch.no_grad():
-                return torch.func.functional_call(part, {**nothing, "weight": weight}, (x,))
+            return x @ (weight.mT if isinstance(part, nn.Linear) else weight)
 
         dW = {f.name: w.error(f.weight) for f in formats if f.weight}
         places.append(
