@@ -59,6 +59,13 @@ def overrides_functions(x: Any) -> bool:
     return own is not torchs and bool(classes_to_ask((x,)))
 
 
+def as_plain(x: Any) -> Any:
+    """x as a tensor of torch's own class, if it holds its numbers as those do."""
+    if type(x) in (Tensor, nn.Parameter) or not isinstance(x, Tensor) or sees_operations(x):
+        return x
+    return x.as_subclass(Tensor)
+
+
 def causal_bias_class() -> type[Tensor] | None:
     """The class of `causal_upper_left` and `causal_lower_right`, or None while it is not loaded."""
     # Imported here it would load the compiler, which takes seconds.

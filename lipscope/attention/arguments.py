@@ -17,6 +17,9 @@ from lipscope._types import UserError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+PLAIN = (Tensor, nn.Parameter)
+"""Classes whose operations are torch's."""
+
 
 class ArgumentError(UserError, RuntimeError):
     """A UserError that code written for torch's attention, which raises RuntimeError, catches."""
@@ -139,7 +142,7 @@ def check_options(
 
 def check_tensor(name: str, x: Any) -> None:
     """Refuse everything but strided tensors whose operations are torch's."""
-    if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_nested:
+    if type(x) in PLAIN and x.layout is torch.strided and not x.is_nested:
         return
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(f"{name} must be a tensor, got {type(x).__name__}")

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipscope._torch_internals import (
+    as_plain,
     classes_to_ask,
     overrides_functions,
     script_as_attention,
 )
 from lipscope.attention.arguments import (
+    PLAIN,
     ArgumentError,
     ArgumentTypeError,
     check_alike,
@@ -80,7 +82,7 @@ def scaled_dot_product_attention(
         True
     """
     tensors = (query, key, value, attn_mask)
-    if any(type(x) not in (Tensor, nn.Parameter) for x in tensors if x is not None):
+    if any(type(x) not in PLAIN for x in tensors if x is not None):
         classes = [x for x in classes_to_ask(tensors) if not is_causal_bias(x)]
         if classes:
             options = {
@@ -92,15 +94,20 @@ def scaled_dot_product_attention(
             }
             given = {name: x for name, x in options.items() if x is not None and x is not False}
             return _answer_of(classes, tensors[:3], given)
+        # Handed on by a class, which has no say in the formulas of a backward pass.
+        query, key, value = as_plain(query), as_plain(key), as_plain(value)
+        attn_mask = attn_mask if is_causal_bias(attn_mask) else as_plain(attn_mask)
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     shift = 0
     if attn_mask is not None and is_causal_bias(attn_mask):
         attn_mask, shift = _rule_of(attn_mask, query, key)
         is_causal = attn_mask is None
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    dtype = autocast_dtype(query.device)
+    if dtype is not None:
+        query, key, value = (_autocast(x, dtype) for x in (query, key, value))
+        attn_mask = None if attn_mask is None else _autocast(attn_mask, dtype)
     check_alike(query, key, value)
     if attn_mask is not None:
-        attn_mask = _autocast(attn_mask)
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             raise ArgumentError(
                 f"attn_mask must be boolean, float32 or of query's dtype, {query.dtype}, "
@@ -133,7 +140,7 @@ def _check(
         if not isinstance(flag, bool):
             raise ArgumentTypeError(f"{name} must be True or False, got {type(flag).__name__}")
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
-        if not isinstance(number, SupportsFloat):
+        if not hasattr(number, "__float__"):
             raise ArgumentTypeError(f"{name} must be a number, got {type(number).__name__}")
     if dropout_p:
         raise ArgumentError(
@@ -160,11 +167,9 @@ def _rule_of(bias: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, int]
     return bias._materialize(query.device), 0
 
 
-def _autocast(x: Tensor) -> Tensor:
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast as autocast does for attention: every floating-point dtype but float64."""
-    dtype = autocast_dtype(x.device)
-    wanted = dtype is not None and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(dtype) if wanted else x
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _empty(
@@ -188,6 +193,8 @@ def _empty(
 def _same_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Heads broadcast as torch does; groups of heads only where they are asked for."""
     H, G, values = q.shape[-3], k.shape[-3], v.shape[-3]
+    if H == G == values:
+        return q, k, v
     if grouped:
         if H % G or H % values:
             raise ArgumentError(
