@@ -20,10 +20,10 @@ from lipscope._ambient import (
 from lipscope._files import on_one_line
 from lipscope._torch_internals import is_dropout
 from lipscope._types import UserError
-from lipscope.linalg.one_ulp import OneUlp, UnseenRoundingError
 from lipscope.linalg.operator import LinearOperator, Pair, Product, steady
 from lipscope.linalg.ranks import ALONE, Ranks
 from lipscope.linalg.roots import uses_distances, with_distances
+from lipscope.linalg.rounding_noise import RoundingNoise, UnseenRoundingError
 
 Map = Callable[[Tensor], Tensor]
 
@@ -137,7 +137,7 @@ def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperato
         _check_members_apart(f, mv, rmv, x, y)
 
     def perturbed(i: int) -> Pair:
-        mode = OneUlp(i)
+        mode = RoundingNoise(i)
         try:
             _, moved, *pair = _products(f, X, mode)
         except (RuntimeError, UserError) as error:
@@ -169,7 +169,7 @@ def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperato
 
 
 def _products(
-    f: Map, X: Tensor, rounding: OneUlp | None = None
+    f: Map, X: Tensor, rounding: RoundingNoise | None = None
 ) -> tuple[Tensor, Tensor, Product, Product]:
     """X and f(X) with their graph, and the products with J and J'; `rounding` acts on all of them.
 

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from lipscope._types import Status
 from lipscope.linalg.estimate import BatchEstimate, Estimate
-from lipscope.linalg.one_ulp import UnseenRoundingError
 from lipscope.linalg.operator import LinearOperator, Product, lengths
-from lipscope.linalg.solve import DRAWS, WIDENED
+from lipscope.linalg.rounding_noise import DRAWS, UNITS, WIDENED, UnseenRoundingError
 
 EXACT = "largest absolute row sum, all rows; the interval is rounding"
 SEEN = (
-    ", measured and not proved: every row again, with every operation moved by one unit in the "
-    "last place"
+    f", measured and not proved: every row again, with every operation moved by up to {UNITS} "
+    f"units in the last place, the change widened {WIDENED} times"
 )
 UNKNOWN = "largest absolute row sum, all rows; no bounds: {why}"
 COARSE = "rounding in {dtype} is not known; use precision='exact' or float64 inputs"

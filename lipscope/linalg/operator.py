@@ -53,7 +53,7 @@ class LinearOperator:
         size: What the terms that make up J would add up to if none of them cancelled, a number of
             at least ||J||_2; rounding is relative to it. None: ||J||_2 itself.
         perturbed: ``perturbed(i)`` gives the products once more, with every operation behind them
-            moved by one unit in the last place; for maps whose rounding can only be measured.
+            moved by units in the last place; for maps whose rounding can only be measured.
         compared: ``compared(v, J v, seed)`` is how far a product in low precision is from float64,
             per member, by rows drawn with that seed; it takes the place of what `worst` and `size`
             state.

@@ -23,9 +23,9 @@ from lipscope.linalg.certificate import (
 )
 from lipscope.linalg.estimate import BatchEstimate
 from lipscope.linalg.golub_kahan import GolubKahan, norms
-from lipscope.linalg.one_ulp import UnseenRoundingError
 from lipscope.linalg.operator import LinearOperator, Product
 from lipscope.linalg.ranks import Ranks
+from lipscope.linalg.rounding_noise import DRAWS, UNITS, WIDENED, UnseenRoundingError
 
 if TYPE_CHECKING:
     from lipscope.linalg.spectral import Solver
@@ -37,8 +37,8 @@ NO_BOUND = (
 )
 NO_BOUND_AT_ALL = "no upper bound"
 MEASURED = (
-    "; rounding was measured, not proved: {draws} repetitions with every operation moved by one "
-    "unit in the last place, their spread widened {times} times"
+    f"; rounding was measured, not proved: {DRAWS} repetitions with every operation moved by up to "
+    f"{UNITS} units in the last place, their spread widened {WIDENED} times"
 )
 UNMEASURED = "no bounds: rounding inside the map is not known ({why})"
 OVERWHELMED = (
@@ -49,13 +49,6 @@ COARSEST = 0.01
 """Residual that is asked for even where products may be coarser, as they seldom are: a value whose
 status is ok is within this share of a singular value.
 """
-
-DRAWS, WIDENED = 3, 32
-"""Repetitions by which rounding is measured where it is not stated, and the factor on what they
-show.
-
-The rounding of one evaluation is a draw of the same kind: of four normal ones, the first exceeds 32
-times the largest of the others in about one case of 40,000. """
 
 IMPRECISE = 0.01
 """Share of the value beyond which its rounding is said in the status."""
@@ -304,7 +297,7 @@ class Run:
         elif self.certify and not certified:
             note = NO_BOUND if self.ratio is None else NO_BOUND_AT_ALL
         if J.perturbed is not None and not unknown:
-            note += MEASURED.format(draws=DRAWS, times=WIDENED)
+            note += MEASURED
         coarse = error > IMPRECISE * value
         if J.dtype in (torch.bfloat16, torch.float16):
             # Seen at these vectors; in half precision the norm may be larger along others.

@@ -16,8 +16,12 @@ from lipscope._checks import check_positive, explained, norm_name
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
-from lipscope.linalg.one_ulp import OneUlp, UnseenRoundingError
-from lipscope.linalg.solve import DRAWS, WIDENED
+from lipscope.linalg.rounding_noise import (
+    DRAWS,
+    WIDENED,
+    RoundingNoise,
+    UnseenRoundingError,
+)
 from lipscope.nn.attention_layer import AttentionLayer, check_padding
 from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
 from lipscope.nn.parametrize import SpectralNormalised
@@ -355,7 +359,7 @@ def _noise(g: Callable[[Tensor], Tensor], x: Tensor, norm: str) -> Tensor:
     largest = torch.zeros(x.shape[:-2], dtype=torch.float64, device=x.device)
     try:
         for i in range(DRAWS):
-            with OneUlp(i) as mode:
+            with RoundingNoise(i) as mode:
                 moved = g(x)
             mode.check_nothing_left_torch(g, x)
             largest = torch.maximum(largest, _length(moved - here, norm))

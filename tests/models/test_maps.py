@@ -7,7 +7,7 @@ import torch
 
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
-from lipscope.linalg.one_ulp import UnseenRoundingError
+from lipscope.linalg.rounding_noise import UnseenRoundingError
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models import maps
 from lipscope.models.loading import load

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import lipscope as ls
-from lipscope.linalg.one_ulp import OneUlp
+from lipscope.linalg.rounding_noise import RoundingNoise
 from tests.campaigns import edges
 from tests.campaigns.runner import Result
 
@@ -32,7 +32,7 @@ def test_each_step_moves_by_the_rounding_of_its_largest_number(step):
     s = draw(4, 4)
     spread = 0.0
     for seed in range(3):
-        with torch.no_grad(), OneUlp(seed):
+        with torch.no_grad(), RoundingNoise(seed):
             # An operation makes the scores, as they are the map's own.
             y = torch.softmax(step(s * 1.0, 1e8), -1)
         spread = max(spread, (y - torch.softmax(s, -1)).abs().max().item())
@@ -41,7 +41,7 @@ def test_each_step_moves_by_the_rounding_of_its_largest_number(step):
 
 def test_views_and_constants_stay():
     X = draw(3, 4)
-    with torch.no_grad(), OneUlp(0):
+    with torch.no_grad(), RoundingNoise(0):
         assert torch.equal(X.view(12)[4:8], X[1])
         assert torch.equal(torch.ones(3).fill_(0.1), torch.full((3,), 0.1))
         assert not torch.equal(X * 1, X)
@@ -50,7 +50,7 @@ def test_views_and_constants_stay():
 def test_numbers_of_the_caller_are_restored():
     kept = draw(4)
     before = kept.clone()
-    with torch.no_grad(), OneUlp(0):
+    with torch.no_grad(), RoundingNoise(0):
         kept[1:].mul_(3.0)
         kept.add_(1.0)
     assert torch.equal(kept, before)
