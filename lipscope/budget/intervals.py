@@ -6,6 +6,10 @@ sequences add up squares of different sizes w_b: a weighted sum of chi^2, which 
 replaces by the chi^2 of the same mean and variance,
 
     sum_b w_b chi^2_K / K  ~  W chi^2_nu / nu,   W = sum_b w_b,   nu = K W^2 / sum_b w_b^2.
+
+The w_b are estimates themselves, and with few probes a dominant one may look like the others. But
+nu is at least K, whatever the w_b: up to FEW probes the interval is that of chi^2_K, from MANY on
+that of nu, and in between nu moves from one to the other.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from scipy.special import chdtri, fdtri, stdtrit
 from torch import Tensor
 
 LEVEL = 0.95
+FEW = 8
+MANY = 16
 
 
 class Interval(NamedTuple):
@@ -50,7 +56,9 @@ def of_sums(squares: Tensor, spread: Tensor | None) -> Interval:
         return Interval(value, value, value)
     # The square of the estimate exceeds the square of its mean by its variance, on average; without
     # the difference one sequence would get K + 2 degrees of freedom for its K squares.
-    return around(value, 2 * max(value**2 - variance, value**2 / 3) / variance)
+    freedom = 2 * max(value**2 - variance, value**2 / 3) / variance
+    known = min(max((K - FEW) / (MANY - FEW), 0.0), 1.0)
+    return around(value, K + known * (freedom - K))
 
 
 def around(value: float, freedom: float) -> Interval:

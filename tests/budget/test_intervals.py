@@ -19,7 +19,7 @@ def test_one_sequence_has_the_exact_interval_of_chi_square():
     assert math.isclose(got.high, mean * 8 / stats.chi2(8).ppf(0.025), rel_tol=1e-9)
 
 
-@pytest.mark.parametrize("probes", [8, 32])
+@pytest.mark.parametrize("probes", [16, 32])
 @pytest.mark.parametrize("weights", [[1.0], [1.0] * 4, [1.0, 0.5, 0.3, 0.2], [1.0, 0.01]])
 def test_intervals_contain_the_truth_in_95_percent_of_draws(probes, weights):
     g = torch.Generator().manual_seed(probes + len(weights))
@@ -38,10 +38,26 @@ def test_sums_of_many_squares_are_covered_too(decay):
     spectrum = torch.arange(1, 31, dtype=torch.float64) ** -decay
     hits = 0
     for _ in range(DRAWS):
-        q = (torch.randn(8, 3, 30, generator=g, dtype=torch.float64).square() * spectrum).sum(-1)
-        got = of_sums(torch.zeros(8, 3, dtype=torch.float64), q)
+        q = (torch.randn(16, 3, 30, generator=g, dtype=torch.float64).square() * spectrum).sum(-1)
+        got = of_sums(torch.zeros(16, 3, dtype=torch.float64), q)
         hits += got.low <= 3 * spectrum.sum() <= got.high
     assert 0.93 <= hits / DRAWS <= 0.97
+
+
+@pytest.mark.parametrize("probes", [2, 3, 4, 8])
+@pytest.mark.parametrize("weights", [[1.0] + 8 * [0.05], [1.0] + 3 * [0.1], [1.0] * 4, [1.0, 0.01]])
+def test_few_probes_cover_as_often_even_if_one_sequence_dominates(probes, weights):
+    g = torch.Generator().manual_seed(probes + len(weights))
+    w = torch.tensor(weights, dtype=torch.float64)
+    none = torch.zeros(probes, len(w), dtype=torch.float64)
+    hits, hits_of_sums = 0, 0
+    for _ in range(DRAWS):
+        t = torch.randn(probes, len(w), 6, generator=g, dtype=torch.float64) * w.sqrt()[:, None]
+        got, sums = of_squares(t[..., 0]), of_sums(none, t.square().mean(dim=-1))
+        hits += got.low <= w.sum() <= got.high
+        hits_of_sums += sums.low <= w.sum() <= sums.high
+    assert hits / DRAWS >= 0.94
+    assert hits_of_sums / DRAWS >= 0.94
 
 
 def test_degrees_of_freedom_and_the_largest_ratio_are_those_of_chi_square():
