@@ -9,7 +9,7 @@ import copy
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from lipscope.models.running import first_tensor, hooked
 PROBES = 16
 SAMPLES = 4
 LENGTH = 16
+IMAGES = 2
+SIDE = 64
 SCALES = (1, 4)
 """Factors of the weights in the blocks, tried in turn until the sign of one of them matters."""
 
@@ -48,9 +50,14 @@ def samples_of(model: Any, given: dict[str, Any]) -> dict[str, Any]:
         n = min(LENGTH, model.max_positions or LENGTH)
         return {"text": pool[torch.randint(len(pool), (SAMPLES, n), generator=generator)]}
     inputs = given.get("inputs", given)
+    # Images of the usual size are thousands of tokens, and sixteen backward passes through them.
+    small = {name: x[..., :SIDE, :SIDE] if x.ndim > 3 else x for name, x in inputs.items()}
+    with suppress(ls.UserError):
+        model.survey(inputs=small)
+        inputs = small
     return {
         "inputs": {
-            name: torch.randn((SAMPLES, *x.shape[1:]), generator=generator, dtype=x.dtype)
+            name: torch.randn((IMAGES, *x.shape[1:]), generator=generator, dtype=x.dtype)
             for name, x in inputs.items()
         }
     }
