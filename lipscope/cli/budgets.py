@@ -54,7 +54,7 @@ def budget(
     ] = False,
     worst: Annotated[
         bool,
-        typer.Option("--worst", help="Measure σ after every site, for the worst case. Takes long."),
+        typer.Option("--worst", help="Bound σ after every site, for the worst case. Takes long."),
     ] = False,
     random_init: RandomInit = None,
     tokenizer: Tokenizer = None,
