@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lipscope._types import UserError
 
@@ -19,25 +20,62 @@ if TYPE_CHECKING:
 DRAFT = ".unfinished-"
 """Prefix of the temporary files below; a killed process may leave one behind."""
 
+Kind = Literal["missing", "file", "link", "directory", "special"]
+
+
+def kind_of(path: Path) -> Kind:
+    """Say what a name stands for itself, without following a link; "file" is a regular one."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    if stat.S_ISLNK(mode):
+        return "link"
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "file" if stat.S_ISREG(mode) else "special"
+
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, *, typed: bool = False) -> Iterator[Path]:
     """Yield a temporary path whose content is at `path` when the block ends, or none of it.
 
-    A regular file is replaced atomically and keeps its mode; links are followed. A device, a FIFO
-    or /dev/fd/N cannot be replaced: it is written into, after the block has succeeded. The
-    temporary name keeps the suffix of `path`, because some writers choose a format by it.
+    A regular file is replaced atomically and keeps its mode. Of two writers of one file, one
+    replaces the other's file as a whole. The temporary name keeps the suffix of `path`, because
+    some writers choose a format by it.
+
+    Args:
+        path: The file to write.
+        typed: Whether the user typed this name. Then a link is followed, and a device, a FIFO or
+            /dev/fd/N is written into, after the block has succeeded. A name that lipscope chose
+            itself may have been laid out by a stranger: anything but a regular file is refused.
     """
     if not path.name or "\0" in str(path):
         raise UserError(f"cannot write {str(path)!r}: it is not the name of a file")
     if os.path.isdir(path):
         raise UserError(f"cannot write {path}: it is a directory; give the name of a file in it")
     try:
-        with _into(path) if _is_stream(path) else _replacing(path) as draft:
+        if not typed:
+            require_plain(path)
+            opened = _replacing(path)
+        elif _is_stream(path):
+            opened = _into(path)
+        else:  # a link stays, and what it leads to is replaced
+            opened = _replacing(Path(os.path.realpath(path)))
+        with opened as draft:
             yield draft
     except OSError as error:
         before = "the previous file is unchanged" if os.path.isfile(path) else "no file was written"
         raise UserError(f"cannot write {path}: {error.strerror or error}; {before}") from error
+
+
+def require_plain(path: Path) -> None:
+    """Raise UserError unless `path` is a regular file, or nothing yet."""
+    if kind_of(path) not in ("missing", "file"):
+        raise UserError(
+            f"cannot write {path}: it is not a regular file, and lipscope follows no link that "
+            "you did not name; remove it, or give another directory"
+        )
 
 
 def _is_stream(path: Path) -> bool:
@@ -63,12 +101,19 @@ def _into(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    path = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
-    draft = path.with_name(f"{DRAFT}{path.name}")
+    try:
+        mode = stat.S_IMODE(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        mode = None
+    # Nobody can lay out a link at a random name, and O_EXCL opens nothing that is there. A draft is
+    # never more readable than the file that it will replace.
+    draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}-{path.name}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    os.close(os.open(draft, flags, 0o666 if mode is None else 0o600))
     try:
         yield draft
-        with suppress(FileNotFoundError):
-            draft.chmod(stat.S_IMODE(path.stat().st_mode))
+        if mode is not None:
+            draft.chmod(mode)
         _sync(draft, os.O_RDWR)
         os.replace(draft, path)
     finally:
@@ -76,6 +121,14 @@ def _replacing(path: Path) -> Iterator[Path]:
             draft.unlink()
     with suppress(OSError):  # some file systems cannot sync a folder; the file itself is on disk
         _sync(path.parent, os.O_RDONLY)
+
+
+def remove_drafts(path: Path) -> None:
+    """Remove what killed writers of `path` left; only for a file that is written under a lock."""
+    for name in os.listdir(path.parent):
+        if name.startswith(DRAFT) and name.endswith(path.name):
+            with suppress(OSError):  # a directory of this name is not a draft
+                os.unlink(path.parent / name)
 
 
 def _sync(path: Path, mode: int) -> None:
@@ -132,11 +185,19 @@ def claim_folder(folder: Path, noun: str, marks: Collection[str], lock: str) -> 
     from filelock import FileLock, Timeout  # late: reading a study locks nothing
 
     check_folder(folder, noun, marks, lock)
+    if os.path.lexists(folder / lock):
+        found = os.lstat(folder / lock)
+        # The lock file of another program may be opened for writing: it has to be lipscope's own.
+        if not stat.S_ISREG(found.st_mode) or found.st_size or found.st_nlink > 1:
+            raise UserError(
+                f"{folder / lock} is not the lock file that lipscope writes, which is empty and no "
+                "link; remove it, or give another --out"
+            )
     # thread_local: a store may be closed by another thread than the one that opened it. No soft
     # lock: a file that alone is the lock would outlive a killed process.
     held = FileLock(folder / lock, blocking=False, thread_local=False, fallback_to_soft=False)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         held.acquire()
     except Timeout as error:
         raise UserError(
@@ -145,6 +206,16 @@ def claim_folder(folder: Path, noun: str, marks: Collection[str], lock: str) -> 
     except (OSError, NotImplementedError) as error:
         raise _unwritable(folder, error) from error
     return held
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder with its parents, each on disk before something is put into it."""
+    whole = folder.absolute()
+    new = [path for path in (whole, *whole.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        with suppress(OSError):  # some file systems cannot sync a folder
+            _sync(path.parent, os.O_RDONLY)
 
 
 def _unwritable(folder: Path, error: Exception) -> UserError:

@@ -56,7 +56,7 @@ def test_a_link_is_followed_and_the_mode_is_kept(tmp_path):
     target.write_text("first")
     target.chmod(0o600)
     link.symlink_to(target)
-    with whole_file(link) as draft:
+    with whole_file(link, typed=True) as draft:
         draft.write_text("second")
     assert link.is_symlink() and target.read_text() == "second"
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
@@ -65,7 +65,7 @@ def test_a_link_is_followed_and_the_mode_is_kept(tmp_path):
 
 def test_a_link_that_leads_nowhere_yet_gets_its_target(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "rows.csv")
-    with whole_file(tmp_path / "link") as draft:
+    with whole_file(tmp_path / "link", typed=True) as draft:
         draft.write_text("x")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "rows.csv").read_text() == "x"
 
@@ -75,11 +75,84 @@ def test_a_fifo_is_written_into(tmp_path):
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: received.append(fifo.read_text()), daemon=True)
     reader.start()
-    with whole_file(fifo) as draft:
+    with whole_file(fifo, typed=True) as draft:
         assert draft.suffix == ".csv" and draft.parent != tmp_path
         draft.write_text("rows")
     reader.join(timeout=20)
     assert received == ["rows"] and stat.S_ISFIFO(fifo.stat().st_mode)
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "link to a folder", "fifo"])
+def test_a_name_that_nobody_typed_leads_nowhere(tmp_path, kind):
+    victim, place = tmp_path / "thesis.tex", tmp_path / "study" / "report.html"
+    place.parent.mkdir()
+    if kind == "fifo":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(tmp_path / {"link": "thesis.tex", "link to nothing": "x"}.get(kind, ""))
+    victim.write_text("mine")
+    with pytest.raises(UserError, match="cannot write"), whole_file(place):
+        raise AssertionError("nothing is written")
+    assert victim.read_text() == "mine" and not (tmp_path / "x").exists()
+    assert [p.name for p in place.parent.iterdir()] == ["report.html"]
+
+
+def test_a_second_name_of_a_file_keeps_its_content(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    os.link(tmp_path / "thesis.tex", tmp_path / "report.html")
+    with whole_file(tmp_path / "report.html") as draft:
+        draft.write_text("page")
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+    assert (tmp_path / "report.html").read_text() == "page"
+
+
+def test_a_draft_is_nobodys_link_and_no_more_readable_than_its_file(tmp_path):
+    path, victim = tmp_path / "report.html", tmp_path / "thesis.tex"
+    victim.write_text("mine")
+    (tmp_path / ".unfinished-report.html").symlink_to(victim)
+    path.touch()
+    path.chmod(0o600)
+    names = set()
+    for _ in range(2):
+        with whole_file(path) as draft:
+            names.add(draft.name)
+            assert stat.S_IMODE(draft.lstat().st_mode) == 0o600
+            draft.write_text("page")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(names) == 2 and victim.read_text() == "mine"
+    assert stat.S_IMODE(victim.stat().st_mode) != 0o600
+
+
+def test_a_new_file_has_the_mode_that_the_user_gives_new_files(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with whole_file(tmp_path / "rows.csv") as draft:
+            draft.write_text("x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "rows.csv").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "content", "directory", "fifo"])
+def test_a_lock_is_taken_only_on_a_lock_file(tmp_path, kind):
+    victim, lock = tmp_path / "thesis.tex", tmp_path / "run" / "study.lock"
+    lock.parent.mkdir()
+    victim.write_text("mine" if kind == "link" else "")
+    victim.chmod(0o600)
+    if kind == "link":
+        lock.symlink_to(victim)
+    elif kind == "hard link":
+        os.link(victim, lock)
+    elif kind == "content":
+        lock.write_text("pid 1")
+    elif kind == "directory":
+        lock.mkdir()
+    else:
+        os.mkfifo(lock)
+    with pytest.raises(UserError, match="is not the lock file that lipscope writes"):
+        claim(lock.parent)
+    assert victim.read_text() == ("mine" if kind == "link" else "")
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("minor", [3, 7], ids=["null", "full"])
@@ -92,12 +165,12 @@ def test_a_device_stays_a_device(tmp_path, minor):
     except OSError as error:
         pytest.skip(f"no device can be made here ({error.strerror})")
     if minor == 3:
-        with whole_file(node) as draft:
+        with whole_file(node, typed=True) as draft:
             draft.write_text("rows")
     else:
         with (
             pytest.raises(UserError, match="No space left on device; no file was written"),
-            whole_file(node) as draft,
+            whole_file(node, typed=True) as draft,
         ):
             draft.write_text("rows")
     assert stat.S_ISCHR(node.stat().st_mode)
@@ -107,7 +180,7 @@ def test_a_device_stays_a_device(tmp_path, minor):
 def test_an_open_descriptor_is_written_into(tmp_path):
     code = (
         "import sys; from pathlib import Path; from lipscope._files import whole_file\n"
-        "with whole_file(Path(sys.argv[1])) as draft: draft.write_text('rows')"
+        "with whole_file(Path(sys.argv[1]), typed=True) as draft: draft.write_text('rows')"
     )
     for name in ("/dev/fd/1", "/dev/stdout"):
         command = [sys.executable, "-c", code, name]

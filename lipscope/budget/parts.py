@@ -50,7 +50,9 @@ class Part:
         """The part that `as_json` wrote."""
         return Part(
             sites=[ErrorSite(*site) for site in data["sites"]],
-            q=torch.tensor(data["q"], dtype=torch.float64).reshape(-1, len(data["sites"])),
+            q=torch.tensor(data["q"], dtype=torch.float64).reshape(
+                len(data["q"]), len(data["sites"])
+            ),
             summed=bool(data["summed"]),
             curved=None if data["curved"] is None else (data["curved"][0], data["curved"][1]),
             observed=data["observed"],

@@ -161,7 +161,10 @@ class ErrorBudget:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write all rows as CSV."""
-        with whole_file(Path(path)) as place, open(place, "w", newline="", encoding="utf-8") as f:
+        with (
+            whole_file(Path(path), typed=True) as place,
+            open(place, "w", newline="", encoding="utf-8") as f,
+        ):
             writer = csv.writer(f, lineterminator="\n")
             writer.writerow(BudgetRow._fields)
             writer.writerows(
@@ -184,7 +187,7 @@ class ErrorBudget:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write all rows and what they belong to as JSON."""
-        with whole_file(Path(path)) as place:
+        with whole_file(Path(path), typed=True) as place:
             place.write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
 
     def plot(self, ax: Any = None) -> Any:

@@ -166,9 +166,11 @@ def attack(
     if not compare:
         write_page(out, quiet)
     else:
+        from lipscope._files import whole_file
         from lipscope.audit.attack_comparison import write_trials
         from lipscope.report.attack_figures import contest_figure
 
         out.mkdir(parents=True, exist_ok=True)
         write_trials(trials, out / "attacks.csv")
-        contest_figure(trials).savefig(out / "attacks.png", dpi=150)
+        with whole_file(out / "attacks.png") as draft:
+            contest_figure(trials).savefig(draft, dpi=150)

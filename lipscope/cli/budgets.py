@@ -130,7 +130,7 @@ def budget(
 
         stored = [f for f in found.formats if f.startswith(("int", "fp8", "w"))]
         lists = {name: layer_lists(found, name) for name in stored or found.formats}
-        with whole_file(keep) as draft:
+        with whole_file(keep, typed=True) as draft:
             draft.write_text(json.dumps(lists, indent=1), encoding="utf-8")
     if as_json:
         rows = [] if ranked is None else [row._asdict() for row in ranked.rows]

@@ -46,7 +46,7 @@ def compare(
         show_json(found.as_dict())
     else:
         show_table(comparison_table(found), quiet)
-    write(comparison_html(digests), out)
+    write(comparison_html(digests), out, typed=out != PAGE)
     if not quiet:
         tell(f"the comparison is in {out}", 0)
     for sentence in damaged:

@@ -11,7 +11,8 @@ from pathlib import Path
 import typer
 
 from lipscope import __version__
-from lipscope._files import for_terminal
+from lipscope._files import for_terminal, kind_of
+from lipscope._types import UserError
 
 PACKAGES = (
     "torch",
@@ -72,6 +73,8 @@ def check_study(directory: Path, repair: bool) -> bool:
     if repair:
         place = directory.resolve()
         copy = place.with_name(f"{place.name}.repaired")
+        if kind_of(copy) == "link":
+            raise UserError(f"{copy} is a link, which --repair does not follow; remove it")
         copy_study(study, copy)
         typer.echo(for_terminal(f"{'what is intact' if lost else 'a copy'} is in {copy}"))
     return not lost

@@ -198,6 +198,7 @@ def report(
         out or directory / (REPORT if against is None else COMPARISON),
         against,
         quiet,
+        typed=out is not None,
     )
     _end_damaged(study, against)
 
@@ -280,12 +281,16 @@ def write_page(directory: Path, quiet: bool) -> None:
 
 
 def _write_report(
-    study: Study, path: Path, against: Study | None = None, quiet: bool = False
+    study: Study,
+    path: Path,
+    against: Study | None = None,
+    quiet: bool = False,
+    typed: bool = False,
 ) -> None:
     """Write the page, and say where it is."""
-    from lipscope.report.page import render
+    from lipscope.report.page import html, write
 
-    render(study, path, against)
+    write(html(study, against), path, typed=typed)
     if not quiet:
         tell(f"the report is in {path}", 0)
 

@@ -102,5 +102,8 @@ class SigmaTable:
 
     def _replace(self, rows: Iterable[Sequence[str]]) -> None:
         """Replace the file by the header and these rows, atomically."""
-        with whole_file(self.path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
+        with (
+            whole_file(self.path, typed=True) as draft,
+            open(draft, "w", newline="", encoding="utf-8") as file,
+        ):
             csv.writer(file, lineterminator="\n").writerows([HEADER, *rows])

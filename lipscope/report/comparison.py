@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope._types import UserError
-from lipscope.report.content import Map
+from lipscope.report.content import Map, require_drawable
 from lipscope.report.formats import counted, digits, exponent, layer_name, shown
 from lipscope.report.identity import Facts, facts, names, shared, telling
 from lipscope.report.words import warning
@@ -61,6 +61,7 @@ class Digest:
 
 def digest(study: Study, cells: bool = True) -> Digest:
     """Reduce a study; `cells` keeps the medians of single heads as well."""
+    require_drawable(study)
     medians: dict[Map, dict[int, float]] = {}
     laws = {}
     for at in study.maps:

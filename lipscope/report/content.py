@@ -23,6 +23,12 @@ STRIP_TOKENS, ALL_STRIPS = 2048, 300_000
 NORM_UNIT = 1000
 """Norms of tokens are stored as whole numbers of this fraction of 1."""
 
+SMALLEST, LARGEST = 1e-100, 1e100
+"""Numbers on a page, besides zero and infinity: ratios and powers of them must not overflow."""
+
+MOST_CELLS = 1_000_000
+"""Cells of all heat maps of a page."""
+
 TEXT_COLUMNS = ("probe", "scope", "kind", "norm", "status", "dtype", "device")
 FEW_DIGITS = {"residual": 2, "seconds": 2, "radius": 4}
 """Columns that readers need to fewer digits than the rest."""
@@ -109,6 +115,25 @@ class Heat:
     lengths: list[int]
     grids: list[Grid]
     scale: Scale
+
+
+def require_drawable(study: Study) -> None:
+    """Raise UserError if a page cannot show a study: its numbers are absurd, or too scattered."""
+    for row in study.rows:
+        for x in () if row.failing else (row.value, row.lower, row.upper):
+            if x != 0 and x != math.inf and not SMALLEST <= x <= LARGEST:
+                raise UserError(
+                    f"a page shows numbers from {SMALLEST:g} to {LARGEST:g}, and a row at n = "
+                    f"{row.n} has {x:g}; `lipscope export` writes all numbers"
+                )
+    places = [{row.n for row in study.sigma}, {row.layer for row in study.sigma}]
+    columns = {(row.scope, row.head) for row in study.sigma}
+    cells = math.prod(map(len, (*places, columns)))
+    if cells > MOST_CELLS:
+        raise UserError(
+            f"a page shows at most {MOST_CELLS:,} combinations of length, layer and head, and "
+            f"this study has {cells:,}; `lipscope export` writes all numbers"
+        )
 
 
 def heat(study: Study) -> Heat:

@@ -19,6 +19,7 @@ from lipscope.report.content import (
     columns,
     heat,
     length_curves,
+    require_drawable,
     strips,
     surrounded,
 )
@@ -75,25 +76,28 @@ def render(
     """
     # Imports of the comparison come late: most calls render one study.
     if isinstance(study, Study):
-        return write(html(study, against), path)
+        return write(html(study, against), path, typed=True)
     if against is not None:
         raise UserError("a list of studies is compared already; omit against, or give one study")
     from lipscope.report.comparison import digest
     from lipscope.report.comparison_page import comparison_html
 
-    return write(comparison_html([digest(one) for one in study]), path)
+    return write(comparison_html([digest(one) for one in study]), path, typed=True)
 
 
-def write(page: str, path: str | os.PathLike[str]) -> Path:
-    """Write a page completely or not at all."""
+def write(page: str, path: str | os.PathLike[str], *, typed: bool) -> Path:
+    """Write a page completely or not at all; links are followed only for a name the user typed."""
     goal = Path(path)
-    with whole_file(goal) as draft:
+    with whole_file(goal, typed=typed) as draft:
         draft.write_text(page, encoding="utf-8", newline="")
     return goal
 
 
 def html(study: Study, against: Study | None = None) -> str:
     """The report of a study as a string; values of the other study stand beside it."""
+    for one in (study, against):
+        if one is not None:
+            require_drawable(one)
     about, identity = study.info.about, study.info.identity
     data: dict[str, object] = {"table": columns(study)}
     priced = any(row.probe == BUDGET for row in study.rows)

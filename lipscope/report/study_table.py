@@ -223,10 +223,8 @@ def _missed(study: Study) -> str:
         return ""
     # The first reason stands for all: most often it is the same.
     asked, reason = study.info.identity.gap, for_terminal(rows[0].status, 200)
-    return (
-        f"\n{len(rows)} of {len(study.sigma)} rows miss the gap of {asked:g}; "
-        f"the first reason: {reason}."
-    )
+    gap = "the requested gap" if asked is None else f"the gap of {asked:g}"
+    return f"\n{len(rows)} of {len(study.sigma)} rows miss {gap}; the first reason: {reason}."
 
 
 def _peak(study: Study) -> Text:

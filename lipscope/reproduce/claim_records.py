@@ -14,7 +14,8 @@ from lipscope import __version__
 from lipscope.reproduce.claims import Claim, Numbers
 from lipscope.reproduce.setting import Setting
 from lipscope.study.records import About, Identity, StudyInfo, record_of
-from lipscope.study.store import CLAIM, Store
+from lipscope.study.store import Store
+from lipscope.study.validation import CLAIM
 
 PAGE = "reproduce.html"
 INFO = StudyInfo(

@@ -95,7 +95,7 @@ def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
 
 def write_file(study: Study, path: Path, kind: str, tokens: bool = False) -> None:
     """Write a file atomically, as CSV or Parquet."""
-    with whole_file(path) as draft:
+    with whole_file(path, typed=True) as draft:
         if kind == "parquet":
             write_parquet(study, draft, tokens)
         else:

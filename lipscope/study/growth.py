@@ -24,6 +24,9 @@ four times as wide where residuals seem correlated by chance. An AR(1) process o
 along n doubles the variance; tests/campaigns/exponent_intervals.py has the coverage.
 """
 
+LARGEST_LOG = 700.0
+"""Laws whose constant or power is beyond exp of this cannot be evaluated."""
+
 METHOD = (
     "Ordinary least squares of log sigma on log n, one point per length and sample (for heads, "
     "the head with the largest sigma); the interval is Student's, 95 %, with points - 2 degrees of "
@@ -89,6 +92,8 @@ def fit(
     sxx = math.fsum((x - mean_x) ** 2 for x, _ in xy)
     alpha = math.fsum((x - mean_x) * (y - mean_y) for x, y in xy) / sxx
     intercept = mean_y - alpha * mean_x
+    if max(abs(intercept), abs(alpha) * max(x for x, _ in xy)) > LARGEST_LOG:
+        raise UserError(f"the growth of layer {layer}, scope {scope} overflows: no law is fitted")
     residuals = [y - intercept - alpha * x for x, y in xy]
     squares = math.fsum(r**2 for r in residuals)
     rms = math.sqrt(squares / count)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -16,6 +24,9 @@ WHOLE_MODEL = "model"
 
 GROUPED_TOKENS = 512
 """Samples of one length are solved together up to this many tokens; larger batches gain nothing."""
+
+MOST_REASON = 10_000
+"""Characters of the reason in the status of a failed row."""
 
 Group = tuple[int, tuple[int, ...]]
 """(n, samples): samples of one length that share one forward pass."""
@@ -43,18 +54,16 @@ class Job(NamedTuple):
         """The approximate cost: products with n x d matrices and with n x n matrices."""
         return len(self.samples) * self.n * (1 + self.n / 1024)
 
-    def row_keys(self) -> list[RowKey]:
+    def row_keys(self) -> Iterator[RowKey]:
         """(scope, layer, head, n, sample) of every row this job produces."""
-        return [
-            (scope, self.layer, head, self.n, sample)
-            for scope in self.scopes
-            for head in (self.heads if scope == "heads" else (None,))
-            for sample in self.samples
-        ]
+        for scope in self.scopes:
+            for head in self.heads if scope == "heads" else (None,):
+                for sample in self.samples:
+                    yield scope, self.layer, head, self.n, sample
 
     def failed_rows(self, reason: str, dtype: str, device: str) -> tuple[Row, ...]:
         """The rows of a job that failed, with the reason in their status."""
-        nan, status = math.nan, f"{FAILED}: {' '.join(reason.split())}"
+        nan, status = math.nan, f"{FAILED}: {' '.join(reason.split())[:MOST_REASON]}"
         return tuple(
             Row(
                 SIGMA,
@@ -99,15 +108,19 @@ class Request:
     heads: Mapping[int, tuple[int, ...]]
     scopes: tuple[str, ...]
 
-    def jobs(self, done: Collection[RowKey]) -> list[Job]:
-        """The remaining jobs, shortest samples first."""
+    def places(self) -> list[tuple[int | None, tuple[str, ...], tuple[int, ...]]]:
+        """(layer, scopes, heads) of the jobs at every group; no layer for the whole model."""
         inside = tuple(scope for scope in self.scopes if scope != WHOLE_MODEL)
         places: list[tuple[int | None, tuple[str, ...], tuple[int, ...]]] = [
             (layer, inside, self.heads[layer]) for layer in self.layers if inside
         ]
         if WHOLE_MODEL in self.scopes:
             places.append((None, (WHOLE_MODEL,), ()))
-        jobs = []
+        return places
+
+    def jobs(self, done: Collection[RowKey]) -> list[Job]:
+        """The remaining jobs, shortest samples first."""
+        jobs, places = [], self.places()
         for n, samples in self.groups:
             for layer, scopes, heads in places:
                 # Samples that lack the same rows stay together.
@@ -146,34 +159,63 @@ class Command(NamedTuple):
         return {"verb": self.verb, "line": self.line, "asked": asked, "probe": self.probe_prefix}
 
     @staticmethod
-    def from_json(data: Any) -> Command | None:
-        """The command that `as_json` wrote; None for anything else."""
-        try:
-            asked = Request(
-                groups=tuple((int(n), tuple(samples)) for n, samples in data["asked"]["groups"]),
-                layers=tuple(data["asked"]["layers"]),
-                heads={int(layer): tuple(heads) for layer, heads in data["asked"]["heads"]},
-                scopes=tuple(data["asked"]["scopes"]),
-            )
-            verb, line, probe = (str(data[name]) for name in ("verb", "line", "probe"))
-            return Command(verb=verb, line=line, asked=asked, probe_prefix=probe)
-        except (KeyError, TypeError, ValueError):
-            return None
+    def from_json(data: Any) -> Command:
+        """The command that `as_json` wrote; raises KeyError, TypeError or ValueError for others.
+
+        Types and ranges are checked by `lipscope.study.validation`.
+        """
+        asked = Request(
+            groups=tuple((n, tuple(samples)) for n, samples in data["asked"]["groups"]),
+            layers=tuple(data["asked"]["layers"]),
+            heads={layer: tuple(heads) for layer, heads in data["asked"]["heads"]},
+            scopes=tuple(data["asked"]["scopes"]),
+        )
+        return Command(
+            verb=data["verb"], line=data["line"], asked=asked, probe_prefix=data["probe"]
+        )
+
+
+MOST_COMPARED = 10_000_000
+"""Elements that `command_lines` compares before it keeps every line."""
+
+
+class _Keys(NamedTuple):
+    """The row keys of a request: every place at every sample, without listing the product."""
+
+    places: frozenset[tuple[str, int | None, int | None]]
+    samples: frozenset[tuple[int, int]]
+
+    @classmethod
+    def of(cls, asked: Request) -> _Keys:
+        places = frozenset(
+            (scope, layer, head)
+            for layer, scopes, heads in asked.places()
+            for scope in scopes
+            for head in (heads if scope == "heads" else (None,))
+        )
+        samples = frozenset((n, sample) for n, some in asked.groups for sample in some)
+        # A product with nothing is nothing.
+        return cls(places, samples) if places and samples else cls(frozenset(), frozenset())
+
+    def within(self, other: _Keys) -> bool:
+        return self.places <= other.places and self.samples <= other.samples
 
 
 def command_lines(commands: Sequence[Command]) -> list[str]:
     """The command lines, without those that ask for nothing but what another one asks for."""
-    keys = [{key for job in one.asked.jobs(()) for key in job.row_keys()} for one in commands]
+    made = [one for one in commands if one.line]
+    keys = [_Keys.of(one.asked) for one in made]
+    if len(made) * sum(len(one.places) + len(one.samples) for one in keys) > MOST_COMPARED:
+        return [one.line for one in made]
     return [
         one.line
-        for i, one in enumerate(commands)
-        if one.line
-        and not any(
-            other.line
-            and (one.verb, one.probe_prefix) == (other.verb, other.probe_prefix)
+        for i, one in enumerate(made)
+        if not any(
+            (one.verb, one.probe_prefix) == (other.verb, other.probe_prefix)
+            and keys[i].within(keys[j])
             # Of two that ask for the same, the later one stays.
-            and (keys[i] < keys[j] or (keys[i] == keys[j] and i < j))
-            for j, other in enumerate(commands)
+            and (keys[i] != keys[j] or i < j)
+            for j, other in enumerate(made)
         )
     ]
 
@@ -187,19 +229,26 @@ class JobCount(NamedTuple):
 
 def count_jobs(commands: Iterable[Command], rows: Iterable[Row]) -> JobCount:
     """The jobs that some commands ask for, each once, and those whose rows are there."""
-    asked = defaultdict[tuple[str, int, int, int | None], set[RowKey]](set)
+    asked = defaultdict[tuple[str, int, int, int | None], list[Job]](list)
     for command in commands:
-        for job in command.asked.jobs(()):
-            # Runs with more samples or scopes extend a job of an earlier run.
-            block = block_of(job)
-            for probe in {SIGMA, command.probe_prefix}:
-                asked[probe, job.n, block, job.layer] |= set(job.row_keys())
+        for layer, scopes, heads in command.asked.places():
+            for n, samples in command.asked.groups:
+                job = Job(n=n, samples=samples, layer=layer, scopes=scopes, heads=heads)
+                if next(job.row_keys(), None) is None:  # heads of a layer that has none
+                    continue
+                # Runs with more samples or scopes extend a job of an earlier run.
+                for probe in {SIGMA, command.probe_prefix}:
+                    asked[probe, n, block_of(job), layer].append(job)
     there = {probe: set[RowKey]() for probe, *_ in asked}
     for row in rows:
         for probe, keys in there.items():
             if row.probe.startswith(probe):
                 keys.add(row[1:6])
-    done = sum(keys <= there[probe] for (probe, *_), keys in asked.items())
+    # A job ends at the first row that is missing: the work is bounded by jobs and rows.
+    done = sum(
+        all(key in there[probe] for job in jobs for key in job.row_keys())
+        for (probe, *_), jobs in asked.items()
+    )
     return JobCount(done, len(asked))
 
 

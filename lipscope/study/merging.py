@@ -7,11 +7,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lipscope._files import claim_folder, whole_file
+from lipscope._files import whole_file
 from lipscope._types import UserError
-from lipscope.study.directory import FILE, LOCK, require_parts
+from lipscope.study.directory import FILE, claim, require_parts
 from lipscope.study.records import Row, StudyInfo
-from lipscope.study.store import INFO, Store, content, damage
+from lipscope.study.store import Store, content, damage
+from lipscope.study.validation import COMMANDS, INFO
 
 
 class Merged(NamedTuple):
@@ -56,7 +57,7 @@ def join(stores: Iterable[Store]) -> Joined:
             records[kind, key] = min(records.get((kind, key), value), value, key=repr)
         commands |= {repr(command): command for command in store.commands()}
     assert info is not None
-    records.pop((INFO, "commands"), None)
+    records.pop((INFO, COMMANDS), None)
     joined = Store.create(None, info)
     joined.write(rows.values())
     joined.put_all((*name, value) for name, value in records.items())
@@ -95,7 +96,7 @@ def merge(out: Path, parts: Sequence[Path]) -> Merged:
 @contextmanager
 def claimed(directory: Path) -> Iterator[None]:
     """Keep other processes from writing to the directory of a study, which may be a new one."""
-    lock = claim_folder(directory, "a study", (FILE, f"{FILE}-journal"), LOCK)
+    lock = claim(directory)
     try:
         yield
     finally:

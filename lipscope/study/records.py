@@ -166,14 +166,16 @@ _EMPTY: dict[str, tuple[tuple[type, ...], Any]] = {
 """Per annotation, the types that a field may have and what stands for a lost one."""
 
 
+def well_typed(kind: type[Any], facts: Any) -> bool:
+    """Whether facts are a dict whose known fields have the types of an Identity or About."""
+    # type(x), not isinstance: True is an int, and no number of layers.
+    return isinstance(facts, dict) and all(
+        type(facts[f.name]) in _EMPTY[str(f.type)][0] for f in fields(kind) if f.name in facts
+    )
+
+
 def record_of(kind: type[T], facts: Any) -> T:
     """An Identity or About from facts that may lack fields, hold unknown ones, or be lost."""
     known = facts if isinstance(facts, dict) else {}
-    given: dict[str, Any] = {}
-    for f in fields(kind):  # type: ignore[arg-type]  # T is a dataclass
-        types, empty = _EMPTY[str(f.type)]
-        value = known.get(f.name)
-        if isinstance(value, dict):
-            value = {key: text for key, text in value.items() if isinstance(text, str)}
-        given[f.name] = value if isinstance(value, types) else empty
-    return kind(**given)
+    empty = {f.name: _EMPTY[str(f.type)][1] for f in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: known.get(name, value) for name, value in empty.items()})

@@ -1,4 +1,8 @@
-"""Checksums of what a study stores, and reads that keep what is intact and name what is lost."""
+"""Checksums of what a study stores, and reads that keep what is intact and name what is lost.
+
+An intact row or record has the right checksum and makes sense (`lipscope.study.validation`). No
+read returns more than the file can hold, even if its pages refer to each other in circles.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,11 @@ import math
 import sqlite3
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from lipscope.study.validation import valid_record, valid_row
 
 Record = tuple[Any, ...]
 
@@ -15,6 +22,8 @@ Record = tuple[Any, ...]
 # open, permissions. Any other error of a fixed SELECT comes from the content of the file.
 _NOT_DAMAGE = (3, 5, 6, 8, 9, 10, 13, 14, 23)
 _SHORT_READ = 522
+
+_SIZES = ("page_count", "page_size")
 
 _NUMBERS = struct.Struct("<4q6d")
 
@@ -67,6 +76,11 @@ class Table(NamedTuple):
     key: tuple[str, ...]
     columns: int
     checksum: Callable[[Record], int]
+    valid: Callable[[Record], bool]
+
+    def is_intact(self, row: Record) -> bool:
+        """Whether a row, checksum included, is as lipscope wrote it and makes sense."""
+        return self.checksum(row[:-1]) == row[-1] and self.valid(row[:-1])
 
     def scan(self, what: str = "", order: str = "") -> str:
         """A query for whole records that takes no column by name: names may be damaged too."""
@@ -76,9 +90,15 @@ class Table(NamedTuple):
 
 
 ROWS = Table(
-    "rows", ("probe", "scope", "layer", "head", "n", "sample", "kind", "norm"), 18, row_checksum
+    name="rows",
+    key=("probe", "scope", "layer", "head", "n", "sample", "kind", "norm"),
+    columns=18,
+    checksum=row_checksum,
+    valid=valid_row,
 )
-RECORDS = Table("records", ("kind", "key"), 4, record_checksum)
+RECORDS = Table(
+    name="records", key=("kind", "key"), columns=4, checksum=record_checksum, valid=valid_record
+)
 
 
 class Found(NamedTuple):
@@ -98,11 +118,14 @@ class Found(NamedTuple):
 def read(db: sqlite3.Connection, table: Table) -> Found:
     """All records of a table, each verified."""
     try:
-        rows = db.execute(table.scan()).fetchall()
-        intact = [row[:-1] for row in rows if table.checksum(row[:-1]) == row[-1]]
-        (keys,) = db.execute(
-            f"SELECT count(*) FROM {table.name} INDEXED BY {table.name}_key"
-        ).fetchone()
+        with _snapshot(db):
+            limit = _Limit(db)
+            rows = list(limit.read(table.scan()))
+            (keys,) = db.execute(
+                f"SELECT count(*) FROM (SELECT 1 FROM {table.name} INDEXED BY {table.name}_key "
+                f"LIMIT {len(rows) + 1})"
+            ).fetchone()
+        intact = [row[:-1] for row in rows if table.is_intact(row)]
         if len(rows) == len(intact) == keys:
             return Found(intact, [])
     except sqlite3.Error as error:
@@ -110,7 +133,49 @@ def read(db: sqlite3.Connection, table: Table) -> Found:
             raise
     except (MemoryError, UnicodeError):  # a damaged length, a damaged name
         pass
-    return _salvage(db, table)
+    with _snapshot(db):
+        return _salvage(db, table)
+
+
+class _TooMuchError(sqlite3.DatabaseError):
+    """A query returned more than the file can hold."""
+
+
+class _Limit:
+    """How much a file can give: every row of a query takes some of its bytes."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        pages, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in _SIZES)
+        self._left = self._whole = pages * size
+
+    def again(self) -> _Limit:
+        """Begin to count again, for a query that reads the same rows once more."""
+        self._left = self._whole
+        return self
+
+    def read(self, query: str) -> Iterator[Record]:
+        """Run a query; the error after too many bytes counts as damage, like SQLite's own."""
+        for row in self._db.execute(query):
+            # The least size of a row in a page, and its texts and blobs, which are stored as such.
+            self._left -= 8 + sum(len(x) for x in row if type(x) is str or type(x) is bytes)
+            if self._left < 0:
+                raise _TooMuchError("there is more in this file than it can hold")
+            yield row
+
+
+@contextmanager
+def _snapshot(db: sqlite3.Connection) -> Iterator[None]:
+    """See one state of the file, whatever a writer does meanwhile."""
+    if db.in_transaction:
+        yield
+        return
+    db.execute("BEGIN")
+    try:
+        yield
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -123,21 +188,24 @@ def _salvage(db: sqlite3.Connection, table: Table) -> Found:
     """Read a damaged table from both ends and row by row, through the table and its index."""
     # Damaged text must not stop a read; its checksum will not match.
     db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
-    name, width = table.name, len(table.key)
+    name, width, limit = table.name, len(table.key), _Limit(db)
     keys, rows = dict[int, Record](), dict[int, Record]()
     through = [False, False]
     for way in ("ASC", "DESC"):
         order = ", ".join(f"{column} {way}" for column in table.key)
         by_key = f"SELECT rowid, {', '.join(table.key)} FROM {name} INDEXED BY {name}_key"
-        through[0] |= _read_into(keys, db, f"{by_key} ORDER BY {order}")
-        through[1] |= _read_into(rows, db, table.scan("rowid, ", f" ORDER BY rowid {way}"))
+        through[0] |= _read_into(keys, limit.again(), f"{by_key} ORDER BY {order}")
+        through[1] |= _read_into(
+            rows, limit.again(), table.scan("rowid, ", f" ORDER BY rowid {way}")
+        )
+    limit.again()
     for missing in keys.keys() - rows.keys():
-        _read_into(rows, db, table.scan("rowid, ", f" WHERE rowid = {missing}"))
+        _read_into(rows, limit, table.scan("rowid, ", f" WHERE rowid = {missing}"))
     db.text_factory = str
     good = {
         rowid: row[:-1]
         for rowid, row in sorted(rows.items())
-        if len(row) > width and table.checksum(row[:-1]) == row[-1]
+        if len(row) > width and table.is_intact(row)
     }
     intact = {row[:width]: row for row in good.values()}
     # The rowid tells a lost row from an index entry that names an intact one wrongly.
@@ -148,10 +216,10 @@ def _salvage(db: sqlite3.Connection, table: Table) -> Found:
     return Found(list(intact.values()), lost, unknown=unknown, only_index=only_index)
 
 
-def _read_into(found: dict[int, Record], db: sqlite3.Connection, query: str) -> bool:
+def _read_into(found: dict[int, Record], limit: _Limit, query: str) -> bool:
     """Collect the records of a query by rowid, up to the first damage; whether there was none."""
     try:
-        for rowid, *record in db.execute(query):
+        for rowid, *record in limit.read(query):
             found.setdefault(rowid, tuple(record))
     except sqlite3.Error as error:
         if not is_damage(error):

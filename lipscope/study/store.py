@@ -6,21 +6,22 @@ import json
 import math
 import sqlite3
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipscope._files import claim_folder
 from lipscope._types import UserError
 from lipscope.study.directory import (
-    APPLICATION_ID,
-    FILE,
-    LOCK,
-    SCHEMA_VERSION,
+    claim,
+    connect_to_memory,
     connect_to_read,
+    connect_to_write,
+    create_tables,
     database_errors,
+    has_our_schema,
+    patiently,
     require_same,
     require_study,
 )
@@ -39,29 +40,23 @@ from lipscope.study.records import (
 )
 from lipscope.study.salvage import RECORDS, ROWS, Record, Table, record_checksum, row_checksum
 from lipscope.study.salvage import read as read_table
+from lipscope.study.validation import (
+    ABOUT,
+    CLAIM,
+    COMMANDS,
+    IDENTITY,
+    INFO,
+    MOST_COMMANDS,
+    MOST_JOBS,
+    NORMS,
+    TOKENS,
+    parsed_commands,
+    valid_record,
+    valid_row,
+)
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
-
-# Two tables: the numbers, with typed columns for anyone who opens the file, and everything else by
-# kind and key. "No layer" and "no head" are -1, because in a unique index every NULL differs. Both
-# indexes hold the keys a second time: that is how a lost row is noticed, and named.
-_SCHEMA = """
-CREATE TABLE rows (
-    probe TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER NOT NULL,
-    n INTEGER NOT NULL, sample INTEGER NOT NULL, kind TEXT NOT NULL, norm TEXT NOT NULL,
-    value REAL, lower REAL NOT NULL, upper REAL NOT NULL, residual REAL, status TEXT NOT NULL,
-    radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL, crc INTEGER NOT NULL,
-    CHECK (value IS NULL OR (lower <= value AND value <= upper))
-);
-CREATE UNIQUE INDEX rows_key ON rows (probe, scope, layer, head, n, sample, kind, norm);
-CREATE TABLE records (kind TEXT NOT NULL, key TEXT NOT NULL, value NOT NULL, crc INTEGER NOT NULL);
-CREATE UNIQUE INDEX records_key ON records (kind, key);
-"""
-
-INFO, TOKENS, NORMS, CLAIM = "info", "tokens", "token norms", "claim"
-"""Kinds of records: facts about the study, the tokens of a sample, the token norms of a row, and
-what a claim of `lipscope reproduce` measured."""
 
 
 class Store:
@@ -77,6 +72,7 @@ class Store:
         connection: sqlite3.Connection,
         directory: Path | None,
         lock: BaseFileLock | None = None,
+        as_written: bool = True,
     ) -> None:
         self._db = connection
         self._lock = lock
@@ -84,6 +80,8 @@ class Store:
         self._lost: dict[str, list[str]] = {}
         self._lost_keys: set[Record] = set()
         self._keys: set[Record] | None = None  # of all records, once read and nothing lost
+        if not as_written:
+            self._lost["schema"] = ["the schema"]
 
     @classmethod
     def create(
@@ -98,21 +96,19 @@ class Store:
 
         `noun` and `marks` are what the directory is called, and other files that it may hold.
         """
-        lock = None
-        if directory is not None:
-            lock = claim_folder(directory, noun, (FILE, f"{FILE}-journal", *marks), LOCK)
-        where = ":memory:" if directory is None else directory / FILE
-        store = cls(
-            sqlite3.connect(where, isolation_level=None, timeout=30, check_same_thread=False),
-            directory,
-            lock,
-        )
+        if directory is None:
+            store = cls(connect_to_memory(), None)
+            store._prepare(info, command)
+            return store
+        lock = claim(directory, noun, marks)
         try:
             with database_errors(directory):
-                # A rollback journal, which is safe on network file systems and gone after every
-                # transaction. EXTRA: a commit is on disk, its folder entry too, when it returns.
-                store._db.execute("PRAGMA journal_mode = DELETE")
-                store._db.execute("PRAGMA synchronous = EXTRA")
+                store = cls(connect_to_write(directory), directory, lock)
+        except BaseException:
+            lock.release()
+            raise
+        try:
+            with database_errors(directory):
                 store._prepare(info, command)
         except BaseException:
             store.close()
@@ -122,7 +118,8 @@ class Store:
     @classmethod
     def open(cls, directory: Path) -> Store:
         """Open the store in `directory` for reading."""
-        return cls(connect_to_read(directory), directory)
+        db, as_written = connect_to_read(directory)
+        return cls(db, directory, as_written=as_written)
 
     def to_bytes(self) -> bytes:
         """The content of a store in memory."""
@@ -131,9 +128,7 @@ class Store:
     @classmethod
     def from_bytes(cls, content: bytes) -> Store:
         """A store in memory with this content."""
-        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        db.deserialize(content)
-        return cls(db, None)
+        return cls(connect_to_memory(content), None)
 
     def close(self) -> None:
         """Close the store and, if it was open for writing, release the lock."""
@@ -143,8 +138,8 @@ class Store:
 
     def info(self) -> StudyInfo:
         """Identity and description of the study; what is lost is unknown, 0 or empty."""
-        identity = record_of(Identity, _parsed(self.get(INFO, "identity")))
-        about = record_of(About, _parsed(self.get(INFO, "about")))
+        identity = record_of(Identity, _parsed(self.get(INFO, IDENTITY)))
+        about = record_of(About, _parsed(self.get(INFO, ABOUT)))
         lines = command_lines(self.commands())
         return StudyInfo(identity, replace(about, command="\n".join(lines) or about.command))
 
@@ -152,18 +147,20 @@ class Store:
         """Note a command that adds to the study; once, however often it is run."""
         made = self.commands()
         if command not in made:
-            listed = [one.as_json() for one in (*made, command)]
-            self.put(INFO, "commands", json.dumps(listed))
+            self.put(INFO, COMMANDS, _listed([*made, command]))
 
     def commands(self) -> list[Command]:
         """The commands that made the study, in the order of their first run."""
-        listed = _parsed(self.get(INFO, "commands"))
-        found = map(Command.from_json, listed if isinstance(listed, list) else [])
-        return [command for command in found if command is not None]
+        return parsed_commands(self.get(INFO, COMMANDS))
 
     def write(self, rows: Iterable[Row], sensitivities: Iterable[Sensitivity] = ()) -> None:
         """Store the rows of one job, replacing rows with the same keys; on disk when it returns."""
-        stored = [_stored(row.check()) for row in rows]
+        stored = []
+        for row in rows:
+            record = _stored(row.check())
+            if not valid_row(record):
+                raise ValueError(f"a study cannot hold this row: {row}")
+            stored.append(record)
         marks = ", ".join("?" * (len(COLUMNS) + 1))
         with self._transaction():
             self._db.executemany(
@@ -171,10 +168,11 @@ class Store:
                 [(*record, row_checksum(record)) for record in stored],
             )
             # float32: these norms are shown to two digits, and there are n of them per row.
-            self._put(
+            norms = (
                 (NORMS, json.dumps(s[:5]), array("f", (*s.right, *s.left)).tobytes())
                 for s in sensitivities
             )
+            self._put(record for record in norms if valid_record(record))  # not those with NaN
 
     def write_samples(self, samples: Iterable[SampleTokens]) -> None:
         """Store the tokens of the samples to be measured."""
@@ -205,10 +203,6 @@ class Store:
         tokens = _parsed(self.get(TOKENS, key))
         if tokens is None:
             return None if self._may_be_lost(TOKENS, key) else SampleTokens(n, sample, ())
-        known = isinstance(tokens, list) and len(tokens) == n
-        if not known or not all(isinstance(token, str) for token in tokens):
-            self._lost.setdefault(key, [f"{TOKENS} {key}"])
-            return None
         return SampleTokens(n, sample, tuple(tokens))
 
     def sensitivity(
@@ -216,12 +210,12 @@ class Store:
     ) -> Sensitivity | None:
         """The token norms of one row."""
         key = json.dumps((scope, layer, head, n, sample))
-        return _sensitivity(key, self.get(NORMS, key))
+        found = self.get(NORMS, key)
+        return None if found is None else _sensitivity(key, found)
 
     def sensitivities(self) -> list[Sensitivity]:
         """All token norms, in an order independent of when they were written."""
-        every = (_sensitivity(key, value) for key, value in self.records(NORMS))
-        return sorted((s for s in every if s is not None), key=_place)
+        return sorted((_sensitivity(*record) for record in self.records(NORMS)), key=_place)
 
     def records(self, kind: str) -> list[tuple[str, Any]]:
         """(key, value) of all records of a kind, in the order in which they were written."""
@@ -237,7 +231,7 @@ class Store:
             found = self._db.execute(
                 "SELECT value, crc FROM records WHERE kind = ? AND key = ?", (kind, key)
             ).fetchone()
-            if found is not None and record_checksum((kind, key, found[0])) == found[1]:
+            if found is not None and RECORDS.is_intact((kind, key, *found)):
                 return found[0]
         # It was never there, or it is lost, or only the index is damaged: look without it, which
         # need not be done again for a key that was not there.
@@ -263,7 +257,7 @@ class Store:
     def _read(self, table: Table) -> list[Record]:
         """The intact records of a table; what is lost is noted."""
         with database_errors(self.directory):
-            found = read_table(self._db, table)
+            found = patiently(lambda: read_table(self._db, table))
         names = [_name(table, key) for key in found.lost]
         self._lost_keys |= set(found.lost)
         if found.unknown:
@@ -278,34 +272,35 @@ class Store:
 
     def _prepare(self, info: StudyInfo, command: Command | None) -> None:
         """Create the tables of a new study, or check that the existing one is the same."""
-        if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-            statements = [s for s in _SCHEMA.split(";") if s.strip()]
+        if self._db.execute("PRAGMA page_count").fetchone()[0] == 0:
+            facts = {
+                IDENTITY: json.dumps(asdict(info.identity)),
+                ABOUT: json.dumps(asdict(info.about)),
+                COMMANDS: _listed([] if command is None else [command]),
+            }
             with self._transaction():
-                for statement in statements:
-                    self._db.execute(statement)
-                facts = {
-                    "identity": asdict(info.identity),
-                    "about": asdict(info.about),
-                    "commands": [command.as_json()] if command is not None else [],
-                }
-                self._put((INFO, name, json.dumps(fact)) for name, fact in facts.items())
-                self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                create_tables(self._db)
+                self._put((INFO, name, fact) for name, fact in facts.items())
             return
         assert self.directory is not None
         require_study(self._db, self.directory)
-        if self.check():
+        if not has_our_schema(self._db):
+            self._lost["schema"] = ["the schema"]
+        if self.lost or self.check():
             raise UserError(damage(self))
         require_same(self.info().identity, info.identity, self.directory)
-        self.put(INFO, "about", json.dumps(asdict(info.about)))
+        self.put(INFO, ABOUT, json.dumps(asdict(info.about)))
         if command is not None:
             self.add_command(command)
 
     def _put(self, records: Iterable[tuple[str, str, str | bytes]]) -> None:
-        self._db.executemany(
-            "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
-            ((*record, record_checksum(record)) for record in records),
-        )
+        for record in records:
+            if not valid_record(record):
+                raise ValueError(f"a study cannot hold this record: {record[0]} {record[1]}")
+            self._db.execute(
+                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
+                (*record, record_checksum(record)),
+            )
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -318,6 +313,17 @@ class Store:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def _listed(commands: Sequence[Command]) -> str:
+    """The commands of a study as they are stored; raises UserError if there are too many."""
+    listed = json.dumps([one.as_json() for one in commands])
+    if not valid_record((INFO, COMMANDS, listed)):
+        raise UserError(
+            f"a study keeps at most {MOST_COMMANDS:,} commands, for at most {MOST_JOBS:,} jobs "
+            "together; measure fewer lengths, samples or layers, or give another --out"
+        )
+    return listed
 
 
 def content(store: Store) -> str:
@@ -399,12 +405,9 @@ def _row(record: Record) -> Row:
     )
 
 
-def _sensitivity(key: str, blob: Any) -> Sensitivity | None:
-    """The token norms in a record; None if there is none, or none that fits its key."""
-    where = _parsed(key)
-    if not isinstance(blob, bytes) or len(where) != 5 or len(blob) != 8 * where[3]:
-        return None
-    scope, layer, head, n, sample = where
+def _sensitivity(key: str, blob: bytes) -> Sensitivity:
+    """The token norms in a record."""
+    scope, layer, head, n, sample = json.loads(key)
     norms = tuple(array("f", blob))
     return Sensitivity(
         scope=scope, layer=layer, head=head, n=n, sample=sample, right=norms[:n], left=norms[n:]

@@ -449,7 +449,7 @@ def concat(studies: Sequence[Study]) -> Study:
 
 def copy_study(study: Study, directory: Path) -> Study:
     """Everything intact in a study, in a new directory."""
-    if (directory / FILE).exists():
+    if os.path.lexists(directory / FILE):
         raise UserError(f"{directory} holds a study; give a new or empty directory")
     with claimed(directory):
         write_whole(join([study.store]).store, directory)

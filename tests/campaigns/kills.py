@@ -25,6 +25,7 @@ from lipscope.cli import main
 from lipscope.study.records import Row
 from lipscope.study.study import Study
 from tests.campaigns.runner import Result, campaign
+from tests.study.fakes import roll_back
 from tests.study.printed import exported
 from tests.study.tiny import PROSE, save_tiny
 
@@ -60,6 +61,7 @@ def forked(work: Callable[[], int | None]) -> int:
 
 def rows_of(directory: Path) -> list[Row] | None:
     """The rows without their times, or None where there is no study yet."""
+    roll_back(directory)
     try:
         study = Study.open(directory)
     except UserError:

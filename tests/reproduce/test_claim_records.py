@@ -13,7 +13,8 @@ from lipscope.reproduce.registry import chosen
 from lipscope.reproduce.running import reproduce_papers
 from lipscope.reproduce.setting import Setting
 from lipscope.study.directory import FILE
-from lipscope.study.store import CLAIM, Store
+from lipscope.study.store import Store
+from lipscope.study.validation import CLAIM
 from tests.reproduce.planted import claim
 
 

@@ -135,6 +135,36 @@ def keep_slowly(directory: str, count: int) -> None:
     )
 
 
+def roll_back(directory: Path) -> None:
+    """Undo what a killed run had begun, as the next run does: reading alone changes nothing."""
+    from lipscope.study.directory import claim
+
+    claim(directory).release()
+
+
+def many_rows(number: int) -> list[Row]:
+    """The rows of a job: enough of them that a transaction changes several pages."""
+    return [row("heads", layer, 0, 8 + number, 0, value=1.0 + layer) for layer in range(40)]
+
+
+def keep_and_merge(top: str, jobs: int, synchronous: str = "") -> None:
+    """Write a study and merge it; note each job on stderr when the store has acknowledged it."""
+    from lipscope.study.merging import merge
+    from lipscope.study.store import Store
+
+    place = Path(top) / "new" / "study"
+    store = Store.create(place, info())
+    if synchronous:
+        store._db.execute(f"PRAGMA synchronous = {synchronous}")
+    for number in range(jobs):
+        rows = many_rows(number)
+        store.write(rows, [sensitivity(one) for one in rows[:5]])
+        os.write(2, f"job {number}\n".encode())
+    store.close()
+    merge(Path(top) / "merged", [place])
+    os.write(2, b"merged\n")
+
+
 def start_answering(threads: int):
     """Empty work for a worker: a made-up result, at once."""
     return answer

@@ -14,8 +14,9 @@ from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.loading import load
 from lipscope.study.reading import Windows
 from lipscope.study.run import measure
-from lipscope.study.store import INFO, Store
+from lipscope.study.store import Store
 from lipscope.study.study import Study
+from lipscope.study.validation import INFO
 from lipscope.study.work import NUMERIC_VERSION, config_digest, start_sigma_work
 from tests.study.fakes import info, row, sensitivity
 from tests.study.printed import exported, shown

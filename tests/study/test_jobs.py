@@ -52,13 +52,13 @@ def test_only_what_is_missing_is_asked():
 
 def test_a_job_owes_a_row_per_scope_head_and_sample():
     job = Job(16, (0, 2), 1, ("heads", "attention"), (0, 3))
-    assert job.row_keys() == [
+    assert list(job.row_keys()) == [
         ("heads", 1, 0, 16, 0), ("heads", 1, 0, 16, 2),
         ("heads", 1, 3, 16, 0), ("heads", 1, 3, 16, 2),
         ("attention", 1, None, 16, 0), ("attention", 1, None, 16, 2),
     ]  # fmt: skip
     failed = job.failed_rows("out of\n memory", "float32", "cuda")
-    assert [r[1:6] for r in failed] == job.row_keys()
+    assert [r[1:6] for r in failed] == list(job.row_keys())
     assert {r.status for r in failed} == {"failed: out of memory"}
     assert all(
         r.check().failing and math.isnan(r.value) and (r.lower, r.upper) == (0.0, math.inf)

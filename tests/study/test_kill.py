@@ -14,7 +14,7 @@ import pytest
 from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.study.study import Study
-from tests.study.fakes import keep_slowly
+from tests.study.fakes import keep_slowly, roll_back
 from tests.study.printed import exported
 from tests.study.tiny import save_tiny
 
@@ -37,6 +37,7 @@ def test_a_few_kills(tmp_path, capsys):
         os.kill(child.pid, signal.SIGKILL)
         acknowledged = len(child.stdout.read().splitlines())
         child.wait()
+        roll_back(tmp_path / "killed")
         rows = len(Study.open(tmp_path / "killed").rows)
         assert rows >= kept + acknowledged
         kept = rows
@@ -80,6 +81,7 @@ def test_fifty_kills_of_two_hundred_jobs(tmp_path, prose, capsys):
         )
         os.kill(child.pid, signal.SIGKILL)
         child.join()
+        roll_back(killed)
         now = set(map(repr, Study.open(killed).rows))
         assert known <= now
         known = now

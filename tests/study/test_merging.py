@@ -11,8 +11,9 @@ from lipscope.study.directory import FILE
 from lipscope.study.jobs import Command, Request
 from lipscope.study.merging import join, merge
 from lipscope.study.sharding import Shard
-from lipscope.study.store import INFO, Store
+from lipscope.study.store import Store
 from lipscope.study.study import Study
+from lipscope.study.validation import INFO
 from tests.study.fakes import ABOUT, answer, info, row
 from tests.study.printed import exported
 

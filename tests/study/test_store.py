@@ -234,7 +234,7 @@ def test_a_study_on_read_only_media_is_read(tmp_path):
         (tmp_path / "s").chmod(0o755)
 
 
-def test_a_hot_journal_is_rolled_back_by_whoever_reads_next(tmp_path):
+def test_a_journal_is_rolled_back_by_the_next_writer_and_by_no_reader(tmp_path):
     """A writer killed inside a transaction: the pages it had written are undone."""
     code = (
         "import os, sys; from pathlib import Path; from tests.study.fakes import info, row\n"
@@ -248,7 +248,11 @@ def test_a_hot_journal_is_rolled_back_by_whoever_reads_next(tmp_path):
     place = tmp_path / "s"
     subprocess.run([sys.executable, "-c", code, str(place)], check=False, cwd=ROOT)
     assert (place / f"{FILE}-journal").exists()
-    store = Store.open(place)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    with pytest.raises(UserError, match=r"was killed.*repeat the command.*--out .*/s, which resum"):
+        Store.open(place)
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    store = Store.create(place, info())
     assert store.rows() == [row()] and store.records("kind") == [] and store.check() == []
     assert not (place / f"{FILE}-journal").exists()
 

@@ -9,13 +9,19 @@ from hypothesis import strategies as st
 
 from lipscope.study.jobs import Command, Request
 from lipscope.study.records import COLUMNS, Row, SampleTokens, Sensitivity
+from lipscope.study.salvage import record_checksum
 from lipscope.study.store import Store
+from lipscope.study.validation import MOST_PLACES, MOST_TOKENS
 from tests.study.fakes import info, row
 
 # Every character, lone surrogates and NUL included.
 TEXT = st.text(st.characters(exclude_categories=()), max_size=12)
 FLOAT = st.floats()  # NaN, infinities, -0.0 and subnormal numbers included
 NUMBER = st.integers(0, 2**40)
+LAYER = st.integers(0, MOST_PLACES)
+PLACE = st.none() | LAYER
+LENGTH = st.integers(1, MOST_TOKENS)
+NORM = st.floats(0, 1, width=32)
 
 
 @st.composite
@@ -27,9 +33,9 @@ def rows(draw) -> Row:
     return Row(
         probe=draw(TEXT),
         scope=draw(TEXT),
-        layer=draw(st.none() | NUMBER),
-        head=draw(st.none() | NUMBER),
-        n=draw(NUMBER),
+        layer=draw(PLACE),
+        head=draw(PLACE),
+        n=draw(LENGTH),
         sample=draw(NUMBER),
         kind=draw(TEXT),
         norm=draw(TEXT),
@@ -38,10 +44,10 @@ def rows(draw) -> Row:
         upper=upper,
         residual=draw(FLOAT),
         status=failed if missing else "converged: " + draw(TEXT),
-        radius=draw(FLOAT),
+        radius=abs(draw(FLOAT)),
         dtype=draw(TEXT),
         device=draw(TEXT),
-        seconds=draw(FLOAT),
+        seconds=abs(draw(FLOAT)),
     )
 
 
@@ -73,7 +79,7 @@ def test_any_rows_come_back(given_rows):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(TEXT, max_size=9), NUMBER)
+@given(st.lists(TEXT, min_size=1, max_size=9), NUMBER)
 def test_any_tokens_come_back(tokens, sample):
     store = Store.create(None, info())
     store.write_samples([SampleTokens(len(tokens), sample, tuple(tokens))])
@@ -83,10 +89,10 @@ def test_any_tokens_come_back(tokens, sample):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(st.floats(width=32, allow_nan=False), st.floats(width=32, allow_nan=False))),
+    st.lists(st.tuples(NORM, NORM), min_size=1),
     TEXT,
-    st.none() | NUMBER,
-    st.none() | NUMBER,
+    PLACE,
+    PLACE,
 )
 def test_any_norms_come_back(pairs, scope, layer, head):
     right, left = tuple(r for r, _ in pairs), tuple(x for _, x in pairs)
@@ -99,9 +105,9 @@ def test_any_norms_come_back(pairs, scope, layer, head):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(NUMBER, st.lists(NUMBER).map(tuple))).map(tuple),
-    st.dictionaries(NUMBER, st.lists(NUMBER).map(tuple)),
-    st.lists(TEXT).map(tuple),
+    st.lists(st.tuples(LENGTH, st.lists(NUMBER, min_size=1, unique=True).map(tuple))).map(tuple),
+    st.dictionaries(LAYER, st.lists(LAYER, unique=True).map(tuple)),
+    st.lists(TEXT, unique=True).map(tuple),
     TEXT,
 )
 def test_any_command_comes_back(groups, heads, scopes, line):
@@ -121,12 +127,15 @@ def test_any_command_comes_back(groups, heads, scopes, line):
     )
 )
 def test_facts_of_any_shape_are_read(facts):
-    """What a newer or a broken lipscope wrote about a study: no crash, and the rows stay."""
+    """What a stranger or a broken lipscope wrote about a study: no crash, and the rows stay."""
     store = Store.create(None, info())
     store.write([row()])
-    for name in ("identity", "about"):
-        store.put("info", name, json.dumps(facts))
-    store.put("info", "commands", json.dumps(facts))
+    for name in ("identity", "about", "commands"):
+        record = ("info", name, json.dumps(facts))
+        store._db.execute(
+            "UPDATE records SET value = ?, crc = ? WHERE key = ?",
+            (record[2], record_checksum(record), name),
+        )
     found = store.info()
     assert isinstance(found.about.model, str) and isinstance(found.about.scopes, dict)
     assert store.rows() == [row()] and isinstance(store.commands(), list)
