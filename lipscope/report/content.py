@@ -126,9 +126,8 @@ def require_drawable(study: Study) -> None:
                     f"a page shows numbers from {SMALLEST:g} to {LARGEST:g}, and a row at n = "
                     f"{row.n} has {x:g}; `lipscope export` writes all numbers"
                 )
-    places = [{row.n for row in study.sigma}, {row.layer for row in study.sigma}]
-    columns = {(row.scope, row.head) for row in study.sigma}
-    cells = math.prod(map(len, (*places, columns)))
+    lengths, layers = {row.n for row in study.sigma}, {row.layer for row in study.sigma}
+    cells = len(lengths) * len(layers) * len({(row.scope, row.head) for row in study.sigma})
     if cells > MOST_CELLS:
         raise UserError(
             f"a page shows at most {MOST_CELLS:,} combinations of length, layer and head, and "

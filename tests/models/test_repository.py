@@ -160,6 +160,10 @@ WRONG = {
     "GGUF": (gguf, "only GGUF weights"),
     "index with a list": (odd_index([1]), "names \\[1\\], expected files such as"),
     "index with a number": (odd_index({"a": 5}), "names 5, expected files such as"),
+    "index that begins well and leads outside": (
+        odd_index({"a": "model/../../x.safetensors"}),
+        "names 'model/../../x.safetensors', expected files such as",
+    ),
     "index with null": (odd_index({"a": None}), "names None, expected files such as"),
     "list as type": (lambda f: edit(f, model_type=["bert"]), r"of type \['bert'\]"),
     "tokenizer that is a list": (

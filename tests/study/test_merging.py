@@ -98,6 +98,17 @@ def test_other_models_texts_and_settings_are_refused_by_name(tmp_path, change, t
     assert (tmp_path / "out" / FILE).read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("change", "disputed"),
+    [({"upper": 2.5}, 1), ({"lower": 1.5}, 1), ({"value": 2.01}, 1), ({"seconds": 9.0}, 0)],
+)
+def test_parts_that_differ_in_one_number_of_a_certificate_are_disputed(change, disputed):
+    stores = [Store.create(None, info()) for _ in range(2)]
+    stores[0].write([row(value=2.0), row(layer=1)])
+    stores[1].write([row(value=2.0)._replace(**change), row(layer=1)])
+    assert join(stores).disputed == join(stores[::-1]).disputed == disputed
+
+
 def test_a_value_counts_before_a_failure_and_a_dispute_is_counted(tmp_path):
     good, bad = row(value=2.0), row(value=2.0, status="failed: memory")._replace(value=float("nan"))
     other = row(value=2.5)

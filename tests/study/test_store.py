@@ -269,6 +269,32 @@ def test_a_full_disk_is_told_and_costs_nothing_that_was_kept(tmp_path):
     assert Store.open(tmp_path / "s").rows() == [row()]
 
 
+def test_a_commit_is_on_disk_when_it_returns(tmp_path):
+    """EXTRA, which is 3: also the name of the journal is gone from the folder on disk."""
+    store = Store.create(tmp_path / "s", info())
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (3,)
+    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n": 0},
+        {"n": 2**40},
+        {"sample": -1},
+        {"layer": 10**6},
+        {"head": -2},
+        {"radius": -1.0},
+        {"scope": "x" * 2000},
+    ],
+)
+def test_a_row_out_of_range_is_not_written(tmp_path, change):
+    store = Store.create(None, info())
+    with pytest.raises(ValueError, match="a study cannot hold this row"):
+        store.write([row(layer=1), row()._replace(**change)])
+    assert store.rows() == []
+
+
 def test_in_memory(tmp_path):
     store = Store.create(None, info())
     store.write([row()], [sensitivity(row())])

@@ -321,3 +321,19 @@ def test_text_from_a_file_never_reaches_a_terminal_raw():
     rows = [row("attention\x1b[5m", n=n) for n in (8, 16, 32)]
     store.write(rows, [sensitivity(r) for r in rows])
     assert "\x1b" not in shown(Study(store))
+
+
+def test_every_solve_counts_in_the_joint_confidence(tmp_path):
+    """A union bound over all certified rows, those of searches for the worst input included."""
+    store = Store.create(None, info())  # each bound fails with probability 1e-9
+    store.write(
+        [
+            *(row(layer=layer) for layer in range(3)),
+            *(row(layer=layer, probe="worst found") for layer in range(4)),
+            row(layer=5, upper=math.inf),
+            row(layer=6, probe="bound: ball", kind="upper"),
+            row(layer=7, value=math.nan, lower=0.0, upper=math.inf, status="overflow"),
+        ]
+    )
+    assert Study(store).joint_failure == 7e-9
+    assert len(Study(store).certified) == 7

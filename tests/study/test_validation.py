@@ -1,0 +1,172 @@
+"""What a study stores makes sense, whatever its checksums say."""
+
+import json
+import math
+from array import array
+
+import pytest
+
+from lipscope.cli import main
+from lipscope.study.directory import FILE
+from lipscope.study.jobs import Command, Request, command_lines, count_jobs
+from lipscope.study.salvage import record_checksum, row_checksum
+from lipscope.study.store import Store, _stored
+from lipscope.study.validation import (
+    CLAIM,
+    INFO,
+    MOST_COMMANDS,
+    NORMS,
+    TOKENS,
+    valid_record,
+    valid_row,
+)
+from tests.study.damage import make
+from tests.study.fakes import row
+
+ASKED = {
+    "groups": [[8, [0, 1]], [16, [0]]],
+    "layers": [0, 1],
+    "heads": [[0, [0, 1]], [1, [0]]],
+    "scopes": ["heads"],
+}
+
+
+def command(**changes):
+    return {"verb": "measure", "line": "x", "asked": {**ASKED, **changes}, "probe": "sigma"}
+
+
+def valid_commands(*listed):
+    return valid_record((INFO, "commands", json.dumps(listed)))
+
+
+def test_rows_that_make_sense():
+    assert valid_row(_stored(row()))
+    assert valid_row(_stored(row(layer=None, upper=math.inf, residual=math.nan, radius=math.nan)))
+    failed = row(value=math.nan, lower=0.0, upper=math.inf, status="failed: x")
+    assert valid_row(_stored(failed))
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        (0, "x" * 2000), (0, None), (1, b"heads"), (2, -2), (2, 2**40), (2, 0.0), (3, True),
+        (4, 0), (4, 2**62), (4, "8"), (5, -1), (8, None), (8, 5.0), (8, "2"), (9, 3.0),
+        (9, math.nan), (10, None), (10, 1.0), (12, "x" * 200_000), (13, -1.0), (16, "soon"),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not(column, value):
+    record = list(_stored(row()))
+    record[column] = value
+    assert not valid_row(tuple(record))
+
+
+def test_commands_that_make_sense():
+    assert valid_commands() and valid_commands(command()) and valid_commands(command(groups=[]))
+    assert not valid_commands(*[command()] * (MOST_COMMANDS + 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": [[0, [0]]]}, {"groups": [[8, []]]}, {"groups": [[8, [0, 0]]]},
+        {"groups": [["8", [0]]]}, {"groups": [[8, ["a"]]]}, {"groups": [[8, None]]},
+        {"groups": [[8, {}]]}, {"groups": [[8, [[1]]]]}, {"groups": [[8.0, [0]]]},
+        {"groups": 5}, {"layers": [0, 0]}, {"layers": [2]}, {"layers": [True]},
+        {"layers": ["0"]}, {"heads": []}, {"heads": [[0, [0, 0]], [1, []]]}, {"heads": [[0, 1]]},
+        {"scopes": [5]}, {"scopes": ["heads", "heads"]}, {"scopes": [[]]}, {"scopes": None},
+        {"groups": [[8, [i]] for i in range(2000)], "layers": list(range(600)),
+         "heads": [[i, []] for i in range(600)]},
+    ],
+)  # fmt: skip
+def test_commands_that_do_not(change):
+    assert not valid_commands(command(**change))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        (INFO, "identity", {"tol": -1.0}), (INFO, "identity", {"seed": True}),
+        (INFO, "identity", {"gap": math.nan}), (INFO, "identity", []),
+        (INFO, "identity", {"text": "x" * 5000}), (INFO, "about", {"confidence": 10**400}),
+        (INFO, "about", {"confidence": 2}), (INFO, "about", {"layers": -1}),
+        (INFO, "about", {"layers": 10**9}), (INFO, "about", {"scopes": {"a": 5}}),
+        (INFO, "about", {"scopes": []}), (INFO, "about", {"model": None}),
+        (TOKENS, "[2, 0]", ["a"]), (TOKENS, "[1, 0]", [5]), (TOKENS, "[0, 0]", []),
+        (TOKENS, "[1]", ["a"]), (TOKENS, "x", ["a"]), (TOKENS, "[true, 0]", ["a"]),
+        ("budget", "[]", {}), ("budget", "5", {}), ("worst case", '["a", "b"]', "x"),
+        ("worst case", '["a"]', 1.0), (CLAIM, "x", {}), (CLAIM, "x", []),
+    ],
+)  # fmt: skip
+def test_records_that_do_not(kind, key, value):
+    assert not valid_record((kind, key, json.dumps(value)))
+
+
+@pytest.mark.parametrize(
+    ("key", "norms", "valid"),
+    [
+        (["heads", 0, 1, 2, 0], [0.6, 0.8, 1.0, 0.0], True),
+        (["model", None, None, 1, 0], [1.0, 1.0], True),
+        (["heads", 0, 1, 2, 0], [0.6, 0.8, 1.0], False),
+        (["heads", 0, 1, 2, 0], [0.6, math.nan, 1.0, 0.0], False),
+        (["heads", 0, 1, 2, 0], [math.nan, 0.6, 1.0, 0.0], False),
+        (["heads", 0, 1, 2, 0], [0.6, -0.8, 1.0, 0.0], False),
+        (["heads", 0, 1, 2, 0], [0.6, 80.0, 1.0, 0.0], False),
+        (["heads", 0, 1, 0, 0], [], False),
+        (["heads", 0, 1, 2**62, 0], [0.6, 0.8], False),
+        ([5, 0, 1, 1, 0], [1.0, 1.0], False),
+        (["heads", "0", 1, 1, 0], [1.0, 1.0], False),
+        (5, [1.0, 1.0], False),
+    ],
+)
+def test_token_norms(key, norms, valid):
+    assert valid_record((NORMS, json.dumps(key), array("f", norms).tobytes())) == valid
+
+
+@pytest.mark.parametrize("value", ["", "nonsense", "[" * 100_000, "1" * 5000, b"\xff", "null"])
+def test_what_is_no_json_is_no_record(value):
+    for kind, key in ((INFO, "commands"), (INFO, "about"), (TOKENS, "[1, 0]"), (CLAIM, "x")):
+        assert not valid_record((kind, key, value))
+
+
+def test_records_of_other_kinds_are_left_to_other_versions():
+    assert valid_record(("a newer kind", "key", "anything"))
+    assert not valid_record(("a newer kind", "key", 5))
+    assert not valid_record(("x" * 5000, "key", "anything"))
+
+
+def test_absurd_content_with_right_checksums_is_lost_and_said_to_be(tmp_path, capsys):
+    """Each of them ended in a traceback, or never."""
+    make(tmp_path / "s")
+    store = Store.create(tmp_path / "s", Store.open(tmp_path / "s").info())
+    absurd = list(_stored(row("heads", 0, 0)))
+    absurd[4] = 2**62
+    store._db.execute("PRAGMA ignore_check_constraints = 1")
+    store._db.execute(
+        f"INSERT INTO rows VALUES ({', '.join('?' * 18)})", (*absurd, row_checksum(tuple(absurd)))
+    )
+    record = (INFO, "commands", json.dumps([command(groups=[[0, [0]]])]))
+    store._db.execute(
+        "UPDATE records SET value = ?, crc = ? WHERE key = 'commands'",
+        (record[2], record_checksum(record)),
+    )
+    store.close()
+    before = (tmp_path / "s" / FILE).read_bytes()
+    for words in (["show"], ["show", "--json"], ["export"], ["doctor"]):
+        assert main([words[0], str(tmp_path / "s"), *words[1:]]) == 3
+        said = capsys.readouterr()
+        assert f"n = {2**62}" in said.err + said.out
+    assert (tmp_path / "s" / FILE).read_bytes() == before
+
+
+def test_twelve_million_rows_that_were_asked_for_are_counted_at_once():
+    heads = tuple(range(30))
+    asked = Request(
+        groups=tuple((8, tuple(range(64 * i, 64 * i + 64))) for i in range(60)),
+        layers=tuple(range(100)),
+        heads=dict.fromkeys(range(100), heads),
+        scopes=("heads",),
+    )
+    one = Command(verb="measure", line="first", asked=asked)
+    two = one._replace(line="second")
+    assert count_jobs([one, two], [row("heads", 0, 0)]) == (0, 6000)
+    assert command_lines([one, two]) == ["second"]
