@@ -398,13 +398,15 @@ def examine(number: int, result: Result, commands: dict[str, tuple[str, ...]] = 
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            os.close(reader)
-            with os.fdopen(writer, "w") as pipe:
-                for name, words in commands.items():
-                    print(json.dumps(["begin", name]), file=pipe, flush=True)
-                    signal.alarm(10 * SECONDS)  # ends this child, also inside of SQLite
-                    print(json.dumps(["end", run(words, top)]), file=pipe, flush=True)
-            os._exit(0)
+            try:
+                os.close(reader)
+                with os.fdopen(writer, "w") as pipe:
+                    for name, words in commands.items():
+                        print(json.dumps(["begin", name]), file=pipe, flush=True)
+                        signal.alarm(10 * SECONDS)  # ends this child, also inside of SQLite
+                        print(json.dumps(["end", run(words, top)]), file=pipe, flush=True)
+            finally:
+                os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as pipe:
             lines = [json.loads(line) for line in pipe]

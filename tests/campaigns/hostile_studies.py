@@ -285,6 +285,11 @@ def template() -> Path:
     (victims / "empty").touch(0o600)
     (victims / "folder").mkdir()
     (victims / "folder" / "inside").write_text("inside")
+    # Once here, on a copy, so that children find everything imported.
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copytree(top, Path(scratch) / "top")
+        for run, _ in COMMANDS.values():
+            _silent(lambda run=run: run(Path(scratch) / "top"), io.StringIO())
     return top
 
 
