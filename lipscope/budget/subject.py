@@ -24,7 +24,7 @@ from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
-from lipscope.models.running import first_tensor, hooked
+from lipscope.models.running import first_tensor, has_tokens, hooked
 from lipscope.study.reading import WholeInputs, warn_of_unknown
 from lipscope.study.reading import read as read_whole
 from lipscope.study.texts import TextColumn, content
@@ -192,7 +192,7 @@ def read_subject(
                 model.check_inputs({"input_ids": row})
             warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
         rows = [row.to(device) for row in ids]
-    return with_layers(
+    found = with_layers(
         Subject(
             module=module,
             sequences=tuple(rows),
@@ -206,6 +206,23 @@ def read_subject(
             model=model,
         )
     )
+    _check_repeatable(found)
+    return found
+
+
+def _check_repeatable(subject: Subject) -> None:
+    """Raise UserError if the model draws random numbers: its runs differ by more than rounding."""
+    with torch.no_grad(), subject.ready():
+        first, again = (subject.run(subject.sequences[0]) for _ in range(2))
+    if not has_tokens(first):
+        return  # an output of its owner's kind, which only a metric can read
+    first, again = first_tensor(first), first_tensor(again)
+    tolerance = torch.finfo(first.dtype).eps ** 0.5 * first.norm()
+    if first.shape != again.shape or bool((again - first).norm() > tolerance):
+        raise UserError(
+            f"{subject.name} gives another output when it runs again: it draws random numbers, so "
+            "the effect of rounding cannot be told from theirs; switch them off"
+        )
 
 
 def with_layers(subject: Subject) -> Subject:

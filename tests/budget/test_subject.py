@@ -219,3 +219,19 @@ def test_a_module_that_keeps_the_graph_of_a_run_is_copied():
         .value
     )
     assert model.last.requires_grad
+
+
+class Drawing(nn.Module):
+    """A map that draws random numbers, as masked autoencoders do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) * (torch.rand(8) > 0.5)
+
+
+def test_a_model_that_draws_random_numbers_is_refused():
+    with pytest.raises(ls.UserError, match="Drawing gives another output when it runs again"):
+        ls.error_budget(Drawing(), inputs=torch.randn(2, 5, 8), formats="bf16")
