@@ -59,7 +59,7 @@ def state(model: nn.Module) -> object:
 
 
 def measured(model: Any) -> object:
-    study = ls.measure(model, IDS[0], lengths=[5], samples=1, scopes=["heads", "block"])
+    study = ls.measure(model, IDS[0], lengths=[4, 7], samples=1, scopes=["attention", "block"])
     return [(r.scope, r.layer, r.head, r.value, r.lower, r.upper, r.status) for r in study.rows]
 
 
@@ -92,7 +92,8 @@ def watched(model: Any) -> object:
 
 def sited(model: Any) -> object:
     site = ls.load(model).sites(IDS[:, :6], scopes=["residual"], layers=[1])[0]
-    return ls.local_lipschitz(site.f, site.X[0], solver=ls.Solver(seed=0)).upper
+    upper = ls.local_lipschitz(site.f, site.X[0], solver=ls.Solver(seed=0)).upper
+    return upper, [ls.load(model).card.weights for _ in range(20)]
 
 
 def run_together(calls: list[Callable[[], object]]) -> list[object]:

@@ -138,7 +138,8 @@ def _load(
             _check_head(module, name)
         trunk, architecture = _trunk(module)
         # Hashed before casting: the hash identifies the stored weights, whatever they run in.
-        digest = weights_hash(trunk)
+        with live_modules:  # another thread may have lent other weights to the module
+            digest = weights_hash(trunk)
         if owned:
             # nn.Module's own `to`, without transformers' special cases for quantised models.
             whole = module if head else trunk

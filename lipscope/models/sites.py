@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope._ambient import unaffected
+from lipscope._ambient import live_modules, unaffected
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
@@ -101,6 +101,10 @@ class Survey:
         self, scope: str, layer: int | None = None, heads: Sequence[int] | None = None
     ) -> Site:
         """The map `scope` at a layer; `heads` restricts the scope heads to some of them."""
+        with live_modules:  # another thread may have lent other weights to the modules
+            return self._site(scope, layer, heads)
+
+    def _site(self, scope: str, layer: int | None, heads: Sequence[int] | None) -> Site:
         if scope == "model":
             return self._model()
         assert layer is not None, f"scope {scope} needs a layer"

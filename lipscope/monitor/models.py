@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lipscope._ambient import entry_point, ordinary_module
+from lipscope._ambient import entry_point, live_modules, ordinary_module
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
@@ -72,7 +72,7 @@ def watch(
         raise UserError(
             f"there is no scope {scope!r} to watch; the scopes are {', '.join(WATCHED)}"
         )
-    with uncompiled(model):
+    with uncompiled(model), live_modules:  # another thread may have lent it other weights
         loaded = load(model, dtype=wide(model.dtype))
         loaded.check_scopes([scope])
     chosen = numbered(layers, loaded.layers)
