@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, wraps
 from inspect import signature
@@ -103,6 +103,13 @@ def explained(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return explaining
+
+
+def check_arguments(function: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Raise UserError for an argument that is not of the type annotated in `function`."""
+    parameters = signature(function).parameters
+    for name, value in given.items():
+        _check_type(name, value, parameters[name].annotation)
 
 
 def check_fields(record: Any) -> None:

@@ -115,9 +115,7 @@ def _load(
     random_init: int | None,
     head: bool,
 ) -> Model:
-    wanted = _dtype(dtype)
-    if random_init is not None and not _is_seed(random_init):
-        raise UserError(f"random_init must be an integer from 0 to 2^63 - 1, got {random_init!r}")
+    wanted = check_loading(dtype, random_init)
     with _quiet():
         if isinstance(source, nn.Module):
             module, reader = ordinary_module(_live(source, device)), None
@@ -448,7 +446,10 @@ def _is_seed(given: Any) -> bool:
     return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**63
 
 
-def _dtype(given: str | torch.dtype | None) -> torch.dtype:
+def check_loading(given: Any, random_init: Any) -> torch.dtype:
+    """The dtype to measure in, once it and the seed of random weights are known to be valid."""
+    if random_init is not None and not _is_seed(random_init):
+        raise UserError(f"random_init must be an integer from 0 to 2^63 - 1, got {random_init!r}")
     wanted = DTYPES.get(given) if isinstance(given, str) else given or torch.float64
     if wanted is None or wanted not in DTYPES.values():
         raise UserError(

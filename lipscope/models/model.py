@@ -17,7 +17,7 @@ from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
 from lipscope.models.plug import NAME
 from lipscope.models.preflight import Preflight, preflight
 from lipscope.models.running import Host, ModuleCall
-from lipscope.models.scopes import SCOPES, WITHOUT_ROUTE
+from lipscope.models.scopes import WITHOUT_ROUTE, check_scope_names
 from lipscope.models.sites import Memory, Site, Survey
 from lipscope.models.trace import record
 
@@ -233,9 +233,8 @@ class Model:
 
     def check_scopes(self, scopes: Sequence[str]) -> None:
         """Raise UserError for a scope that does not exist, or not for this model."""
+        check_scope_names(scopes)
         for scope in scopes:
-            if scope not in SCOPES:
-                raise UserError(f"there is no scope {scope!r}; the scopes are {', '.join(SCOPES)}")
             if scope in ("suffix", "model") and not self.preflight.hidden:
                 raise UserError(
                     f"{self.card.architecture} returns no hidden states, so scope {scope} is not "

@@ -7,7 +7,10 @@ part of the map.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from lipscope._types import UserError
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,10 @@ SCOPES = {
 
 WITHOUT_ROUTE = ("block", "suffix", "model")
 """The scopes available for a model that does not run on lipscope's attention."""
+
+
+def check_scope_names(names: Iterable[str]) -> None:
+    """Raise UserError for a scope that does not exist."""
+    for name in names:
+        if name not in SCOPES:
+            raise UserError(f"there is no scope {name!r}; the scopes are {', '.join(SCOPES)}")

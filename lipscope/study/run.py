@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import shlex
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from lipscope import __version__
 from lipscope._ambient import entry_point
+from lipscope._checks import check_arguments
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.spectral import Solver
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.models.scopes import SCOPES
+from lipscope.models.scopes import SCOPES, check_scope_names
 from lipscope.models.sites import Survey
 from lipscope.study.clusters import check_engine, open_engine
 from lipscope.study.engines import Engine, Start
@@ -193,7 +194,23 @@ def measure_as(
     Args:
         engine: Opens the engine that runs the jobs; None runs them in this process.
     """
-    _check_numbers(samples=samples, tol=tol, gap=gap, seed=seed)
+    lengths = _as_list(lengths)
+    layers = _as_list(layers)
+    heads = _as_list(heads)
+    scopes = [scopes] if isinstance(scopes, str) else scopes
+    check_settings(
+        {
+            "lengths": lengths,
+            "samples": samples,
+            "layers": layers,
+            "heads": heads,
+            "scopes": scopes,
+            "tol": tol,
+            "gap": gap,
+            "seed": seed,
+            "special_tokens": special_tokens,
+        }
+    )
     model = model if isinstance(model, Model) else load(model)
     gap = _gap(gap, model.card.dtype)
     with threads_for(tokens=1):
@@ -306,7 +323,22 @@ def _gap(gap: float | None, dtype: str) -> float | None:
     )
 
 
-def _check_numbers(*, samples: int, tol: float, gap: float | None, seed: int) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise UserError for settings of `measure` that are wrong for every model and text.
+
+    Types are checked before anything runs, and not only when something fails: special_tokens="no"
+    would count as True, and a seed of 0.5 would be used as it is.
+    """
+    check_arguments(measure, settings)
+    for name in ("length", "layer", "head", "scope"):
+        given = settings[f"{name}s"]
+        if given is not None and not given:
+            raise UserError(f"give at least one {name}")
+    check_scope_names(settings["scopes"])
+    samples = settings["samples"]
+    tol = settings["tol"]
+    gap = settings["gap"]
+    seed = settings["seed"]
     if samples < 1:
         raise UserError(f"samples must be at least 1, got {samples}")
     if not 0 < tol < 1:
@@ -314,6 +346,13 @@ def _check_numbers(*, samples: int, tol: float, gap: float | None, seed: int) ->
     check_gap(None if gap == math.inf else gap)
     if seed < 0:
         raise UserError(f"seed must not be negative, got {seed}")
+
+
+def _as_list(given: Any) -> Any:
+    """An array, a set or another iterable as a list; anything else as it is."""
+    if isinstance(given, str | Sequence) or not isinstance(given, Iterable):
+        return given
+    return given.tolist() if hasattr(given, "tolist") else list(given)
 
 
 def _request(
@@ -324,10 +363,7 @@ def _request(
     scopes: Sequence[str],
 ) -> tuple[Request, Survey]:
     """The request, and the trial on its shortest samples that shows the model supports it."""
-    wanted = tuple(dict.fromkeys([scopes] if isinstance(scopes, str) else scopes))
-    for name, given in (("scope", wanted), ("layer", layers), ("head", heads)):
-        if given is not None and not list(given):
-            raise UserError(f"give at least one {name}")
+    wanted = tuple(dict.fromkeys(scopes))
     model.check_scopes(wanted)
     chosen = range(model.layers) if layers is None else tuple(dict.fromkeys(layers))
     for layer in chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -12,13 +13,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lipscope._checks import shown
+from lipscope._checks import check_arguments, shown
 from lipscope._files import whole_file
 from lipscope._types import UserError
-from lipscope.models.loading import load
+from lipscope.models.loading import check_loading, load
 from lipscope.models.model import Model
+from lipscope.models.model_files import on_one_line
 from lipscope.study.engines import SchedulerLostError
-from lipscope.study.run import OpenEngine, Progress, Verb, measure_as
+from lipscope.study.run import OpenEngine, Progress, Verb, check_settings, measure_as
 from lipscope.study.sharding import Shard
 from lipscope.study.study import Study
 from lipscope.study.texts import TextColumn, content
@@ -34,6 +36,9 @@ OF_MEASUREMENT: Mapping[str, Any] = {
     "tol": 1e-6, "gap": None, "seed": 0, "special_tokens": False,
 }  # fmt: skip
 """The settings of a sweep, arguments of `load` and of `measure`, with their defaults."""
+
+MOST_STUDIES = 100_000
+"""All studies are listed before the first is made; more of them would fill memory."""
 
 
 class Entry(NamedTuple):
@@ -62,7 +67,7 @@ class Entry(NamedTuple):
         try:
             if (self.out / STAMP).read_text(encoding="utf-8") != self.stamp():
                 return False
-        except FileNotFoundError:
+        except (OSError, UnicodeDecodeError):  # no stamp, or none that a sweep wrote
             return False
         with closing(Study.open(self.out)) as study:
             return not study.unfinished and not study.damage
@@ -89,7 +94,7 @@ class Sweep:
     def run(
         self, engine: OpenEngine, progress: Callable[[Entry], Progress | None]
     ) -> Iterator[Ending]:
-        """Measure what is not finished; what is wrong with one study ends that study alone.
+        """Measure unfinished studies; a failure in one does not stop the others.
 
         Args:
             engine: Opens the engine that runs the jobs.
@@ -100,14 +105,18 @@ class Sweep:
             for entry in entries:
                 try:
                     if entry.finished():
-                        yield Ending(entry, "finished before")
-                        continue
-                    model = model or load(entry.model, **entry.loading)
-                    yield _measure(entry, model, engine, progress(entry))
+                        ending = Ending(entry, "finished before")
+                    else:
+                        model = model or load(entry.model, **entry.loading)
+                        ending = _measure(entry, model, engine, progress(entry))
                 except SchedulerLostError:
                     raise
                 except UserError as error:
-                    yield Ending(entry, str(error), failed=True)
+                    ending = Ending(entry, str(error), failed=True)
+                except Exception as error:  # the other studies do not depend on this one
+                    reason = f"{type(error).__name__}: {on_one_line(error)}"
+                    ending = Ending(entry, reason, failed=True)
+                yield ending
 
 
 def _measure(entry: Entry, model: Model, engine: OpenEngine, progress: Progress | None) -> Ending:
@@ -139,37 +148,82 @@ def read_sweep(path: Path) -> Sweep:
         UserError: If the file cannot be read, or asks for what does not exist.
     """
     try:
-        asked = tomllib.loads(path.read_text(encoding="utf-8"))
+        asked = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the sweep in {path}: {error}") from error
     _check_keys(asked, ("models", "texts", "settings", "out"), str(path))
     try:
         models = _models(asked.get("models"), path.parent)
-    except OSError as error:  # a name that is too long, a directory that may not be read
+    except (OSError, ValueError, NotImplementedError) as error:
+        # A name that is too long, a directory that may not be read, an invalid pattern.
         raise UserError(f"{path}: cannot look for the models: {error}") from error
     texts = _texts(asked.get("texts", []), path.parent)
     settings = asked.get("settings", {})
     if not isinstance(settings, dict) or not all(isinstance(x, dict) for x in settings.values()):
         raise UserError(f"{path}: settings are tables with names, as in [settings.short]")
-    out = path.parent / str(asked.get("out", path.stem))
-    entries = []
+    out = asked.get("out", path.stem)
+    if not _is_path(out):
+        raise UserError(f"{path}: out must be the name of a directory, got {shown(out)}")
+    # Everything in the file is checked before the first study begins, which may take hours.
+    chosen = {
+        name: _settings(table, f"{path}, settings.{name}")
+        for name, table in (settings or {"": {}}).items()
+    }
+    if len(models) * len(chosen) * len(texts) > MOST_STUDIES:
+        raise UserError(f"{path} asks for more than {MOST_STUDIES} studies; split it")
+    entries: dict[str, Entry] = {}
     for model_name, model in models.items():
-        for setting, chosen in (settings or {"": {}}).items():
-            _check_keys(chosen, (*OF_MODEL, *OF_MEASUREMENT), f"{path}, settings.{setting}")
-            loading = {key: chosen[key] for key in OF_MODEL if key in chosen}
-            measuring = {key: chosen.get(key, default) for key, default in OF_MEASUREMENT.items()}
+        for setting, (loading, measuring) in chosen.items():
             for text_name, text in texts.items():
                 name = "--".join(filter(None, (model_name, text_name, setting)))
-                entries.append(
-                    Entry(
-                        model=model,
-                        loading=loading,
-                        text=text,
-                        measuring=measuring,
-                        out=out / name,
-                    )
+                _check_name(name, path)
+                if name in entries:
+                    raise UserError(f"{path}: two studies would be called {name}; rename settings")
+                entries[name] = Entry(
+                    model=model,
+                    loading=loading,
+                    text=text,
+                    measuring=measuring,
+                    out=path.parent / out / name,
                 )
-    return Sweep(tuple(entries))
+    return Sweep(tuple(entries.values()))
+
+
+def _settings(table: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of `load` and of `measure` in a table of settings, checked as theirs are."""
+    _check_keys(table, (*OF_MODEL, *OF_MEASUREMENT), where)
+    loading = {key: table[key] for key in OF_MODEL if key in table}
+    measuring = {key: table.get(key, default) for key, default in OF_MEASUREMENT.items()}
+    try:
+        check_arguments(load, loading)
+        check_loading(loading.get("dtype"), loading.get("random_init"))
+        if not _is_path(loading.get("tokenizer", "the model's own")):
+            raise UserError(
+                f"tokenizer must be the name or folder of one, got {shown(loading['tokenizer'])}"
+            )
+        if isinstance(measuring["scopes"], str):
+            measuring["scopes"] = [measuring["scopes"]]
+        check_settings(measuring)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    return loading, measuring
+
+
+def _check_name(name: str, path: Path) -> None:
+    """Raise UserError unless a study of this name lies directly in the directory of the sweep."""
+    if name in ("", ".", "..") or not name.isprintable() or {"/", "\\"} & set(name):
+        raise UserError(
+            f"{path}: a study cannot be called {shown(name)}; the names of settings, models and "
+            "texts may not contain slashes or control characters"
+        )
+    if len(os.fsencode(name)) > 255:
+        raise UserError(
+            f"{path}: {shown(name)} is too long for the name of a directory; shorten its parts"
+        )
+
+
+def _is_path(given: object) -> bool:
+    return isinstance(given, str) and given != "" and "\0" not in given
 
 
 def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
@@ -180,7 +234,7 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> N
 
 def _models(given: Any, folder: Path) -> dict[str, str]:
     """Models by name: folders, patterns of folders, and names on the hub."""
-    if not isinstance(given, list) or not given or not all(isinstance(x, str) for x in given):
+    if not isinstance(given, list) or not given or not all(map(_is_path, given)):
         raise UserError(f"models must be a list of model ids and directories, got {shown(given)}")
     found: list[Path | str] = []
     for one in given:
@@ -191,7 +245,7 @@ def _models(given: Any, folder: Path) -> dict[str, str]:
             found += matches
         else:
             found.append((folder / one).absolute() if (folder / one).is_dir() else one)
-    names = _names([Path(one).parts for one in found])
+    names = _names([_parts(Path(one)) for one in found])
     return dict(zip(names, map(str, found), strict=True))
 
 
@@ -205,19 +259,33 @@ def _texts(given: Any, folder: Path) -> dict[str, Path | TextColumn | None]:
     """Texts by name; the embedded text if there are none."""
     found: list[Path | TextColumn] = []
     for one in given if isinstance(given, list) else [given]:
-        if isinstance(one, str):
+        if _is_path(one):
             found.append((folder / one).absolute())
-        elif isinstance(one, dict) and one.keys() == {"file", "column"}:
-            found.append(TextColumn((folder / str(one["file"])).absolute(), str(one["column"])))
+        elif _is_column(one):
+            found.append(TextColumn((folder / one["file"]).absolute(), str(one["column"])))
         else:
             raise UserError(
                 f'texts are files, or tables {{file = "news.csv", column = "title"}}; got '
                 f"{shown(one)}"
             )
     names = _names(
-        [(*t.path.parts, t.column) if isinstance(t, TextColumn) else t.parts for t in found]
+        [(*_parts(t.path), t.column) if isinstance(t, TextColumn) else _parts(t) for t in found]
     )
     return dict(zip(names, found, strict=True)) or {"": None}
+
+
+def _is_column(given: object) -> bool:
+    """Whether a table names a file and one of its columns, by name or number."""
+    if not isinstance(given, dict) or given.keys() != {"file", "column"}:
+        return False
+    column = given["column"]
+    numbered = isinstance(column, int) and not isinstance(column, bool) and 0 < column < 10**9
+    return _is_path(given["file"]) and (isinstance(column, str) or numbered)
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    """The parts of a path that name it; a study is never called "..", which is another place."""
+    return path.resolve().parts if ".." in path.parts else path.parts
 
 
 def _names(paths: Sequence[tuple[str, ...]]) -> list[str]:

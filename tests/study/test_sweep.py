@@ -13,6 +13,7 @@ from lipscope.study.run import measure
 from lipscope.study.sharding import Shard
 from lipscope.study.study import Study
 from lipscope.study.sweep import read_sweep
+from tests.study.bad_sweeps import bad_sweeps, outcome
 from tests.study.printed import exported
 
 FILE = """
@@ -136,3 +137,53 @@ def test_without_texts_and_settings_the_defaults_are_measured(tmp_path):
     first, second = read_sweep(tmp_path / "sweep.toml").entries
     assert (first.out.name, second.out.name, second.model) == ("embedded", "name", "org/name")
     assert first.text is None and first.measuring["samples"] == 3
+
+
+def test_bad_sweep_files_end_with_a_sentence_inside_their_directory(tiny):
+    cases = list(bad_sweeps().items())[:90]
+    assert {name: said for name, text in cases if (said := outcome(text, Path(tiny)))} == {}
+
+
+def test_settings_are_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep_module.Sweep, "run", lambda *_: pytest.fail("a study began"))
+    for line, told in {
+        'special_tokens = "no"': "special_tokens must be True or False, got 'no'",
+        "seed = 0.5": "seed must be an integer, got 0.5",
+        "layers = [true]": "layers must be a list of integers or None, got [True]",
+        "tol = 2": "tol, a relative residual, must lie between 0 and 1, got 2",
+        'scopes = ["head"]': "there is no scope 'head'",
+        'dtype = "float99"': "dtype must be one of",
+        "random_init = -1": "random_init must be an integer from 0",
+    }.items():
+        (tmp_path / "s.toml").write_text(f"models = ['m']\n[settings.a]\n[settings.b]\n{line}\n")
+        assert main(["sweep", str(tmp_path / "s.toml")]) == 2
+        said = capsys.readouterr().err
+        assert "settings.b: " in said and told in said
+
+
+def test_one_wrong_study_does_not_stop_the_others(place, monkeypatch):
+    def failing(entry, *_):
+        if entry.measuring["seed"] == 3:
+            raise ZeroDivisionError("by zero")
+        return sweep_module.Ending(entry, "measured")
+
+    monkeypatch.setattr(sweep_module, "_measure", failing)
+    monkeypatch.setattr(sweep_module, "load", lambda *_, **__: object())
+    endings = list(read_sweep(place / "sweep.toml").run(nullcontext, lambda entry: None))
+    assert [ending.failed for ending in endings] == [False, False, True, True] * 2
+    assert endings[2].how == "ZeroDivisionError: by zero"
+
+
+def test_a_byte_order_mark_is_ignored_and_parents_have_names(tmp_path):
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    file = tmp_path / "here" / "deep" / "sweep.toml"
+    file.write_text("\ufeffmodels = ['..', '../..']")
+    out = [entry.out for entry in read_sweep(file).entries]
+    assert out == [file.with_suffix("") / name for name in ("here", tmp_path.name)]
+
+
+@pytest.mark.parametrize("wrong", [{"special_tokens": "no"}, {"seed": 0.5}, {"layers": [True]}])
+def test_python_arguments_are_checked_alike(wrong, model, prose):
+    (name,) = wrong
+    with pytest.raises(UserError, match=f"{name} must be"):
+        measure(model, prose, [4], **wrong)
