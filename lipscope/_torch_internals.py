@@ -7,6 +7,7 @@ the file to look at first.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -178,6 +179,47 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Replace what `module.compile()` put in place of the module's call."""
     module._compiled_call_impl = call
+
+
+class _WithoutHooks:
+    """Stands in for the `__reduce_ex__` of one module: its copies and pickles lack some hooks.
+
+    Both copy and pickle look it up on the instance. Only here can a hook be left out: once the copy
+    exists, the handle that would remove the hook belongs to the original.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.hooks: set[int] = set()
+
+    def __call__(self, protocol: int) -> Any:
+        module: Any = self.module()
+        kind: Any = type(module)
+        reduced = kind.__reduce_ex__(module, protocol)
+        if len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced  # a class with a way of its own
+        state = {name: value for name, value in reduced[2].items() if value is not self}
+        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+            state[name] = type(state[name])(
+                (key, value) for key, value in state[name].items() if key not in self.hooks
+            )
+        return (*reduced[:2], state, *reduced[3:])
+
+
+def hook_calls(module: nn.Module, hook: Callable[..., None]) -> Callable[[], None]:
+    """Register a forward pre-hook that copies of the module do not have; return its removal."""
+    attributes = vars(module)
+    reduction = attributes.setdefault("__reduce_ex__", _WithoutHooks(module))
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    reduction.hooks.add(handle.id)
+
+    def remove() -> None:
+        handle.remove()
+        reduction.hooks.discard(handle.id)
+        if not reduction.hooks and attributes.get("__reduce_ex__") is reduction:
+            del attributes["__reduce_ex__"]
+
+    return remove
 
 
 def reads_one_input(module: nn.MultiheadAttention) -> bool:

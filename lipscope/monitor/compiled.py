@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lipscope._torch_internals import compiled_call, set_compiled_call, tree_map
+from lipscope._torch_internals import compiled_call, hook_calls, set_compiled_call, tree_map
 from lipscope._types import UserError
 from lipscope.monitor.seen_call import to_be_kept
 from lipscope.nn.evaluating import evaluating
@@ -83,7 +83,7 @@ def hook(
     # A module compiled in place runs its hooks inside the graph, so the call itself is wrapped.
     inner = compiled_call(part)
     if inner is None:
-        return part.register_forward_pre_hook(tap, with_kwargs=True).remove
+        return hook_calls(part, tap)
 
     def calling(*args: Any, **kwargs: Any) -> Any:
         tap(part, args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,9 @@ class ModelWatch:
     """
 
     def __init__(self, model: Model, called: nn.Module, layers: tuple[int, ...], scope: str):
+        self._start(model, called, layers, scope)
+
+    def _start(self, model: Model, called: nn.Module, layers: tuple[int, ...], scope: str) -> None:
         self.model, self.called, self.scope = model, called, scope
         self._layers = {f"{scope}.{i}": i for i in layers}
         self.names = tuple(self._layers)
@@ -107,6 +111,15 @@ class ModelWatch:
         self._tap = _InputTap()
         self._survey: Survey | None = None
         self._kept = ExitStack()
+        # A model outlives its watch, and must not go on recording for nobody.
+        finalize(self, self._hooks.close)
+        finalize(self, self._kept.close)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.model, self.called, tuple(self._layers.values()), self.scope
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._start(*state)
 
     def arm(self) -> None:
         self.release()

@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from lipscope._ambient import own_pass
-from lipscope._torch_internals import reads_one_input
+from lipscope._torch_internals import hook_calls, reads_one_input
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
@@ -58,17 +59,28 @@ class ModuleWatch:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[str | nn.Module] | None = None):
-        self.called = model
-        self._modules = _chosen(model, layers)
-        self.names = tuple(self._modules)
+        self._start(model, _chosen(model, layers))
+
+    def _start(self, called: nn.Module, modules: dict[str, nn.Module]) -> None:
+        self.called = called
+        self._modules = modules
+        self.names = tuple(modules)
         self._taps = {name: _Tap() for name in self.names}
         self._hooks = ExitStack()
         self._entries: list[Entry] = []
+        # A model outlives its watch, and must not go on recording for nobody.
+        finalize(self, _unhook, self._hooks, self._entries)
+
+    def __getstate__(self) -> tuple[nn.Module, dict[str, nn.Module]]:
+        return self.called, self._modules
+
+    def __setstate__(self, state: tuple[nn.Module, dict[str, nn.Module]]) -> None:
+        self._start(*state)
 
     def arm(self) -> None:
         self.release()
         wanted = set(self._modules.values())
-        self._entries = [
+        self._entries[:] = [
             entry for entry in entries(self.called) if wanted & set(entry.part.modules())
         ]
         for entry in self._entries:
@@ -80,8 +92,7 @@ class ModuleWatch:
         for name, module in self._modules.items():
             if module in modules:
                 self._taps[name].open = True
-                handle = module.register_forward_pre_hook(self._taps[name], with_kwargs=True)
-                self._hooks.callback(handle.remove)
+                self._hooks.callback(hook_calls(module, self._taps[name]))
 
     def sight(self, name: str) -> Sight | None:
         self._shut()  # a layer that is run for its measurement may contain other watched layers
@@ -116,6 +127,12 @@ class ModuleWatch:
         self._hooks.close()
         for tap in self._taps.values():
             tap.open = False
+
+
+def _unhook(hooks: ExitStack, entries: Sequence[Entry]) -> None:
+    hooks.close()
+    for entry in entries:
+        entry.release()
 
 
 class _Tap:
