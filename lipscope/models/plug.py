@@ -229,9 +229,9 @@ def _settings(model: nn.Module, implementation: str) -> Iterator[None]:
                 module.training = training
     if not kept or _versions(model) != weights:
         raise UserError(
-            f"this {type(model).__name__} was changed while it was measured, probably by a "
-            "training loop in another thread; measure between its steps, or a copy made with "
-            "copy.deepcopy"
+            f"this {type(model).__name__} was changed while it was measured, by its own forward "
+            "pass or by a training loop in another thread; measure between the steps of a loop, or "
+            "a copy made with copy.deepcopy"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import lipscope as ls
 from lipscope.budget.subject import copied
+from lipscope.models.loading import load
 from lipscope.models.plug import plugged
 from lipscope.models.precision import Float64
 from lipscope.models.running import first_tensor, hooked
@@ -52,8 +53,9 @@ def samples_of(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     inputs = given.get("inputs", given)
     # Images of the usual size are thousands of tokens, and sixteen backward passes through them.
     small = {name: x[..., :SIDE, :SIDE] if x.ndim > 3 else x for name, x in inputs.items()}
-    with suppress(ls.UserError):
-        model.survey(inputs=small)
+    with suppress(ls.UserError, RuntimeError):
+        # A copy: models that cut images into windows adapt them to the first size they meet.
+        load(copied(model.trunk)).survey(inputs=small)
         inputs = small
     return {
         "inputs": {
