@@ -375,7 +375,7 @@ def folder(number: int, top: Path) -> tuple[str, ...]:
         (names[number],) if number < len(names) else tuple(random.Random(number).sample(names, 2))
     )
     for name in traps:
-        with suppress(OSError):  # the other trap is in the way
+        with suppress(OSError, sqlite3.Error):  # the other trap is in the way
             TRAPS[name](top / "foreign", top / "victims")
     return traps
 
