@@ -17,7 +17,7 @@ from lipscope._ambient import entry_point
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
-from lipscope.budget.intervals import largest_ratio
+from lipscope.budget.intervals import check_probes, largest_ratio
 from lipscope.budget.recorded import (
     HOW,
     RecordedRun,
@@ -233,6 +233,7 @@ def compare_runs(
         >>> ls.compare_runs(right, port, torch.arange(24)).first_outside.name
         'layer 1'
     """
+    check_probes(probes, least=1)
     check_format(format)  # before models are loaded
     path = recorded_path(b)
     recorded = None if path is None else read_recorded(path)

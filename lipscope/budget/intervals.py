@@ -19,6 +19,12 @@ from typing import NamedTuple
 from scipy.special import chdtri, fdtri, stdtrit
 from torch import Tensor
 
+from lipscope._checks import check_positive, shown
+from lipscope._types import UserError
+
+MOST_PROBES = 10_000
+"""The relative standard error of a total is then 1 / sqrt(2 probes), 0.7 %."""
+
 LEVEL = 0.95
 FEW = 8
 MANY = 16
@@ -83,6 +89,18 @@ def degrees_of_freedom(q: Tensor) -> float:
     samples = B * (K - 1)
     variance = deviation**2 * samples / float(chdtri(samples, 0.9))
     return 2 * mean**2 / variance if variance > 0 else float("inf")
+
+
+def check_probes(probes: int, least: int) -> None:
+    """Raise UserError unless `probes` is a number of backward passes that makes sense."""
+    check_positive("probes", probes)
+    if probes < least:
+        raise UserError(f"probes must be at least {least}, one probe has no interval")
+    if not isinstance(probes, int) or probes > MOST_PROBES:
+        raise UserError(
+            f"probes must be a whole number up to {MOST_PROBES}, got {shown(probes)}: each is a "
+            "backward pass, and as many give a total to 1 % already"
+        )
 
 
 def largest_ratio(freedom: float, probes: int, level: float) -> float:

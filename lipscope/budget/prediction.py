@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lipscope._ambient import entry_point
-from lipscope._checks import check_positive
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser, read_formats
+from lipscope.budget.intervals import check_probes
 from lipscope.budget.metrics import Measure, Metric, read_metric
 from lipscope.budget.parts import Part, check_possible
 from lipscope.budget.probing import batches
@@ -105,9 +105,7 @@ def error_budget(
         >>> total.low < budget.observed["int8"] < total.high
         True
     """
-    check_positive("probes", probes)
-    if probes < 2:
-        raise UserError("probes must be at least 2, one probe has no interval")
+    check_probes(probes, least=2)
     wanted, measure = read_formats(formats), read_metric(metric)
     if out is not None and not (isinstance(metric, str) and not isinstance(formats, Mapping)):
         raise UserError(

@@ -166,6 +166,11 @@ def measure(
             0,
         )
         raise typer.Exit(ExitCode.ANSWER_IS_NO)
+    if fail_above is not None and (study.failed or not study.sigma):
+        missing = f"{len(study.failed)} rows have no value" if study.failed else "the part is empty"
+        measured = "not everything" if study.sigma else "nothing"
+        tell(f"{measured} was measured ({missing}), so --fail-above has no answer", 0)
+        raise typer.Exit(ExitCode.INCOMPLETE)
     if any(row.status.startswith("failed") for row in study.failed):
         raise typer.Exit(ExitCode.INCOMPLETE)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lipscope._ambient import entry_point
-from lipscope._checks import usable_device
+from lipscope._checks import shown, usable_device
 from lipscope._display import Displayed
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
@@ -21,6 +21,9 @@ from lipscope.dynamics.gaussian import GaussianFlow, gaussian_flow
 from lipscope.dynamics.integration import Progress, check_count, check_time
 from lipscope.dynamics.particles import Flow, flow
 from lipscope.dynamics.presets import PRESETS, Preset, gaussian_law, layer_of, tokens_of
+
+MOST_TOKENS = 20_000
+"""Attention on as many tokens has a matrix of 3.2 GB."""
 
 HORIZON = 100.0
 """The search for a blow-up of the moments ends at this multiple of the requested time."""
@@ -127,6 +130,11 @@ def simulate(
     n, dim = (chosen.n if n is None else n), (chosen.dim if dim is None else dim)
     check_count("n, the number of tokens,", n)
     check_count("dim, the size of a token,", dim)
+    if max(n, dim) > MOST_TOKENS:
+        raise UserError(
+            f"n and dim must be at most {MOST_TOKENS}, got {shown(n)} and {shown(dim)}: every step "
+            "computes n x n attention weights, and a layer has dim x dim weights"
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise UserError(f"seed must be an integer from 0 to 2^63 - 1, got {seed!r}")
     time = chosen.time if time is None else time

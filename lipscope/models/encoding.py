@@ -22,6 +22,14 @@ T = TypeVar("T")
 
 def encode(tokenizer: Any, text: str, special_tokens: bool, name: str) -> list[int]:
     """The token ids of a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
+        half = ascii(text[error.start]).strip("'")
+        raise UserError(
+            f"the text contains {half} (character {error.start + 1}), half of a surrogate pair and "
+            "not a character; remove it"
+        ) from error
 
     def work() -> list[int]:
         found = tokenizer(text, add_special_tokens=special_tokens, verbose=False)

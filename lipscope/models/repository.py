@@ -40,6 +40,7 @@ from lipscope.models.model_files import (
     read_json,
     size_of,
 )
+from lipscope.models.tokenizer_limits import check_tokenizer
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 TOKENIZER = (
@@ -171,11 +172,14 @@ class Repository:
             with tempfile.TemporaryDirectory() as clean:
                 for path in files:
                     checked_file(path, self.name)
-                    if path.suffix == ".json" and "config" in path.name:
-                        content = json.dumps(scrub(read_json(path, self.name)))
-                        (Path(clean) / path.name).write_text(content)
-                    else:
+                    if path.suffix != ".json":
                         shutil.copyfile(path, Path(clean) / path.name)
+                        continue
+                    content = read_json(path, self.name)
+                    check_tokenizer(content, self.name, path.name)
+                    # Written again: of a key that occurs twice, only the checked value is left.
+                    content = scrub(content) if "config" in path.name else content
+                    (Path(clean) / path.name).write_text(json.dumps(content))
                 tokenizer = AutoTokenizer.from_pretrained(
                     clean, trust_remote_code=False, local_files_only=True
                 )

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from lipscope.cli import main
+from lipscope.study.study import Study
 from tests.study.tiny import PROSE, save_tiny
 
 
@@ -74,3 +75,42 @@ def test_the_page_of_a_study_holds_what_other_commands_add(measure, tmp_path, ca
     assert main(["attack", *words, "--kind", "direction", "--length", "8"]) == 0
     assert "the report is in" in capsys.readouterr().err
     assert "lipscope attack" in (out / "report.html").read_text() and "lipscope attack" not in page
+
+
+def test_a_gate_that_measured_nothing_does_not_pass(measure, capsys):
+    """Exit code 0 would let a build pass on the strength of no number at all."""
+    empty = [*measure, "--shard", "7/1000", "--quiet"]
+    assert main([*empty, "--fail-above", "1e-9"]) == 3
+    assert "nothing was measured (the part is empty)" in capsys.readouterr().err
+    assert main(empty) == 0  # without a gate, an empty part is a part like any other
+    assert main([*measure, "--fail-above", "1e9", "--quiet"]) == 0
+    assert main([*measure, "--fail-above", "1e-9", "--quiet"]) == 1
+
+
+def test_a_gate_does_not_pass_rows_without_a_value(measure, monkeypatch, capsys):
+    monkeypatch.setattr(Study, "failed", property(lambda study: study.sigma[:1]))
+    assert main([*measure, "--fail-above", "1e9", "--quiet"]) == 3
+    assert "not everything was measured (1 rows have no value)" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["budget", "--probes", "99999999999"], "probes must be a whole number up to 10000"),
+        (["budget", "--probes", "10001"], "each is a backward pass"),
+        (["simulate", "--n", "999999999"], "n and dim must be at most 20000"),
+        (["simulate", "--dim", "999999999"], "every step computes n x n attention weights"),
+    ],
+)
+def test_numbers_without_an_end_are_refused(command, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_half_of_a_surrogate_pair_in_a_table_is_named(measure, tmp_path, capsys):
+    (tmp_path / "news.jsonl").write_text('{"title": "a day \\ud800 in June"}\n')
+    command = ["measure", measure[1], "--text", str(tmp_path / "news.jsonl"), "--column", "title"]
+    assert main(command) == 2
+    assert "the text contains \\ud800 (character 7)" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Files of tokenizers that would take all memory are refused before they are read outside Python.
+
+Without the limits several of these end the interpreter, so that the test run dies with them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from lipscope._types import UserError
+from lipscope.models.encoding import encode
+from lipscope.models.repository import open_tokenizer
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "w"}, "content": "ww"}
+A = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def tokenizer_file(**changes: Any) -> dict[str, Any]:
+    vocabulary = {"[UNK]": 0, "▁a": 1, "▁b": 2, "a": 3, "b": 4, "max_length": 5}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+    empty = dict.fromkeys(parts)
+    return {"version": "1.0", "added_tokens": [], **empty, "model": model, **changes}
+
+
+def with_vocabulary(**ids: Any) -> dict[str, Any]:
+    content = tokenizer_file()
+    content["model"]["vocab"].update(ids)
+    return content
+
+
+def special(id: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id, "content": "<s>", "special": True, **flags}
+
+
+def sequence(*normalizers: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(normalizers)}
+
+
+def replacement(regex: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"Regex": regex}, "content": content}
+
+
+def written(folder: Path, content: str, config: Any = None) -> str:
+    (folder / "tokenizer.json").write_text(content)
+    usual = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**usual, **(config or {})}))
+    return str(folder)
+
+
+HOSTILE = {
+    "largest id": with_vocabulary(w=2**31 - 1),
+    "id of a token called max_length": with_vocabulary(max_length=2**31 - 1),
+    "id of an added token": tokenizer_file(added_tokens=[special(2**31 - 1)]),
+    "id among others": with_vocabulary(w=2**31 - 1, v="x"),
+    "long prefix of texts": tokenizer_file(normalizer={"type": "Prepend", "prepend": "w" * 10**5}),
+    "long suffix of words": tokenizer_file(
+        model={"type": "BPE", "vocab": {}, "merges": [], "end_of_word_suffix": "w" * 2000}
+    ),
+    "long token": with_vocabulary(**{"w" * 70_000: 6}),
+    "doubling": tokenizer_file(normalizer=sequence(*[DOUBLE] * 40)),
+    "doubling, nested": tokenizer_file(normalizer=sequence(*[sequence(DOUBLE, DOUBLE)] * 20)),
+    "doubling by a regular expression": tokenizer_file(
+        normalizer=sequence(*[replacement("w", "ww")] * 40)
+    ),
+    "between all characters": tokenizer_file(normalizer=replacement("", "w" * 20)),
+    "before all characters": tokenizer_file(
+        normalizer=sequence(*[replacement("(?=.)", "w")] * 40)
+    ),
+    "thousands of replacements": tokenizer_file(normalizer=sequence(*[DOUBLE] * 5000)),
+    "decoder": tokenizer_file(decoder={"type": "Sequence", "decoders": [DOUBLE] * 40}),
+    "repeated text": tokenizer_file(
+        post_processor={
+            "type": "TemplateProcessing", "single": [A] * 1000, "pair": [A], "special_tokens": {}
+        }
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_files_that_would_take_all_memory_are_refused(case, tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer\.json has .*; pass another tokenizer"):
+        open_tokenizer(written(tmp_path, json.dumps(HOSTILE[case])))
+
+
+def test_of_a_repeated_key_no_value_escapes(tmp_path):
+    good = json.dumps(tokenizer_file())
+    bad = json.dumps(with_vocabulary(w=2**31 - 1)["model"])
+    folder = written(tmp_path, good.replace('"model":', f'"model": {bad}, "model":', 1))
+    assert max(open_tokenizer(folder).get_vocab().values()) == 5
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {str(2**31 - 1): special(0)}}),
+        ("vocab.json", {"max_length": 2**31 - 1}),
+        ("added_tokens.json", {"w": 2**31 - 1}),
+    ],
+)
+def test_other_files_have_the_same_limits(file, content, tmp_path):
+    written(tmp_path, json.dumps(tokenizer_file()))
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"{file} has 'id' = 2147483647, outside"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": sequence({"type": "Prepend", "prepend": "▁"}, DOUBLE)},
+        {"normalizer": sequence(*[replacement(" {2,}", " ")] * 20)},
+        {"normalizer": replacement("\\n", "<newline>")},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": [special(6)]},
+    ],
+)
+def test_usual_tokenizers_are_read_as_they_are(changes, tmp_path):
+    content = tokenizer_file(**changes)
+    folder = written(tmp_path, json.dumps(content), {"model_max_length": 10**30})
+    found = open_tokenizer(folder)
+    for text in ("a b", "w  w", "a\nb", "<s>"):
+        truth = Tokenizer.from_str(json.dumps(content)).encode(text, add_special_tokens=False)
+        assert encode(found, text, special_tokens=False, name="m") == truth.ids
+
+
+def test_half_of_a_surrogate_pair_is_not_a_text(tmp_path):
+    found = open_tokenizer(written(tmp_path, json.dumps(tokenizer_file())))
+    with pytest.raises(UserError, match=r"contains \\ud800 \(character 3\), half of a surrogate"):
+        encode(found, "a \ud800", special_tokens=False, name="m")
