@@ -168,7 +168,7 @@ WRONG = {
     "list as type": (lambda f: edit(f, model_type=["bert"]), r"of type \['bert'\]"),
     "tokenizer that is a list": (
         lambda f: (f / "tokenizer.json").write_text("[]"),
-        "tokenizer cannot be read",
+        "tokenizer.json must contain a JSON object, got list",
     ),
     "tokenizer class that is a number": (
         lambda f: (f / "tokenizer_config.json").write_text('{"tokenizer_class": 5}'),
@@ -176,7 +176,7 @@ WRONG = {
     ),
     "special tokens that are a list": (
         lambda f: (f / "special_tokens_map.json").write_text("[1, 2]"),
-        "tokenizer cannot be read",
+        "special_tokens_map.json must contain a JSON object, got list",
     ),
     "only pickles": (only_pickles, "only pickled weights.*lipscope to-safetensors DIR"),
     "no weights": (no_weights, "expected weights in model.safetensors.*got none"),
