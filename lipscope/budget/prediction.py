@@ -15,7 +15,7 @@ from lipscope._ambient import entry_point
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, Quantiser, read_formats
-from lipscope.budget.intervals import check_probes
+from lipscope.budget.intervals import check_probes, degrees_of_freedom, largest_ratio
 from lipscope.budget.metrics import Measure, Metric, read_metric
 from lipscope.budget.parts import Part, check_possible
 from lipscope.budget.probing import batches
@@ -24,7 +24,7 @@ from lipscope.budget.rounding import follow_run, squared_errors
 from lipscope.budget.running import exact_outputs, outputs_in, second_order
 from lipscope.budget.scores import worst_cases
 from lipscope.budget.sites import ErrorSite, collect_products
-from lipscope.budget.states import state_tolerance
+from lipscope.budget.states import FALSE_ALARMS, state_tolerance
 from lipscope.budget.storing import BudgetStore, Settings, assemble, command_line
 from lipscope.budget.subject import Inputs, Source, Subject, Text, length_of, read_subject
 
@@ -32,6 +32,9 @@ PROBES = 16
 
 SWITCHED = 0.01
 """Share of the error from which on decisions (experts, tokens) taken otherwise are a site."""
+
+REPEATED = 1.2
+"""Excess of the squared error over that of independent errors from which on it is a site."""
 
 
 @entry_point
@@ -246,9 +249,10 @@ def _follow(
     y = metric.read(run.output)
     # From a run of its own: the one that follows takes the same decisions (experts, clipping) as
     # the run in low precision, and an error that comes from another decision is not linear.
-    change = metric.read(run.run[0]).detach().to(y.dtype) - exact
+    low_y = metric.read(run.run[0]).detach().to(y.dtype)
+    change = low_y - exact
     parts = []
-    missed = made = 0.0
+    missed = made = together = 0.0
     for batch in batches(probes, [r.exact for r in run.roundings]):
         v = torch.stack([metric.probe(y, generator) for _ in batch])
         squares, linear = squared_errors([y], [v], run.roundings, aligned=True)
@@ -256,8 +260,10 @@ def _follow(
         seen = (v * change).flatten(1).sum(dim=1).double().cpu()
         missed += float((seen - linear.sum(dim=1)).square().sum())
         made += float(seen.square().sum())
+        together += float(linear.sum(dim=1).square().sum())
     by_site: dict[ErrorSite, Tensor] = {}
-    for r, squared in zip(run.roundings, torch.cat(parts).T, strict=True):
+    squared_by_probe = torch.cat(parts)
+    for r, squared in zip(run.roundings, squared_by_probe.T, strict=True):
         site = ErrorSite(r.name, r.layer, r.kind)
         by_site[site] = by_site.get(site, 0) + squared
     # What other decisions have changed is no rounding error of any operation, but it is known.
@@ -265,5 +271,15 @@ def _follow(
     if switched > SWITCHED**2 * sum(float(q.mean()) for q in by_site.values()):
         by_site[ErrorSite("other decisions", None, "decision")] = torch.full(
             (probes,), switched, dtype=torch.float64
+        )
+    # The same numbers are rounded alike: copies of a stream, a loop that has settled. The probes
+    # show what the noted errors make together, and the error of the run with the same noise; that
+    # error is known without.
+    explained = metric.squared(exact, low_y) * (together / made if made else 0.0)
+    q = squared_by_probe.sum(dim=1, keepdim=True)
+    chance = largest_ratio(degrees_of_freedom(q), probes, 1 - FALSE_ALARMS)
+    if explained > max(REPEATED, chance) * float(q.mean()):
+        by_site[ErrorSite("other repeats", None, "repeat")] = torch.full(
+            (probes,), explained - float(q.mean()), dtype=torch.float64
         )
     return list(by_site), torch.stack(list(by_site.values()), dim=1), (missed, made)

@@ -12,6 +12,7 @@ import lipscope as ls
 from lipscope.budget.formats import read_format
 from lipscope.budget.metrics import read_metric
 from lipscope.budget.result import BudgetRow
+from lipscope.budget.rounding import RoundingTrace
 from lipscope.budget.running import first_order_errors
 from lipscope.budget.subject import read_subject
 from tests.budget.tiny import some_ids, tiny
@@ -220,6 +221,67 @@ def test_decisions_that_bf16_takes_otherwise_are_in_the_budget():
     assert "not linear" in budget.warnings()[0]
     usual = ls.error_budget(model, ids[1:], formats="bf16", probes=8)
     assert "decision" not in usual.shares("bf16", by="kind") and not usual.warnings()
+
+
+class Copies(nn.Module):
+    """Several streams that differ by less than a step of bf16, and their mean."""
+
+    def __init__(self, count):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(40, 32)
+        self.branch = nn.Linear(32, 32)
+        self.count = count
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        streams = [x + self.branch(x) * (1 + 1e-4 * k) for k in range(self.count)]
+        return torch.stack(streams).float().mean(dim=0)
+
+
+class Settled(nn.Module):
+    """A loop z = x + z / 2 that reaches its fixed point."""
+
+    def __init__(self, count):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(40, 32)
+        self.count = count
+
+    def forward(self, ids):
+        x = z = self.embed(ids)
+        for _ in range(self.count):
+            z = x + 0.5 * z
+        return z
+
+
+@pytest.mark.parametrize("kind", [Copies, Settled])
+def test_errors_that_repeat_are_in_the_budget(kind):
+    """Equal errors add up before they are squared, as in the real run, which is made here."""
+    model, ids = kind(16), torch.arange(40)
+    budget = ls.error_budget(model, ids, formats="bf16")
+    with torch.no_grad():
+        low = copy.deepcopy(model).bfloat16()(ids).double()
+        exact = copy.deepcopy(model).double()(ids)
+    assert 0.9 <= (low - exact).norm() / exact.norm() / budget.total("bf16").value <= 1.1
+    (row,) = (row for row in budget.rows if row.kind == "repeat")
+    assert row.site == "other repeats" and row.share > 0.3
+    usual = ls.error_budget(kind(1), ids, formats="bf16")
+    assert "repeat" not in usual.shares("bf16", by="kind")
+
+
+def test_errors_that_were_not_noted_are_no_repeats(monkeypatch):
+    noted = RoundingTrace._note
+
+    def forgetful(trace, name, *rest):
+        noted(trace, name, *rest)
+        if name == "add":
+            trace.noted.pop()
+
+    monkeypatch.setattr(RoundingTrace, "_note", forgetful)
+    budget = ls.error_budget(Copies(1), torch.arange(40), formats="bf16", observe=True)
+    assert budget.observed["bf16"] > 1.2 * budget.total("bf16").value
+    assert "repeat" not in budget.shares("bf16", by="kind")
 
 
 def test_decisions_that_a_weight_format_takes_otherwise_are_warned_of():
