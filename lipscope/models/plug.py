@@ -208,6 +208,14 @@ def _settings(model: nn.Module, implementation: str) -> Iterator[None]:
         for name in wanted
         if name in vars(config)
     ]
+    # What a model computes from its weights and keeps is of the dtype of the measurement.
+    own = vars(nn.Module()).keys()
+    caches = [
+        (value, dict(value))
+        for module, _ in modes
+        for name, value in vars(module).items()
+        if name not in own and type(value) is dict
+    ]
     weights = _versions(model)
     kept = True
     try:
@@ -217,6 +225,9 @@ def _settings(model: nn.Module, implementation: str) -> Iterator[None]:
             vars(config)[name] = wanted[name]
         yield
     finally:
+        for cache, entries in caches:
+            cache.clear()
+            cache.update(entries)
         for config, name, value in before:
             if vars(config).get(name) == wanted[name]:
                 vars(config)[name] = value

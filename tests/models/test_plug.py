@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import LevitConfig, LevitModel
 from transformers.models.bert.modeling_bert import eager_attention_forward as bert_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
 from transformers.models.t5.modeling_t5 import eager_attention_forward as t5_eager
@@ -21,6 +22,16 @@ from tests.models.zoo import BYPASSING, FAMILIES, MASKING, make, sample
 def last_hidden_state(module, implementation, **inputs):
     with torch.no_grad(), plugged(module, implementation), Float64():
         return module(**inputs).last_hidden_state
+
+
+def test_what_a_model_keeps_of_its_weights_is_restored():
+    """LeViT keeps attention biases in evaluation mode, here of the dtype of the measurement."""
+    sizes = {"hidden_sizes": [8] * 3, "num_attention_heads": [2] * 3, "key_dim": [4] * 3}
+    module = LevitModel(LevitConfig(image_size=64, depths=[1] * 3, **sizes)).eval()
+    images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    exact = copy.deepcopy(module)(images).last_hidden_state
+    load(module).survey(inputs={"pixel_values": images})
+    assert torch.equal(module(images).last_hidden_state, exact)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
