@@ -92,10 +92,13 @@ class RoundingNoise(TorchDispatchMode):
             return func(*args, **kwargs)
         written = _written(schema, args, kwargs) if schema.is_mutable else []
         if not (name.endswith("_like") or name.startswith("new_")):  # these read no numbers
-            self._check_read(name, [x for x in given if not any(x is w for w in written)])
+            self._check_read(func, [x for x in given if not any(x is w for w in written)])
         for x in written:
             self._remember(x)
         out = func(*args, **kwargs)
+        if "c10d" in func.namespace:  # an exchange fills memory that its schema does not name
+            for x in given:
+                self.unwritten.pop(_storage(x), None)
         if given and name == "_local_scalar_dense":
             self.doubtful = True
             self.outside[-len(self.outside) - 1] = out
@@ -115,15 +118,15 @@ class RoundingNoise(TorchDispatchMode):
                 self.unwritten[_storage(x)] = False
         return out
 
-    def _check_read(self, name: str, given: list[Tensor]) -> None:
+    def _check_read(self, func: Any, given: list[Tensor]) -> None:
         """Look at what an operation reads, before it runs."""
         for x in given:
             at = _storage(x)
-            if at in self.unwritten and x.numel():
+            if at in self.unwritten and x.numel() and "c10d" not in func.namespace:
                 if not self.unwritten.pop(at):
                     raise UnseenRoundingError(
-                        f"memory that {name} reads was filled by a kernel outside torch, or by "
-                        "nothing"
+                        f"memory that {func._opname} reads was filled by a kernel outside torch, "
+                        "or by nothing"
                     )
                 x.copy_(self._moved(x))
             elif at not in self.computed:

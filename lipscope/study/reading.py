@@ -234,7 +234,7 @@ def sample_tokens(
     words: dict[int, str] = {}
     for n, sample in sorted(set(pairs)):
         (row,) = inputs.batch(n, (sample,))
-        if row.is_floating_point():
+        if row.is_floating_point() or len(row) != n:  # of another input than what is measured
             return
         ids = row.tolist()
         # Decoding is slow, and long texts repeat their tokens: decode each id once.

@@ -53,13 +53,13 @@ def test_intervals_contain_the_first_order_error():
     with torch.no_grad(), subject.ready():
         size = sum(subject.module(row)[0].square().sum().item() for row in subject.sequences)
     truth, draws = math.sqrt(exact / size), 250
-    # 250 sets of 8 probes from one call: the products of all probes are independent.
+    # 250 sets of 16 probes from one call: the products of all probes are independent.
     from lipscope.budget.intervals import of_squares
     from lipscope.budget.sites import collect_products
 
-    t = collect_products(subject, [f], metric, 8 * draws, 0)["int8"].t.sum(-1)
+    t = collect_products(subject, [f], metric, 16 * draws, 0)["int8"].t.sum(-1)
     hits = 0
-    for part in t.reshape(draws, 8, -1):
+    for part in t.reshape(draws, 16, -1):
         interval = metric.interval(of_squares(part), size)
         hits += interval.low <= truth <= interval.high
     assert 0.92 <= hits / draws <= 0.98
