@@ -1,6 +1,7 @@
 """What every test shares: one thread per worker, checked shapes, and no GPU tests without a GPU."""
 
 import os
+import signal
 
 # Set before torch starts its thread pools: pytest runs one worker per core.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# A shell starts background jobs with interrupts ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # An int may stand for a float, as PEP 484 and mypy have it.
 jaxtyping.install_import_hook(
     "lipscope", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
