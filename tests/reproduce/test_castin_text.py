@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import cycle
 
 import pytest
 import torch
@@ -169,8 +170,10 @@ def test_the_radius_is_judged_at_a_fixed_length():
     # sigma depends on n alone, and so does most of the radius: no effect of the radius is left.
     assert judge_radius(0, points(lambda n: n, lambda n: n), Quoted("")).holds
     numbers = points(lambda n: n, lambda n: n)
-    for p in numbers["points"]:
-        p[f"sigma {RELEASED}"] = p["n"] ** 0.5 * (1 + 1e-3 * (hash(str(p)) % 7))
+    # The scatter at one length is bent, without a slope in the radius.
+    bent = cycle([1e-3, -2e-3, 1e-3])
+    for p, scatter in zip(numbers["points"], bent, strict=False):
+        p[f"sigma {RELEASED}"] = p["n"] ** 0.5 * (1 + scatter)
     verdict = judge_radius(0, numbers, Quoted(""))
     assert not verdict.holds and "no growth is established" in verdict.reason
     for p in numbers["points"]:
