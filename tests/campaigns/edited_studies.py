@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from lipscope.study.directory import FILE
 from lipscope.study.salvage import record_checksum, row_checksum
 from lipscope.study.store import Store
 from lipscope.study.validation import CLAIM
-from tests.campaigns.runner import Result, campaign
+from tests.campaigns.runner import Result, campaign, examine_each
 from tests.study.damage import make
 from tests.study.fakes import info, row, sensitivity
 
@@ -418,12 +418,5 @@ def examine(number: int, result: Result, commands: dict[str, tuple[str, ...]] = 
         result.faults += [f"study {number}, {name}: {one} ({what})" for one in wrong]
 
 
-def chunk(number: int) -> Result:
-    result = Result()
-    for one in range(CHUNK * number, CHUNK * (number + 1)):
-        examine(one, result)
-    return result
-
-
 if __name__ == "__main__":
-    sys.exit(campaign(chunk, CHUNK, 1000, __doc__ or ""))
+    sys.exit(campaign(partial(examine_each, examine, CHUNK), CHUNK, 1000, __doc__ or ""))

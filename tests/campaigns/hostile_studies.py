@@ -24,14 +24,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.study.directory import FILE, JOURNAL, LOCK
 from lipscope.study.store import Store
-from tests.campaigns.runner import Result, campaign
+from tests.campaigns.runner import Result, campaign, examine_each
 from tests.study.damage import make
 from tests.study.fakes import info, row
 
@@ -390,15 +390,8 @@ def examine(number: int, result: Result, commands: tuple[str, ...] = tuple(COMMA
         result.faults += [f"{' and '.join(traps)}: {sentence}" for sentence in wrong]
 
 
-def chunk(number: int) -> Result:
-    result = Result()
-    for one in range(CHUNK * number, CHUNK * (number + 1)):
-        examine(one, result)
-    return result
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         tempfile.tempdir = scratch  # for the workers as well, which are forks of this process
-        code = campaign(chunk, CHUNK, 200, __doc__ or "")
+        code = campaign(partial(examine_each, examine, CHUNK), CHUNK, 200, __doc__ or "")
     sys.exit(code)

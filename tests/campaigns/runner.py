@@ -95,6 +95,14 @@ def campaign(chunk: Callable[[int], Result], size: int, count: int, about: str) 
     return 1 if total.faults or len(done) < chunks else 0
 
 
+def examine_each(examine: Callable[[int, Result], None], size: int, number: int) -> Result:
+    """Examine the cases of one chunk, which are numbered on over all chunks."""
+    result = Result()
+    for case in range(size * number, size * (number + 1)):
+        examine(case, result)
+    return result
+
+
 def read(path: Path | None, chunks: int) -> tuple[Result, set[int]]:
     """The chunks that stand in a file; a last line that was cut is not one of them."""
     total, done = Result(), set[int]()
