@@ -181,16 +181,28 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     module._compiled_call_impl = call
 
 
-class _WithoutHooks:
-    """Stands in for the `__reduce_ex__` of one module: its copies and pickles lack some hooks.
+class _Additions:
+    """What lipscope adds to one module: hooks, and objects that live as long as the module.
 
-    Both copy and pickle look it up on the instance. Only here can a hook be left out: once the copy
+    Stands in for the `__reduce_ex__` of the module, so that its copies and pickles lack them. Both
+    copy and pickle look it up on the instance. Only here can a hook be left out: once the copy
     exists, the handle that would remove the hook belongs to the original.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self.hooks: set[int] = set()
+        self.objects: list[object] = []
+
+    @classmethod
+    def to(cls, module: nn.Module) -> _Additions:
+        """The additions to a module, which may be the first ones."""
+        return vars(module).setdefault("__reduce_ex__", cls(module))
+
+    def drop_if_empty(self) -> None:
+        attributes = vars(self.module())
+        if not self.hooks and not self.objects and attributes.get("__reduce_ex__") is self:
+            del attributes["__reduce_ex__"]
 
     def __call__(self, protocol: int) -> Any:
         module: Any = self.module()
@@ -208,18 +220,44 @@ class _WithoutHooks:
 
 def hook_calls(module: nn.Module, hook: Callable[..., None]) -> Callable[[], None]:
     """Register a forward pre-hook that copies of the module do not have; return its removal."""
-    attributes = vars(module)
-    reduction = attributes.setdefault("__reduce_ex__", _WithoutHooks(module))
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    reduction.hooks.add(handle.id)
+    _Additions.to(module).hooks.add(handle.id)
 
-    def remove() -> None:
+    def remove(module: nn.Module) -> None:
         handle.remove()
-        reduction.hooks.discard(handle.id)
-        if not reduction.hooks and attributes.get("__reduce_ex__") is reduction:
-            del attributes["__reduce_ex__"]
+        additions = _Additions.to(module)
+        additions.hooks.discard(handle.id)
+        additions.drop_if_empty()
 
-    return remove
+    return unless_gone(module, remove)
+
+
+def give(module: nn.Module, thing: object) -> Callable[[], None]:
+    """Let a module own an object that its copies do not have; return a function that takes it back.
+
+    For objects that refer to the module: whoever keeps them otherwise keeps the module too.
+    """
+    _Additions.to(module).objects.append(thing)
+    number = id(thing)
+
+    def take_back(module: nn.Module) -> None:
+        additions = _Additions.to(module)
+        additions.objects = [one for one in additions.objects if id(one) != number]
+        additions.drop_if_empty()
+
+    return unless_gone(module, take_back)
+
+
+def unless_gone(module: nn.Module, work: Callable[[nn.Module], None]) -> Callable[[], None]:
+    """A function that does something to a module if it still exists, and does not keep it alive."""
+    reference = weakref.ref(module)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            work(alive)
+
+    return call
 
 
 def reads_one_input(module: nn.MultiheadAttention) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import lipscope as ls
-from lipscope.monitor.models import ModelWatch
 from lipscope.monitor.modules import ModuleWatch
 from lipscope.study.work import threads_for
 
@@ -184,9 +183,10 @@ def test_buffers_of_one_module_are_lent_to_one_thread_at_a_time() -> None:
 
 def test_a_hook_that_is_being_removed_does_not_disturb_a_forward_pass(model: LlamaModel) -> None:
     # torch forgets that a hook takes keyword arguments after another thread has fetched the hook.
-    for watch in (ls.watch(model), ModuleWatch(nn.MultiheadAttention(8, 2))):
+    attention = nn.MultiheadAttention(8, 2)
+    for module, watch in ((model, ls.watch(model)), (attention, ModuleWatch(attention))):
         watch.arm()
-        module = model if isinstance(watch, ModelWatch) else watch.called
+        assert module._forward_pre_hooks
         for tap in module._forward_pre_hooks.values():
             tap(module, (IDS,))
         watch.release()

@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lipscope._torch_internals import compiled_call, hook_calls, set_compiled_call, tree_map
+from lipscope._torch_internals import (
+    compiled_call,
+    hook_calls,
+    set_compiled_call,
+    tree_map,
+    unless_gone,
+)
 from lipscope._types import UserError
 from lipscope.monitor.seen_call import to_be_kept
 from lipscope.nn.evaluating import evaluating
@@ -28,9 +35,15 @@ class Entry:
     """
 
     def __init__(self, part: nn.Module) -> None:
-        self.part = part
+        self._part = ref(part)
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | UserError | None = None
         self._hooks = ExitStack()
+
+    @property
+    def part(self) -> nn.Module:
+        """The compiled module; an empty one if it no longer exists."""
+        part = self._part()
+        return nn.Module() if part is None else part
 
     def arm(self) -> None:
         """Start recording calls."""
@@ -81,16 +94,35 @@ def hook(
 ) -> Callable[[], None]:
     """Show `tap` the calls of a module, outside the compiler; return a function that removes it."""
     # A module compiled in place runs its hooks inside the graph, so the call itself is wrapped.
-    inner = compiled_call(part)
-    if inner is None:
+    call = compiled_call(part)
+    if call is None:
         return hook_calls(part, tap)
+    if not isinstance(call, _TappedCall):
+        call = _TappedCall(part, call)
+        set_compiled_call(part, call)
+    call.taps.append(tap)
 
-    def calling(*args: Any, **kwargs: Any) -> Any:
-        tap(part, args, kwargs)
-        return inner(*args, **kwargs)
+    def remove(part: nn.Module) -> None:
+        call = compiled_call(part)
+        if isinstance(call, _TappedCall) and tap in call.taps:
+            call.taps.remove(tap)
+            if not call.taps:
+                set_compiled_call(part, call.inner)
 
-    set_compiled_call(part, calling)
-    return lambda: set_compiled_call(part, inner)
+    return unless_gone(part, remove)
+
+
+class _TappedCall:
+    """The compiled call of a module, shown to taps first; several monitors share one."""
+
+    def __init__(self, part: nn.Module, inner: Callable[..., Any]) -> None:
+        self.part, self.inner = part, inner
+        self.taps: list[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for tap in tuple(self.taps):
+            tap(self.part, args, kwargs)
+        return self.inner(*args, **kwargs)
 
 
 def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lipscope._ambient import entry_point, live_modules, ordinary_module
+from lipscope._torch_internals import give
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Survey
 from lipscope.monitor.compiled import entries, hook, uncompiled
-from lipscope.monitor.modules import Sight, listed, wide
+from lipscope.monitor.modules import GoneError, Sight, WeakAttribute, listed, wide
 from lipscope.monitor.seen_call import to_be_kept
 from lipscope.nn.evaluating import attributes_kept, evaluating
 from lipscope.nn.wrapped import check_whole, unwrapped
@@ -97,13 +98,21 @@ class ModelWatch:
     The second pass is in evaluation mode on lipscope's attention. Padding is removed; token types
     and positions passed by the caller are ignored.
 
+    The model is not kept alive.
+
+    model:  owned by its own trunk, to which it refers
     called: the model as the training calls it, including its wrappers
     """
+
+    model = WeakAttribute()
+    called = WeakAttribute()
 
     def __init__(self, model: Model, called: nn.Module, layers: tuple[int, ...], scope: str):
         self._start(model, called, layers, scope)
 
-    def _start(self, model: Model, called: nn.Module, layers: tuple[int, ...], scope: str) -> None:
+    def _start(
+        self, model: Model | None, called: nn.Module | None, layers: tuple[int, ...], scope: str
+    ) -> None:
         self.model, self.called, self.scope = model, called, scope
         self._layers = {f"{scope}.{i}": i for i in layers}
         self.names = tuple(self._layers)
@@ -114,6 +123,8 @@ class ModelWatch:
         # A model outlives its watch, and must not go on recording for nobody.
         finalize(self, self._hooks.close)
         finalize(self, self._kept.close)
+        if model is not None:
+            finalize(self, give(model.trunk, model))
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.model, self.called, tuple(self._layers.values()), self.scope
@@ -124,15 +135,19 @@ class ModelWatch:
     def arm(self) -> None:
         self.release()
         self._tap = _InputTap()
-        trunk = self.model.trunk
-        around = [
-            entry.part for entry in entries(self.called) if trunk in set(entry.part.modules())
-        ]
-        self._hooks.callback(hook(around[0] if around else trunk, self._tap))
+        model, called = self.model, self.called
+        if model is None:
+            return
+        compiled = () if called is None else entries(called)
+        around = [entry.part for entry in compiled if model.trunk in set(entry.part.modules())]
+        self._hooks.callback(hook(around[0] if around else model.trunk, self._tap))
 
     def sight(self, name: str) -> Sight | None:
         self._hooks.close()  # the pass below is the measurement's own and must not be recorded
-        trunk = self.model.trunk
+        model = self.model
+        if model is None:
+            raise GoneError
+        trunk = model.trunk
         if self._survey is None:
             inputs = self._tap.inputs
             if isinstance(inputs, UserError):
@@ -142,7 +157,7 @@ class ModelWatch:
             check_whole(trunk)
             self._kept.enter_context(attributes_kept(trunk))
             with uncompiled(trunk):
-                self._survey = self.model.survey(**one_sample(inputs))
+                self._survey = model.survey(**one_sample(inputs))
         with evaluating(trunk):  # in training mode, torch's spectral_norm updates its vectors
             site = self._survey.site(self.scope, self._layers[name])
         return site.f, site.X[0]

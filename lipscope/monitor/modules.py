@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -49,21 +49,49 @@ class Watch(Protocol):
     def release(self) -> None: ...
 
 
+class GoneError(UserError):
+    """A watched layer no longer exists: a watch does not keep its model alive."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model was deleted, or layers of it were replaced; "
+            "create a new monitor for the new model"
+        )
+
+
+class WeakAttribute:
+    """An attribute that does not keep its object alive; None once the object is gone."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        reference = vars(instance)[self._name]
+        return None if reference is None else reference()
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = None if value is None else ref(value)
+
+
 class ModuleWatch:
     """The layers of any module, by forward pre-hooks that exist only while armed.
 
-    One sample of each batch is kept.
+    One sample of each batch is kept. The model is not kept alive.
 
     called: the model as the training calls it; layers in a compiled part of it are recorded when
             that part is rerun without the compiler
     """
 
+    called = WeakAttribute()
+
     def __init__(self, model: nn.Module, layers: Sequence[str | nn.Module] | None = None):
         self._start(model, _chosen(model, layers))
 
-    def _start(self, called: nn.Module, modules: dict[str, nn.Module]) -> None:
+    def _start(self, called: nn.Module | None, modules: Mapping[str, nn.Module | None]) -> None:
         self.called = called
-        self._modules = modules
+        self._modules = WeakValueDictionary(
+            {name: module for name, module in modules.items() if module is not None}
+        )
         self.names = tuple(modules)
         self._taps = {name: _Tap() for name in self.names}
         self._hooks = ExitStack()
@@ -71,34 +99,35 @@ class ModuleWatch:
         # A model outlives its watch, and must not go on recording for nobody.
         finalize(self, _unhook, self._hooks, self._entries)
 
-    def __getstate__(self) -> tuple[nn.Module, dict[str, nn.Module]]:
-        return self.called, self._modules
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.called, {name: self._modules.get(name) for name in self.names}
 
-    def __setstate__(self, state: tuple[nn.Module, dict[str, nn.Module]]) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._start(*state)
 
     def arm(self) -> None:
         self.release()
         wanted = set(self._modules.values())
-        self._entries[:] = [
-            entry for entry in entries(self.called) if wanted & set(entry.part.modules())
-        ]
+        compiled = () if self.called is None else entries(self.called)
+        self._entries[:] = [entry for entry in compiled if wanted & set(entry.part.modules())]
         for entry in self._entries:
             entry.arm()
         inside = {module for entry in self._entries for module in entry.part.modules()}
         self._hook(wanted - inside)
 
     def _hook(self, modules: set[nn.Module]) -> None:
-        for name, module in self._modules.items():
+        for name in self.names:
+            module = self._modules.get(name)
             if module in modules:
                 self._taps[name].open = True
                 self._hooks.callback(hook_calls(module, self._taps[name]))
 
     def sight(self, name: str) -> Sight | None:
         self._shut()  # a layer that is run for its measurement may contain other watched layers
-        check_whole(self._modules[name])
+        module = self.module(name)
+        check_whole(module)
         for entry in self._entries:
-            if self._modules[name] in set(entry.part.modules()):
+            if module in set(entry.part.modules()):
                 self._hook(set(entry.part.modules()))
                 entry.rerun()
                 self._shut()
@@ -107,14 +136,16 @@ class ModuleWatch:
             raise call
         if call is None:
             return None
-        module = self._modules[name]
         # In training mode, torch's spectral_norm changes every time the weight is read.
         with evaluating(module):
             return _read(module, call)
 
     def module(self, name: str) -> nn.Module:
-        """The layer of this name."""
-        return self._modules[name]
+        """The layer of this name; raises GoneError if it no longer exists."""
+        module = self._modules.get(name)
+        if module is None:
+            raise GoneError
+        return module
 
     def release(self) -> None:
         self._shut()

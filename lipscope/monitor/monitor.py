@@ -21,7 +21,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
 from lipscope.linalg.estimate import Estimate, one
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.monitor.modules import ModuleWatch, Watch
+from lipscope.monitor.modules import GoneError, ModuleWatch, Watch
 from lipscope.monitor.sigma_table import Reading, SigmaTable
 
 Log = Callable[[dict[str, float], int], None]
@@ -69,7 +69,8 @@ class SmoothnessMonitor:
     A solve starts from the last right singular vector, so its value is a lower bound with a
     residual: the upper bound of :func:`local_lipschitz` needs a random start, which only every
     eighth solve has. torch's random state and the gradients, modes and buffers of the model are not
-    touched: the training is bitwise identical to one without a monitor.
+    touched: the training is bitwise identical to one without a monitor. The model is not kept
+    alive: the monitor of a deleted one warns once and has no more readings.
 
     Args:
         model: A module, or a watch of one (see :func:`watch` for transformers models).
@@ -242,6 +243,8 @@ class SmoothnessMonitor:
                         readings.append(self._reading(step, name, *sight))
                     else:
                         self._complain(step, f"of {name}", NOT_RUN)
+                except GoneError as error:
+                    self._complain(step, "of deleted layers", str(error))
                 # Out of memory, a random map, ...: the training must continue.
                 except Exception as error:
                     why = _on_one_line(error)

@@ -1,8 +1,10 @@
-"""A monitor ends with its last reference, and copies of its model know nothing of it."""
+"""A monitor ends with its last reference or its model, and copies of the model lack it."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 from lipscope.monitor.models import watch
-from lipscope.monitor.monitor import SmoothnessMonitor
+from lipscope.monitor.monitor import SmoothnessMonitor, SmoothnessWarning
 
 
 class Net(nn.Module):
@@ -32,6 +34,13 @@ def plain() -> tuple[nn.Module, SmoothnessMonitor, torch.Tensor]:
 def compiled() -> tuple[nn.Module, SmoothnessMonitor, torch.Tensor]:
     torch.manual_seed(0)
     model = torch.compile(Net(), backend="eager")
+    return model, SmoothnessMonitor(model, ["attention"], every=1), torch.randn(2, 4, 8)
+
+
+def compiled_in_place() -> tuple[nn.Module, SmoothnessMonitor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    model.compile(backend="eager")
     return model, SmoothnessMonitor(model, ["attention"], every=1), torch.randn(2, 4, 8)
 
 
@@ -67,6 +76,60 @@ def test_nothing_is_left_after_del(build):
     assert traces(model)
     del monitor
     assert traces(model) == []
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("build", [plain, llama, compiled, compiled_in_place])
+def test_a_deleted_model_is_freed(build, steps):
+    model, monitor, X = build()
+    for _ in range(steps):
+        model(X)
+        assert monitor.step()
+    model(X)  # recorded, not measured
+    gone = [weakref.ref(module) for module in model.modules()]
+    gone += [weakref.ref(weight) for weight in model.parameters()]
+    del model
+    torch.compiler.reset()  # the compiler keeps the models it has compiled
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+    with pytest.warns(SmoothnessWarning, match="deleted layers: the model was deleted") as caught:
+        assert monitor.step() == []
+    assert len(caught) == 1
+    again = copy.deepcopy(monitor)
+    monitor.before(9)
+    assert monitor.step() == [] and again.step() == []  # without a second warning
+    monitor.close()
+
+
+def test_a_replaced_layer_is_freed_and_the_others_are_measured():
+    model, monitor, X = plain()
+    gone = weakref.ref(model.last)
+    model.last = nn.Linear(8, 8)
+    assert gone() is None
+    model(X)
+    with pytest.warns(SmoothnessWarning, match="layers of it were replaced"):
+        assert [reading.layer for reading in monitor.step()] == ["attention"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("build", [plain, llama, compiled, compiled_in_place])
+def test_two_monitors_end_in_any_order(build, first):
+    model, monitor, X = build()
+    call = vars(model).get("_compiled_call_impl")
+    if build is llama:
+        monitors = [monitor, SmoothnessMonitor(watch(model), every=1)]
+    else:
+        monitors = [monitor, SmoothnessMonitor(model, ["attention"], every=1)]
+    monitor.close()
+    monitor.before(0)
+    del monitor
+    del monitors[first]
+    model(X)
+    assert len(monitors[0].step()) == len(monitors[0].watch.names)
+    monitors.clear()
+    assert traces(model) == []
+    after = vars(model).get("_compiled_call_impl")
+    assert after is call or after is getattr(call, "inner", None)
 
 
 @pytest.mark.parametrize("build", [plain, llama, compiled])
