@@ -154,8 +154,7 @@ def read_sweep(path: Path) -> Sweep:
     _check_keys(asked, ("models", "texts", "settings", "out"), str(path))
     try:
         models = _models(asked.get("models"), path.parent)
-    except (OSError, ValueError, NotImplementedError) as error:
-        # A name that is too long, a directory that may not be read, an invalid pattern.
+    except (OSError, ValueError) as error:  # a name that is too long
         raise UserError(f"{path}: cannot look for the models: {error}") from error
     texts = _texts(asked.get("texts", []), path.parent)
     settings = asked.get("settings", {})
@@ -233,26 +232,12 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> N
 
 
 def _models(given: Any, folder: Path) -> dict[str, str]:
-    """Models by name: folders, patterns of folders, and names on the hub."""
+    """Models by name: folders, and names on the hub."""
     if not isinstance(given, list) or not given or not all(map(_is_path, given)):
         raise UserError(f"models must be a list of model ids and directories, got {shown(given)}")
-    found: list[Path | str] = []
-    for one in given:
-        if any(c in one for c in "*?["):
-            matches = sorted(path for path in _glob(folder, one) if path.is_dir())
-            if not matches:
-                raise UserError(f"no directory matches {one}, which models of the sweep names")
-            found += matches
-        else:
-            found.append((folder / one).absolute() if (folder / one).is_dir() else one)
+    found = [(folder / one).absolute() if (folder / one).is_dir() else one for one in given]
     names = _names([_parts(Path(one)) for one in found])
     return dict(zip(names, map(str, found), strict=True))
-
-
-def _glob(folder: Path, pattern: str) -> Iterator[Path]:
-    absolute = Path(pattern).is_absolute()
-    base = Path(Path(pattern).anchor) if absolute else folder.absolute()
-    return base.glob(str(Path(pattern).relative_to(base)) if absolute else pattern)
 
 
 def _texts(given: Any, folder: Path) -> dict[str, Path | TextColumn | None]:

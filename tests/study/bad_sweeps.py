@@ -39,6 +39,7 @@ WHOLE = {
     "NUL in models": 'models = ["m\\u0000"]',
     "model out of reach": 'models = ["nothing/.."]',
     "pattern": 'models = ["**m"]',
+    "pattern of the whole disk": 'models = ["/**/x"]',
     "root": 'models = ["/"]',
     "empty model": 'models = [""]',
     "models a string": 'models = "m"',

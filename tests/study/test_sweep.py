@@ -8,6 +8,7 @@ import pytest
 
 from lipscope._types import UserError
 from lipscope.cli import main
+from lipscope.models.loading import load
 from lipscope.study import sweep as sweep_module
 from lipscope.study.run import measure
 from lipscope.study.sharding import Shard
@@ -17,7 +18,7 @@ from tests.study.bad_sweeps import bad_sweeps, outcome
 from tests.study.printed import exported
 
 FILE = """
-models = ["runs/*/checkpoint"]
+models = ["runs/a/checkpoint", "runs/b/checkpoint"]
 texts = ["prose.txt", {file = "news.csv", column = "title"}]
 
 [settings.short]
@@ -117,7 +118,6 @@ def test_a_sweep_on_workers_is_the_same_and_compare_reads_it(place, capsys):
         ("models = [", "cannot read the sweep in"),
         ("", "models must be a list of model ids and directories, got None"),
         ("models = []", "models must be a list"),
-        ("models = ['nothing-*']", "no directory matches nothing-"),
         ("models = ['m']\nlengths = [4]", "lengths is not known; the keys are models, texts"),
         ("models = ['m']\nsettings = 3", "settings are tables with names"),
         ("models = ['m']\n[settings.a]\nlength = 3", r"settings.a: length is not known"),
@@ -130,6 +130,15 @@ def test_what_is_refused(tmp_path, content, told):
     (tmp_path / "sweep.toml").write_text(content)
     with pytest.raises(UserError, match=told):
         read_sweep(tmp_path / "sweep.toml")
+
+
+def test_a_pattern_searches_no_disk(tmp_path):
+    (tmp_path / "models" / "a").mkdir(parents=True)
+    for pattern in ("/**/x", f"{tmp_path}/**", "models/*"):
+        (tmp_path / "sweep.toml").write_text(f"models = ['{pattern}']\n[settings.a]")
+        with pytest.raises(UserError, match=r"is neither a folder nor|is not a folder"):
+            (entry,) = read_sweep(tmp_path / "sweep.toml").entries
+            load(entry.model)
 
 
 def test_without_texts_and_settings_the_defaults_are_measured(tmp_path):
