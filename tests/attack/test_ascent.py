@@ -5,9 +5,9 @@ import torch
 
 import lipscope as ls
 from lipscope._types import Around, Ball, Everywhere, Point, UserError
-from lipscope.attack.ascent import Climb, ascend, sigma_gradient
+from lipscope.attack.ascent import Climb, _climb, ascend, sigma_gradient
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attack.regions import Normed
+from lipscope.attack.regions import Normed, region_of
 from tests.cases import KINDS, problem
 from tests.naive import dense_jacobian
 
@@ -143,3 +143,22 @@ def test_ascent_beats_ten_thousand_random_inputs_on_twenty_random_heads():
             depth = 1.0 if batch % 2 else torch.rand(1000, n, 1, dtype=torch.float64)
             random = ls.local_lipschitz(f, R * depth * X / X.norm(dim=-1, keepdim=True), 1e-3)
             assert found.value > random.value.max()
+
+
+def test_a_step_follows_the_gradient_in_the_coordinates_of_a_layer_norm():
+    """Tokens are weight * z + bias: the bias has no part in the slope, by central differences."""
+    f, n, d = head(20), 4, 6
+    weight, bias = 0.2 + random_tokens(21, d).abs(), 3 * random_tokens(22, d)
+    region = region_of(Normed(weight, n, bias, centred=False), d)
+    Z, h = 0.1 * random_tokens(23, n, d), 1e-5
+    slopes = torch.zeros_like(Z)
+    for i in range(n):
+        for j in range(d):
+            E = torch.zeros_like(Z)
+            E[i, j] = h
+            high, low = (dense_sigma(f, region.tokens(Z + sign * E)) for sign in (1, -1))
+            slopes[i, j] = (high - low) / (2 * h)
+    moved, _ = _climb(f, region, Z[None], Climb(steps=1, restarts=1))
+    step = moved[0] - Z
+    assert step.norm() > 0.1
+    assert (step * slopes).sum() / (step.norm() * slopes.norm()) > 0.999

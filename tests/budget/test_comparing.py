@@ -173,3 +173,12 @@ def test_false_alarms_of_clean_runs():
             parameter.data = parameter.data.to(dtype)
         alarms += not ls.compare_runs(tiny(kind, seed=seed), port, ids, probes=4, seed=seed).ok
     assert alarms <= 8  # 3 expected; 9 or more have probability 0.4 %
+
+
+@pytest.mark.parametrize(("format", "said"), [(None, "bf16"), ("fp16", "fp16")])
+def test_a_run_that_is_named_runs_in_bf16_unless_a_format_is_given(tmp_path, format, said):
+    tiny("gpt2").save_pretrained(tmp_path / "port")
+    found = ls.compare_runs(tiny("gpt2"), str(tmp_path / "port"), IDS, probes=4, format=format)
+    assert found.ok and found.format == said
+    # The run did round: its error is of the size of the format's step, not of float32's.
+    assert found.states[1].observed > torch.finfo(comparing.DTYPES[said]).eps / 8

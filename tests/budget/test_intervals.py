@@ -6,7 +6,13 @@ import pytest
 import torch
 from scipy import stats
 
-from lipscope.budget.intervals import degrees_of_freedom, largest_ratio, of_squares, of_sums
+from lipscope.budget.intervals import (
+    _variance_of_mean,
+    degrees_of_freedom,
+    largest_ratio,
+    of_squares,
+    of_sums,
+)
 
 DRAWS = 4000
 
@@ -68,3 +74,20 @@ def test_degrees_of_freedom_and_the_largest_ratio_are_those_of_chi_square():
     estimate = torch.randn(20000, 4, 5, generator=g, dtype=torch.float64).square().mean((1, 2))
     limit = largest_ratio(5, 4, 0.99)
     assert 0.007 <= (error / estimate > limit).double().mean() <= 0.013
+
+
+@pytest.mark.parametrize(("probes", "sequences"), [(2, 1), (4, 3), (16, 5)])
+def test_estimated_variances_are_enlarged_by_the_quantiles_of_student_and_chi_square(
+    probes, sequences
+):
+    """By scipy's distributions; an exponent or a tail that is wrong changes the width."""
+    g = torch.Generator().manual_seed(probes)
+    q = torch.rand(probes, sequences, generator=g, dtype=torch.float64)
+    freedom = sequences * (probes - 1)
+    factor = stats.t(freedom).ppf(0.975) / stats.norm.ppf(0.975)
+    of_mean = q.numpy().var(axis=0, ddof=1).sum() / probes
+    assert _variance_of_mean(q) == pytest.approx(factor**2 * of_mean, rel=1e-6)
+    deviation = q.numpy().std(axis=0, ddof=1).sum()
+    largest = deviation**2 * freedom / stats.chi2(freedom).ppf(0.1)
+    mean = q.numpy().mean(axis=0).sum()
+    assert degrees_of_freedom(q) == pytest.approx(2 * mean**2 / largest, rel=1e-9)

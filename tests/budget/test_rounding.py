@@ -8,7 +8,13 @@ from torch import nn
 
 import lipscope as ls
 from lipscope.budget.formats import DTYPES
-from lipscope.budget.rounding import WEIGHT, RoundingTrace, follow_run, squared_errors
+from lipscope.budget.rounding import (
+    WEIGHT,
+    RoundingTrace,
+    _batch_norm,
+    follow_run,
+    squared_errors,
+)
 from lipscope.budget.subject import read_subject
 from tests.budget.tiny import some_ids, tiny
 
@@ -154,3 +160,16 @@ class Scaled(nn.Module):
 def test_parameters_that_all_round_to_one_have_errors_of_one_sign():
     got = ls.error_budget(Scaled(), some_ids(4, 24), formats="bf16", probes=128, observe=True)
     assert 0.85 <= got.observed["bf16"] / got.total("bf16").value <= 1.15
+
+
+@pytest.mark.parametrize("affine", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("shape", [(5, 3), (2, 3, 4), (2, 3, 4, 6)])
+def test_batch_norm_is_that_of_torch_in_evaluation(shape, affine):
+    g = torch.Generator().manual_seed(0)
+    x, weight, bias, mean = (
+        torch.randn(size, generator=g, dtype=torch.float64) for size in (shape, 3, 3, 3)
+    )
+    var = torch.rand(3, generator=g, dtype=torch.float64)
+    given = [p if has else None for p, has in zip((weight, bias), affine, strict=True)]
+    truth = torch.nn.functional.batch_norm(x, mean, var, *given, False, 0.1, 1e-3)
+    torch.testing.assert_close(_batch_norm(x, mean, var, *given, False, 0.1, 1e-3), truth)

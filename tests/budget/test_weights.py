@@ -17,6 +17,7 @@ from lipscope._types import UserError
 from lipscope.budget.formats import symmetric
 from lipscope.budget.scores import compare_scores
 from lipscope.budget.subject import read_subject
+from lipscope.budget.weights import _operands
 from tests.budget.tiny import GROUPED, some_ids, tiny
 
 # All experts for every token: choosing others would not be an error to first order.
@@ -164,3 +165,35 @@ def test_scores_and_worst_cases_know_every_weight():
     for kind in ("llama", "gpt2"):
         table = compare_scores(tiny(kind), some_ids(1, 8), formats="int8", probes=8, sigma=False)
         assert {site.name for site in table.values["int8"]} == set(weights(tiny(kind)))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "sums"),
+    [
+        ("linear", [(2, 5, 3), (7, 3)], "bni,oi->bno"),
+        ("mm", [(5, 3), (3, 7)], "ni,io->no"),
+        ("bmm", [(2, 5, 3), (2, 3, 7)], "bni,bio->bno"),
+        ("mv", [(5, 3), (3,)], "ni,i->n"),
+    ],
+)
+def test_operands_of_a_product_are_summed_along_these_dimensions(name, args, sums):
+    """Against the letters of einsum: those that are gone from the result are summed."""
+    given = [torch.randn(shape) for shape in args]
+    result = getattr(torch.ops.aten, name)(*given)
+    torch.testing.assert_close(torch.einsum(sums, *given), result)
+    words, out = sums.split("->")
+    for (x, outputs, inputs), letters in zip(_operands(name, given), words.split(","), strict=True):
+        assert letters[inputs[0]] not in out and len(inputs) == 1
+        assert all(letters[d] in out for d in outputs)
+        assert x.ndim == len(letters)
+
+
+def test_operands_of_a_convolution_have_their_channels_where_torch_has_them():
+    x, w = torch.randn(1, 4, 9), torch.randn(6, 4, 3)
+    options = [None, (1,), (0,), (1,)]
+    for transposed, weight, out in ((False, w, 0), (True, w.transpose(0, 1), 1)):
+        made = torch.convolution(x, weight, *options, transposed, (0,), 1)
+        args = [x, weight, *options, transposed, (0,), 1]
+        _, (found, outputs, inputs) = _operands("convolution", args)
+        assert found is weight and outputs == (out,) and found.shape[out] == made.shape[1]
+        assert sorted({*outputs, *inputs}) == [0, 1, 2]

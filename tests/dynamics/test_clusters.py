@@ -96,6 +96,19 @@ def test_weights_are_masses():
     )
 
 
+def test_width_is_relative_to_the_distance_from_the_mean_of_the_masses():
+    """Three tokens at 0, 1 and 5 with masses 0.7, 0.2 and 0.1: the mean is 0.7, not 2."""
+    x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 0.0]], dtype=torch.float64)
+    weights = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    path = replace(planted(x, weights), positions=torch.stack([x] * 21))
+    found = ls.dynamics.find_clusters(path, tol=0.25, renormalised=False)
+    assert found.width == pytest.approx(0.25 * 4.3, rel=1e-12)
+    # Links of 1.075 join the first two, whose centre is that of their masses.
+    assert found.masses.tolist() == pytest.approx([0.9, 0.1])
+    assert found.centres[:, 0].tolist() == pytest.approx([2 / 9, 5.0])
+    assert found.radii.tolist() == pytest.approx([7 / 9, 0.0])
+
+
 def test_an_interior_limit_point_is_no_vertex():
     where = torch.arange(12) % 4
     at = SQUARE[where]

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import lipscope as ls
-from lipscope.linalg.rounding_noise import RoundingNoise
+from lipscope.linalg.rounding_noise import DRAWS, WIDENED, RoundingNoise, _same
 from tests.campaigns import edges
 from tests.campaigns.runner import Result
 
@@ -165,3 +165,30 @@ def test_unseen_rounding_of_an_inverse_leaves_no_bound():
 
     found = ls.nn.InvertibleResidual(G()).inverse(draw(2, 3))
     assert found.error_bound == math.inf
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (2.0, 2.0, True), (2.0, 3.0, False), (2.0, torch.tensor(2.0), True),
+        (torch.tensor(2.0), 3.0, False), (torch.ones(2), torch.ones(2), True),
+        (torch.ones(2), torch.ones(3), False), (torch.ones(2), 2 * torch.ones(2), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), False),
+    ],
+)  # fmt: skip
+def test_numbers_from_outside_a_map_are_compared_by_value_and_kind(a, b, same):
+    assert _same(a, b) == _same(b, a) == same
+
+
+def test_numbers_move_by_15_units_in_the_root_mean_square_and_30_with_the_factor():
+    """As the documentation has it: three draws of up to 26 units, widened twice."""
+    x = torch.ones(100_000, dtype=torch.float64)
+    with RoundingNoise(0) as mode:
+        mode.computed.add(x.untyped_storage()._cdata)
+        moved = (x * 1.0 - 1.0).abs()
+    # The two products and differences move one after the other; the second one hardly matters.
+    units = moved / torch.finfo(torch.float64).eps
+    assert 25 < units.max() < 27
+    rms = units.square().mean().sqrt().item()
+    assert rms == pytest.approx(15, rel=0.03) and WIDENED * rms == pytest.approx(30, rel=0.03)
+    assert DRAWS == 3

@@ -134,6 +134,35 @@ def test_a_remembered_vector_saves_products():
     ].sigma <= truth.upper * (1 + 1e-6)
 
 
+class Turned(nn.Module):
+    """X -> X W, where W = U diag(s) U' and U turns by `angle` before every step."""
+
+    def __init__(self, angle: float):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        A = torch.randn(DIM, DIM, generator=g, dtype=torch.float64)
+        self.turn = torch.matrix_exp(angle * (A - A.T) / torch.linalg.matrix_norm(A - A.T, 2))
+        self.U = torch.linalg.qr(A)[0]
+        self.s = torch.linspace(1.0, 2.0, DIM, dtype=torch.float64)
+
+    def forward(self, X):
+        self.U = self.U @ self.turn
+        return X @ ((self.U * self.s) @ self.U.T)
+
+
+def test_the_start_of_a_solve_is_the_vector_of_the_solve_before_it():
+    """Weights that keep turning: an older vector would be a worse start at each step."""
+    model = Turned(0.1)
+    monitor = SmoothnessMonitor(model, [model], every=1, tol=1e-2)
+    readings = []
+    for X in batches(RESTART_EVERY, dtype=torch.float64):
+        model(X)
+        readings += monitor.step()
+    assert [reading.sigma for reading in readings] == pytest.approx([2.0] * len(readings), rel=1e-2)
+    products = [reading.products for reading in readings]
+    assert products[-1] <= products[1] < products[0]
+
+
 def test_the_alarm_warns_calls_or_stops():
     model = DotSelfAttention(DIM, HEADS)
     X = batches(1)[0]

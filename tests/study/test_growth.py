@@ -37,6 +37,8 @@ def test_interval_agrees_with_scipy():
     assert law.alpha == pytest.approx(truth.slope, rel=1e-12)
     assert pytest.approx(math.exp(truth.intercept), rel=1e-12) == law.C
     assert (law.low, law.high) == pytest.approx((truth.slope - half, truth.slope + half), rel=1e-10)
+    left = [math.log(v) - truth.intercept - truth.slope * math.log(n) for n, v in points]
+    assert law.rms == pytest.approx(np.sqrt(np.mean(np.square(left))), rel=1e-10)
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():

@@ -1,5 +1,6 @@
 """Sweeps: which studies a file asks for, and that each is made once."""
 
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +14,7 @@ from lipscope.study import sweep as sweep_module
 from lipscope.study.run import measure
 from lipscope.study.sharding import Shard
 from lipscope.study.study import Study
-from lipscope.study.sweep import read_sweep
+from lipscope.study.sweep import Entry, read_sweep
 from tests.study.bad_sweeps import bad_sweeps, outcome
 from tests.study.printed import exported
 
@@ -196,3 +197,20 @@ def test_python_arguments_are_checked_alike(wrong, model, prose):
     (name,) = wrong
     with pytest.raises(UserError, match=f"{name} must be"):
         measure(model, prose, [4], **wrong)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_of_a_model_that_is_written_again_makes_another_study(tmp_path, name):
+    """Also with the same number of bytes, as weights of one architecture always have."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in ("model.safetensors", "config.json", "notes.txt"):
+        (folder / file).write_bytes(b"0" * 64)
+    entry = Entry(str(folder), {}, None, {}, tmp_path / "out")
+    stamp = entry.stamp()
+    (folder / "notes.txt").write_bytes(b"1" * 64)  # no part of the model
+    assert entry.stamp() == stamp
+    before = (folder / name).stat().st_mtime_ns
+    (folder / name).write_bytes(b"1" * 64)
+    os.utime(folder / name, ns=(before + 1000, before + 1000))
+    assert entry.stamp() != stamp

@@ -101,6 +101,55 @@ def test_records_that_do_not(kind, key, value):
     assert not valid_record((kind, key, json.dumps(value)))
 
 
+CLAIMED = {
+    "id": "a", "device": "cpu", "code": "x", "version": "1", "used": {"torch": "2"}, "numbers": {},
+    "quick": True, "seed": 0, "seconds": 1.5,
+}  # fmt: skip
+PLACE = ["logits", 4, False, True, 0, 2, 8, "bf16"]
+PART = {
+    "n": 8, "summed": False, "sites": [["q", 0, "matmul", None], ["k", 1, "norm", 3]],
+    "q": [[0.5, 1.0]] * 4, "size": 2.0, "observed": None, "curved": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "valid"),
+    [
+        ({}, True), ({"seed": 2**64}, True), ({"seed": -(2**63)}, True),
+        ({"seed": 2**64 + 1}, False),
+        ({"seed": -(2**63) - 1}, False), ({"seed": 0.0}, False), ({"quick": 1}, False),
+        ({"seconds": "1"}, False), ({"seconds": 3}, True), ({"id": 5}, False),
+        ({"version": "x" * 5000}, False), ({"used": {"torch": 2}}, False), ({"used": []}, False),
+        ({"numbers": []}, False), ({"more": 1}, False),
+    ],
+)  # fmt: skip
+def test_claims_are_checked_field_by_field(change, valid):
+    assert valid_record((CLAIM, "x", json.dumps({**CLAIMED, **change}))) == valid
+
+
+@pytest.mark.parametrize(
+    ("place", "part", "valid"),
+    [
+        ({}, {}, True), ({0: 5}, {}, False), ({7: None}, {}, False), ({1: -1}, {}, False),
+        ({1: 4.0}, {}, False), ({2: 0}, {}, False), ({3: 1}, {}, False), ({4: 2**64}, {}, True),
+        ({4: 2**64 + 1}, {}, False), ({4: -(2**63) - 1}, {}, False), ({5: -1}, {}, False),
+        ({6: 0}, {"n": 0}, False), ({6: 9}, {}, False), ({6: 1}, {"n": 1}, True),
+        ({}, {"summed": 0}, False), ({}, {"size": None}, False), ({}, {"observed": 1}, True),
+        ({}, {"observed": "1"}, False), ({}, {"curved": [1.0, 2]}, True),
+        ({}, {"curved": [1.0]}, False), ({}, {"curved": [1.0, None]}, False),
+        ({}, {"q": [[0.5]] * 4}, False), ({}, {"q": [[0.5, None]]}, False), ({}, {"q": []}, True),
+        ({}, {"sites": []}, False), ({}, {"sites": [], "q": []}, True),
+        ({}, {"sites": [], "q": [[]]}, False),
+        ({}, {"sites": [["q", 0, "matmul", -1], ["k", 1, "norm", 3]]}, False),
+        ({}, {"sites": [["q", 10**9, "matmul", 0], ["k", 1, "norm", 3]]}, False),
+        ({}, {"sites": [["q", None, 5, 0], ["k", 1, "norm", 3]]}, False),
+    ],
+)  # fmt: skip
+def test_budgets_are_checked_field_by_field(place, part, valid):
+    key = [place.get(i, x) for i, x in enumerate(PLACE)]
+    assert valid_record(("budget", json.dumps(key), json.dumps({**PART, **part}))) == valid
+
+
 @pytest.mark.parametrize(
     ("key", "norms", "valid"),
     [

@@ -1,15 +1,19 @@
 """A worker compares the model it loads with the one that the study is of, before its first job."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import BertModel
 
+import lipscope as ls
 from lipscope._types import UserError
 from lipscope.models.loading import load
+from lipscope.models.sites import Site
 from lipscope.study.reading import Windows
-from lipscope.study.work import NUMERIC_VERSION, config_digest, start_sigma_work
+from lipscope.study.work import NUMERIC_VERSION, config_digest, sigma, start_sigma_work
+from tests.naive import dense_jacobian
 from tests.study.fakes import IDENTITY
 from tests.study.tiny import save_tiny
 
@@ -56,3 +60,17 @@ def test_a_living_worker_loads_weights_that_were_rewritten_in_place(tmp_path, id
     # The folder now has the second weights again: a study of the first ones must not use them.
     with pytest.raises(UserError, match="the worker has other weights of"):
         start_sigma_work(cards[0], INPUTS, identity, 1)
+
+
+def test_each_member_of_a_batch_has_the_radius_of_its_own_sample(identity):
+    """Two samples of different size in one batch: R is the longest token of each."""
+    g = torch.Generator().manual_seed(0)
+    X = torch.randn(2, 5, 4, generator=g, dtype=torch.float64) * torch.tensor([[[1.0]], [[7.0]]])
+    f = ls.SelfAttention(*torch.randn(3, 4, 4, generator=g, dtype=torch.float64))
+    rows, norms = sigma(Site("attention", 3, ((0, None), (1, None)), f, X), 5, [6, 9], identity)
+    longest = [max(math.hypot(*token) for token in sample.tolist()) for sample in X]
+    assert [row.radius for row in rows] == pytest.approx(longest, rel=1e-12)
+    assert [(row.sample, row.layer, row.n) for row in rows] == [(6, 3, 5), (9, 3, 5)]
+    dense = [torch.linalg.matrix_norm(dense_jacobian(f, x), 2).item() for x in X]
+    assert [row.value for row in rows] == pytest.approx(dense, rel=1e-6)
+    assert [entry.sample for entry in norms] == [6, 9]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from scipy.integrate import quad
 
 import lipscope as ls
 from lipscope._types import Around
@@ -244,3 +245,17 @@ def test_two_hundred_certificates_against_fifty_digits(monkeypatch):
         f"certificates above their formula by: median {sorted(excess)[100]:.1e}, "
         f"largest {max(excess):.1e}"
     )
+
+
+def test_the_integral_of_the_second_derivative_is_bounded_within_one_step():
+    """Upper sums of a nondecreasing B: above the integral, by at most (B(r) - B(0)) r / STEPS."""
+    (f, X), r = drawn(8, causal=False), 0.3
+    (h,) = heads_of(f, folded=False)
+    x = base(h, X)
+    ends = [second_derivative(x, rho) for rho in (0.0, r)]
+    integral = quad(lambda rho: second_derivative(x, rho), 0.0, r)[0]
+    at_X = torch.linalg.matrix_norm(dense_jacobian(f, X), 2).item()
+    rise = certified_upper(f, Around(X, r)) - at_X
+    slack = 1e-3 * at_X  # the solver's own upper bound at X
+    assert integral <= rise <= integral + (ends[1] - ends[0]) * r / STEPS + slack
+    assert slack < (ends[1] - ends[0]) * r / STEPS / 4

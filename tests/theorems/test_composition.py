@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import lipscope as ls
 from lipscope._types import Ball, Everywhere, UserError
 from lipscope.theorems.composition import (
     Affine,
@@ -111,3 +112,20 @@ def test_parts_compose_as_stated():
         Chain((step, Pointwise(torch.relu, 1.0), step)), Ball(1.0, 2)
     ) == pytest.approx(9.0, rel=1e-12)
     assert Residual(step).radius(1.0) == pytest.approx(8.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("bias", [0.0, 3.0])
+def test_the_radius_of_attention_is_that_of_a_token_on_which_all_heads_agree(heads: int, bias):
+    """A single token attends to itself: its output is V x + b, head by head, then O."""
+    k, R, eye = 3, 2.0, torch.eye(3, dtype=torch.float64)
+    V = torch.cat([(h + 1) * eye for h in range(heads)])
+    x = R * eye[:1]
+    b = bias * torch.cat([eye[0]] * heads)
+    O = torch.linalg.qr(randn(torch.Generator().manual_seed(heads), heads * k, heads * k))[0]
+    for out in (None, 5 * O):
+        f = ls.SelfAttention(V, V, V, out, heads=heads, biases=(0 * b, 0 * b, b) if bias else None)
+        worst = (x @ V.T + b).norm().item() * (1 if out is None else 5)
+        assert Attention(f)(x).norm().item() == pytest.approx(worst, rel=1e-12)
+        radius = Attention(f).radius(R)
+        assert worst <= radius <= worst * (1 + 1e-9)

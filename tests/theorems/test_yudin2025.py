@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import mpmath
 import pytest
 import torch
 
+import lipscope as ls
 from lipscope._types import Point
-from lipscope.theorems.yudin2025 import centred_upper, data_upper, softmax_jacobian_norm
+from lipscope.theorems.heads import heads_of
+from lipscope.theorems.local import features
+from lipscope.theorems.yudin2025 import (
+    _sharpness,
+    centred_upper,
+    data_upper,
+    softmax_jacobian_norm,
+)
 from tests.cases import problem
 
 
@@ -35,3 +44,17 @@ def test_g1_is_at_least_the_norm_of_the_softmax_jacobian_and_close():
     exact = torch.linalg.eigvalsh(torch.diag_embed(P) - P[:, :, None] * P[:, None, :])[:, -1]
     ratio = softmax_jacobian_norm(P) / exact
     assert ratio.min() >= 1 and ratio.max() < 1.12
+
+
+@pytest.mark.parametrize("apart", [10.0, 700.0, 800.0, 5000.0])
+def test_a_weight_that_underflows_is_not_taken_for_zero(apart: float):
+    """Scores so far apart that float64 has no number for the smaller weight, against 60 digits."""
+    X = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    eye = torch.eye(2, dtype=torch.float64)
+    Q = apart * 2**0.5 * eye
+    (h,) = heads_of(ls.SelfAttention(Q, eye, eye), folded=False)
+    with mpmath.workdps(60):
+        small = mpmath.exp(-mpmath.mpf(apart)) / (1 + mpmath.exp(-mpmath.mpf(apart)))
+        exact = (1 - small) * 2 * small
+        found = mpmath.mpf(_sharpness(features(h, X)))
+        assert exact <= found <= exact * (1 + mpmath.mpf("1e-9")) + mpmath.mpf(1e-300)
