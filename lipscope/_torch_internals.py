@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,9 +30,31 @@ kernel_watchers: list[Callable[[Tensor], None]] = []
 """Called with every tensor of numbers that a kernel of lipscope is going to fill."""
 
 
+def is_pointwise(operator: Any) -> bool:
+    """Whether an operator computes each number from one of each argument."""
+    return torch.Tag.pointwise in operator.tags
+
+
+def decomposed(operator: Any) -> Callable[..., Any]:
+    """An operator as a sequence of simpler ones."""
+    return decomposition_table[operator]
+
+
+def set_version(x: Tensor, version: int) -> None:
+    """Set the number of changes in place by which autograd knows that a saved tensor is intact."""
+    torch._C._autograd._unsafe_set_version_counter((x,), (version,))
+
+
 def is_wrapped(x: Tensor) -> bool:
     """Whether x stands for a batch or a dual number inside torch.func, without data of its own."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor whose memory x shows inside torch.func."""
+    while is_wrapped(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def has_memory(x: Tensor) -> bool:

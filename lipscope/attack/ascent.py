@@ -126,7 +126,7 @@ def sigma_gradient(f: Map, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """The gradient of sum_b <left_b, D_X f right_b> in X, with the vectors held fixed."""
     x = X.detach().clone().requires_grad_(True)
     with torch.enable_grad(), plain_attention(), callers_device():
-        y = f(x)
+        y = f(x.clone())  # which f may change in place
         (pulled,) = torch.autograd.grad(
             y, x, left.reshape(y.shape), create_graph=True, materialize_grads=True
         )

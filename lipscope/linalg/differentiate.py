@@ -4,8 +4,8 @@ autograd otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -138,18 +138,14 @@ def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperato
 
     def perturbed(i: int) -> Pair:
         mode = RoundingNoise(i)
-        try:
-            _, moved, *pair = _products(f, X, mode)
-        except (RuntimeError, UserError) as error:
-            # A map may compute sizes in floating point, which must not move at all.
-            raise UnseenRoundingError(
-                f"it fails when its numbers move: {on_one_line(error)}"
-            ) from error
-        if moved.shape != y.shape:
-            raise UnseenRoundingError("its output changes its shape when its numbers move")
-        if i == 0:
-            mode.check_nothing_left_torch(f, X)
-        return pair[0], pair[1]
+        with _unless_it_fails():
+            _, moved, mv, rmv = _products(f, X, mode)
+            if moved.shape != y.shape:
+                raise UnseenRoundingError("its output changes its shape when its numbers move")
+            if i == 0:
+                with torch.enable_grad(), plain_attention(), callers_device():
+                    mode.check_nothing_left_torch(f, X)
+        return _unless_it_fails()(mv), _unless_it_fails()(rmv)
 
     batch = X.shape[0] if X.ndim == 3 else None
     inner = 0 if batch is None else 1
@@ -168,6 +164,21 @@ def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperato
     )
 
 
+@contextmanager
+def _unless_it_fails() -> Iterator[None]:
+    """Nothing is known of a map that fails when its numbers move.
+
+    It may compute sizes in floating point, or refuse inputs, which must not move at all.
+    """
+    try:
+        yield
+    except (UnseenRoundingError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever f raises
+        why = f"it fails when its numbers move: {on_one_line(error)}"
+        raise UnseenRoundingError(why) from error
+
+
 def _products(
     f: Map, X: Tensor, rounding: RoundingNoise | None = None
 ) -> tuple[Tensor, Tensor, Product, Product]:
@@ -176,11 +187,12 @@ def _products(
     J' u is a backward pass; J v is a backward pass through that backward pass, which is linear in
     u."""
     moved = rounding or nullcontext()
+    x = X.detach().clone().requires_grad_(True)
     with torch.enable_grad(), plain_attention(), moved, callers_device():
-        x = X.detach().clone().requires_grad_(True)
-        # A map that keeps state in place is differentiated at its last evaluation.
-        again = _called(f, x) if rounding is None else None
-        y = f(x)
+        # A map that keeps state in place is differentiated at its last evaluation. It gets copies,
+        # which it may change in place; in the mode they move.
+        again = _called(f, x.clone()) if rounding is None else None
+        y = f(x.clone())
         if rounding is None:
             _check_output(y, again, X)
         u = torch.zeros_like(y, requires_grad=True)
@@ -192,12 +204,16 @@ def _products(
         if pulled is None or not pulled.requires_grad:
             return torch.zeros_like(y)
         with moved:
+            if rounding is not None:
+                rounding.expect(E)
             return _gradient(pulled, u, E)
 
     def rmv(U: Tensor) -> Tensor:
         if not y.requires_grad:
             return torch.zeros_like(x)
         with moved:
+            if rounding is not None:
+                rounding.expect(U)
             return _gradient(y, x, U)
 
     return x, y, mv, rmv

@@ -84,7 +84,7 @@ def not_finite_in(f: Callable[[Tensor], Tensor], X: Tensor) -> str:
     """
     with torch.inference_mode(False), torch.enable_grad():
         x = X.detach().clone().requires_grad_(True)
-        y = f(x)
+        y = f(x.clone())
         if not y.isfinite().all():
             return "f(X) itself is not finite"
         found: list[str] = []
