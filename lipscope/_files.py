@@ -86,7 +86,7 @@ def _is_stream(path: Path) -> bool:
         return True
     try:
         return not stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:  # it does not exist yet, or the write will say what is wrong
+    except OSError:  # it does not exist yet, or writing it will raise the error
         return False
 
 

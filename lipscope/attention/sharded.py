@@ -3,8 +3,9 @@
     J:   dX -> dq, dk, dv of this rank's tokens; dk and dv are gathered; do = jvp(dq, dk, dv)
     J':  g -> gq, and this rank's share of gk and gv, which are summed over ranks and scattered
 
-Keys and values at X are gathered once. A rank computes whole rows of scores, those of its own
-queries, so no softmax is ever split; the outputs of a product stay where the next one needs them.
+Keys and values at X are gathered once. A rank computes whole rows of scores, for its own
+queries only, so no softmax is ever split; the outputs of a product stay where the next one needs
+them.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ def compare(
 
     X is [M, n, d] and B counts members, or heads of members with `apart`. basis [B | 1, d, r] maps
     tangents to token space; None if they are there already. The seed draws the rows. With several
-    ranks, X, tangents and products are those of this rank's tokens, and the rows are chosen among
-    all.
+    ranks, X, tangents and products belong to this rank's tokens, and the rows are chosen among all.
     """
 
     def difference(tangent: Tensor, product: Tensor, seed: int) -> Tensor:

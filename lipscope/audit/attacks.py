@@ -210,7 +210,7 @@ def attack_model(
 
     Returns:
         The study, with a row per result, and the list of results. After Ctrl-C in a search of the
-        kind "tokens", those of the layers so far.
+        kind "tokens", they cover the layers that were attacked until then.
 
     Raises:
         UserError: If the model or the text lacks what the plan requests.

@@ -19,7 +19,7 @@ Pair = tuple[Product, Product]  # with J and with J'
 Shape = tuple[int, ...]
 
 MOST_ROUNDING = 0.5
-"""Relative rounding from which on a first-order statement about it says nothing."""
+"""Above this relative rounding, first-order error estimates are meaningless."""
 
 
 @dataclass(frozen=True)

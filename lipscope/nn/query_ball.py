@@ -29,7 +29,7 @@ BALL = 1.0
 D / constant(D), is largest near 1 without a mask and with the causal one."""
 
 LARGE = 60.0
-"""Constants of larger balls are those of this one, 6e13 or more.
+"""A larger ball has the constant of this one, 6e13 or more.
 
 Hypothesis: n <= MOST_TOKENS. L2 attention without a ball then has a constant of at most
 sqrt(n) (4 phi(n) + 1) < 5e11 for heads of any size (Kim et al. 2021), and with a ball no more: the
