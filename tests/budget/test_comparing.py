@@ -82,6 +82,10 @@ def test_hidden_states_of_another_engine(tmp_path):
     tensors["hidden_states.2"] = tensors["hidden_states.2"] * 1.05
     save_file({**tensors, "input_ids": IDS}, path)
     assert ls.compare_runs(tiny("gpt2"), str(path), probes=4).first_outside.name == "layer 1"
+    # A single sequence is as good as two, and one state too few is not.
+    one = {name: h[:1].clone() for name, h in tensors.items()}
+    save_file({**one, "input_ids": IDS[:1]}, path)
+    assert ls.compare_runs(tiny("gpt2"), path, probes=4).first_outside.name == "layer 1"
     save_file({"x": IDS}, path)
     with pytest.raises(ls.UserError, match="must hold hidden_states"):
         ls.compare_runs(tiny("gpt2"), path)

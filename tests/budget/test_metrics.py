@@ -46,3 +46,11 @@ def test_a_function_of_the_output_is_a_metric():
         read_metric(lambda output: 3).read(y)
     with pytest.raises(UserError, match="metric must be 'output', 'kl' or a function"):
         read_metric("loss")
+
+
+@pytest.mark.parametrize("words", [1, 2, 7, 50_000])
+def test_no_divergence_of_a_small_change_exceeds_that_of_a_guess(words):
+    """log of the number of words, that of a certain prediction from one that knows nothing."""
+    y = torch.zeros(1, 1, words, dtype=torch.float64)
+    assert read_metric("kl").limit(y) == pytest.approx(math.log(max(words, 2)))
+    assert read_metric("output").limit(y) == 1.0

@@ -208,8 +208,12 @@ class TwoExperts(nn.Module):
         return torch.where(self.router(x) > 0, self.experts[0](x), self.experts[1](x))
 
 
-def test_decisions_that_bf16_takes_otherwise_are_in_the_budget():
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**10])
+def test_decisions_that_bf16_takes_otherwise_are_in_the_budget(size):
+    """Whatever the size of the output: shares and totals are relative."""
     model, ids = TwoExperts(), torch.arange(20)
+    for parameter in model.experts.parameters():
+        parameter.data *= size
     budget = ls.error_budget(model, ids, formats="bf16", probes=8)
     with torch.no_grad():
         low = copy.deepcopy(model).bfloat16()(ids).double()

@@ -1,6 +1,7 @@
 """Scores against the truth, and against their definitions on a single layer."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 
 import lipscope as ls
 from lipscope.budget.formats import read_format
-from lipscope.budget.scores import compare_scores, spearman
+from lipscope.budget.scores import _ranked, compare_scores, spearman
+from lipscope.budget.sites import ErrorSite
 from tests.budget.tiny import some_ids, tiny
 
 
@@ -59,3 +61,14 @@ def test_sigma_is_an_upper_bound_of_the_first_order_error():
 def test_scores_are_of_stored_tensors():
     with pytest.raises(ls.UserError, match="not of w8a8"):
         compare_scores(tiny("llama"), some_ids(1, 8), formats="w8a8")
+
+
+def test_the_scale_of_a_score_is_the_median_of_its_ratios_to_the_truth():
+    ratios = [3.0, 0.5, 1.25, 2.0, 8.0]
+    sites = [ErrorSite(f"layer {i}", i, "weight") for i in range(6)]
+    values = {s: {"truth": 2.0, "budget": 2.0 * r} for s, r in zip(sites, ratios, strict=False)}
+    values[sites[5]] = {"truth": 0.0, "budget": 1.0}  # has no ratio
+    (row,) = _ranked("int8", values, 4.0, 2)
+    assert row.scale == statistics.median(ratios)
+    squares = sum(v["budget"] ** 2 for v in values.values())
+    assert row.total == pytest.approx(math.sqrt(squares) / 4.0)

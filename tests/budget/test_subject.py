@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AlbertConfig, AlbertModel, JambaConfig, JambaModel, ViTConfig, ViTModel
 
 import lipscope as ls
+from lipscope.budget import subject as subject_module
 from lipscope.budget.subject import hidden_states, read_sequences, read_subject
 from tests.budget.tiny import some_ids, tiny
 
@@ -27,6 +28,8 @@ def test_windows_are_spread_over_the_text(tmp_path):
     assert torch.equal(read_sequences(tmp_path / "a.txt", encode, 10, 3)[1], rows[1])
     assert [r.shape[1] for r in read_sequences(["abc", "a" * 20], encode, 10, 3)] == [3, 10]
     assert [r.shape for r in read_sequences("abc", encode, 10, 3)] == [(1, 3)]
+    assert [r.tolist() for r in read_sequences("ABC", encode, 1, 3)] == [[[65]], [[66]], [[67]]]
+    assert len(read_sequences("ABC", encode, 1, 5)) == 3
 
 
 @pytest.mark.parametrize(
@@ -235,3 +238,16 @@ class Drawing(nn.Module):
 def test_a_model_that_draws_random_numbers_is_refused():
     with pytest.raises(ls.UserError, match="Drawing gives another output when it runs again"):
         ls.error_budget(Drawing(), inputs=torch.randn(2, 5, 8), formats="bf16")
+
+
+def test_windows_are_no_longer_than_the_positions_of_a_model(monkeypatch):
+    """The tiny model has 64 positions."""
+    asked = []
+    monkeypatch.setattr(
+        subject_module,
+        "read_sequences",
+        lambda text, encode, length, samples: asked.append(length) or [some_ids(1, 4)],
+    )
+    for length in (16, 64, 200):
+        read_subject(tiny("gpt2"), "a text", head=False, length=length, samples=2)
+    assert asked == [16, 64, 64]

@@ -174,13 +174,18 @@ def test_scores_and_worst_cases_know_every_weight():
         ("mm", [(5, 3), (3, 7)], "ni,io->no"),
         ("bmm", [(2, 5, 3), (2, 3, 7)], "bni,bio->bno"),
         ("mv", [(5, 3), (3,)], "ni,i->n"),
+        ("addmm", [(5, 7), (5, 3), (3, 7)], "ni,io->no"),
+        ("addmv", [(5,), (5, 3), (3,)], "ni,i->n"),
+        ("baddbmm", [(2, 5, 7), (2, 5, 3), (2, 3, 7)], "bni,bio->bno"),
+        ("addbmm", [(5, 7), (2, 5, 3), (2, 3, 7)], "bni,bio->no"),
     ],
 )
 def test_operands_of_a_product_are_summed_along_these_dimensions(name, args, sums):
     """Against the letters of einsum: those that are gone from the result are summed."""
     given = [torch.randn(shape) for shape in args]
     result = getattr(torch.ops.aten, name)(*given)
-    torch.testing.assert_close(torch.einsum(sums, *given), result)
+    added = given[0] if len(given) == 3 else 0.0
+    torch.testing.assert_close(torch.einsum(sums, *given[-2:]) + added, result)
     words, out = sums.split("->")
     for (x, outputs, inputs), letters in zip(_operands(name, given), words.split(","), strict=True):
         assert letters[inputs[0]] not in out and len(inputs) == 1

@@ -131,6 +131,29 @@ def test_what_autograd_cannot_differentiate_twice_is_a_sentence():
         ls.local_lipschitz(f, draw(3, 4))
 
 
+class Detached(torch.autograd.Function):
+    """x^2, whose backward pass forgets that it depends on x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * x * g.detach()
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("least", [0.0, 1e-12, 1.0])
+def test_a_backward_pass_that_detaches_is_refused_whatever_the_sizes_of_the_input(size, least):
+    X = size * draw(3, 4)
+    X[1, 2] = size * least
+    with pytest.raises(ls.UserError, match="backward pass that autograd cannot differentiate"):
+        ls.local_lipschitz(Detached.apply, X)
+
+
 def test_a_map_that_keeps_state_in_place_is_differentiated():
     class Keeps(torch.nn.Module):
         def __init__(self):

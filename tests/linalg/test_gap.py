@@ -178,6 +178,8 @@ def test_the_reason_is_named():
     assert small.missed == MEMORY and small.upper / small.lower > 1.0001
     hot = asked(diagonal(SPECTRA["rank one"], condition=1e13), 0.01)
     assert hot.missed == SCORES
+    for size in (1e-8, 1e8):  # rounding is relative, whatever the unit
+        assert asked(diagonal(size * SPECTRA["rank one"], condition=1e13), 0.01).missed == SCORES
     warm = ls.spectral_norm(J, gap=0.01, start=torch.ones(SIZE).double())
     assert warm.missed == UNCERTIFIED and "start" in warm.note
     broken = ls.spectral_norm(diagonal(torch.full((5,), torch.nan).double()), gap=0.01)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lipscope._types import UserError
 from lipscope.models import repository
-from lipscope.models.loading import load, tokenizer_hash, weights_hash
+from lipscope.models.loading import _saved_prefix, load, tokenizer_hash, weights_hash
 from tests.models.zoo import FAMILIES, make, sample
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -281,3 +281,12 @@ def test_weights_of_zero_are_named(tmp_path):
         weight.data.zero_()
     with pytest.raises(UserError, match="its weights are all 0"):
         load(module).layers  # noqa: B018
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["NoSuchModel"], [5], ["BertModel"]])
+def test_without_a_known_class_a_checkpoint_has_no_prefix(architectures):
+    trunk = make("bert")
+    trunk.config.architectures = architectures
+    assert _saved_prefix(trunk) == ""
+    trunk.config.architectures = ["BertForMaskedLM"]
+    assert _saved_prefix(trunk) == "bert."

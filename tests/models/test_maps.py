@@ -113,3 +113,8 @@ def test_scores_too_large_for_bfloat16_are_not_searched_with_it(score, monkeypat
 def test_a_map_without_attention_is_not_searched_roughly(monkeypatch):
     monkeypatch.setattr(maps, "_takes_long", lambda X: True)
     assert linearize(Cube(0), torch.rand(2, 3, 2)).rough is None
+
+
+def test_few_digits_are_for_long_inputs_on_a_gpu_only():
+    assert not maps._takes_long(torch.zeros(1, maps.LONG, 2))
+    assert not maps._takes_long(torch.zeros(1, 2, 2))

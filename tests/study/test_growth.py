@@ -102,3 +102,9 @@ def test_intervals_cover_the_exponent_whatever_correlates(name):
 def test_random_walks_are_covered_where_the_plain_interval_fails():
     plain, ours, _, _ = measured(PROMISED["random walk"], 3, 500)
     assert plain < 0.90 and ours > 0.935
+
+
+def test_a_single_token_is_a_length_like_any_other():
+    law = fit("attention", 0, [(1, 2.0), (2, 2.0 * 2**0.5), (4, 4.0), (0, 1.0), (8, math.nan)])
+    assert law.lengths == (1, 2, 4) and law.points == 3
+    assert law.alpha == pytest.approx(0.5) and pytest.approx(2.0) == law.C

@@ -1,6 +1,7 @@
 """The main job on a tiny encoder: the numbers are true, and the same however they were come by."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -182,3 +183,15 @@ def test_default_lengths_go_as_far_as_text_and_model(model, prose):
     assert lengths(
         measure(model, " ".join(prose.split()[:20]), samples=1, scopes=("attention",))
     ) == [8, 16]
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "words"),
+    [(None, None, set()), ([1], None, {"--layers 1"}), (None, [0], {"--heads 0"})],
+)
+def test_the_recorded_command_names_layers_and_heads_that_were_chosen(
+    model, prose, layers, heads, words
+):
+    study = measure(model, prose, [4], 1, layers, heads, ["heads"])
+    options = re.findall(r"--(?:layers|heads) \S+", study.info.about.command)
+    assert set(options) == words and " --scope heads" in study.info.about.command

@@ -8,7 +8,7 @@ import pytest
 import lipscope as ls
 from lipscope.charlm import train_character_model
 from lipscope.cli import main
-from lipscope.study.texts import Prose, content
+from lipscope.study.texts import Prose, TextColumn, content
 from tests.study.tiny import PROSE
 
 
@@ -34,6 +34,22 @@ def test_texts_that_cannot_be_files_or_name_directories_are_texts(named, tmp_pat
     (tmp_path / "data").mkdir()
     texts = ["", ".", "data", "no such file", f"{named}\n", "a\0b", "\ud800", "x" * 10**6, PROSE]
     assert [content(text) for text in texts] == texts
+
+
+@pytest.mark.parametrize(
+    ("column", "cells"),
+    [("1", ["one", "two"]), ("2", ["first, quoted", "second"]), ("3", ["7", "8"])],
+)
+def test_columns_of_a_table_without_a_header_have_numbers(tmp_path, column, cells):
+    (tmp_path / "t.csv").write_text('one,"first, quoted",7\ntwo,second,8\n')
+    assert list(TextColumn(tmp_path / "t.csv", column)._cells(_text(tmp_path))) == cells
+    for beyond in ("0", "4", "name"):
+        with pytest.raises(ls.UserError, match="has no column"):
+            list(TextColumn(tmp_path / "t.csv", beyond)._cells(_text(tmp_path)))
+
+
+def _text(folder: Path) -> str:
+    return (folder / "t.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 from array import array
+from dataclasses import asdict
 
 import pytest
 
@@ -21,7 +22,7 @@ from lipscope.study.validation import (
     valid_row,
 )
 from tests.study.damage import make
-from tests.study.fakes import row
+from tests.study.fakes import info, row
 
 ASKED = {
     "groups": [[8, [0, 1]], [16, [0]]],
@@ -110,6 +111,22 @@ PART = {
     "n": 8, "summed": False, "sites": [["q", 0, "matmul", None], ["k", 1, "norm", 3]],
     "q": [[0.5, 1.0]] * 4, "size": 2.0, "observed": None, "curved": None,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "valid"),
+    [
+        ({}, True), ({"random_init": None}, True), ({"random_init": 2**64}, True),
+        ({"random_init": 2**64 + 1}, False), ({"random_init": -(2**63) - 1}, False),
+        ({"confidence": 1.0}, True), ({"confidence": 1.0001}, False), ({"confidence": -0.1}, False),
+        ({"layers": 0}, True), ({"layers": -1}, False), ({"heads": -1}, False),
+        ({"text_tokens": -1}, False), ({"difference_to_eager": math.nan}, False),
+        ({"versions": {"torch": "x" * 10**6}}, False),
+    ],
+)  # fmt: skip
+def test_descriptions_are_checked_field_by_field(change, valid):
+    about = json.dumps({**asdict(info().about), **change})
+    assert valid_record((INFO, "about", about)) == valid
 
 
 @pytest.mark.parametrize(

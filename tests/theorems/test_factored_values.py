@@ -14,6 +14,7 @@ import lipscope as ls
 from lipscope._types import Around, Ball, Everywhere, Point, UserError
 from lipscope.theorems.factored_values import (
     FactoredAttention,
+    _is_product,
     exact_split,
     near_split,
     splits,
@@ -270,3 +271,13 @@ def test_a_head_beyond_all_powers_of_two_has_no_split():
     f = tied(one, 1.7e308 * one)
     assert splits(f, Everywhere(3)) == []
     assert tighter_distance_upper(f, Ball(1.0, 3)) == math.inf
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_no_product(which, bad):
+    parts = [2 * torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)]
+    parts.append(2 * torch.eye(2, dtype=torch.float64))
+    assert _is_product(*parts, 0) and _is_product(4 * parts[0], *parts[1:], 2)
+    parts[which][0, 1] = bad
+    assert not _is_product(*parts, 0)
