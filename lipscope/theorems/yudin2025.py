@@ -10,7 +10,7 @@ from lipscope._types import Domain, Point
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.heads import Head, over_heads
 from lipscope.theorems.local import Features, features
-from lipscope.theorems.rounding import TINY, frobenius_up, gamma, norm_up, up
+from lipscope.theorems.rounding import frobenius_up, gamma, norm_up, up
 from lipscope.theorems.statement import DOT, NO_QUERY_BIAS, NO_ROPE, PLAIN_SCORES, Bound
 
 
@@ -65,9 +65,7 @@ def _weights_norm(seen: Features) -> float:
 
 def _sharpness(seen: Features) -> float:
     """max_i g_1 of the exact rows; g_1 grows with each entry, so upper bounds of P suffice."""
-    # A weight that underflowed to 0 is still positive: at least TINY for every visible key.
-    visible = torch.where(seen.P_slack > 0, seen.P_up.clamp_min(TINY), 0.0)
-    return up(softmax_jacobian_norm(visible).max().item())
+    return up(softmax_jacobian_norm(seen.P_up).max().item())
 
 
 BOUNDS = (

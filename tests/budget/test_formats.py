@@ -80,14 +80,3 @@ def test_a_format_of_the_users_own_is_checked():
     (bad,) = read_formats({"bad": lambda x: x[:1]})
     with pytest.raises(UserError, match="'bad' must return a tensor of the shape"):
         bad.weight(W)
-
-
-@pytest.mark.parametrize("name", ["int2", "int4", "int8", "w4a8", "w8a4", "w3a3", "kv2", "kv8"])
-def test_the_step_of_an_integer_format_is_its_largest_error(name):
-    """On numbers from 0 to 1, or from -1 to 1, rounded by the format itself."""
-    format = read_format(name)
-    low = 0.0 if format.cache else -1.0
-    x = torch.linspace(low, 1.0, 100_001, dtype=torch.float64)
-    used = [q for q in (format.weight, format.activation, format.cache) if q]
-    largest = max((q(x) - x).abs().max().item() for q in used)
-    assert format.step == pytest.approx(largest, rel=1e-3)

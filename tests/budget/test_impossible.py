@@ -64,16 +64,18 @@ def test_a_comparison_never_explains_by_an_impossible_prediction():
         ls.compare_runs(right, port.bfloat16(), some_ids())
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "int8", "int3", "kv8", "kv4"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp16", "int8", "int3", "kv8", "kv4", "w4a8", "w8a4", "w3a3"]
+)
 def test_the_step_of_a_format_is_its_largest_error(name):
     f = read_format(name)
     x = torch.linspace(-1, 1, 4001, dtype=torch.float64)
     if f.dtype is not None:
         error = ((x.to(f.dtype).double() - x) / x.abs().clamp_min(1e-3)).abs().max()
     else:
-        y = (f.weight or f.cache)(x)
+        used = [q for q in (f.weight, f.activation, f.cache) if q]
         # An affine format has all its numbers between the smallest and the largest entry.
-        error = (y - x).abs().max() / (2 if f.cache else 1)
+        error = max((q(x) - x).abs().max() for q in used) / (2 if f.cache else 1)
     assert 0.9 * f.step <= error <= f.step * (1 + 1e-9)
 
 

@@ -12,6 +12,7 @@ from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models import maps
 from lipscope.models.loading import load
 from lipscope.models.maps import linearize
+from lipscope.models.running import leaves
 from tests.models.zoo import make, sample
 
 
@@ -118,3 +119,15 @@ def test_a_map_without_attention_is_not_searched_roughly(monkeypatch):
 def test_few_digits_are_for_long_inputs_on_a_gpu_only():
     assert not maps._takes_long(torch.zeros(1, maps.LONG, 2))
     assert not maps._takes_long(torch.zeros(1, 2, 2))
+
+
+def test_tokens_that_enter_chosen_modules_are_leaves_of_the_graph():
+    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    for module in (first, second):
+        module.requires_grad_(False)
+    with torch.no_grad(), leaves([second]):
+        between = first(torch.ones(2, 3))
+        result = second(between)
+        of_numbers = second(torch.ones(2, 3))
+    assert not between.requires_grad and result.requires_grad and of_numbers.requires_grad
+    assert not second(between).requires_grad  # afterwards all is as before
