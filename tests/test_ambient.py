@@ -1,6 +1,7 @@
 """Every public function gives the same bits whatever the caller has set in torch.
 
-`python -m tests.test_ambient` runs the same matrix without pytest, on a GPU where there is one.
+`python -m tests.test_ambient` runs the same matrix without pytest, on a GPU where there is one, and
+prints how each call ended; names of states select some of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,17 @@ except ImportError:  # the machine with a GPU runs main() without it
 from transformers import LlamaConfig, LlamaModel
 
 import lipscope as ls
+from lipscope.attack.tokens import (
+    Swapped,
+    TextTarget,
+    duplicated_tokens,
+    guided_swaps,
+    projected_swaps,
+    random_swaps,
+)
 from lipscope.audit.attack_comparison import Contest
 from lipscope.theorems.composition import Affine, Chain, Residual
+from tests.other_device import ELSEWHERE, other_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where tensors and modules live; inputs of a model's texts stay on the CPU."""
@@ -42,13 +52,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = [[(7 * i * i + 3 * i + 1) % 37 for i in range(24)]]
 
 
-def things() -> SimpleNamespace:
+def things(device: str = DEVICE) -> SimpleNamespace:
     """Arguments of the calls below, with the same bits wherever and however they are made."""
     g = torch.Generator().manual_seed(0)
 
     def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         x = torch.randn(*shape, generator=g, dtype=torch.float64, device="cpu")
-        return x.to(DEVICE, dtype)
+        return x.to(device, dtype)
 
     def weighed(module: nn.Module) -> nn.Module:
         with torch.no_grad():
@@ -79,19 +89,21 @@ def things() -> SimpleNamespace:
                 )
             ),
         }
-        layers = {name: weighed(layer).to(DEVICE) for name, layer in layers.items()}
-        port = LlamaModel(layers["llama"].config).to(DEVICE)
+        layers = {name: weighed(layer).to(device) for name, layer in layers.items()}
+        port = LlamaModel(layers["llama"].config).to(device)
         port.load_state_dict(layers["llama"].state_dict())
     A, V = randn(3, 3), randn(3, 3)
-    one = torch.ones(1, 1, dtype=torch.float64, device=DEVICE)
+    eye, one = (torch.eye(size, dtype=torch.float64, device=device) for size in (3, 1))
     X = randn(6, 3)
     weights = torch.softmax(randn(6), dim=0)
     return SimpleNamespace(
         **layers,
         port=port.bfloat16(),
-        f=ls.SelfAttention(A, torch.eye(3, dtype=torch.float64, device=DEVICE), V),
-        factored=ls.theorems.FactoredAttention(A, A, 3 * A, kernel=ls.L2(), M=_three(A)),
+        device=device,
+        f=ls.SelfAttention(A, eye, V),
+        factored=ls.theorems.FactoredAttention(A, A, 3 * A, kernel=ls.L2(), M=3 * eye[None]),
         line=ls.SelfAttention(-one, one, one),
+        one=one,
         X=X,
         X4=randn(5, 4, dtype=torch.float32),
         X8=randn(2, 5, 8, dtype=torch.float32),
@@ -103,10 +115,6 @@ def things() -> SimpleNamespace:
         ids=torch.tensor(IDS, device="cpu"),
         matrix=randn(3, 3),
     )
-
-
-def _three(A: Tensor) -> Tensor:
-    return 3 * torch.eye(len(A), dtype=A.dtype, device=A.device)[None]
 
 
 @contextmanager
@@ -137,7 +145,7 @@ def _monitor(t: SimpleNamespace) -> object:
         monitor = ls.SmoothnessMonitor(watched, every=1)
         try:
             with _plain():  # the training step; the measurement happens in the caller's state
-                t.encoder(t.X8) if watched is t.encoder else t.llama(t.ids.to(DEVICE))
+                t.encoder(t.X8) if watched is t.encoder else t.llama(t.ids.to(t.device))
             found += monitor.step()
         finally:
             monitor.close()
@@ -161,8 +169,8 @@ def _load(t: SimpleNamespace) -> object:
     return (
         model.card.weights,
         model.preflight.difference,
-        [(site.X, site.radius, site.value()) for site in sites],
-        [ls.local_lipschitz(site.f, site.X[0], tol=1e-3).value for site in sites[1:]],
+        [(site.X, site.radius.tolist(), site.value()) for site in sites],
+        [ls.local_lipschitz(site.f, site.X[0], tol=1e-3) for site in sites[1:]],
     )
 
 
@@ -186,7 +194,8 @@ def _operator(t: SimpleNamespace) -> object:
         out_shape=(3,),
         device=t.matrix.device,
     )
-    return (J @ J + J).to_dense(), ls.spectral_norm(J)
+    start = torch.ones(3, dtype=torch.float64, device="cpu")
+    return (J @ J + J).to_dense(), ls.spectral_norm(J), ls.spectral_norm(J, start=start)
 
 
 def _layer(name: str, n: int = 5) -> Callable[[SimpleNamespace], object]:
@@ -230,8 +239,8 @@ def _converted(t: SimpleNamespace) -> object:
     return [(list(one.model.state_dict().items()), one.layers) for one in (found, fresh)]
 
 
-def _flow(t: SimpleNamespace) -> Any:
-    return ls.dynamics.flow(t.f, t.X, time=0.5, frames=5)
+def _flow(t: SimpleNamespace, **rules: Any) -> Any:
+    return ls.dynamics.flow(dataclasses.replace(t.f, **rules), t.X, time=0.5, frames=5)
 
 
 def _attacked(t: SimpleNamespace) -> object:
@@ -288,15 +297,16 @@ CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
     "Model": _load,
     "Normed": lambda t: ls.attack.ascend(
         t.f,
-        ls.Normed(torch.ones(3, dtype=torch.float64, device=DEVICE), n=4),
+        ls.Normed(torch.ones_like(t.X[0]), n=4),
         ls.attack.Climb(steps=2, restarts=1),
     ),
     "SelfAttention": lambda t: (t.f(t.X), t.f.linearize(t.X).to_dense(), t.f.double()(t.X)),
     "SmoothnessMonitor": _monitor,
     "Study": _study,
-    "attack.ascend": lambda t: ls.attack.ascend(
-        t.f, ls.Ball(R=2.0, n=4), ls.attack.Climb(steps=3, restarts=2)
-    ),
+    "attack.ascend": lambda t: [
+        ls.attack.ascend(f, ls.Ball(R=2.0, n=4), ls.attack.Climb(steps=3, restarts=2), dim=8)
+        for f in (t.f, copy.deepcopy(t.mlp).double())
+    ],
     "attack.explicit_inputs": lambda t: ls.attack.explicit_inputs(t.f, ls.Ball(R=2.0, n=4)),
     "attack.singular_response": lambda t: ls.attack.singular_response(t.plain, t.X4),
     "attack_model": _attacked,
@@ -307,23 +317,20 @@ CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
     ),
     "bounds": lambda t: (
         [
-            list(ls.bounds(t.f, domain))
-            for domain in (ls.Ball(1.0, 4), ls.Everywhere(4), ls.Point(t.X), ls.Around(t.X, 0.1))
+            list(ls.bounds(f, domain))
+            for domain in (ls.Ball(1.0, 6), ls.Everywhere(6), ls.Point(t.X), ls.Around(t.X, 0.1))
+            for f in (t.f, dataclasses.replace(t.f, causal=True, window=2))
         ]
-        + [list(ls.bounds(t.f, ls.Ball(1.0, 4), norm="inf"))]
+        + [list(ls.bounds(t.factored, ls.Ball(1.0, 4), norm="inf"))]
     ),
     "compare_attacks": _compared_attacks,
     "compare_runs": lambda t: ls.compare_runs(t.llama, t.port, t.ids, samples=1),
     "concat": _study,
     "convert_model": _converted,
     "dynamics.find_clusters": lambda t: ls.dynamics.find_clusters(_flow(t)),
-    "dynamics.flow": _flow,
+    "dynamics.flow": lambda t: (_flow(t), _flow(t, causal=True)),
     "dynamics.gaussian_flow": lambda t: ls.dynamics.gaussian_flow(
-        t.line,
-        torch.zeros(1, dtype=torch.float64, device=DEVICE),
-        torch.ones(1, 1, dtype=torch.float64, device=DEVICE),
-        time=0.25,
-        frames=5,
+        t.line, 0 * t.one[0], t.one, time=0.25, frames=5
     ),
     "dynamics.growth_along_depth": lambda t: ls.dynamics.growth_along_depth(
         t.f, t.X, time=0.5, layers=3, points=3
@@ -346,11 +353,11 @@ CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
         *(ls.mean_field.DiscreteMeasure.uniform(m.points, causal=True) for m in (t.mu, t.nu))
     ),
     "mean_field.derivative": lambda t: ls.mean_field.derivative(t.f, t.mu).to_dense(),
-    "mean_field.largest_gain": lambda t: ls.mean_field.largest_gain(t.line, 3, 2.0, tries=20),
+    "mean_field.largest_gain": lambda t: ls.mean_field.largest_gain(t.line, 2, 2.0, tries=20),
     "mean_field.push": lambda t: ls.mean_field.push(t.f, t.mu),
     "mean_field.splitting": lambda t: ls.mean_field.splitting(t.f, t.mu),
     "mean_field.splitting_map": lambda t: ls.mean_field.splitting_map(
-        t.line, torch.tensor([0.0, 1.0, 4.0], dtype=torch.float32, device=DEVICE)
+        t.line, torch.tensor([0.0, 1.0, 4.0], dtype=torch.float32, device=t.device)
     ),
     "mean_field.transition": lambda t: ls.mean_field.transition(t.line, R=1.0, n_max=20),
     "mean_field.two_diracs": lambda t: ls.mean_field.two_diracs(t.line, R=2.0),
@@ -373,7 +380,7 @@ CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
         (one.claim.id, one.word) for one in ls.reproduce_papers(only=["S3"], quick=True)
     ],
     "scaled_dot_product_attention": _attend,
-    "simulate": lambda t: ls.simulate("clusters", n=6, time=0.5, device=DEVICE).flow,
+    "simulate": lambda t: ls.simulate("clusters", n=6, time=0.5, device=t.device).flow,
     "singular_triplets": lambda t: ls.singular_triplets(ls.jacobian(t.f, t.X), 3),
     "spectral_norm": _operator,
     "theorems.FactoredAttention": lambda t: list(ls.bounds(t.factored, ls.Everywhere(4))),
@@ -414,6 +421,7 @@ def _set(setter: Callable[[Any], object], value: Any, back: Any) -> Iterator[Non
 
 
 STATES: dict[str, Callable[[], Any]] = {
+    "plain": contextlib.nullcontext,
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
     "default float64": lambda: _default_dtype(torch.float64),
@@ -503,32 +511,86 @@ def plain(name: str) -> Any:
     return bits(called(name, arguments()))
 
 
-def compare(state: str, names: list[str] | None = None, inside: bool = False) -> dict[str, str]:
-    """What differs from the plain call, by name; `inside` makes the arguments in the state, too."""
-    found = {}
-    refused = REFUSED.get(f"{state}, arguments made inside" if inside else state, ())
-    distinct = list({call: name for name, call in CALLS.items()}.values())
-    for name in names or distinct:
-        if name in NOT_COMPARED.get(state, ()):
-            continue
-        before = _globals()
+DISTINCT = list({call: name for name, call in CALLS.items()}.values())
+"""One name for each call."""
+
+FINE = EQUAL, AS_STATED, SKIPPED = "equal", "refused", "skipped: POT is not installed"
+"""How a call may end; everything else is a fault, and says what happened."""
+
+
+def outcome(state: str, name: str, inside: bool = False) -> str:
+    """How a call in a state ended; `inside` makes the arguments in the state, too."""
+    refused = name in REFUSED.get(f"{state}, arguments made inside" if inside else state, ())
+    before = _globals()
+    try:
+        expected = plain(name)
+        with STATES[state]():
+            result = called(name, things() if inside else arguments())
+        found = _placed(result, arguments().X.device)
+        found = found if bits(result) == expected else "another result"
+        found = "not refused" if refused else found
+    except Exception as error:
+        found = _ending(error, refused)
+    return found if _globals() == before else f"left behind: {before} -> {_globals()}"
+
+
+def outcome_elsewhere(name: str) -> str:
+    """How a call with arguments on another device ended, which is emulated."""
+    with other_device() as refused:
         try:
-            expected = plain(name)
-            with STATES[state]():
-                given = things() if inside else arguments()
-                result = called(name, given)
-            if name in refused:
-                found[name] = "not refused"
-            elif bits(result) != expected:
-                found[name] = "another result"
-        except ls.UserError as error:
-            if name not in refused:
-                found[name] = f"refused: {error}"
+            found = _placed(called(name, arguments_elsewhere()), ELSEWHERE)
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-        if _globals() != before:
-            found[name] = f"left behind: {before} -> {_globals()}"
-    return found
+            found = _ending(error)
+    return f"swallowed: {refused[0]}" if refused and found == EQUAL else found
+
+
+def _placed(result: Any, device: torch.device) -> str:
+    lost = misplaced(result, device)
+    return f"not on {device}: {', '.join(lost)}" if lost else EQUAL
+
+
+def _ending(error: Exception, refused: bool = False) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "ot":
+        return SKIPPED
+    if isinstance(error, ls.UserError) and refused:
+        return AS_STATED
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def compare(state: str, names: list[str] | None = None, inside: bool = False) -> dict[str, str]:
+    """What went wrong in a state, by name."""
+    found = {
+        name: outcome(state, name, inside)
+        for name in names or DISTINCT
+        if name not in NOT_COMPARED.get(state, ())
+    }
+    return {name: what for name, what in found.items() if what not in FINE}
+
+
+ON_THE_CPU = {
+    *("value", "lower", "upper", "residual", "steps"),  # of a BatchEstimate
+    *("times", "sigma", "product", "gronwall", "local"),  # along depth, and of numbers of tokens
+    *("centres", "masses", "labels", "radii", "formed", "counts"),  # of clusters
+}
+"""Numbers about a result; what can be added to the input lives where the input does."""
+
+
+def misplaced(x: Any, device: torch.device, name: str = "a result") -> list[str]:
+    """The parts of a result that are on another device than its input."""
+    if isinstance(x, Tensor):
+        return [] if x.device == device or name in ON_THE_CPU else [name]
+    if dataclasses.is_dataclass(x):
+        parts = [(field.name, getattr(x, field.name)) for field in dataclasses.fields(x)]
+    elif isinstance(x, Mapping) or hasattr(x, "_asdict"):
+        parts = [*(x if isinstance(x, Mapping) else x._asdict()).items()]
+    else:
+        parts = [(name, part) for part in x] if isinstance(x, list | tuple) else []
+    return [lost for key, part in parts for lost in misplaced(part, device, str(key))]
+
+
+@cache
+def arguments_elsewhere() -> SimpleNamespace:
+    return things(str(ELSEWHERE))
 
 
 def _globals() -> tuple[object, ...]:
@@ -545,19 +607,26 @@ def _globals() -> tuple[object, ...]:
 
 
 def main(states: list[str]) -> int:
-    """Print what differs in each state; return the number of faults."""
-    faults, count = 0, len(set(CALLS.values()))
-    for state in states or STATES:
-        if "cuda" in state and DEVICE != "cuda":
-            continue
-        for inside in (False, True) if state == "inference_mode" else (False,):
-            found = compare(state, inside=inside)
-            faults += len(found)
-            where = f"{state}, arguments made inside" if inside else state
-            print(f"{where}: {count - len(found)} of {count} calls as they should be", flush=True)
-            for name, what in found.items():
-                print(f"    {name}: {what[:300]}", flush=True)
-    print(f"{faults} faults")
+    """Print how each call ended in each state; return the number of faults."""
+    endings: dict[str, Callable[[str], str]] = {}
+    for state in STATES:
+        if "cuda" not in state or DEVICE == "cuda":
+            endings[state] = partial(outcome, state)
+    endings["inference_mode, arguments made inside"] = partial(
+        outcome, "inference_mode", inside=True
+    )
+    endings["arguments elsewhere"] = outcome_elsewhere
+    faults = calls = 0
+    for state in states or endings:
+        for name in DISTINCT:
+            if name in NOT_COMPARED.get(state, ()):
+                continue
+            what = endings[state](name)
+            calls += 1
+            faults += what not in FINE
+            mark = "" if what in FINE else "FAILED "
+            print(f"{state}: {name}: {mark}{what[:300]}", flush=True)
+    print(f"{calls} calls on {DEVICE}, {faults} failed")
     return faults
 
 
@@ -573,6 +642,84 @@ QUICK = ("inference_mode", "default float64", "autocast", "default device meta")
 @pytest.mark.parametrize("state", QUICK)
 def test_results_do_not_depend_on_the_state_of_the_caller(state: str) -> None:
     assert compare(state) == {}
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_arguments_may_live_on_any_device(name: str) -> None:
+    assert outcome_elsewhere(name) in FINE
+
+
+def test_token_searches_take_embeddings_on_any_device() -> None:
+    rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def found(embedding: Tensor) -> list[Swapped]:
+        target = TextTarget(
+            measure=lambda ids: embedding[ids].sin().sum(dim=(1, 2)),
+            slope=lambda E: (E.sin().sum().item(), E.cos()),
+            embedding=embedding,
+        )
+        searches = (guided_swaps, duplicated_tokens, projected_swaps, random_swaps)
+        return [search(target, [0, 1, 2, 3], 2) for search in searches]
+
+    with other_device():
+        elsewhere = found(rows.to(ELSEWHERE))
+    assert elsewhere == found(rows)
+
+
+def test_tensors_on_two_devices_are_refused_by_name() -> None:
+    with other_device():
+        t, there = arguments(), arguments_elsewhere()
+        for call, message in {
+            lambda: ls.SelfAttention(t.f.Q, t.f.K, there.f.V): "Q and V must be .* cpu and xpu:0",
+            lambda: dataclasses.replace(t.f, mask=there.X @ there.X.T): "Q and mask must be",
+            lambda: dataclasses.replace(there.factored, M=3 * t.f.K[None]): "Q and M must be",
+            lambda: ls.mean_field.DiscreteMeasure(t.X, there.mu.weights): "points and weights",
+            lambda: ls.local_lipschitz(there.f, t.X): "f and X .* xpu:0 and cpu",
+            lambda: ls.bounds(t.f, ls.Point(there.X)): "f and X .* cpu and xpu:0",
+            lambda: ls.mean_field.push(there.f, t.mu): "f and points must be",
+        }.items():
+            with pytest.raises(ls.UserError, match=message):
+                call()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda x, c: x + c,
+        lambda x, c: c + x[0],
+        lambda x, c: torch.stack([x[0], c[0]]),
+        lambda x, c: torch.ldexp(x, torch.tensor(3)),
+        lambda x, c: c[0].add_(x[0]),
+        lambda x, c: torch.func.jacfwd(lambda y: y * torch.arange(3))(x),
+        lambda x, c: torch.func.vmap(lambda y: y + c)(x[None]),
+        lambda x, c: torch.autograd.grad((x.clone().requires_grad_() * c).sum(), x),
+        lambda x, c: torch.nn.Linear(3, 3).to(x.device)(c),
+        lambda x, c: torch.randn(3, device=x.device, generator=torch.Generator()),
+        lambda x, c: c.normal_(generator=torch.Generator(x.device)),
+        lambda x, c: x.numpy(),
+        lambda x, c: c.index_select(0, torch.tensor([1], device=x.device)),
+    ],
+)
+def test_the_emulated_device_refuses_what_a_real_one_does(
+    mistake: Callable[[Tensor, Tensor], object],
+) -> None:
+    with other_device(), pytest.raises((RuntimeError, TypeError), match="device"):
+        mistake(torch.ones(3, device=ELSEWHERE), torch.ones(3))
+
+
+def test_the_emulated_device_keeps_what_is_computed_on_it() -> None:
+    with other_device() as refused:
+        x = torch.linspace(0, 1, 3, device="xpu")
+        found = [
+            *(x + torch.ones(3)[0], x[torch.tensor([0, 2])], torch.tensor(x), x.clone().fill_(1)),
+            *(torch.randn(3, generator=torch.Generator(x.device), device=x.device), x.new_zeros(2)),
+            *(torch.func.jacrev(torch.sin)(x), torch.func.vmap(torch.sin)(x), copy.deepcopy(x)),
+            torch.autograd.functional.jacobian(lambda y: y * torch.ones_like(y), x),
+        ]
+        assert {y.device for y in found} == {ELSEWHERE}
+        back = [x.cpu(), x.to("cpu"), torch.tensor([x[0], x[1]]), torch.zeros_like(x, device="cpu")]
+        assert {y.device for y in back} == {torch.device("cpu")}
+        assert x.device == ELSEWHERE and x.tolist() == [0, 0.5, 1] and refused == []
 
 
 @pytest.mark.gpu
@@ -591,7 +738,9 @@ CHEAP = (
 )
 
 
-@pytest.mark.parametrize("state", sorted(set(STATES) - set(QUICK) - {"default device cuda"}))
+@pytest.mark.parametrize(
+    "state", sorted(set(STATES) - set(QUICK) - {"plain", "default device cuda"})
+)
 def test_some_results_do_not_depend_on_rarer_states(state: str) -> None:
     assert compare(state, [*CHEAP]) == {}
 

@@ -23,7 +23,7 @@ from lipscope.attack.found import Found, measured
 from lipscope.attack.regions import Normed, Region, region_of
 from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
-from lipscope.linalg.differentiate import Map, jacobian
+from lipscope.linalg.differentiate import Map, device_of, jacobian
 from lipscope.linalg.estimate import many
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver, spectral_norm
@@ -93,7 +93,8 @@ def ascend(
         climb: Steps, restarts and seed.
         dim: Size of a token, needed in a Ball if f is not a SelfAttention.
         starts: Inputs [n, d] to start from, besides random ones. For a SelfAttention in a Ball the
-            explicit constructions are starts as well, so the result is never below them.
+            explicit constructions are starts as well, so the result is never below them. In a
+            Ball, a map without weights of its own is searched on the device of the first start.
 
     Returns:
         The best input found, measured again from a fresh start.
@@ -115,7 +116,7 @@ def ascend(
         f = f.double()
         if isinstance(domain, Ball) and 2 * f.Q.shape[0] + f.V.shape[0] < f.Q.shape[1]:
             return _in_fewer_dimensions(f, domain, climb, starts)
-    region = region_of(domain, _token_size(f, domain, dim))
+    region = region_of(domain, _token_size(f, domain, dim), _device(f, domain, starts))
     Z = _starts(f, domain, region, climb, starts)
     Z, value = _climb(f, region, Z, climb)
     best = int(value.argmax())
@@ -175,7 +176,7 @@ def _starts(
     """The best of many random inputs, and the best of the known ones: starts and constructions."""
     generator = torch.Generator().manual_seed(climb.seed)
     drawn = region.draw(SIEVE * climb.restarts, generator)
-    known = [region.coordinates(x.double()) for x in starts]
+    known = [region.coordinates(x.to(drawn)) for x in starts]
     if (
         isinstance(f, SelfAttention)
         and isinstance(f.kernel, Dot)
@@ -188,7 +189,7 @@ def _starts(
         own = fresh_seed(climb.seed, "constructions")
         exact = [one.X for one in explicit_inputs(f, domain, seed=own)]
         noise = torch.randn(len(exact), *drawn.shape[1:], generator=generator, dtype=torch.float64)
-        known += exact + list(torch.stack(exact) + 0.01 * domain.R * noise)
+        known += exact + list(torch.stack(exact) + 0.01 * domain.R * noise.to(drawn))
     for x in known:
         if x.shape != drawn.shape[1:]:
             raise UserError(
@@ -222,12 +223,21 @@ def _token_size(f: Map, domain: Domain | Normed, dim: int | None) -> int:
     return dim
 
 
+def _device(f: Map, domain: Domain | Normed, starts: Sequence[Tensor]) -> torch.device:
+    """Where f takes its input: where its weights are, else where the domain or a start is."""
+    if isinstance(f, SelfAttention):
+        return f.Q.device
+    if isinstance(domain, Point | Around):
+        return device_of(f, domain.X)
+    return device_of(f, *([domain.weight] if isinstance(domain, Normed) else starts))
+
+
 def _in_fewer_dimensions(
     f: SelfAttention, ball: Ball, climb: Climb, starts: Sequence[Tensor]
 ) -> Found:
     """Ascend in the span of the rows of Q, K and V: attention depends on X only through it."""
     basis = torch.linalg.qr(torch.cat([f.Q, f.K, f.V]).T)[0]
     narrow = replace(f, Q=f.Q @ basis, K=f.K @ basis, V=f.V @ basis)
-    found = ascend(narrow, ball, climb, starts=[x.double() @ basis for x in starts])
-    X = region_of(ball, f.Q.shape[1]).project(found.X @ basis.T)
+    found = ascend(narrow, ball, climb, starts=[x.to(basis) @ basis for x in starts])
+    X = region_of(ball, f.Q.shape[1], basis.device).project(found.X @ basis.T)
     return measured(f, [("ascent", X)], climb.seed)[0]

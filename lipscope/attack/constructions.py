@@ -118,7 +118,7 @@ def _two_places(one: SelfAttention, n: int, special: Tensor, crowd: Tensor) -> T
 def _tuned(one: SelfAttention, n: int, R: float, u: Tensor, eigenvalue: float) -> Tensor:
     """The special token at Ru and the crowd at the c u, -R <= c <= R, that tunes the score gap."""
     # G = eigenvalue c (R - c) is the gap between the scores of the special token and the crowd.
-    c = torch.linspace(-R, R, GRID, dtype=torch.float64)
+    c = torch.linspace(-R, R, GRID, dtype=torch.float64, device=u.device)
     G = (eigenvalue * c * (R - c)).clamp_min(0.0)
     others, rows = sight(one, n).most_seen()[1].double().unique(return_counts=True)
     return _two_places(one, n, R * u, c[int(crowd_gain(G, others, rows).argmax())] * u)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -80,6 +80,7 @@ class Region(Protocol):
 class _BallRegion:
     ball: Ball
     d: int
+    device: torch.device
 
     @property
     def size(self) -> float:
@@ -90,7 +91,7 @@ class _BallRegion:
         Z = torch.randn(count, self.ball.n, self.d, generator=generator, dtype=torch.float64)
         depth = torch.rand(count, self.ball.n, 1, generator=generator, dtype=torch.float64)
         depth[::2] = 1.0
-        return self.ball.R * depth * Z / Z.norm(dim=-1, keepdim=True)
+        return (self.ball.R * depth * Z / Z.norm(dim=-1, keepdim=True)).to(self.device)
 
     def project(self, Z: Tensor) -> Tensor:
         return Z * (self.ball.R / Z.norm(dim=-1, keepdim=True).clamp_min(self.ball.R))
@@ -112,14 +113,14 @@ class _AroundRegion:
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """The centre, then random points on the sphere around it."""
-        X = self.around.X.double()
-        E = torch.randn(count, *X.shape, generator=generator, dtype=torch.float64)
+        X = self.around.X
+        E = torch.randn(count, *X.shape, generator=generator, dtype=torch.float64).to(X)
         E[0] = 0
         return X + self.around.r * E / E.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-300)
 
     def project(self, Z: Tensor) -> Tensor:
-        E, r = Z - self.around.X.double(), self.around.r
-        return self.around.X.double() + E * (r / E.norm(dim=(-2, -1), keepdim=True).clamp_min(r))
+        E, r = Z - self.around.X, self.around.r
+        return self.around.X + E * (r / E.norm(dim=(-2, -1), keepdim=True).clamp_min(r))
 
     def tokens(self, Z: Tensor) -> Tensor:
         return Z
@@ -137,10 +138,9 @@ class _NormedRegion:
         return math.sqrt(self.normed.n * len(self.normed.weight))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        d = len(self.normed.weight)
-        return self.project(
-            torch.randn(count, self.normed.n, d, generator=generator, dtype=torch.float64)
-        )
+        w = self.normed.weight
+        Z = torch.randn(count, self.normed.n, len(w), generator=generator, dtype=torch.float64)
+        return self.project(Z.to(w))
 
     def project(self, Z: Tensor) -> Tensor:
         Z = Z - Z.mean(dim=-1, keepdim=True) if self.normed.centred else Z
@@ -148,27 +148,33 @@ class _NormedRegion:
         return Z * (longest / Z.norm(dim=-1, keepdim=True).clamp_min(longest))
 
     def tokens(self, Z: Tensor) -> Tensor:
-        X = Z * self.normed.weight.double()
-        return X if self.normed.bias is None else X + self.normed.bias.double()
+        X = Z * self.normed.weight
+        return X if self.normed.bias is None else X + self.normed.bias
 
     def coordinates(self, X: Tensor) -> Tensor:
         # Where the weight is 0 the coordinate has no effect.
-        w = self.normed.weight.double()
-        Z = X if self.normed.bias is None else X - self.normed.bias.double()
+        w = self.normed.weight
+        Z = X if self.normed.bias is None else X - self.normed.bias
         return torch.where(w == 0, 0.0, Z / torch.where(w == 0, 1.0, w))
 
 
-def region_of(domain: Domain | Normed, d: int) -> Region:
-    """The region of a domain for tokens of size d."""
+def region_of(domain: Domain | Normed, d: int, device: torch.device) -> Region:
+    """The region of a domain for tokens of size d, in float64 on the device of the map."""
+
+    def there(x: Tensor) -> Tensor:
+        return x.to(device, torch.float64)
+
     size: int
     region: Region
     match domain:
         case Ball():
-            return _BallRegion(domain, d)
+            return _BallRegion(domain, d, device)
         case Around():
-            size, region = domain.X.shape[1], _AroundRegion(domain)
+            size, region = domain.X.shape[1], _AroundRegion(replace(domain, X=there(domain.X)))
         case Normed():
-            size, region = len(domain.weight), _NormedRegion(domain)
+            bias = None if domain.bias is None else there(domain.bias)
+            moved = replace(domain, weight=there(domain.weight), bias=bias)
+            size, region = len(domain.weight), _NormedRegion(moved)
         case _:
             raise UserError(
                 "ascent runs over Ball(R, n), Around(X, r) or Normed(weight, n), "

@@ -30,8 +30,10 @@ class TextTarget:
 
     measure:    token ids [B, n] -> the number for each, [B]
     slope:      token embeddings [n, d], without positions -> the number and its gradient [n, d]
-    embedding:  the rows of the vocabulary, [V, d]
+    embedding:  the rows of the vocabulary, [V, d], on any device
     vocabulary: ids that may be inserted; by default all rows
+
+    Token ids are on the CPU.
     """
 
     measure: Callable[[Tensor], Tensor]
@@ -135,7 +137,8 @@ def random_swaps(
     before = target.measure(text[None])[0].item()
     texts = _random_texts(target, text, swaps, tries, seed)
     values = target.measure(texts)
-    return swapped("random", ids, texts[values.argmax()], before, values.max().item(), tries + 1)
+    best = int(values.argmax())
+    return swapped("random", ids, texts[best], before, values[best].item(), tries + 1)
 
 
 def projected_swaps(
@@ -150,7 +153,7 @@ def projected_swaps(
     before = target.measure(text[None])[0].item()
     E = target.embedding[text].clone()
     value, gradient = target.slope(E)
-    places = gradient.norm(dim=1).topk(swaps).indices
+    places = gradient.norm(dim=1).topk(swaps).indices.cpu()
     # Without a limit on the length, the embeddings could move far away from every token.
     longest = target.embedding[target.choices].norm(dim=1).max()
     stride = torch.full((1,), longest.item(), dtype=torch.float64)
@@ -169,7 +172,7 @@ def projected_swaps(
     near = (
         torch.cdist(E[places], target.embedding[rows])
         .topk(min(NEAREST, len(rows)), largest=False)
-        .indices
+        .indices.cpu()
     )
     texts = []
     for words in product(*rows[near].tolist()):
@@ -205,11 +208,11 @@ def _candidates(target: TextTarget, text: Tensor, free: list[int], width: int) -
     g = gradient[free]
     scores = g @ target.embedding[choices].T - (g * E[free]).sum(dim=1, keepdim=True)
     jumps = torch.cdist(E[free], target.embedding[choices]).clamp_min(1e-12)
-    same = choices[None] == text[free][:, None]
-    own = torch.isin(choices, text)[None]
+    same = (choices[None] == text[free][:, None]).to(scores.device)
+    foreign = ~torch.isin(choices, text)[None].to(scores.device)
     picked = [
-        _largest(order.masked_fill(same, -torch.inf), -(-width // 3))
-        for order in (scores, scores / jumps, scores.masked_fill(~own, -torch.inf))
+        _largest(order.masked_fill(same, -torch.inf), -(-width // 3)).cpu()
+        for order in (scores, scores / jumps, scores.masked_fill(foreign, -torch.inf))
     ]
     places, words = torch.unique(torch.cat(picked, dim=1), dim=1)
     candidates = text.repeat(len(places), 1)

@@ -18,7 +18,7 @@ from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale, 
 from lipscope.attention.linearization import linearize
 from lipscope.attention.primitive import attend
 from lipscope.attention.uncancelled import WeightNorms, weight_norms
-from lipscope.linalg.differentiate import check_input, check_tensor
+from lipscope.linalg.differentiate import check_input, check_one_device, check_tensor
 from lipscope.linalg.operator import LinearOperator, steady
 
 
@@ -256,6 +256,9 @@ def _check_weights(f: SelfAttention) -> None:
                     f"{name} is {b.dtype} and Q is {f.Q.dtype}; give all weights one dtype"
                 )
     check_options(f.mask, f.padding, f.kernel.sinks, f.kernel.softcap, f.window)
+    bq, bk, bv = f.biases or (None, None, None)
+    check_one_device("Q", f.Q, K=f.K, V=f.V, O=f.O, bq=bq, bk=bk, bv=bv)
+    check_one_device("Q", f.Q, mask=f.mask, padding=f.padding, sinks=f.kernel.sinks)
     if f.kernel.sinks is not None and f.kernel.sinks.shape != (f.heads,):
         raise UserError(
             f"sinks must have shape [{f.heads}], one logit per head, "
@@ -279,6 +282,7 @@ def check_tokens(f: SelfAttention, X: Tensor, tokens: int | None = None) -> None
             f"X is {X.dtype} and the weights are {f.Q.dtype}; "
             "convert one of them, for example with f.to(X.dtype)"
         )
+    check_one_device("f", f.Q, X=X)
     n, B = tokens or X.shape[-2], X.shape[0] if X.ndim == 3 else None
     allowed = [(n, n)] if B is None else [(n, n), (B, n, n)]
     if f.mask is not None and tuple(f.mask.shape) not in allowed:

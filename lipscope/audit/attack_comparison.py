@@ -225,7 +225,7 @@ def _samples(model: Model, given: Sequence[str | Path], contest: Contest) -> lis
 
 def nearest_other(sentences: Tensor, own: int) -> Callable[[Tensor], Tensor]:
     """Sentence embeddings [B, d] -> the text nearest to each by cosine, excluding text `own`."""
-    left_out = torch.arange(len(sentences)) == own
+    left_out = torch.arange(len(sentences), device=sentences.device) == own
     return lambda s: (s @ sentences.T).masked_fill(left_out, -torch.inf).argmax(dim=1)
 
 

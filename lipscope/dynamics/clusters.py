@@ -30,7 +30,7 @@ NOISE = 0.01
 
 @dataclass(frozen=True, eq=False)
 class Clusters(Displayed):
-    """K clusters at the end of a flow, the heaviest first.
+    """K clusters at the end of a flow, the heaviest first; all tensors are on the CPU.
 
     centres [K, d]: weighted means of the members
     masses [K]:     total weights

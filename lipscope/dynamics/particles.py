@@ -321,7 +321,7 @@ def _softmax_rows(
     if mask is not None:
         S += mask
     if causal:
-        later = torch.ones(h, h, dtype=torch.bool).triu(1)
+        later = torch.ones(h, h, dtype=torch.bool, device=S.device).triu(1)
         S.view(heads, h, seen)[..., -h:].masked_fill_(later, -torch.inf)
     return (torch.softmax(S, dim=-1, out=P) @ v).view(heads, h, -1)
 

@@ -104,6 +104,16 @@ def check_tensor(name: str, x: Tensor) -> None:
         )
 
 
+def check_one_device(name: str, x: Tensor, **others: Tensor | None) -> None:
+    """Raise unless the others are where x is."""
+    for other, y in others.items():
+        if y is not None and y.device != x.device:
+            raise UserError(
+                f"{name} and {other} must be on one device, got {x.device} and {y.device}; "
+                "move one of them"
+            )
+
+
 def check_map(f: Map) -> None:
     """Refuse a module whose forward pass is random."""
     if not callable(f):
@@ -117,6 +127,12 @@ def check_map(f: Map) -> None:
                     f"module {name or type(f).__name__!r} applies dropout at rate {rate} in "
                     "training mode; call .eval() first"
                 )
+
+
+def device_of(f: Map, *others: Tensor) -> torch.device:
+    """The device of a module's weights, else that of the first other tensor, else the CPU."""
+    own = (*f.parameters(), *f.buffers()) if isinstance(f, nn.Module) else ()
+    return next((x.device for x in (*own, *others)), torch.device("cpu"))
 
 
 def jacobian_on(f: Map, X: Tensor, ranks: Ranks) -> LinearOperator:

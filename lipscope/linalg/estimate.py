@@ -80,8 +80,8 @@ class BatchEstimate:
     """The largest singular values of a batch of operators, solved together.
 
     Every field is that of :class:`Estimate` for each member: numbers are float64 vectors of length
-    B, `status` and `missed` are tuples. `confidence` holds for all upper bounds jointly. Index or
-    iterate to get the Estimate of one member.
+    B on the CPU, `status` and `missed` are tuples. `confidence` holds for all upper bounds jointly.
+    Index or iterate to get the Estimate of one member.
 
     Example:
         >>> import torch, lipscope as ls

@@ -127,7 +127,7 @@ def _iterate(
     v = (
         random_start(J, members, solver.seed)
         if start is None
-        else start.reshape(members, -1).to(J.dtype)
+        else start.reshape(members, -1).to(J.device, J.dtype)
     )
     run = Run(J, tol, gap, solver, random=start is None)
     run.solve(v)

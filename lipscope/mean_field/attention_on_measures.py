@@ -21,7 +21,7 @@ from lipscope.attention.kernels import L2, Dot, augment, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.linearization import linearize, query_rounding
 from lipscope.attention.primitive import attend
-from lipscope.linalg.differentiate import jacobian
+from lipscope.linalg.differentiate import check_one_device, jacobian
 from lipscope.linalg.operator import Compression, LinearOperator, steady
 from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
@@ -120,6 +120,7 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
         raise UserError(
             f"the points have size {d}, but the weights of f read tokens of size {f.Q.shape[1]}"
         )
+    check_one_device("f", f.Q, points=mu.points)
     if f.causal != (mu.positions is not None):
         raise UserError(
             "f is causal and the measure has no positions; "

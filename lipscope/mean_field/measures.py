@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipscope._display import Displayed
 from lipscope._types import UserError
-from lipscope.linalg.differentiate import check_tensor
+from lipscope.linalg.differentiate import check_one_device, check_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,7 @@ class DiscreteMeasure(Displayed):
         _check_weights(self.weights, self.points)
         if self.positions is not None:
             _check_positions(self.positions, self.points)
+        check_one_device("points", self.points, weights=self.weights, positions=self.positions)
 
     @staticmethod
     def uniform(X: Tensor, causal: bool = False) -> DiscreteMeasure:

@@ -124,21 +124,19 @@ def largest_gain(
     g = Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=f.Q.dtype)
+        return torch.randn(*shape, generator=g, dtype=f.Q.dtype).to(f.Q.device)
+
+    def chance(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=g, dtype=f.Q.dtype).to(f.Q.device)
 
     d = f.Q.shape[1]
     X = noise(tries, n, d)
     # Radii of every magnitude from R/100 to R: what splits is often one token near 0, one far out.
-    X = (
-        X
-        / X.norm(dim=-1, keepdim=True)
-        * R
-        * 10 ** (-2 * torch.rand(tries, n, 1, generator=g, dtype=X.dtype))
-    )
+    X = X / X.norm(dim=-1, keepdim=True) * R * 10 ** (-2 * chance(tries, n, 1))
     deepest = -0.85 * math.log(torch.finfo(X.dtype).tiny)
     # Moderate and extreme weights in turn.
-    depth = torch.tensor([10.0, deepest], dtype=torch.float32).repeat(tries)[:tries, None]
-    level = -depth * torch.rand(tries, n, generator=g, dtype=X.dtype) ** 2 * (not equal)
+    depth = X.new_tensor([10.0, deepest], dtype=torch.float32).repeat(tries)[:tries, None]
+    level = -depth * chance(tries, n) ** 2 * (not equal)
     score = gains(f, X, level.softmax(dim=1))
     best = score.topk(min(tries, 50)).indices
     X, level, score = X[best], level[best], score[best]
@@ -155,7 +153,8 @@ def largest_gain(
         )
         score = torch.where(better, now, score)
     top = int(score.argmax())
-    positions = torch.arange(1, n + 1, dtype=X.dtype) / n if f.causal else None
+    steps = torch.arange(1, n + 1, dtype=X.dtype, device=X.device)
+    positions = steps / n if f.causal else None
     measure = DiscreteMeasure(X[top], level[top].softmax(dim=0), positions)
     return LargestGain(gain=_beyond_rounding(score)[top].item(), measure=measure)
 

@@ -138,7 +138,7 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     # Without a mask all rows see equally many keys: each distinct count is computed only once.
     crowd, times = others.double().unique(return_counts=True)
     if crowd.numel() == 0:
-        return 0.0, torch.zeros(n, h.d, dtype=torch.float64)
+        return 0.0, h.A.new_zeros(n, h.d)
     _, vectors = torch.linalg.eigh((h.A + h.A.T) / 2)
     ends = vectors[
         :, torch.unique(torch.tensor([*range(min(4, h.d)), *range(max(0, h.d - 4), h.d)]))
@@ -147,11 +147,11 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     units = units / length_up(units)[:, None]
     # Coarser for many distinct counts, to bound the memory of the table below.
     grid = max(17, min(257, (1 << 18) // len(crowd)))
-    c = torch.linspace(-R, R, grid, dtype=torch.float64)
+    c = torch.linspace(-R, R, grid, dtype=torch.float64, device=units.device)
     quotients, tilts = ((units @ h.A.T) * units).sum(1), units @ h.beta
     G = ((quotients[:, None] * c + tilts[:, None]) * (R - c)).clamp(-700, 700)
     gains = crowd_gain(G, crowd, times).sqrt()
-    lengths = torch.tensor([_value_length(h, u) for u in units], dtype=torch.float64)
+    lengths = units.new_tensor([_value_length(h, u) for u in units])
     # For G < 0, 1 + (1 - p) G is a difference whose rounding the slack below does not cover.
     gains = gains * lengths[:, None] * (G >= 0)
     best = int(gains.argmax())
@@ -191,8 +191,7 @@ def large_radius_limit(f: SelfAttention, X: Tensor) -> float:
 def _selection(h: Head, X: Tensor) -> Tensor:
     """[n, n], 1 where j is the token that i attends to most."""
     weights = features(h, X).P
-    chosen = torch.zeros_like(weights)
-    chosen[torch.arange(len(X)), weights.argmax(dim=1)] = 1
+    chosen = torch.zeros_like(weights).scatter(1, weights.argmax(dim=1, keepdim=True), 1.0)
     return chosen * weights.any(dim=1)[:, None]
 
 

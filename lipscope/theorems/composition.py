@@ -18,6 +18,7 @@ from torch import Tensor
 from lipscope._ambient import entry_point
 from lipscope._types import Ball, Everywhere, UserError
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import device_of
 from lipscope.theorems.heads import heads_of, hypotenuse
 from lipscope.theorems.registry import bounds
 from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, up
@@ -62,7 +63,8 @@ class LayerNorm:
     def norm(self) -> float:
         """||diag(weight) (I - 11'/d)||."""
         d = self.weight.numel()
-        M = self.weight.double()[:, None] * (torch.eye(d, dtype=torch.float64) - 1 / d)
+        one = torch.eye(d, dtype=torch.float64, device=self.weight.device)
+        M = self.weight.double()[:, None] * (one - 1 / d)
         return up(norm_up(M).item() + gamma(8) * frobenius_up(M).item())
 
     def lipschitz(self, R: float, n: int) -> float:
@@ -103,7 +105,8 @@ class Pointwise:
     slope: float
 
     def __post_init__(self) -> None:
-        if self.function(torch.zeros(1, dtype=torch.float32, device="cpu")).item() != 0:
+        device = device_of(self.function)
+        if self.function(torch.zeros(1, dtype=torch.float32, device=device)).item() != 0:
             raise UserError(
                 "Pointwise needs an activation with function(0) = 0; "
                 "move the constant into the bias of the next affine map"

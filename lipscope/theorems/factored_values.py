@@ -17,8 +17,18 @@ from torch import Tensor
 from lipscope._types import Domain, Everywhere, UserError
 from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import check_one_device
 from lipscope.theorems.heads import Head, heads_of, once
-from lipscope.theorems.rounding import TINY, frobenius_up, gamma, length_up, norm_up, row_sum_up, up
+from lipscope.theorems.rounding import (
+    TINY,
+    frobenius_up,
+    gamma,
+    length_up,
+    norm_up,
+    row_sum_up,
+    times_power,
+    up,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +70,7 @@ class FactoredAttention(SelfAttention):
         if tuple(self.M.shape) != shape or self.M.dtype != self.Q.dtype:
             expected = f"shape [heads, m, k] = {shape} and the dtype of Q, {self.Q.dtype}"
             raise UserError(f"M must have {expected}, got {tuple(self.M.shape)} of {self.M.dtype}")
+        check_one_device("Q", self.Q, M=self.M)
         Q, V = (W.unflatten(0, (self.heads, -1)).double() for W in (self.Q, self.V))
         M = self.M.double()
         # Loose enough for values rounded to bfloat16. A product that overflows is not compared.
@@ -119,7 +130,7 @@ def exact_split(h: Head) -> Split | None:
     Q = h.one.Q
     if isinstance(h.one, FactoredAttention):
         # Scaling by a power of two is exact, except for entries that underflow.
-        M = torch.ldexp(h.one.M[0], torch.tensor(-h.power))
+        M = times_power(h.one.M[0], -h.power)
         return Split(M, drift=TINY * M.numel())
     inverse = torch.linalg.pinv(Q)
     M = h.V @ inverse
@@ -129,7 +140,7 @@ def exact_split(h: Head) -> Split | None:
     if Q.shape[0] < Q.shape[1]:
         return None
     # Q is invertible on the tokens: L Q = I for an L near the computed one, and V = (M + E L) Q.
-    one = torch.eye(Q.shape[1], dtype=Q.dtype)
+    one = torch.eye(Q.shape[1], dtype=Q.dtype, device=Q.device)
     skew = norm_up(inverse @ Q - one).item() + gamma(h.steps) * _size(inverse) * _size(Q)
     if not skew < 0.5:
         return None
@@ -158,7 +169,7 @@ def whole_rest(h: Head) -> Split:
     """The split with M = 0 and E = V."""
     error = gamma(h.steps) * h.V_size
     return Split(
-        torch.zeros(h.V.shape[0], h.k, dtype=h.V.dtype),
+        h.V.new_zeros(h.V.shape[0], h.k),
         spectral=h.V_norm,
         row=up(length_up(h.V).max().item() + error),
         row_sum=up(row_sum_up(h.V) + math.sqrt(h.d) * error),
@@ -173,8 +184,8 @@ def _simpler(M: Tensor) -> Iterator[Tensor]:
     """M, and M rounded: a pseudoinverse returns a factor of few digits with errors in the last."""
     yield M
     yield M.float().double()
-    power = torch.tensor(26 - math.frexp(M.abs().max().item())[1])
-    yield torch.ldexp(torch.ldexp(M, power).round(), -power)
+    power = 26 - math.frexp(M.abs().max().item())[1]
+    yield times_power(times_power(M, power).round(), -power)
 
 
 def _is_product(V: Tensor, M: Tensor, Q: Tensor, power: int) -> bool:
@@ -182,7 +193,7 @@ def _is_product(V: Tensor, M: Tensor, Q: Tensor, power: int) -> bool:
     if not (V.isfinite().all() and M.isfinite().all() and Q.isfinite().all()):
         return False
     # Integers are slow; floating point rejects almost everything that is not a product.
-    rough = (torch.ldexp(V, torch.tensor(-power)) - M @ Q).abs()
+    rough = (times_power(V, -power) - M @ Q).abs()
     if bool((rough > gamma(2 * M.shape[1] + 8) * (M.abs() @ Q.abs()) + TINY).any()):
         return False
     (v, shift_v), (m, shift_m), (q, shift_q) = (_integers(W) for W in (V, M, Q.T))
@@ -201,7 +212,7 @@ def _integers(W: Tensor) -> tuple[list[list[int]], int]:
     """Integers I and p with W = I 2^p exactly."""
     mantissa, exponent = torch.frexp(W)
     least = int(exponent.min())
-    digits = torch.ldexp(mantissa, torch.tensor(53)).long().flatten().tolist()
+    digits = times_power(mantissa, 53).long().flatten().tolist()
     shifts = (exponent - least).flatten().tolist()
     flat = [digit << shift for digit, shift in zip(digits, shifts, strict=True)]
     width = W.shape[1]

@@ -16,7 +16,7 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.pattern import Pattern
-from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, up
+from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, times_power, up
 
 Owner = TypeVar("Owner")
 Rest = ParamSpec("Rest")
@@ -88,7 +88,7 @@ class Sight:
         )
         seen = pattern.visible(n, n, self.device)
         return (
-            torch.ones(n, n, dtype=torch.bool)
+            torch.ones(n, n, dtype=torch.bool, device=self.device)
             if seen is None
             else seen.reshape(seen.shape[-2:]).expand(n, n)
         )
@@ -98,9 +98,9 @@ class Sight:
         """Number of keys that each query sees, [n]."""
         if self.order is None:
             return self.seen.sum(dim=1)
-        return (
-            torch.arange(1, self.n + 1) if self.order == "causal" else torch.full((self.n,), self.n)
-        )
+        if self.order == "causal":
+            return torch.arange(1, self.n + 1, device=self.device)
+        return torch.full((self.n,), self.n, device=self.device)
 
     @cached_property
     def most_keys(self) -> int:
@@ -139,7 +139,7 @@ class Sight:
         """The largest difference of additive mask entries within each row, [n]."""
         mask = self.mask
         if mask is None or mask.dtype == torch.bool:
-            return torch.zeros(self.n, dtype=torch.float64)
+            return torch.zeros(self.n, dtype=torch.float64, device=self.device)
         high = torch.where(self.seen, mask, -math.inf).amax(1)
         low = torch.where(self.seen, mask, math.inf).amin(1)
         return torch.where(self.seen.any(1), high - low, 0.0).double()
@@ -154,7 +154,8 @@ class Sight:
         """The token that most others see, and how many further keys each of those sees."""
         if self.order is not None:
             return 0, self.counts[1:] - 1
-        special = int((self.seen & ~torch.eye(self.n, dtype=torch.bool)).sum(dim=0).argmax())
+        itself = torch.eye(self.n, dtype=torch.bool, device=self.device)
+        special = int((self.seen & ~itself).sum(dim=0).argmax())
         rows = self.seen[:, special].clone()
         rows[special] = False
         return special, self.counts[rows] - 1
@@ -247,7 +248,7 @@ class Head:
     @cached_property
     def query_bias(self) -> Tensor:
         bias = self.one.biases[0] if self.one.biases else None
-        return torch.zeros(self.k, dtype=torch.float64) if bias is None else bias
+        return self.one.Q.new_zeros(self.k) if bias is None else bias
 
     @cached_property
     def beta(self) -> Tensor:
@@ -306,7 +307,7 @@ def real_eigenpairs(
 def of_order_one(W: Tensor) -> tuple[Tensor, int]:
     """W 2^-p and p, with the largest entry between 1/2 and 1; zeros stay zeros."""
     power = math.frexp(W.abs().max().item())[1]
-    return torch.ldexp(W, torch.tensor(-power)), power
+    return times_power(W, -power), power
 
 
 def over_heads(f: SelfAttention, bound: Callable[[Head], float]) -> float:

@@ -129,12 +129,13 @@ def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, T
     # The covariance of 0 and n - 1 tokens +-R u; an odd one out moves the mean off 0.
     odd = (n - 1) % 2
     covariance = R * R * ((n - 1) / n - odd / n**2)
-    M = h.V @ (covariance * torch.outer(u, u @ h.A) + torch.eye(h.d, dtype=torch.float64) / n)
+    one = torch.eye(h.d, dtype=torch.float64, device=u.device)
+    M = h.V @ (covariance * torch.outer(u, u @ h.A) + one / n)
     slack = 4 * gamma(2 * h.steps + 32) * h.V_size * (covariance * h.A_size + 1)
-    signs = 1 - 2 * (torch.arange(n - 1) % 2).double()
+    signs = 1 - 2 * (torch.arange(n - 1, device=u.device) % 2).double()
     centre = int((sight(f, n).counts == n).nonzero()[0])
     order = [i for i in range(n) if i != centre]
-    X = torch.zeros(n, h.d, dtype=torch.float64)
+    X = u.new_zeros(n, h.d)
     X[order] = R * signs[:, None] * u
     return down(h.factor * (norm_down(M) - slack)), X
 

@@ -12,6 +12,7 @@ from lipscope._checks import norm_name
 from lipscope._display import html_table, text_table
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.differentiate import check_one_device
 from lipscope.theorems import (
     castin2024,
     certified,
@@ -249,9 +250,11 @@ def _check(f: SelfAttention, domain: Domain) -> None:
             "domain must be Point(X), Ball(R, n), Around(X, r) or Everywhere(n), "
             f"got {type(domain).__name__}"
         )
-    if isinstance(domain, Point | Around) and domain.X.shape[1] != f.Q.shape[1]:
-        raise UserError(
-            f"the tokens of the domain have size {domain.X.shape[1]}; "
-            f"the layer reads tokens of size {f.Q.shape[1]}"
-        )
+    if isinstance(domain, Point | Around):
+        if domain.X.shape[1] != f.Q.shape[1]:
+            raise UserError(
+                f"the tokens of the domain have size {domain.X.shape[1]}; "
+                f"the layer reads tokens of size {f.Q.shape[1]}"
+            )
+        check_one_device("f", f.Q, X=domain.X)
     check_masks(f, domain.n)

@@ -36,6 +36,12 @@ def scaled_up(value: float, power: int) -> float:
         return math.inf
 
 
+def times_power(M: Tensor, power: int) -> Tensor:
+    """M 2^power, exactly unless it under- or overflows."""
+    # An exponent on the CPU, even a single number, is refused for M on a GPU.
+    return torch.ldexp(M, torch.tensor(power, device=M.device))
+
+
 def down(value: float, operations: int = 64) -> float:
     """A result of that many operations, rounded down to a lower bound of at least 0."""
     return max(0.0, value * (1 - gamma(operations + 4))) if math.isfinite(value) else 0.0
@@ -82,7 +88,8 @@ def norm_up(M: Float[Tensor, "*batch p q"]) -> Float[Tensor, "*batch"]:
     largest = L.abs().amax(dim=-1)
     # How far W is from orthogonal, how far W L W' is from G, and how far G is from M M': each as
     # computed, plus the rounding of that computation.
-    skew = (W.mT @ W - torch.eye(p, dtype=M.dtype)).norm(dim=(-2, -1)) + 2 * p * gamma(p + 4)
+    one = torch.eye(p, dtype=M.dtype, device=M.device)
+    skew = (W.mT @ W - one).norm(dim=(-2, -1)) + 2 * p * gamma(p + 4)
     off = (G - (W * L[..., None, :]) @ W.mT).norm(dim=(-2, -1))
     residual = off + 2 * p * gamma(p + 4) * largest
     gram = gamma(q + 4) * M.square().sum(dim=(-2, -1))

@@ -25,7 +25,7 @@ from lipscope.theorems.kim2021 import (
     output_norm,
     spectral,
 )
-from lipscope.theorems.rounding import exp_up, frobenius_up, gamma, scaled_up, up
+from lipscope.theorems.rounding import exp_up, frobenius_up, gamma, scaled_up, times_power, up
 from lipscope.theorems.statement import Bound
 
 COORDINATE = 0.5 * math.log(4 / 3)
@@ -177,7 +177,7 @@ def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
     # All heads relative to the largest power.
     top = max(powers)
     right = torch.cat(
-        [torch.ldexp(Q, torch.tensor(power - top)) for Q, power in zip(rights, powers, strict=True)]
+        [times_power(Q, power - top) for Q, power in zip(rights, powers, strict=True)]
     )
     rounding = gamma(2 * sum(M.shape[0] for M in lefts) + 16)
     across = up(spectral(right) + rounding * frobenius_up(right).item())
