@@ -40,7 +40,7 @@ from lipscope.models.model_files import (
     read_json,
     size_of,
 )
-from lipscope.models.tokenizer_limits import check_tokenizer
+from lipscope.models.tokenizer_limits import check_lines, check_tokenizer
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 TOKENIZER = (
@@ -173,7 +173,13 @@ class Repository:
                 for path in files:
                     checked_file(path, self.name)
                     if path.suffix != ".json":
-                        shutil.copyfile(path, Path(clean) / path.name)
+                        if check_lines(path, self.name):
+                            shutil.copyfile(path, Path(clean) / path.name)
+                        elif not (self.folder / "tokenizer.json").exists():
+                            raise UserError(
+                                f"{self.name}: {for_terminal(path.name, 100)} is no vocabulary of "
+                                "SentencePiece; pass another tokenizer (tokenizer=, --tokenizer)"
+                            )
                         continue
                     content = read_json(path, self.name)
                     check_tokenizer(content, self.name, path.name)

@@ -6,15 +6,28 @@ process when there is not enough memory.
 
 from __future__ import annotations
 
+import base64
 import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from lipscope._checks import shown
 from lipscope._files import for_terminal
 from lipscope._types import UserError
 
+MOST_ENTRIES = 1 << 20
 LARGEST_ID = 1 << 24
-"""The largest vocabularies have a million tokens."""
+"""Entries of a list, and the largest id; the largest vocabularies have a million tokens."""
+
+MOST_ADDED, MOST_SPECIAL = 1 << 16, 1 << 13
+"""Tokens beside the vocabulary, and special ones, each of which is compared with all others."""
+
+MOST_SPLITS = 1 << 28
+"""Sum of the squared lengths of all tokens: some formats try all splits of every token."""
+
+COUNTS = ("extra_ids", "num_madeup_words")
+"""Settings that ask for so many special tokens."""
 
 LONGEST = {"precompiled_charsmap": 1 << 22, "": 1 << 16}
 """Longest string by the end of its key, first match."""
@@ -29,8 +42,100 @@ ADDED = ("prepend", "continuing_subword_prefix", "end_of_word_suffix", "prefix",
 CONSUMING = re.compile(r"(?:[^\\?*|(){}^$]|\\[nrtsSdDwW.])+(?:\{[1-9]\d*,?\d*\})?")
 """Plain regular expressions, which match at least one character."""
 
+BYTES = 4.0
+"""Bytes of a character at most; some parts make a character of each."""
+
 LARGEST_GROWTH = 16
 """How many times longer a text may become; most tokenizers keep its length."""
+
+
+TIKTOKEN = re.compile(rb"(?:[A-Za-z0-9+/]+=* \d+\r?\n?)*+")
+"""A vocabulary of lines, each a token in base 64 and its rank."""
+
+
+def check_lines(path: Path, name: str) -> bool:
+    """Check a vocabulary that is not JSON; return whether it is one, of lines or of SentencePiece.
+
+    Raises:
+        UserError: If it has more or longer entries than any tokenizer needs.
+    """
+    content, where = path.read_bytes(), f"{name}: {for_terminal(path.name, 100)}"
+    if path.suffix == ".model" and TIKTOKEN.fullmatch(content) is None:
+        return _check_sentencepiece(content, where)
+    _check_count(content.count(b"\n"), where, MOST_ENTRIES)
+    _check_lengths(map(len, content.split(b"\n")), where)
+    return True
+
+
+def _check_sentencepiece(content: bytes, where: str) -> bool:
+    """The same for a model of SentencePiece, which is a protocol buffer."""
+    pieces: list[int] = []
+    try:
+        for number, value in _fields(content):
+            if number == 1:
+                pieces.append(len(value))  # with its score, which takes seven bytes
+                _check_count(len(pieces), where, MOST_ENTRIES)
+            if number == 3:  # the rules of normalisation
+                for key, charsmap in _fields(value):
+                    growth = _growth_of_charsmap(charsmap) if key == 2 else 1.0
+                    _check_growth(growth, where, "normalizer")
+    except IndexError:  # cut, or of another kind
+        return False
+    _check_lengths(pieces, where)
+    return True
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """The fields of a protocol buffer that have a length; IndexError if it is none."""
+    at, end = 0, len(content)
+
+    def whole_number() -> int:
+        nonlocal at
+        number = shift = 0
+        while True:
+            byte = content[at]
+            at, number, shift = at + 1, number | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return number
+            if shift > 63:
+                raise IndexError
+
+    while at < end:
+        tag = whole_number()
+        if tag & 7 == 0:
+            whole_number()
+            continue
+        size = whole_number() if tag & 7 == 2 else {1: 8, 5: 4}.get(tag & 7, end + 1)
+        if size > end - at:
+            raise IndexError
+        at += size
+        if tag & 7 == 2:
+            yield tag >> 3, content[at - size : at]
+
+
+def _check_count(count: int, where: str, most: int) -> None:
+    if count > most:
+        raise UserError(
+            f"{where} has {count} entries, more than {most}; "
+            "pass another tokenizer (tokenizer=, --tokenizer)"
+        )
+
+
+def _check_lengths(lengths: Iterable[int], where: str) -> None:
+    splits = sum(length * length for length in lengths)
+    if splits > MOST_SPLITS:
+        raise UserError(
+            f"{where} has tokens of so many characters that their squares add up to {splits}, more "
+            f"than {MOST_SPLITS}; pass another tokenizer (tokenizer=, --tokenizer)"
+        )
+
+
+def _check_growth(growth: float, where: str, part: str) -> None:
+    if growth > LARGEST_GROWTH:
+        raise UserError(
+            f"{where} has a {part} that makes a text up to {growth:.3g} times longer, more "
+            f"than {LARGEST_GROWTH}; pass another tokenizer (tokenizer=, --tokenizer)"
+        )
 
 
 def check_tokenizer(content: dict[str, Any], name: str, file: str) -> None:
@@ -41,6 +146,17 @@ def check_tokenizer(content: dict[str, Any], name: str, file: str) -> None:
     left: list[tuple[str, Any]] = [("vocab" if file in VOCABULARIES else "", content)]
     while left:
         key, value = left.pop()
+        if isinstance(value, dict | list):
+            most = MOST_ENTRIES
+            if "added" in key or file == "added_tokens.json":
+                most = MOST_ADDED
+            elif "special" in key:
+                most = MOST_SPECIAL
+            _check_count(len(value), f"{where}: {for_terminal(key, 80)!r}", most)
+            if key == "vocab":
+                # Tokens by name, or lists of a token and its score.
+                found = (x[0] if isinstance(x, list) and x else x for x in value)
+                _check_lengths((len(x) for x in found if isinstance(x, str)), where)
         if isinstance(value, dict):
             _check_string(max(value, key=len, default=""), "", where)
             if key == "added_tokens_decoder":
@@ -57,18 +173,15 @@ def check_tokenizer(content: dict[str, Any], name: str, file: str) -> None:
         elif isinstance(value, str):
             _check_string(value, key, where)
         # A maximum length is often written as 10^30 and allocates nothing.
-        elif isinstance(value, int) and abs(value) > LARGEST_ID and "max" not in key:
-            raise UserError(
-                f"{where} has {for_terminal(key, 80)!r} = {shown(value)}, outside {-LARGEST_ID} to "
-                f"{LARGEST_ID}; pass another tokenizer (tokenizer=, --tokenizer)"
-            )
+        elif isinstance(value, int) and "max" not in key:
+            largest = MOST_SPECIAL if key in COUNTS else LARGEST_ID
+            if abs(value) > largest:
+                raise UserError(
+                    f"{where} has {for_terminal(key, 80)!r} = {shown(value)}, outside {-largest} "
+                    f"to {largest}; pass another tokenizer (tokenizer=, --tokenizer)"
+                )
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        growth = _growth(content.get(part))
-        if growth > LARGEST_GROWTH:
-            raise UserError(
-                f"{where} has a {part} that makes a text up to {growth:.3g} times longer, more "
-                f"than {LARGEST_GROWTH}; pass another tokenizer (tokenizer=, --tokenizer)"
-            )
+        _check_growth(_growth(content.get(part)), where, part)
 
 
 def _extremes(values: list[Any]) -> list[Any]:
@@ -103,10 +216,29 @@ def _growth(part: Any) -> float:
         return 1.0
     if part.get("type") == "Replace" and isinstance(part.get("content"), str):
         return _growth_of_replacement(part.get("pattern"), part["content"])
+    if part.get("type") == "Precompiled":
+        return _growth_of_charsmap(_decoded(part.get("precompiled_charsmap")))
+    if part.get("type") == "ByteLevel":
+        return BYTES
     if part.get("type") == "TemplateProcessing":
         templates = [part.get("single"), part.get("pair")]
         return max(str(template).count("'Sequence'") for template in templates) or 1.0
     return _growth(list(part.values()))
+
+
+def _decoded(charsmap: Any) -> bytes:
+    try:
+        return base64.b64decode(charsmap)
+    except (TypeError, ValueError):
+        return b""  # the library refuses it too
+
+
+def _growth_of_charsmap(charsmap: bytes) -> float:
+    """The same for a table of replacements: the size of a search tree, the tree, and strings."""
+    strings = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+    longest = max(map(len, strings.split(b"\0")))
+    # Unicode has a sign of 18 letters, so every such table has a long string, which is rare.
+    return BYTES if longest <= 64 else float(longest)
 
 
 def _growth_of_replacement(pattern: Any, content: str) -> float:

@@ -3,6 +3,7 @@
 Without the limits several of these end the interpreter, so that the test run dies with them.
 """
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lipscope._types import UserError
+from lipscope.models import tokenizer_limits
 from lipscope.models.encoding import encode
 from lipscope.models.repository import open_tokenizer
 from lipscope.models.tokenizer_limits import _extremes
@@ -46,6 +48,31 @@ def replacement(regex: str, content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"Regex": regex}, "content": content}
 
 
+def byte_level() -> dict[str, Any]:
+    return {"type": "ByteLevel", **dict.fromkeys(("add_prefix_space", "trim_offsets"), False)}
+
+
+def charsmap(string: str) -> bytes:
+    return (1024).to_bytes(4, "little") + bytes(1024) + string.encode() + b"\0"
+
+
+def table(string: str) -> dict[str, Any]:
+    content = base64.b64encode(charsmap(string)).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": content}
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of a protocol buffer with a length; both take one or two bytes."""
+    size = len(content)
+    length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
+    return bytes([number << 3 | 2]) + length + content
+
+
+def piece(token: bytes) -> bytes:
+    # A score in 32 bits and a kind come after the token.
+    return field(1, field(1, token) + b"\x15\0\0\x80\xbf" + b"\x18\x01")
+
+
 def written(folder: Path, content: str, config: Any = None) -> str:
     (folder / "tokenizer.json").write_text(content)
     usual = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
@@ -74,6 +101,21 @@ HOSTILE = {
     ),
     "thousands of replacements": tokenizer_file(normalizer=sequence(*[DOUBLE] * 5000)),
     "decoder": tokenizer_file(decoder={"type": "Sequence", "decoders": [DOUBLE] * 40}),
+    "letters of bytes of letters": tokenizer_file(
+        normalizer=sequence(*[{"type": "ByteLevel"}] * 40)
+    ),
+    "letters of bytes, before words": tokenizer_file(
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [byte_level()] * 40}
+    ),
+    "a long string in a table": tokenizer_file(normalizer=table("w" * 100)),
+    "many tables": tokenizer_file(normalizer=sequence(*[table("ww")] * 40)),
+    "many tokens": with_vocabulary(**{f"{i:x}": i for i in range(2000)}),
+    "many merges": tokenizer_file(model={"type": "BPE", "vocab": {}, "merges": ["a b"] * 2000}),
+    "many added tokens": tokenizer_file(added_tokens=[special(6)] * 2000),
+    "many splits": with_vocabulary(**{"w" * i: i for i in range(6, 1000)}),
+    "many splits, with scores": tokenizer_file(
+        model={"type": "Unigram", "unk_id": 0, "vocab": [["w" * i, -1.0] for i in range(1000)]}
+    ),
     "repeated text": tokenizer_file(
         post_processor={
             "type": "TemplateProcessing", "single": [A] * 1000, "pair": [A], "special_tokens": {}
@@ -82,9 +124,16 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def small_limits(monkeypatch):
+    for name in ("MOST_ENTRIES", "MOST_ADDED", "MOST_SPECIAL"):
+        monkeypatch.setattr(tokenizer_limits, name, 1000)
+
+
 @pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.usefixtures("small_limits")
 def test_files_that_would_take_all_memory_are_refused(case, tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer\.json has .*; pass another tokenizer"):
+    with pytest.raises(UserError, match=r"tokenizer\.json.* has .*; pass another tokenizer"):
         open_tokenizer(written(tmp_path, json.dumps(HOSTILE[case])))
 
 
@@ -101,13 +150,63 @@ def test_of_a_repeated_key_no_value_escapes(tmp_path):
         ("tokenizer_config.json", {"added_tokens_decoder": {str(2**31 - 1): special(0)}}),
         ("vocab.json", {"max_length": 2**31 - 1}),
         ("added_tokens.json", {"w": 2**31 - 1}),
+        ("tokenizer_config.json", {"extra_ids": 2**31 - 1}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["w"] * 2000}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["w"] * 2000}),
+        ("added_tokens.json", {f"w{i}": i for i in range(2000)}),
     ],
 )
+@pytest.mark.usefixtures("small_limits")
 def test_other_files_have_the_same_limits(file, content, tmp_path):
     written(tmp_path, json.dumps(tokenizer_file()))
     (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=rf"{file} has 'id' = 2147483647, outside"):
+    with pytest.raises(UserError, match=rf"{file}.* has (.* = 2147483647, outs|2000 entries, m)"):
         open_tokenizer(str(tmp_path))
+
+
+MODEL = piece(b"<unk>") + piece(b"a") + piece(b"b") + field(2, b"\x18\x01")
+"""A model of SentencePiece, with the settings of its training."""
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("vocab.txt", b"a\n" * 2000, "2000 entries, more than 1000"),
+        ("merges.txt", b"a b\n" * 2000, "2000 entries"),
+        ("merges.txt", b"a" * 20_000, "squares add up to 400000000"),
+        ("spiece.model", MODEL + b"\x0a\0" * 2000, "1001 entries"),
+        ("spiece.model", b"".join(piece(b"w" * i) for i in range(1000)), "squares add up to"),
+        ("spiece.model", MODEL + field(3, field(2, charsmap("w" * 100))), "100 times longer"),
+        ("x.model", b"YQ== 0\n" * 2000, "2000 entries"),
+    ],
+)
+@pytest.mark.usefixtures("small_limits")
+def test_other_formats_have_limits(file, content, told, tmp_path):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=f"{file} has .*{told}.*; pass another tokenizer"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "known"),
+    [
+        ("vocab.txt", "[UNK]\na\n".encode("utf-16"), True),
+        ("spiece.model", MODEL + field(3, field(2, charsmap("w" * 33))), True),
+        ("tokenizer.model", b"YQ== 0\nYWE= 1\n", True),
+        ("tokenizer.model", MODEL[:-1], False),
+        ("tokenizer.model", MODEL + b"\x0b\x0c", False),  # a group
+        ("tokenizer.model", MODEL + b"\x0a" + b"\xff" * 9 + b"\x01", False),
+        ("tokenizer.model", MODEL + b"\x08" + b"\xff" * 12, False),
+    ],
+)
+def test_files_of_another_kind_are_not_shown_to_the_library(file, content, known, tmp_path):
+    (tmp_path / file).write_bytes(content)
+    assert tokenizer_limits.check_lines(tmp_path / file, "m") == known
+    if not known:
+        with pytest.raises(UserError, match="is no vocabulary of SentencePiece"):
+            open_tokenizer(str(tmp_path))
+        # Models of other programs have this suffix too.
+        assert len(open_tokenizer(written(tmp_path, json.dumps(tokenizer_file())))) == 6
 
 
 @pytest.mark.parametrize(
