@@ -55,8 +55,9 @@ SCHEMA = (
     "CREATE UNIQUE INDEX records_key ON records (kind, key)",
 )
 
-MOST_BYTES = 16 * 2**30
-"""Larger files are refused: a study is read into memory."""
+MOST_BYTES, MOST_COPIED = 4 * 2**30, 2**30
+"""Larger files are refused: a study is read into memory, and copied there if its schema is not
+ours. Zeros at the end of a file cost its sender nothing."""
 
 PATIENCE = 30.0
 """Seconds to wait for a process that is writing."""
@@ -117,7 +118,9 @@ def connect_to_read(directory: Path) -> tuple[sqlite3.Connection, bool]:
             raise
     # Not closed before, for that would end the locks that SQLite holds on this file.
     with closing(db):
-        return connect_to_memory(_under_our_schema(path.read_bytes())), False
+        if path.stat().st_size > MOST_COPIED:
+            raise _too_large(path, directory, MOST_COPIED)
+        return connect_to_memory(_under_our_schema(path)), False
 
 
 def connect_to_write(directory: Path) -> sqlite3.Connection:
@@ -134,7 +137,7 @@ def connect_to_write(directory: Path) -> sqlite3.Connection:
     return db
 
 
-def connect_to_memory(content: bytes | None = None) -> sqlite3.Connection:
+def connect_to_memory(content: bytes | bytearray | None = None) -> sqlite3.Connection:
     """Open a database in memory, with this content."""
     db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     if content is not None:
@@ -236,10 +239,7 @@ def _require_rollback_mode(path: Path, directory: Path) -> None:
     if size == 0:  # SQLite removes the journal of an empty file
         raise _not_ours(directory)
     if size > MOST_BYTES:
-        raise UserError(
-            f"{directory} is too large: its {FILE} has {size / 2**30:.0f} GiB, at most "
-            f"{MOST_BYTES / 2**30:.0f} are read"
-        )
+        raise _too_large(path, directory, MOST_BYTES)
     # Without locks SQLite cannot use a write-ahead log, and says so before it creates a file.
     with closing(_connected(path, "mode=ro&nolock=1")) as db:
         try:
@@ -299,9 +299,12 @@ def _fresh(page: int = 4096) -> sqlite3.Connection:
     return db
 
 
-def _under_our_schema(content: bytes) -> bytes:
-    """The file with the first page of an empty study, where the schema is."""
-    page = _PAGE.unpack_from(content.ljust(18, b"\0"), 16)[0]
+def _under_our_schema(path: Path) -> bytearray:
+    """The content of a file with the first page of an empty study, where the schema is."""
+    content = bytearray(path.stat().st_size)
+    with open(path, "rb") as file:
+        file.readinto(content)
+    page = _PAGE.unpack_from(content[:18].ljust(18, b"\0"), 16)[0]
     page = 65536 if page == 1 else page
     if page not in (512 << i for i in range(8)):
         page = 4096
@@ -310,7 +313,10 @@ def _under_our_schema(content: bytes) -> bytes:
     # The tables begin on the pages after the first, in the order in which they were created.
     pages = max(len(fresh), len(content)) // page
     struct.pack_into(">I", fresh, 28, pages)
-    return bytes(fresh[:page]) + content[page : pages * page].ljust((pages - 1) * page, b"\0")
+    del content[pages * page :]
+    content += bytes(pages * page - len(content))
+    content[:page] = fresh[:page]
+    return content
 
 
 def patiently(read: Callable[[], T]) -> T:
@@ -346,6 +352,15 @@ def require_study(db: sqlite3.Connection, directory: Path) -> None:
             f"{directory} was written by an older lipscope (schema {version}, this one reads "
             f"{SCHEMA_VERSION}); export it with that one, or measure again"
         )
+
+
+def _too_large(path: Path, directory: Path, most: int) -> UserError:
+    size = path.stat().st_size / 2**30
+    why = "" if most == MOST_BYTES else " in a study with another schema than lipscope's"
+    return UserError(
+        f"{directory} is too large: its {FILE} has {size:.2f} GiB, and at most {most / 2**30:.0f} "
+        f"are read{why}"
+    )
 
 
 def _not_ours(directory: Path) -> UserError:

@@ -1,7 +1,8 @@
 """Checksums of what a study stores, and reads that keep what is intact and name what is lost.
 
 An intact row or record has the right checksum and makes sense (`lipscope.study.validation`). No
-read returns more than the file can hold, even if its pages refer to each other in circles.
+read returns more than the file can hold, or a row twice, even if its pages refer to each other in
+circles.
 """
 
 from __future__ import annotations
@@ -82,10 +83,10 @@ class Table(NamedTuple):
         """Whether a row, checksum included, is as lipscope wrote it and makes sense."""
         return self.checksum(row[:-1]) == row[-1] and self.valid(row[:-1])
 
-    def scan(self, what: str = "", order: str = "") -> str:
-        """A query for whole records that takes no column by name: names may be damaged too."""
-        names = ", ".join(f"c{i}" for i in range(self.columns + (1 if what else 0)))
-        inner = f"SELECT {what}* FROM {self.name} NOT INDEXED{order}"
+    def scan(self, order: str = "") -> str:
+        """A query for rowids and records that takes no column by name: names may be damaged too."""
+        names = ", ".join(f"c{i}" for i in range(self.columns + 1))
+        inner = f"SELECT rowid, * FROM {self.name} NOT INDEXED{order}"
         return f"WITH found({names}) AS ({inner}) SELECT * FROM found"
 
 
@@ -120,7 +121,7 @@ def read(db: sqlite3.Connection, table: Table) -> Found:
     try:
         with _snapshot(db):
             limit = _Limit(db)
-            rows = list(limit.read(table.scan()))
+            rows = [row[1:] for row in limit.read(table.scan())]
             (keys,) = db.execute(
                 f"SELECT count(*) FROM (SELECT 1 FROM {table.name} INDEXED BY {table.name}_key "
                 f"LIMIT {len(rows) + 1})"
@@ -138,7 +139,7 @@ def read(db: sqlite3.Connection, table: Table) -> Found:
 
 
 class _TooMuchError(sqlite3.DatabaseError):
-    """A query returned more than the file can hold."""
+    """A query returned more than the file can hold, or a row for the second time."""
 
 
 class _Limit:
@@ -155,8 +156,16 @@ class _Limit:
         return self
 
     def read(self, query: str) -> Iterator[Record]:
-        """Run a query; the error after too many bytes counts as damage, like SQLite's own."""
+        """Run a query whose first column is the rowid.
+
+        The error after too many bytes counts as damage, like SQLite's own, and so does a row that
+        comes again: some pages are children of several others, or of themselves.
+        """
+        seen = set[int]()
         for row in self._db.execute(query):
+            if row[0] in seen:
+                raise _TooMuchError("a row of this file comes twice")
+            seen.add(row[0])
             # The least size of a row in a page, and its texts and blobs, which are stored as such.
             self._left -= 8 + sum(len(x) for x in row if type(x) is str or type(x) is bytes)
             if self._left < 0:
@@ -195,12 +204,10 @@ def _salvage(db: sqlite3.Connection, table: Table) -> Found:
         order = ", ".join(f"{column} {way}" for column in table.key)
         by_key = f"SELECT rowid, {', '.join(table.key)} FROM {name} INDEXED BY {name}_key"
         through[0] |= _read_into(keys, limit.again(), f"{by_key} ORDER BY {order}")
-        through[1] |= _read_into(
-            rows, limit.again(), table.scan("rowid, ", f" ORDER BY rowid {way}")
-        )
+        through[1] |= _read_into(rows, limit.again(), table.scan(f" ORDER BY rowid {way}"))
     limit.again()
     for missing in keys.keys() - rows.keys():
-        _read_into(rows, limit, table.scan("rowid, ", f" WHERE rowid = {missing}"))
+        _read_into(rows, limit, table.scan(f" WHERE rowid = {missing}"))
     db.text_factory = str
     good = {
         rowid: row[:-1]
