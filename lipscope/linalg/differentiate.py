@@ -244,10 +244,12 @@ def _gradient(y: Tensor, x: Tensor, u: Tensor, create_graph: bool = False) -> Te
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        # Backward passes that torch.compile makes have no derivatives.
+        remedy = "; measure it without torch.compile" if "compile" in str(error) else ""
         raise UserError(
             cause_of("a product with the Jacobian", str(error))
             or "f cannot be differentiated twice by autograd, which a product with its Jacobian "
-            f"takes: {on_one_line(error)}"
+            f"takes: {on_one_line(error)}{remedy}"
         ) from error
     return found
 
