@@ -150,9 +150,9 @@ class RoundingNoise(TorchDispatchMode):
             self._check_read(func, read)
         if self.seed is None:
             self.outside += [repr(x) for x in leaves if isinstance(x, float)]
-        elif operator.accumulates and not any(_storage(x) in self.moved for x in read):
-            # Digits of weights and constants are lost inside, which have not moved yet.
-            moved = {_place(x): self._moved(x) for x in read}
+        elif operator.accumulates and not operator.multiplies:
+            # Digits are lost inside of weights and constants, which have not moved yet.
+            moved = {_place(x): self._moved(x) for x in read if _storage(x) not in self.moved}
             args, kwargs = tree_map(
                 lambda x: x if any(x is w for w in written) else moved.get(_place(x), x),
                 (args, kwargs),
@@ -175,7 +175,7 @@ class RoundingNoise(TorchDispatchMode):
             if name in INACCURATE:
                 raise UnseenRoundingError(f"torch computes {name} to about half of its digits")
             size = None
-            if name.rstrip("_") in PRODUCTS and self.seed is not None:
+            if operator.multiplies and self.seed is not None:
                 size = _size_of_terms(read, kwargs.get("alpha", 1))
             for x in written:
                 x.copy_(self._moved(x, size))
@@ -323,6 +323,7 @@ class _Operator:
 
     writes: position and name of each argument that it writes
     accumulates: whether it may sum up, so that digits of its terms are lost inside
+    multiplies: whether it is one of PRODUCTS
     """
 
     name: str
@@ -330,6 +331,7 @@ class _Operator:
     makes_results: bool
     reads: bool
     accumulates: bool
+    multiplies: bool
     writes: tuple[tuple[int, str], ...]
 
     def written(self, args: Any, kwargs: Any) -> list[Tensor]:
@@ -348,6 +350,7 @@ def _operator(func: Any) -> _Operator:
         makes_results=not any(aliases),
         reads=not (name.endswith("_like") or name.startswith("new_")),
         accumulates=func.namespace == "aten" and not is_pointwise(func),
+        multiplies=name.rstrip("_") in PRODUCTS,
         writes=tuple(
             (i, argument.name)
             for i, argument in enumerate(schema.arguments)

@@ -166,6 +166,19 @@ def test_infinite_numbers_stay():
         assert (x * 1)[0, 0] == -math.inf and (x @ x.mT).item() == math.inf
 
 
+@pytest.mark.parametrize("norm", ["2", "inf"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_of_a_matrix_that_is_solved_with_counts(norm: str, seed: int):
+    """The elimination loses digits of the matrix, also if the other side of it has moved."""
+    W = singular(seed)
+    inverse = nearest(exact(W) ** -1)
+    e = ls.local_lipschitz(
+        lambda X: torch.linalg.solve(W, X, left=False), draw(2, 3, seed=seed + 300), norm=norm
+    )
+    truth = torch.linalg.matrix_norm(inverse.mT, 2 if norm == "2" else math.inf).item()
+    assert e.lower <= truth <= e.upper and e.lower > (1 - 1e-4) * truth
+
+
 def test_equal_weights_stay_equal():
     """Distances of constants to themselves are zero, also when the constants move."""
     C = draw(4, 2)
