@@ -189,16 +189,21 @@ class Report:
 
 def plant(mutant: Mutant, copy: Path) -> None:
     """Write the mutant into the copy, with a time that no compiled file of it has."""
-    path, before = copy / mutant.file, (copy / mutant.file).stat().st_mtime_ns
-    path.write_text(planted(mutant, copy), encoding="utf-8")
-    os.utime(path, ns=(before + 2 * 10**9,) * 2)
+    path = copy / mutant.file
+    path.with_suffix(".kept").write_bytes(path.read_bytes())
+    _write(path, planted(mutant, copy).encode())
 
 
 def restore(mutant: Mutant, copy: Path) -> None:
     """Take it out again."""
-    path, before = copy / mutant.file, (copy / mutant.file).stat().st_mtime_ns
-    path.write_bytes((ROOT / mutant.file).read_bytes())
-    os.utime(path, ns=(before + 2 * 10**9,) * 2)
+    path = copy / mutant.file
+    _write(path, path.with_suffix(".kept").read_bytes())
+
+
+def _write(path: Path, content: bytes) -> None:
+    later = path.stat().st_mtime_ns + 2 * 10**9
+    path.write_bytes(content)
+    os.utime(path, ns=(later, later))
 
 
 VERDICTS = {0: "SURVIVED", 1: "killed", 2: "killed on import", None: "killed by time"}
