@@ -18,6 +18,7 @@ from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.budget.formats import DTYPES
 from lipscope.budget.intervals import check_probes, largest_ratio
+from lipscope.budget.memory import is_float
 from lipscope.budget.recorded import (
     HOW,
     RecordedRun,
@@ -50,7 +51,7 @@ MARGIN = 1.15
 """How far the error of a correct run may lie from its prediction for reasons other than chance."""
 
 USELESS = 0.5
-"""A predicted relative error from which on rounding would explain anything."""
+"""Above this predicted relative error, rounding would explain anything."""
 
 EXCESS = 10.0
 """A prediction this many times the error of a real run is wrong, and would excuse anything."""
@@ -241,19 +242,25 @@ def compare_runs(
         text = recorded.ids
     reference = read_subject(a, text, inputs=inputs, head=False, length=length, samples=samples)
     expected = [[h.shape for h in _states_of(reference, row)[0]] for row in reference.sequences]
+    if not expected[0]:
+        raise UserError(
+            f"{reference.name} has no list of layers (nn.ModuleList, nn.Sequential), so there are "
+            "no hidden states to compare; error_budget with observe=True compares the outputs"
+        )
     if recorded is None:
         run = _runner(b, reference, format, inputs)
         name = format or _format_of(run.dtype)
         runs = [_states_of(run, row) for row in reference.sequences]
         found, before = [states for states, _ in runs], not all(final for _, final in runs)
         own = run.attention
+        buffers = {key: x.dtype for key, x in run.module.named_buffers() if is_float(x)}
     else:
         name = format or _known(recorded.format)
         _check_recorded(reference, recorded, expected)
         found = [[h[i : i + 1] for h in recorded.states] for i in range(len(recorded.states[0]))]
-        own, before = reference.own, True
+        own, before, buffers = reference.own, True, None
     _check_shapes(expected, found)
-    low = replace(reference, own=own).in_dtype(DTYPES[name])
+    low = replace(reference, own=own).in_dtype(DTYPES[name], buffers)
     budgets, exact = state_budgets(
         reference, low, probes, seed, before_norm=before, progress=progress
     )
@@ -350,7 +357,7 @@ def _runner(b: Source | Path, reference: Subject, format: str | None, inputs: In
         other = read_subject(b, ids, inputs=inputs, head=False, length=1, samples=1)
         return other.in_dtype(DTYPES[format or "bf16"])
     if not hasattr(b, "base_model_prefix"):
-        # Not a model of transformers: its layers are those of its lists of modules.
+        # Not a model of transformers: its layers are the members of its lists of modules.
         kinds = (x.dtype for x in b.parameters() if x.is_floating_point())
         dtype = next(kinds, torch.float32)
         run = replace(reference, module=copied(b).eval(), dtype=dtype, attention=reference.own)
@@ -374,7 +381,7 @@ def _states_of(run: Subject, sample: Sample) -> tuple[list[Tensor], bool]:
 
 @contextmanager
 def _errors_said(run: Subject) -> Iterator[None]:
-    """Say what is wrong if the model does not run."""
+    """Raise UserError with the model's own error if it does not run."""
     try:
         yield
     except Exception as error:  # each model raises its own kind of error
@@ -396,7 +403,7 @@ def _check_recorded(reference: Subject, run: RecordedRun, expected: list[list[to
     given = [tuple(h.shape) for h in run.states]
     if wanted != given:
         raise UserError(
-            f"the hidden states of {run.path} are not those of {reference.name}: "
+            f"{run.path} does not hold the hidden states of {reference.name}: "
             f"{_listed(given)}, and {_listed(wanted)} expected; {HOW}"
         )
 

@@ -126,6 +126,6 @@ def _checked(name: str, own: Quantiser) -> Quantiser:
                 f"the format {name!r} must return a tensor of the shape of its argument, "
                 f"{tuple(x.shape)}, got {got}"
             )
-        return y.to(x.dtype)
+        return y.detach().to(x.dtype)
 
     return quantise

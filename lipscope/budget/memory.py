@@ -25,8 +25,11 @@ WITHOUT_VALUES = re.compile(
 
 RESIZING = ("resize_", "resize_as_")
 
-DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+DETACHING = (Tensor.detach, inspect.getattr_static(Tensor, "data").__get__)
 """Functions that end the graph of gradients; errors stay, as the memory is the same."""
+
+LEAVING = (Tensor.numpy, Tensor.__array__)
+"""Functions that take numbers out of torch."""
 
 
 def storage_of(x: Tensor) -> int:

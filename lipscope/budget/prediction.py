@@ -31,10 +31,7 @@ from lipscope.budget.subject import Inputs, Source, Subject, Text, length_of, re
 PROBES = 16
 
 SWITCHED = 0.01
-"""Share of the error from which on decisions (experts, tokens) taken otherwise are a site."""
-
-REPEATED = 1.2
-"""Excess of the squared error over that of independent errors from which on it is a site."""
+"""Decisions (experts, tokens) taken otherwise are a site above this share of the error."""
 
 
 @entry_point
@@ -219,7 +216,7 @@ def _price_sequence(
         if f.dtype is None:
             sites, q = products[f.name].sites, products[f.name].t[:, 0]
             # At every sequence: a single token that goes to another expert may be most of it.
-            curved = second_order(subject, f, metric, embeddings)
+            curved = second_order(subject, f, metric, q.sum(dim=1), seed, embeddings)
         else:
             sites, q, curved = _follow(subject, lows[f.name], metric, probes, seed, exact)
         observed = None
@@ -257,7 +254,7 @@ def _follow(
         v = torch.stack([metric.probe(y, generator) for _ in batch])
         squares, linear = squared_errors([y], [v], run.roundings, aligned=True)
         parts.append(squares)
-        seen = (v * change).flatten(1).sum(dim=1).double().cpu()
+        seen = (v * change).reshape(len(v), -1).sum(dim=1).double().cpu()
         missed += float((seen - linear.sum(dim=1)).square().sum())
         made += float(seen.square().sum())
         together += float(linear.sum(dim=1).square().sum())
@@ -274,11 +271,11 @@ def _follow(
         )
     # The same numbers are rounded alike: copies of a stream, a loop that has settled. The probes
     # show what the noted errors make together, and the error of the run with the same noise; that
-    # error is known without.
+    # error is known without. More than independent errors make by chance is a site.
     explained = metric.squared(exact, low_y) * (together / made if made else 0.0)
     q = squared_by_probe.sum(dim=1, keepdim=True)
     chance = largest_ratio(degrees_of_freedom(q), probes, 1 - FALSE_ALARMS)
-    if explained > max(REPEATED, chance) * float(q.mean()):
+    if explained > chance * float(q.mean()):
         by_site[ErrorSite("other repeats", None, "repeat")] = torch.full(
             (probes,), explained - float(q.mean()), dtype=torch.float64
         )

@@ -7,16 +7,60 @@ size. `torch.func.vmap` over the backward pass launches each of them once for ma
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lipscope._types import UserError
+from lipscope.budget.memory import DETACHING, LEAVING
+from lipscope.models.model_files import on_one_line
 
 BYTES = 2**30
 """Memory for the gradients of the probes of one backward pass; more on a GPU with more to spare."""
 
 SPARE = 8
 """On a GPU, one part in this many of the free memory may hold these gradients."""
+
+
+class Connected(TorchFunctionMode):
+    """Build the graph also where the model does not want it, under no_grad or after detach.
+
+    An error passes there like everywhere else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let hooks compute values without a graph."""
+        self._paused = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._paused = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        with torch.enable_grad():
+            if func in DETACHING and not args[0].is_leaf:
+                return args[0].view_as(args[0])
+            if func in LEAVING:
+                args = (args[0].detach(), *args[1:])
+            return func(*args, **(kwargs or {}))
 
 
 def batches(count: int, tensors: Sequence[Tensor]) -> Iterator[range]:
@@ -42,6 +86,8 @@ def gradients(
         probes: v_o [K, *y_o.shape].
         tensors: Tensors of the graph. The gradient is None where no output depends on the tensor.
     """
+    if not any(y.requires_grad for y in outputs):
+        return [None] * len(tensors)
     used: list[bool] = []
 
     def one(*v: Tensor) -> tuple[Tensor, ...]:
@@ -58,7 +104,14 @@ def gradients(
                 return _placed(torch.func.vmap(one)(*probes), used)
         except RuntimeError:
             pass  # an operation that cannot be batched at all, or too little memory
-    parts = zip(*(one(*v) for v in zip(*probes, strict=True)), strict=True)
+    try:
+        parts = zip(*(one(*v) for v in zip(*probes, strict=True)), strict=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a function without a derivative, gradient checkpointing
+        raise UserError(
+            f"the model cannot be differentiated ({on_one_line(error)}); run it without that"
+        ) from error
     return _placed([torch.stack(part) for part in parts], used)
 
 

@@ -26,6 +26,10 @@ LINEAR = 0.5
 """Second-order share of an error above which a linear prediction is not to be trusted."""
 
 
+OF_THE_RUN = ("decision", "repeat")
+"""Kinds of errors that belong to a run as a whole, not to a module or an operation."""
+
+
 class BudgetRow(NamedTuple):
     """The error that one site causes at the output in one format."""
 
@@ -105,12 +109,19 @@ class ErrorBudget:
 
     def warnings(self) -> list[str]:
         """A sentence for every format whose prediction is not to be trusted."""
-        return [
+        bent = [
             f"{name}: {share:.0%} of the error is not linear in the rounding, so its prediction "
             "may be far off; run the format (observe=True)"
             for name, share in self.second_order.items()
             if share > LINEAR or math.isnan(share)
         ]
+        repeated = [
+            f"{row.format}: {row.share:.0%} of the squared error comes from equal roundings that "
+            "add up, as seen in one run; another correct run may differ"
+            for row in self.rows
+            if row.kind == "repeat"
+        ]
+        return bent + repeated
 
     def shares(self, format: str, by: str = "layer") -> dict[Any, float]:
         """The shares of a format's squared error, added up by "layer", "head" or "kind"."""
@@ -125,12 +136,18 @@ class ErrorBudget:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def keep_high(self, format: str, share: float = 0.5) -> list[str]:
-        """The fewest sites that together make this share of a format's squared error."""
+        """The fewest sites that together make this share of the squared error of all sites.
+
+        Decisions taken otherwise and equal roundings that add up belong to the whole run; they
+        cannot be kept in high precision, and are left out.
+        """
         self._check(format)
         chosen: list[str] = []
         reached = 0.0
-        for row in sorted((r for r in self.rows if r.format == format), key=lambda r: -r.share):
-            if reached >= share:
+        rows = [r for r in self.rows if r.format == format and r.kind not in OF_THE_RUN]
+        whole = sum(row.share for row in rows)
+        for row in sorted(rows, key=lambda row: -row.share):
+            if reached >= share * whole:
                 break
             chosen.append(row.site if row.head is None else f"{row.site}, head {row.head}")
             reached += row.share

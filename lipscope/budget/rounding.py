@@ -16,6 +16,7 @@ adds E <g_s, e_s>^2 for them instead.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -220,7 +221,7 @@ class RoundingTrace(TorchFunctionMode):
             lambda x: copies.get(id(x), self.exact(x)) if is_float(x) else x, given
         )
         with arithmetic(self.high):
-            repeat = _batch_norm if func is nn.functional.batch_norm else func
+            repeat = FIXED_NORMS.get(func, func)
             exacts = floats_of(repeat(*exact_args, **exact_kwargs))
             befores = exacts
             if any(noted):
@@ -357,7 +358,8 @@ def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
         output=tree_map(lambda x: trace.exact(x) if is_float(x) else x, output),
         states=[trace.exact(h) for h in states],
         run=(output, [h.detach() for h in states]),
-        roundings=trace.roundings(),
+        # A run without any error has a site as well.
+        roundings=trace.roundings() or trace.noted[:1],
         before=(
             None
             if not seen or states[-1] is seen[-1]
@@ -450,21 +452,31 @@ def squared_errors(
     return both[0], both[1]
 
 
-def _batch_norm(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """torch's function in evaluation mode; that one has no derivative by mean and variance."""
-    shape = (1, -1, *[1] * (x.ndim - 2))
-    y = (x - mean.view(shape)) / (var.view(shape) + eps).sqrt()
-    y = y if weight is None else y * weight.view(shape)
-    return y if bias is None else y + bias.view(shape)
+def _differentiable(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A norm of torch that has derivatives by its running mean and variance as well.
+
+    torch's own functions have none, and buffers are rounded like parameters.
+    """
+    signature = inspect.signature(norm)
+
+    def normalise(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        x, mean, var, weight, bias, of_input, _, eps = given.arguments.values()
+        if of_input or mean is None:
+            return norm(*args, **kwargs)
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        y = (x - mean.view(shape)) / (var.view(shape) + eps).sqrt()
+        y = y if weight is None else y * weight.view(shape)
+        return y if bias is None else y + bias.view(shape)
+
+    return normalise
+
+
+FIXED_NORMS = {
+    norm: _differentiable(norm) for norm in (nn.functional.batch_norm, nn.functional.instance_norm)
+}
+"""Norms whose statistics may be buffers, and functions of the same arguments to repeat them."""
 
 
 def _parts(x: Tensor) -> Tensor:

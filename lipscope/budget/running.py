@@ -65,24 +65,31 @@ def distance(metric: Metric, exact: list[Tensor], other: Iterable[Tensor]) -> fl
 
 
 def second_order(
-    subject: Subject, format: Format, metric: Metric, embeddings: bool = False
+    subject: Subject,
+    format: Format,
+    metric: Metric,
+    products: Tensor,
+    seed: int,
+    embeddings: bool = False,
 ) -> tuple[float, float]:
-    """Squared norms of the part of an error that is not linear in it, and of the error.
+    """The squared part of a sequence's error that its products miss, and the squared error itself.
 
-    With dy(s) = s a + s^2 b + O(s^3) at strength s, dy(2) - 2 dy(1) = 2 b + O(s^3), and so is
-    4 (dy(1) - 2 dy(1/2)). A decision that is taken otherwise, of experts say, adds the same jump
-    at all strengths: half of it remains in b by the first formula, twice of it by the second. The
-    errors of activations, keys and values are those of the exact run: rounded again, they would
-    differ by more than the second order.
+    That part is of second order, or a decision that is taken otherwise (of experts, say), or went
+    through functions without derivatives. Activations, keys and values have the errors of the exact
+    run: rounded again, they would differ by more than the second order.
+
+    Args:
+        products: <v, J e> of every probe v that is drawn with `seed`.
     """
     kept: dict[int, Tensor] = {}
-    first = replace(subject, sequences=subject.sequences[:1])
-    (exact,), (half,), (once,), (twice,) = (
-        _outputs(first, format, metric, None, strength, kept, embeddings)
-        for strength in (0.0, 0.5, 1.0, 2.0)
+    (exact,), (made,) = (
+        _outputs(subject, format, metric, None, strength, kept, embeddings)
+        for strength in (0.0, 1.0)
     )
-    bent = (twice - exact) / 2 - (once - exact), 2 * (once - exact) - 4 * (half - exact)
-    return max(float(b.square().sum()) for b in bent), float((once - exact).square().sum())
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.stack([metric.probe(exact, generator) for _ in products])
+    seen = (v * (made - exact)).reshape(len(v), -1).sum(dim=1).double().cpu()
+    return float((seen - products).square().mean()), metric.squared(exact, made)
 
 
 def first_order_errors(

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.budget.formats import Format, read_formats
 from lipscope.budget.metrics import Measure, Metric, read_metric
-from lipscope.budget.probing import batches, gradients
+from lipscope.budget.probing import Connected, batches, gradients
 from lipscope.budget.running import distance, exact_outputs, outputs_in
 from lipscope.budget.sites import (
     ErrorSite,
@@ -362,10 +362,11 @@ def _places(
     weights = [f for f in formats if f.weight]
     caches = [f for f in formats if f.cache]
     handles = []
+    graph = Connected()
     for w in weights_of(subject, weights, embeddings=False):
         w.parameter.requires_grad_(True)
         if w.part is not None and is_linear(w.part) and w.layer is not None:
-            handles.append(w.part.register_forward_hook(_take(places, w, weights)))
+            handles.append(w.part.register_forward_hook(_take(places, w, weights, graph)))
         else:
             # Not that of a linear layer, or of one that several layers share: its own error.
             dW = {f.name: w.error(f.weight) for f in weights if f.weight}
@@ -381,7 +382,8 @@ def _places(
     if caches:
         check_routed(subject)
     try:
-        with subject.ready(), torch.enable_grad(), changing_cache(_cache(subject, places, caches)):
+        change = _cache(subject, places, caches, graph)
+        with subject.ready(), graph, changing_cache(change):
             output = subject.run(sample)
         yield places, output
     finally:
@@ -390,30 +392,33 @@ def _places(
         subject.module.requires_grad_(False)
 
 
-def _take(places: list[_Place], w: Weight, formats: list[Format]) -> Callable[..., Tensor]:
+def _take(
+    places: list[_Place], w: Weight, formats: list[Format], graph: Connected
+) -> Callable[..., Tensor]:
     def hook(part: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x, node = args[0].detach(), output.view_as(output)
+        node = output.view_as(output)
 
         def product(weight: Tensor) -> Tensor:
-            return x @ (weight.mT if isinstance(part, nn.Linear) else weight)
+            return args[0].detach() @ (weight.mT if isinstance(part, nn.Linear) else weight)
 
-        dW = {f.name: w.error(f.weight) for f in formats if f.weight}
-        places.append(
-            _Place(
-                sites=[ErrorSite(w.name, w.layer, "weight")],
-                node=node,
-                values=product(w.parameter.detach()),
-                errors={key: product(e) for key, e in dW.items()},
-                weight=(w.parameter, dW),
+        with graph.paused():
+            dW = {f.name: w.error(f.weight) for f in formats if f.weight}
+            places.append(
+                _Place(
+                    sites=[ErrorSite(w.name, w.layer, "weight")],
+                    node=node,
+                    values=product(w.parameter.detach()),
+                    errors={key: product(e) for key, e in dW.items()},
+                    weight=(w.parameter, dW),
+                )
             )
-        )
         return node
 
     return hook
 
 
 def _cache(
-    subject: Subject, places: list[_Place], formats: list[Format]
+    subject: Subject, places: list[_Place], formats: list[Format], graph: Connected
 ) -> Callable[[AttentionCall], AttentionCall]:
     calls = count()
 
@@ -421,13 +426,16 @@ def _cache(
         number = next(calls)
         if not formats:
             return call
-        entropy, parts = _entropy(call), {}
+        with graph.paused():
+            entropy = _entropy(call)
+        parts = {}
         for kind, x in (("key", call.k), ("value", call.v)):
             x = x if x.requires_grad else x.detach().requires_grad_()
             node = parts[kind] = x.view_as(x)
             sites = cache_sites(subject, number, kind, x.shape[1])
-            errors = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
-            places.append(_Place(sites, node, x.detach(), errors, entropy=entropy))
+            with graph.paused():
+                errors = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
+                places.append(_Place(sites, node, x.detach(), errors, entropy=entropy))
         return replace(call, k=parts["key"], v=parts["value"])
 
     return change
@@ -437,7 +445,6 @@ def _entropy(call: AttentionCall) -> list[float]:
     """Mean entropy of the attention of each key-value head, in nats."""
     n = call.k.shape[-2]
     eye = torch.eye(n, dtype=call.v.dtype, device=call.v.device)
-    with torch.no_grad():
-        P = replace(call, v=eye.expand(*call.k.shape[:-1], n)).output()
+    P = replace(call, v=eye.expand(*call.k.shape[:-1], n)).output()
     rows = torch.special.entr(P.clamp_min(0)).sum(dim=-1).mean(dim=(0, 2))
     return rows.reshape(call.k.shape[1], -1).mean(dim=-1).tolist()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.budget.formats import Format
 from lipscope.budget.metrics import Metric
-from lipscope.budget.probing import batches, gradients
+from lipscope.budget.probing import Connected, batches, gradients
 from lipscope.budget.subject import Sample, Subject, changing_cache, layers_entered
 from lipscope.budget.weights import Weight, is_linear
 from lipscope.models.plug import AttentionCall
@@ -77,6 +77,11 @@ def collect_products(
                     parts.append(_products(made, gradients([y], [v], tensors)))
         for f in formats:
             sites[f.name] = [site for name, site in parts[0][0] if name == f.name]
+            if not sites[f.name]:
+                raise UserError(
+                    f"the output of {subject.name} depends on nothing that {f.name} rounds; leave "
+                    "the format out, or pass embeddings=True to round embeddings as well"
+                )
             chosen = [i for i, (name, _) in enumerate(parts[0][0]) if name == f.name]
             found[f.name].append(torch.cat([t[:, chosen] for _, t in parts]))
     return {name: Products(sites[name], torch.stack(parts, dim=1)) for name, parts in found.items()}
@@ -134,7 +139,7 @@ def _graph(
         if any(f.cache for f in formats):
             check_routed(subject)
             stack.enter_context(changing_cache(_take_cache(graph)))
-        with subject.ready(), torch.enable_grad():
+        with subject.ready(), Connected():
             graph.output = subject.run(sample)
         yield graph
 
@@ -235,7 +240,8 @@ def _products(
             keys = [(name, site) for name in errors.formats for site in errors.sites]
             for key, column in zip(keys, t.T, strict=True):
                 found[key] = found[key] + column if key in found else column
-    return list(found), torch.stack(list(found.values()), dim=1).double().cpu()
+    t = torch.stack(list(found.values()), dim=1) if found else torch.empty(0)
+    return list(found), t.double().cpu()
 
 
 def whole(x: Tensor) -> Tensor:

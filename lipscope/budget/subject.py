@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lipscope._ambient import live_modules
 from lipscope._checks import shown
+from lipscope._torch_internals import tree_leaves
 from lipscope._types import UserError
 from lipscope.budget.weights import Uses, Weight, find_uses, find_weights
 from lipscope.models._transformers_internals import buffer_dtypes
@@ -22,6 +23,7 @@ from lipscope.models.anatomy import block_calls
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
+from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
 from lipscope.models.running import first_tensor, has_tokens, hooked
@@ -105,7 +107,8 @@ class Subject:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
                 f"{self.name} computes weights from the parameters {', '.join(names[:3])}{more}, "
-                "so formats of weights cannot price them; give the model with the computed weights "
+                "or multiplies by them in a fused operation, so formats of weights cannot price "
+                "them; give the model with the computed weights "
                 "(torch.nn.utils.parametrize.remove_parametrizations), or leave these formats out"
             )
         found = find_weights(self.module, self.uses, embeddings)
@@ -117,11 +120,18 @@ class Subject:
         with plugged(self.module, self.attention), arithmetic(self.dtype):
             yield
 
-    def in_dtype(self, dtype: torch.dtype) -> Subject:
+    def in_dtype(
+        self, dtype: torch.dtype, buffers: Mapping[str, torch.dtype] | None = None
+    ) -> Subject:
         """The same model with its parameters rounded to `dtype`, as from_pretrained would load it.
 
         Buffers get the dtype that the architecture gives them there: the frequencies of rotary
-        positions stay in float32, decay rates may not.
+        positions stay in float32, decay rates may not. In a plain module they are rounded like the
+        parameters, as ``module.to(dtype)`` does.
+
+        Args:
+            dtype: The dtype of the parameters.
+            buffers: Dtypes of buffers by name, as a live run has them.
         """
         if torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps:
             coarse, exact = (str(kind).removeprefix("torch.") for kind in (dtype, self.dtype))
@@ -132,10 +142,11 @@ class Subject:
         module = copied(self.module)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
-        dtypes = buffer_dtypes(module, dtype)
+        dtypes = {**buffer_dtypes(module, dtype), **(buffers or {})}
+        others = dtype if self.model is None else torch.float32
         for name, buffer in module.named_buffers():
             if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtypes.get(name, torch.float32))
+                buffer.data = buffer.data.to(dtypes.get(name, others))
         return replace(self, module=module, dtype=dtype, attention=self.own)
 
 
@@ -192,26 +203,30 @@ def read_subject(
                 model.check_inputs({"input_ids": row})
             warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
         rows = [row.to(device) for row in ids]
-    found = with_layers(
-        Subject(
-            module=module,
-            sequences=tuple(rows),
-            dtype=wanted,
-            # Exact, differentiable twice, and linear in memory; the model's own need not be.
-            attention=NAME if routed else own,
-            own=own,
-            routed=routed,
-            name=name,
-            prefix="" if model is None or head else model.prefix,
-            model=model,
-        )
+    subject = Subject(
+        module=module,
+        sequences=tuple(rows),
+        dtype=wanted,
+        # Exact, differentiable twice, and linear in memory; the model's own need not be.
+        attention=NAME if routed else own,
+        own=own,
+        routed=routed,
+        name=name,
+        prefix="" if model is None or head else model.prefix,
+        model=model,
     )
-    _check_repeatable(found)
-    return found
+    try:
+        subject = with_layers(subject)
+    except UserError:
+        raise
+    except Exception as error:  # each model raises its own kind of error
+        raise UserError(f"{name} does not run on these inputs ({on_one_line(error)})") from error
+    _check_repeatable(subject)
+    return subject
 
 
 def _check_repeatable(subject: Subject) -> None:
-    """Raise UserError if the model draws random numbers: its runs differ by more than rounding."""
+    """Raise UserError if two runs of the model differ by more than rounding."""
     with torch.no_grad(), subject.ready():
         first, again = (subject.run(subject.sequences[0]) for _ in range(2))
     if not has_tokens(first):
@@ -220,8 +235,8 @@ def _check_repeatable(subject: Subject) -> None:
     tolerance = torch.finfo(first.dtype).eps ** 0.5 * first.norm()
     if first.shape != again.shape or bool((again - first).norm() > tolerance):
         raise UserError(
-            f"{subject.name} gives another output when it runs again: it draws random numbers, so "
-            "the effect of rounding cannot be told from theirs; switch them off"
+            f"{subject.name} gives another output when it runs again, so the effect of rounding "
+            "cannot be seen: it draws random numbers, or changes its buffers; switch that off"
         )
 
 
@@ -315,7 +330,7 @@ def _rows_of(inputs: Any) -> list[Sample]:
 def copied(module: nn.Module) -> nn.Module:
     """A copy of a module; what it still holds of the graph of an earlier run is cut off."""
     with live_modules:  # another thread may have set it for a measurement
-        parts = [x for part in module.modules() for x in vars(part).values()]
+        parts = tree_leaves([vars(part) for part in module.modules()])
         kept = [x for x in parts if isinstance(x, Tensor) and not x.is_leaf]
         return copy.deepcopy(module, {id(x): x.detach().clone() for x in kept})
 
@@ -372,10 +387,15 @@ def hidden_states(subject: Subject) -> Iterator[list[Tensor]]:
 
 def last_hidden(output: Any) -> Tensor:
     """The tokens that a trunk returns."""
-    if isinstance(output, Tensor):
-        return output
     found = getattr(output, "last_hidden_state", None)
-    return output[0] if found is None else found
+    if isinstance(output, Mapping):
+        found = output.get("last_hidden_state")
+    if not has_tokens(output if found is None else found):
+        raise UserError(
+            f"the output of the model, {type(output).__name__}, holds no floating-point numbers to "
+            "compare; pass metric=function, which returns them"
+        )
+    return first_tensor(output if found is None else found)
 
 
 def with_last(states: list[Tensor], output: Any) -> list[Tensor]:

@@ -31,8 +31,10 @@ PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "mv": 0, "dot": 0} | {
 """Products, with the position of their first operand."""
 
 COPIES = ("clone", "_to_copy", "contiguous")
-FUSED = re.compile(r".*(mm|mv|linear|conv|rnn|lstm|gru|cdist|multi_head|encoder_layer).*")
-"""Names of other operations that contain a product."""
+FUSED = re.compile(
+    r"(?!upsample).*(mm|mv|linear|conv|rnn|lstm|gru|cdist|multi_head|encoder_layer).*"
+)
+"""Names of other operations that contain a product; bilinear interpolation does not."""
 
 
 FUSING = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -104,9 +106,12 @@ class _View:
 class ProductTrace(TorchDispatchMode):
     """Note which parameters are operands of matrix products while a model runs."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], data: Sequence[Tensor], layers: set[str]
+    ) -> None:
         super().__init__()
         self.uses = Uses()
+        self._layers = layers
         # By memory: a parameter's, names of the parameters that it was computed from, or None for
         # values that depend on the tokens. Constants are not listed. Tensors are kept, so that
         # their memory is not given to others.
@@ -143,7 +148,11 @@ class ProductTrace(TorchDispatchMode):
                 self._known.setdefault(storage_of(x), _copied(source, args[0], dims, x))
             return
         kinds = [self._of(x) for x in given if storage_of(x) in self._known]
-        if operands or name == "embedding" or None in kinds:
+        # A linear layer turns a parameter (latents, relative positions) into values, as it does
+        # with tokens. Any other product of parameters only (LoRA) may be a weight.
+        factors = [self._of(x) for x, *_ in operands]
+        layer = any(isinstance(f, _View) and f.name in self._layers for f in factors)
+        if layer or name == "embedding" or None in kinds:
             state: frozenset[str] | None = None
         elif kinds:
             names = [{k.name} if isinstance(k, _View) else k for k in kinds if k is not None]
@@ -161,6 +170,8 @@ class ProductTrace(TorchDispatchMode):
     def _use(self, x: Tensor, outputs: Dims, inputs: Dims, others: list[Tensor]) -> None:
         found = self._of(x)
         if isinstance(found, _View):
+            if any(isinstance(self._of(y), _View) for y in others):
+                return  # a product of parameters only
             out, inner = (
                 tuple(k for d in dims for k in found.dims(x, d)) for dims in (outputs, inputs)
             )
@@ -214,7 +225,9 @@ def _copied(source: _View, x: Tensor, dims: list[int | None], copy: Tensor) -> _
 def find_uses(module: nn.Module, data: Sequence[Tensor], run: Callable[[], Any]) -> Uses:
     """Run a module once, and read how it uses its parameters."""
     parameters = dict(module.named_parameters())
-    trace = ProductTrace(parameters, data)
+    named = module.named_modules(remove_duplicate=False)
+    layers = {f"{name}.weight" for name, part in named if _dims_of(part) is not None}
+    trace = ProductTrace(parameters, data, layers)
     # Without gradients, torch's own attention modules hand all their weights to one fused kernel.
     fused = [part for part in module.modules() if isinstance(part, FUSING)]
     for part in fused:

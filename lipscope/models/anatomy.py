@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import (
@@ -97,7 +98,13 @@ def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Modul
     included; without calls of the attention function, the members of the first list in which each
     one reads the output of the one before. A shared block occurs once per call.
     """
-    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
+    lists = [
+        m
+        for m in trunk.modules()
+        if isinstance(m, nn.ModuleList | nn.Sequential)
+        and not isinstance(m, ParametrizationList)  # their members compute weights
+        and len(m)
+    ]
     calls: list[_BlockCall] = []
     inside: list[_BlockCall] = []
     cores: list[tuple[nn.Module, list[_BlockCall]]] = []

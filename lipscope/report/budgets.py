@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lipscope._files import for_terminal
 from lipscope.budget.comparing import RunComparison
-from lipscope.budget.result import ErrorBudget
+from lipscope.budget.result import OF_THE_RUN, ErrorBudget
 from lipscope.budget.scores import ScoreTable
 from lipscope.report import charts
 from lipscope.report.charts import Curve, Marks
@@ -139,11 +139,14 @@ def shares_table(budget: ErrorBudget) -> Group:
 def _keep(budget: ErrorBudget, format: str) -> str:
     """What to keep in high precision, in a line."""
     names = budget.keep_high(format)
-    count = sum(row.format == format for row in budget.rows)
+    shares = [r.share for r in budget.rows if r.format == format and r.kind not in OF_THE_RUN]
+    if not names:
+        return f"{for_terminal(format)}: no site makes an error"
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return (
-        f"{for_terminal(format)}: {len(names)} of {count} sites make half of the squared error; to "
-        f"halve it, keep {for_terminal(', '.join(names[:SHOWN]))}{rest} in high precision"
+        f"{for_terminal(format)}: {len(names)} of {len(shares)} sites make {sum(shares) / 2:.0%} "
+        f"of the squared error; to remove it, keep {for_terminal(', '.join(names[:SHOWN]))}{rest} "
+        "in high precision"
     )
 
 

@@ -1,5 +1,6 @@
 """Comparing runs: correct ports pass, planted bugs are named at their layer."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaModel
 
 import lipscope as ls
 from lipscope.budget import comparing
-from tests.budget.tiny import some_ids, tiny
+from tests.budget.tiny import GROUPED, some_ids, tiny
 
 IDS = some_ids(2, 24)
 
@@ -69,6 +71,22 @@ def test_a_correct_port_passes(kind, attention, dtype):
     assert found.ok, found
     assert all(0.7 <= state.ratio <= 1.3 for state in found.states)
     assert "<table>" in found._repr_html_() and len(found.to_dataframe()) == len(found.states) == 4
+
+
+def test_a_port_with_rounded_buffers_passes():
+    """module.bfloat16() also rounds the frequencies of rotary positions, which turns far tokens."""
+    rotary = {"rope_type": "default", "rope_theta": 3.0}
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(**GROUPED, rope_parameters=rotary)).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 12 if "q_proj" in name or "k_proj" in name else 3
+    port, ids = copy.deepcopy(model).bfloat16(), some_ids(1, 160)
+    assert port.rotary_emb.inv_freq.dtype == torch.bfloat16
+    found = ls.compare_runs(model, port, ids, probes=4)
+    assert found.ok and max(state.ratio for state in found.states) < 1.6, found
+    port.layers[1].mlp.down_proj.weight.data.neg_()
+    assert ls.compare_runs(model, port, ids, probes=4).first_outside.name == "layer 1"
 
 
 def test_hidden_states_of_another_engine(tmp_path):

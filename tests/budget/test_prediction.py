@@ -270,8 +270,32 @@ def test_errors_that_repeat_are_in_the_budget(kind):
     assert 0.9 <= (low - exact).norm() / exact.norm() / budget.total("bf16").value <= 1.1
     (row,) = (row for row in budget.rows if row.kind == "repeat")
     assert row.site == "other repeats" and row.share > 0.3
+    assert "equal roundings" in budget.warnings()[0]
+    # Only what can be kept in high precision is named, and half of that.
+    kept = budget.keep_high("bf16")
+    shares = {row.site: row.share for row in budget.rows if row.kind != "repeat"}
+    assert set(kept) <= set(shares)
+    assert sum(shares[site] for site in kept) >= 0.5 * sum(shares.values())
+    assert sum(shares[site] for site in kept[:-1]) < 0.5 * sum(shares.values())
     usual = ls.error_budget(kind(1), ids, formats="bf16")
-    assert "repeat" not in usual.shares("bf16", by="kind")
+    assert "repeat" not in usual.shares("bf16", by="kind") and not usual.warnings()
+
+
+def test_errors_seldom_look_repeated_by_chance():
+    """At most 1 % of sequences of models without repeats; 3 of 60 happen in one of 50 tests."""
+    found = []
+    for seed in range(5):
+        for kind, n in (("bert", 4), ("gpt2", 16), ("qwen3", 32)):
+            budget = ls.error_budget(tiny(kind, seed=seed), some_ids(4, n, seed), formats="bf16")
+            found += [row.share for row in budget.rows if row.kind == "repeat"]
+    assert len(found) <= 2, found
+
+
+def test_decisions_are_not_kept_in_high_precision():
+    budget = ls.error_budget(TwoExperts(), torch.arange(20), formats="bf16", probes=8)
+    assert budget.shares("bf16", by="kind")["decision"] > 0.5
+    kept = budget.keep_high("bf16", 1.0)
+    assert kept and "other decisions" not in kept
 
 
 def test_errors_that_were_not_noted_are_no_repeats(monkeypatch):
@@ -294,7 +318,7 @@ def test_decisions_that_a_weight_format_takes_otherwise_are_warned_of():
     rounded = {"coarse": lambda W: W.bfloat16().to(W)}
     budget = ls.error_budget(model, ids, formats=rounded, probes=16, observe=True)
     assert budget.observed["coarse"] > 2 * budget.total("coarse").value
-    assert budget.second_order["coarse"] > 1  # a jump counts twice, not half
+    assert budget.second_order["coarse"] > 0.9
     assert "coarse" in budget.warnings()[0]
     usual = ls.error_budget(model, ids[:4], formats=rounded, probes=16, observe=True)
     assert not usual.warnings()
