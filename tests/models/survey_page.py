@@ -206,9 +206,10 @@ over if its sign moves the output of its layer by less than three times what bf1
 {totals}
 
 bf16, int8, kv4: observed / predicted; warned: the budget says that its error is not linear, mostly
-because a token went to another expert. Clean port: the largest ratio of observed and predicted
-error at a hidden state, and its limit. Planted bug: the layer that has it, and the error at the
-state that is named, over what rounding explains.
+because a token went to another expert, or in bf16 that equal roundings add up, and then it agrees
+by construction (qwen4_exp_text, hrm_text, levit). Clean port: the largest ratio of observed and
+predicted error at a hidden state, and its limit. Planted bug: the layer that has it, and the error
+at the state that is named, over what rounding explains.
 
 {budgets}
 
