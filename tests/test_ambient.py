@@ -514,7 +514,9 @@ def plain(name: str) -> Any:
 DISTINCT = list({call: name for name, call in CALLS.items()}.values())
 """One name for each call."""
 
-FINE = EQUAL, AS_STATED, SKIPPED = "equal", "refused", "skipped: POT is not installed"
+EQUAL, PLACED, AS_STATED = "equal", "on its device, not compared", "refused"
+SKIPPED = "skipped: POT is not installed"
+FINE = (EQUAL, PLACED, AS_STATED, SKIPPED)
 """How a call may end; everything else is a fault, and says what happened."""
 
 
@@ -541,7 +543,9 @@ def outcome_elsewhere(name: str) -> str:
             found = _placed(called(name, arguments_elsewhere()), ELSEWHERE)
         except Exception as error:
             found = _ending(error)
-    return f"swallowed: {refused[0]}" if refused and found == EQUAL else found
+    if found != EQUAL:
+        return found
+    return f"swallowed: {refused[0]}" if refused else PLACED
 
 
 def _placed(result: Any, device: torch.device) -> str:
