@@ -11,6 +11,7 @@ import json
 import math
 from array import array
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from lipscope.study.jobs import Command
@@ -108,6 +109,7 @@ def _texts(facts: dict[str, Any], most: int) -> bool:
     return all(len(x) <= most for x in facts.values() if isinstance(x, str))
 
 
+@lru_cache(maxsize=2)  # a command reads this record several times, and it may be long
 def _commands(key: str, value: str | bytes) -> bool:
     listed = json.loads(value)
     if not isinstance(listed, list) or len(listed) > MOST_COMMANDS:

@@ -326,17 +326,22 @@ def faults(top: Path, command: str) -> tuple[str, list[str]]:
     if child == 0:
         with open(said, "w") as file:
             os._exit(_silent(lambda: run(top), file))
-    until, code = time.monotonic() + SECONDS, None
+    # A command that hangs uses no processor time, and one on a busy machine gets little.
+    until, code, seconds = time.monotonic() + 10 * SECONDS, None, 0.0
     while time.monotonic() < until and code is None:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        code = os.waitstatus_to_exitcode(status) if pid else None
+        pid, status, used = os.wait4(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            seconds = used.ru_utime + used.ru_stime
         time.sleep(0.002)
     if code is None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return "hang", [f"{command}: no answer in {SECONDS:.0f} s"]
+        return "hang", [f"{command}: no answer in {10 * SECONDS:.0f} s"]
     message = said.read_text() if said.exists() else ""
     wrong = []
+    if seconds > SECONDS:
+        wrong.append(f"{command}: {seconds:.0f} s of processor time")
     if code not in (0, 2, 3) or "Traceback" in message:
         wrong.append(f"{command}: exit code {code}: {message[-300:]}")
     after = seen(top)

@@ -18,6 +18,7 @@ from lipscope.study.validation import (
     MOST_COMMANDS,
     NORMS,
     TOKENS,
+    _commands,
     valid_record,
     valid_row,
 )
@@ -236,3 +237,10 @@ def test_twelve_million_rows_that_were_asked_for_are_counted_at_once():
     two = one._replace(line="second")
     assert count_jobs([one, two], [row("heads", 0, 0)]) == (0, 6000)
     assert command_lines([one, two]) == ["second"]
+
+
+def test_the_commands_of_a_study_are_checked_once_for_all_reads(tmp_path):
+    make(tmp_path / "study")
+    _commands.cache_clear()
+    assert main(["show", str(tmp_path / "study")]) == 0
+    assert _commands.cache_info().misses == 1 and _commands.cache_info().hits >= 1
