@@ -103,7 +103,7 @@ def unaffected(function: Callable[P, T]) -> Callable[P, T]:
                 return running(*args, **kwargs)
         if any(map(_is_inference, args)) or any(map(_is_inference, kwargs.values())):
             args = tuple(map(ordinary, args))  # type: ignore[assignment]  # same kinds
-            kwargs = {name: ordinary(x) for name, x in kwargs.items()}  # type: ignore[assignment]  # too
+            kwargs = {name: ordinary(x) for name, x in kwargs.items()}  # type: ignore[assignment]  # as above
         return function(*args, **kwargs)
 
     return running

@@ -149,7 +149,7 @@ def test_a_step_follows_the_gradient_in_the_coordinates_of_a_layer_norm():
     """Tokens are weight * z + bias: the bias has no part in the slope, by central differences."""
     f, n, d = head(20), 4, 6
     weight, bias = 0.2 + random_tokens(21, d).abs(), 3 * random_tokens(22, d)
-    region = region_of(Normed(weight, n, bias, centred=False), d)
+    region = region_of(Normed(weight, n, bias, centred=False), d, weight.device)
     Z, h = 0.1 * random_tokens(23, n, d), 1e-5
     slopes = torch.zeros_like(Z)
     for i in range(n):
