@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lipscope._ambient import callers_device, entry_point, plain_attention
+from lipscope._ambient import callers_device, entry_point, ordinary_module, plain_attention
 from lipscope._checks import check_fields
 from lipscope._types import Around, Ball, Domain, Point, UserError
 from lipscope.attack.accept import Search
@@ -116,6 +116,8 @@ def ascend(
         f = f.double()
         if isinstance(domain, Ball) and 2 * f.Q.shape[0] + f.V.shape[0] < f.Q.shape[1]:
             return _in_fewer_dimensions(f, domain, climb, starts)
+    elif isinstance(f, nn.Module):
+        f = ordinary_module(f)
     region = region_of(domain, _token_size(f, domain, dim), _device(f, domain, starts))
     Z = _starts(f, domain, region, climb, starts)
     Z, value = _climb(f, region, Z, climb)

@@ -383,7 +383,7 @@ def _places(
         check_routed(subject)
     try:
         change = _cache(subject, places, caches, graph)
-        with subject.ready(), graph, changing_cache(change):
+        with subject.ready(), torch.enable_grad(), graph, changing_cache(change):
             output = subject.run(sample)
         yield places, output
     finally:

@@ -139,7 +139,8 @@ def _graph(
         if any(f.cache for f in formats):
             check_routed(subject)
             stack.enter_context(changing_cache(_take_cache(graph)))
-        with subject.ready(), Connected():
+        # Also for code that asks whether gradients are enabled, as attention does.
+        with subject.ready(), torch.enable_grad(), Connected():
             graph.output = subject.run(sample)
         yield graph
 
@@ -240,7 +241,7 @@ def _products(
             keys = [(name, site) for name in errors.formats for site in errors.sites]
             for key, column in zip(keys, t.T, strict=True):
                 found[key] = found[key] + column if key in found else column
-    t = torch.stack(list(found.values()), dim=1) if found else torch.empty(0)
+    t = torch.stack(list(found.values()), dim=1) if found else torch.empty(0, dtype=torch.float64)
     return list(found), t.double().cpu()
 
 

@@ -51,6 +51,9 @@ CANCELLING = ("gelu", "gelu_backward")
 PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")
 """Operators that multiply their last two tensors, and round in units of the terms they sum up."""
 
+COPIES = ("_to_copy", "copy", "copy_", "clone")
+"""Operators that lose no digits: weights in float32 are exact in float64."""
+
 INACCURATE = ("polygamma", "special_bessel_j0", "special_bessel_j1", "special_bessel_y0",
               "special_bessel_y1")  # fmt: skip
 """Operators of torch that are right to half of their digits only."""
@@ -349,7 +352,7 @@ def _operator(func: Any) -> _Operator:
         makes_view=name == "_unsafe_view" or any(a and not a.is_write for a in aliases),
         makes_results=not any(aliases),
         reads=not (name.endswith("_like") or name.startswith("new_")),
-        accumulates=func.namespace == "aten" and not is_pointwise(func),
+        accumulates=(func.namespace == "aten" and not is_pointwise(func) and name not in COPIES),
         multiplies=name.rstrip("_") in PRODUCTS,
         writes=tuple(
             (i, argument.name)

@@ -408,3 +408,12 @@ def test_cancellation_inside_the_first_operation_of_an_inverse_counts():
         wanted = [mp.mpf(number) - mp.sin(1) / 2 for number in x[0].tolist()]
         error = mp.norm([a - b for a, b in zip(found.value[0].tolist(), wanted, strict=True)])
         assert error <= found.error_bound.item() < 1e-6
+
+
+def test_weights_of_a_coarser_dtype_do_not_move_before_they_are_exact():
+    """A float32 weight is a number of float64: its own units are not those of the map."""
+    g = torch.Generator().manual_seed(0)
+    W, X = torch.randn(5, 5, generator=g), torch.randn(4, 5, generator=g, dtype=torch.float64)
+    for f in (lambda x: x @ W.double(), lambda x: x @ torch.empty_like(x[:1]).copy_(W[:1]).mT):
+        e = ls.local_lipschitz(f, X, solver=ls.Solver(seed=0))
+        assert 0 < e.value - e.lower < 1e-12 * e.value
