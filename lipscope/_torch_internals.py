@@ -258,7 +258,7 @@ def hook_calls(module: nn.Module, hook: Callable[..., None]) -> Callable[[], Non
 def give(module: nn.Module, thing: object) -> Callable[[], None]:
     """Let a module own an object that its copies do not have; return a function that takes it back.
 
-    For objects that refer to the module: whoever keeps them otherwise keeps the module too.
+    For objects that refer to the module: any other owner would keep the module alive.
     """
     _Additions.to(module).objects.append(thing)
     number = id(thing)

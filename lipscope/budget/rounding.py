@@ -7,8 +7,8 @@ rounded (negation, copies, views). And on the arguments of a run that was exact 
 these results form the graph of the reference, in which the derivative g of any output with respect
 to the result of the operation is available.
 
-Errors of single entries are taken to be independent, of mean zero and variance e^2, those of
-rounded matrices included, so that the expected square of the error of an output is
+Errors of single entries, also of rounded matrices, are taken to be independent, of mean zero and
+variance e^2, so that the expected square of the error of an output is
 sum_s sum_i e_si^2 E g_si^2 over all sites s, with g_s = J_s' v for random v of identity covariance.
 The errors of a parameter vector may have one sign (weights of a norm that all round to 1); a budget
 adds E <g_s, e_s>^2 for them instead.

@@ -374,7 +374,7 @@ def train(
                 training.save(directory)
                 kept(training)
     except KeyboardInterrupt as stop:
-        # Whoever handles Ctrl-C can say what there is; all of it is in the last checkpoint.
+        # The note tells the user how much is saved: everything up to the last checkpoint.
         found = read_checkpoint(directory)
         kept_step = f"step {found[1]['step']} of {total}" if found else "nothing"
         stop.add_note(

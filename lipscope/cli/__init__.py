@@ -1,4 +1,4 @@
-"""The command line: `main` runs one command and returns its exit code, whoever ends it."""
+"""The command line: `main` runs one command and returns its exit code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STOPPED = "Stopped; what was saved is kept. Run the same command again."
 class Interruption:
     """The handler of Ctrl-C and SIGTERM while a command runs.
 
-    It raises KeyboardInterrupt, always the same object: whoever it passes may add a note on what
-    has been saved. Libraries being imported may swallow it or raise their own error instead, so
-    the handler also remembers that a signal came.
+    It raises KeyboardInterrupt, always the same object, to which code on its way may add a note on
+    what has been saved. Libraries being imported may swallow it or raise their own error instead,
+    so the handler also remembers that a signal came.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ def on_ranks(command: Callable[..., None]) -> Callable[..., None]:
             with joined(kwargs["device"]) as (world, kwargs["device"]):
                 return command(*args, **kwargs) if world.rank == 0 else follow(world)
         except LostRankError as error:
-            # torchrun is about to end what is left; one line says why, not two.
+            # torchrun is about to end the other ranks; the reason is printed once, not twice.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             code = tell(f"{error}; what was measured is saved", ExitCode.INCOMPLETE)
             raise typer.Exit(code) from error

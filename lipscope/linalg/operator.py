@@ -105,12 +105,12 @@ class LinearOperator:
 
     @property
     def domain_size(self) -> int:
-        """Numbers in an input, those of all ranks together."""
+        """Number of entries of an input, over all ranks."""
         return math.prod(self.ranks.whole(self.in_shape))
 
     @property
     def range_size(self) -> int:
-        """Numbers in an output, those of all ranks together."""
+        """Number of entries of an output, over all ranks."""
         return math.prod(self.ranks.whole(self.out_shape))
 
     @property

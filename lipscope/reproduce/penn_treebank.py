@@ -1,4 +1,4 @@
-"""Penn Treebank as characters, from files that the user brings; the licence forbids to ship them.
+"""Penn Treebank as characters, from the user's own files: the licence does not allow shipping them.
 
 Two forms are in circulation: words as they are, and one character per word with "_" for a space
 (` n o _ i t _ w a s `). Both give the same text here, so that losses agree.

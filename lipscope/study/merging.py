@@ -126,5 +126,5 @@ def _opened(parts: Iterable[Path], out: Path, damaged: list[str]) -> Iterator[St
 
 
 def _numbers(row: Row) -> tuple[Any, ...]:
-    """What two measurements of one place share, whoever makes them."""
+    """Return the numbers that must agree between two measurements of one place."""
     return row.value, row.lower, row.upper
