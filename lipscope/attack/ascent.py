@@ -8,6 +8,7 @@ random start that is independent of the search.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -88,7 +89,7 @@ def ascend(
 
     Args:
         f: A map of [B, n, d] that treats the members of a batch independently, such as a
-            SelfAttention.
+            SelfAttention. The search is in float64, on a copy if f is a module of lower precision.
         domain: Ball(R, n), Around(X, r) or Normed(weight, n).
         climb: Steps, restarts and seed.
         dim: Size of a token, needed in a Ball if f is not a SelfAttention.
@@ -118,6 +119,8 @@ def ascend(
             return _in_fewer_dimensions(f, domain, climb, starts)
     elif isinstance(f, nn.Module):
         f = ordinary_module(f)
+        if any(p.is_floating_point() and p.dtype != torch.float64 for p in f.parameters()):
+            f = copy.deepcopy(f).double()
     region = region_of(domain, _token_size(f, domain, dim), _device(f, domain, starts))
     Z = _starts(f, domain, region, climb, starts)
     Z, value = _climb(f, region, Z, climb)

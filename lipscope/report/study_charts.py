@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MANY_ROWS = 40
 """Heat maps with more layers than this have low rows without digits."""
 
+MANY_CURVES = 150
+"""A chart of growth has at most this many layers: a thousand curves take seconds to draw."""
+
 
 def heat_chart(found: Heat, name: str = "heat") -> str:
     """The heat map at the greatest length; the script shows the others."""
@@ -119,12 +122,16 @@ def growth_part(curves: Sequence[LengthCurve], reference: Sequence[LengthCurve],
         here = [curve for curve in curves if curve.scope == scope]
         there = [curve for curve in reference if curve.scope == scope]
         hidden = "" if scope == first else " hidden"
+        note = ""
+        if len(here) > MANY_CURVES:
+            note = f"<p>The {MANY_CURVES} of {len(here):,} layers with the largest median σ.</p>"
+            here = sorted(here, key=lambda curve: -curve.last.middle)[:MANY_CURVES]
         # One length is a number, not a curve.
         several = len({n for curve in here for n in curve.spreads}) > 1
         drawn = _growth(here, there, name, i) + _radius(here, i) if several else ""
         views.append(
             f'<div class="view" data-view="{escape(shown(scope, 30))}"{hidden}>'
-            f'<div class="charts">{drawn}</div>{_laws(here)}</div>'
+            f'{note}<div class="charts">{drawn}</div>{_laws(here)}</div>'
         )
     return f'<div class="part" data-part="views" data-label="map">{"".join(views)}</div>'
 

@@ -43,6 +43,14 @@ def test_the_gradient_is_that_of_the_dense_norm(options):
     assert (gradient * E).sum().item() == pytest.approx(slope, rel=1e-5)
 
 
+def test_a_float32_module_is_searched_as_a_float64_copy():
+    f = torch.nn.Linear(3, 4)
+    found = ascend(f, Ball(1.0, 2), QUICK, dim=3)
+    exact = torch.linalg.matrix_norm(f.weight.double(), 2).item()
+    assert found.value == pytest.approx(exact, rel=1e-12)
+    assert f.weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_ascent_in_a_ball_ends_above_constructions_and_random_inputs(causal):
     f, R, n = head(3, causal=causal), 1.5, 8

@@ -71,13 +71,16 @@ def campaign(chunk: Callable[[int], Result], size: int, count: int, about: str) 
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("count", type=int, nargs="?", default=count, help="number of problems")
+    parser.add_argument("--first", type=int, default=0, help="number of the first problem")
     parser.add_argument("--workers", type=int, default=1, help="processes, one thread each")
     parser.add_argument("--out", type=Path, help="file of JSON lines; continued if it exists")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time")
     asked = parser.parse_args()
-    began, chunks = time.monotonic(), -(-asked.count // size)
+    began = time.monotonic()
+    start = asked.first // size
+    chunks = range(start, start + -(-asked.count // size))
     total, done = read(asked.out, chunks)
-    left = [i for i in range(chunks) if i not in done]
+    left = [i for i in chunks if i not in done]
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(asked.out.open("a")) if asked.out else None
         for i, result in finished(chunk, left, asked.workers, began + 60 * asked.minutes):
@@ -88,11 +91,12 @@ def campaign(chunk: Callable[[int], Result], size: int, count: int, about: str) 
     show(total)
     here = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(
-        f"{len(done)} of {chunks} chunks of {size}, {total.seconds:.0f} s of processor time, "
+        f"{len(done)} of {len(chunks)} chunks of {size} from {start}, "
+        f"{total.seconds:.0f} s of processor time, "
         f"{time.monotonic() - began:.0f} s by the clock with {asked.workers} workers; "
         f"lipscope {ls.__version__}, {here}"
     )
-    return 1 if total.faults or len(done) < chunks else 0
+    return 1 if total.faults or len(done) < len(chunks) else 0
 
 
 def examine_each(examine: Callable[[int, Result], None], size: int, number: int) -> Result:
@@ -103,7 +107,7 @@ def examine_each(examine: Callable[[int, Result], None], size: int, number: int)
     return result
 
 
-def read(path: Path | None, chunks: int) -> tuple[Result, set[int]]:
+def read(path: Path | None, chunks: range) -> tuple[Result, set[int]]:
     """The chunks that stand in a file; a last line that was cut is not one of them."""
     total, done = Result(), set[int]()
     lines = path.read_text().splitlines(keepends=True) if path and path.exists() else []
@@ -113,7 +117,7 @@ def read(path: Path | None, chunks: int) -> tuple[Result, set[int]]:
     for line in lines:
         record = json.loads(line) if line.endswith("\n") else {"chunk": -1}
         number = record.pop("chunk")
-        if 0 <= number < chunks and number not in done:
+        if number in chunks and number not in done:
             done.add(number)
             total.add(Result(**record))
     return total, done

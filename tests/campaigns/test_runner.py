@@ -41,7 +41,7 @@ def test_it_resumes_after_a_stop_in_the_middle_of_a_line(monkeypatch, tmp_path, 
     out.write_text("".join(whole[:3]) + whole[3][:7])
     assert run(monkeypatch, "45", "--out", str(out), "--workers", "2") == 0
     assert sorted(json.loads(line)["chunk"] for line in out.read_text().splitlines()) == [*range(5)]
-    total, done = read(out, 5)
+    total, done = read(out, range(5))
     assert done == set(range(5)) and total.total() == {"problems": 50}
     assert total.worst == {"even": 4.0}
     assert "5 of 5 chunks of 10" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import pytest
 
 from lipscope._types import UserError
 from lipscope.cli import main
+from lipscope.report import study_charts
 from lipscope.report.content import BOUND, WORST, Scale, Spread, heat, strips, surrounded
 from lipscope.report.encoding import as_json, packed
 from lipscope.report.page import html, render
@@ -320,6 +321,14 @@ def test_many_layers_and_heads_have_names_for_some(tmp_path):
     text = html(study(tmp_path / "s", grid(lengths=(8,), layers=60, heads=3)))
     assert text.count('class="cell ') == 2 * 60 * 4  # both widths
     assert "layer 58" in text and text.count('class="on ') == 0
+
+
+def test_growth_of_many_layers_shows_the_largest(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_charts, "MANY_CURVES", 3)
+    rows = [row(layer=k, n=n, value=(k + 1.0) * n) for k in range(8) for n in (8, 16, 32)]
+    growth = html(study(tmp_path / "s", rows)).split("Growth of every layer")
+    assert "The 3 of 8 layers with the largest median σ." in growth[0]
+    assert [f"layer {k}<" in growth[1] for k in range(8)] == [False] * 5 + [True] * 3
 
 
 def test_a_report_is_whole_or_not_there(tmp_path, plain):
