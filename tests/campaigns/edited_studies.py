@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
 import random
@@ -307,6 +308,9 @@ def edited(number: int, directory: Path) -> str:
     weights = [weight for weight, _ in EDITS.values()]
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         (kind,) = draw.choices(list(EDITS), weights)
+        # An earlier edit may have made a view without an end of a table.
+        budget = itertools.count()
+        db.set_progress_handler(lambda budget=budget: next(budget) > 1000, 10_000)
         try:
             if kind != "schema":
                 db.execute("BEGIN")
