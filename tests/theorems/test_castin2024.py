@@ -188,3 +188,23 @@ def test_the_large_radius_limit():
             saturated_lower(f, Point(R * X)) <= sigma(f, R * X) <= saturated_upper(f, Point(R * X))
         )
     assert saturated_upper(f, Point(100 * X)) / saturated_lower(f, Point(100 * X)) < 1 + 1e-6
+
+
+def test_the_tuned_gap_takes_an_eigenvector_of_the_scores_in_any_basis():
+    """A = -g w w' with w between the axes: the widest gap is 2 g R^2, along w and not an axis."""
+    w = torch.full((2, 1), 0.5**0.5, dtype=torch.float64)
+    g, n, eye = 0.25, 8, torch.eye(2, dtype=torch.float64)
+    f = ls.SelfAttention(-g * math.sqrt(2) * w @ w.T, eye, eye)
+    # So small a gap is best where it is widest, and the widest is on the grid.
+    gap, ball = 2 * g, Ball(1.0, n)
+    p = 1 / (1 + (n - 1) * math.exp(-gap))
+    truth = math.sqrt(n - 1) * p * (1 + (1 - p) * gap)
+    assert tuned_lower(f, ball) == pytest.approx(truth, rel=1e-9)
+    assert tuned_lower(f, ball) <= moved(f, tuned_witness(f, ball)) * (1 + 1e-12)
+
+
+def test_the_tuned_gap_of_uniform_attention_is_zero_and_counts():
+    """Without scores every weight is 1/n: a token moves each of the n - 1 others by |V u| / n."""
+    eye, n = torch.eye(3, dtype=torch.float64), 5
+    f = ls.SelfAttention(0 * eye, eye, 2 * eye)
+    assert tuned_lower(f, Ball(1.0, n)) == pytest.approx(2 * math.sqrt(n - 1) / n, rel=1e-9)

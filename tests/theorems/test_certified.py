@@ -14,9 +14,13 @@ from lipscope._types import Around
 from lipscope.theorems.certified import (
     STEPS,
     Base,
+    Spread,
+    _keys_through_tokens,
     base,
     certified_upper,
     second_derivative,
+    spread,
+    third_cumulant,
     weights_within,
 )
 from lipscope.theorems.heads import heads_of
@@ -259,3 +263,48 @@ def test_the_integral_of_the_second_derivative_is_bounded_within_one_step():
     slack = 1e-3 * at_X  # the solver's own upper bound at X
     assert integral <= rise <= integral + (ends[1] - ends[0]) * r / STEPS + slack
     assert slack < (ends[1] - ends[0]) * r / STEPS / 4
+
+
+def test_long_sequences_take_the_smaller_bound_of_the_third_cumulant(monkeypatch):
+    """Without Gram matrices and at X itself: the least of two products, either for some query."""
+    monkeypatch.setattr("lipscope.theorems.certified.GRAM", 0)
+    f, X, view = head("gaussian", 3)
+    x = base(view, X)
+    A = f.K.T @ f.Q / math.sqrt(f.Q.shape[0])
+    P = torch.softmax(X @ A.T @ X.T, dim=1)
+    away = X[None] - (P @ X)[:, None]
+    values, keys = away @ view.V.T, away @ A
+    sizes = [torch.linalg.matrix_norm(P.sqrt()[..., None] * y, 2) for y in (values, keys)]
+    longest = [y.norm(dim=2).amax(1) for y in (values, keys)]
+    products = torch.stack([longest[0] * sizes[1], longest[1] * sizes[0]])
+    assert set(products.argmin(0).tolist()) == {0, 1}
+    found = third_cumulant(x, spread(x, 0.0), 0.0)
+    assert found.tolist() == pytest.approx(products.amin(0).tolist(), rel=1e-9)
+
+
+def test_keys_through_tokens_where_no_token_has_much_weight():
+    """Weights p on itself and the rest everywhere, the same b: 2 p b is less than sqrt(p) b."""
+    n, p, size = 256, 1 / 16, 3.0
+    P = p * torch.eye(n, dtype=torch.float64) + (1 - p) / n
+    root, b = P.sqrt(), torch.full((n,), size, dtype=torch.float64)
+    none = torch.zeros(n, dtype=torch.float64)
+    k_b = (root * b[:, None]).norm(dim=0).max()
+    s = Spread(
+        P=P,
+        root=root,
+        pi=root.amax(1),
+        b=b,
+        v_size=none,
+        a_size=none,
+        sigma=none,
+        q=none,
+        tau=none,
+        k_b=k_b,
+        T=k_b,
+        e_v=none,
+        e_a=none,
+    )
+    # Rows and columns have one length, and a symmetric matrix with rows of sum 1 has norm 1.
+    length = math.sqrt((p + (1 - p) / n) ** 2 + (n - 1) * ((1 - p) / n) ** 2)
+    assert _keys_through_tokens(s).item() == pytest.approx(2 * size * length, rel=1e-9)
+    assert 2 * length < 0.9 * root.max().item()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 
 import lipscope as ls
 from lipscope._types import Point
-from lipscope.theorems.local import local_upper
+from lipscope.theorems.heads import heads_of
+from lipscope.theorems.local import Features, _query_term, centred, features, local_upper
 from lipscope.theorems.registry import bounds
+from lipscope.theorems.rounding import gamma
 from tests.cases import problem
 from tests.naive import dense_jacobian, naive_softmax
 
@@ -78,3 +81,56 @@ def test_tables_that_do_not_rotate_are_refused():
     skewed = replace(f, kernel=ls.Dot(rope=ls.Rope(table, table)))
     refused = bounds(skewed, Point(X)).not_offered
     assert any("rope" in r.failed for r in refused if r.name == "input-dependent")
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_a_key_bias_enlarges_the_errors_of_the_keys(size: float):
+    """Keys in exact arithmetic are within the stated error, which grows with |b_k|."""
+    f, X = problem("gaussian", 3)
+    g = torch.Generator().manual_seed(0)
+    bk = size * torch.randn(f.K.shape[0], generator=g, dtype=torch.float64)
+    (h,) = heads_of(replace(f, biases=(None, bk, None)), folded=False)
+    found = features(h, X)
+    for i, row in enumerate(X.tolist()):
+        errors = [
+            sum(Fraction(w) * Fraction(x) for w, x in zip(weights, row, strict=True))
+            + Fraction(b)
+            - Fraction(k)
+            for weights, b, k in zip(f.K.tolist(), bk.tolist(), found.k[i].tolist(), strict=True)
+        ]
+        slack = found.k_slack[i].item()
+        assert slack > 0 and any(errors)
+        assert sum(e * e for e in errors) <= Fraction(slack) ** 2
+    far = torch.linalg.matrix_norm(f.K) * X.norm(dim=1) + bk.norm()
+    assert found.k_slack.tolist() == pytest.approx((gamma(h.steps) * far).tolist(), rel=1e-9)
+
+
+def test_the_query_term_covers_weights_whose_mean_moves():
+    """Weights known to +-e on the corners of a square: the covariance of both sides is up to 4 e.
+
+    Computed about the mean of the middle weights it is 0, and the centres may be off by 4 e each.
+    """
+    e = 0.01
+    v = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    k = torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
+    P = torch.full((4, 4), 0.25, dtype=torch.float64)
+    none, one = torch.zeros(4, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    (h,) = heads_of(ls.SelfAttention(one, one, one), folded=False)
+    seen = Features(
+        q=k[:, None],
+        k=k[:, None],
+        v=v[:, None],
+        P=P,
+        q_slack=none,
+        k_slack=none,
+        v_slack=none,
+        P_slack=torch.full_like(P, e),
+        log_slack=none,
+        seen=torch.ones(4, 4, dtype=torch.bool),
+    )
+    found = _query_term(h, seen, centred(seen, seen.v, none))
+    true = P[0] + e * v * k
+    covariance = (true @ (v * k) - (true @ v) * (true @ k)).item()
+    assert covariance == pytest.approx(4 * e, rel=1e-12)
+    assert covariance <= found
+    assert found == pytest.approx(4 * e + (4 * e) ** 2, rel=1e-9)

@@ -134,6 +134,13 @@ def test_the_integrals_behind_few_coordinates(k: int):
         assert key_reaction(sees, k) == pytest.approx(mean_distance(n) * square, rel=1e-6)
 
 
+@pytest.mark.parametrize("n", [20, 100])
+def test_a_causal_column_on_the_line_counts_the_key_once(n: int):
+    """2 / sqrt 3 (1 + ln n + 3/4 + ln sqrt(2/5)): N = n - 1 queries after the key, and itself."""
+    truth = 2 / math.sqrt(3) * (1 + math.log(n) + 0.75 + math.log(0.4) / 2)
+    assert column_sum(sight(layer(True), n), 1) == pytest.approx(truth, rel=1e-12)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_any_number_of_coordinates(causal: bool):
     """The forms without k: Cauchy-Schwarz for many queries, single weights for few."""
