@@ -157,3 +157,13 @@ def test_members_of_a_batch_share_the_failure_probability():
     alone = ls.spectral_norm(dense_operator(M), tol=1e-12, solver=solver)
     many = ls.spectral_norm(dense_operator(M.repeat(8, 1, 1)), tol=1e-12, solver=solver)
     assert many.upper[0] > alone.upper[0] and many.confidence == alone.confidence
+
+
+def test_a_member_that_stopped_earlier_has_the_bound_of_its_own_steps():
+    a = torch.tensor([[1.0, 0.8, 0.7]], dtype=torch.float64).repeat(2, 1)
+    b = torch.tensor([[0.5, 0.4, 0.3]], dtype=torch.float64).repeat(2, 1)
+    a[0, 2] = b[0, 2] = torch.nan
+    rounding = torch.full((2,), 1e-16, dtype=torch.float64)
+    early, late = polynomial_bound(a, b, 1e-3, rounding).tolist()
+    (alone,) = polynomial_bound(a[:1, :2], b[:1, :2], 1e-3, rounding[:1]).tolist()
+    assert early == pytest.approx(alone, rel=1e-12) and late < early < math.inf

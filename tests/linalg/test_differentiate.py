@@ -125,6 +125,16 @@ def test_every_pair_of_members_that_mix_is_refused(members):
                 ls.local_lipschitz(f, X)
 
 
+def test_members_that_mix_in_a_single_entry_are_refused():
+    def f(Z):
+        Y = Z.clone()
+        Y[0, 1, 1] = Y[0, 1, 1] + Z[1, 0, 0]
+        return Y
+
+    with pytest.raises(ls.UserError, match="mixes the members of the batch"):
+        ls.local_lipschitz(f, draw(2, 2, 2))
+
+
 def test_what_autograd_cannot_differentiate_twice_is_a_sentence():
     f = partial(torch.utils.checkpoint.checkpoint, torch.sin, use_reentrant=True)
     with pytest.raises(ls.UserError, match="cannot be differentiated twice by autograd"):

@@ -67,3 +67,9 @@ def test_the_size_of_a_product_is_what_its_parts_sum_up():
     J = ls.LinearOperator(lambda x: turn @ x, lambda x: turn.T @ x, (2,), (2,))
     assert 1 <= float((J @ J.T).size) <= 4
     assert float((3 * dense_operator(turn)).size) == pytest.approx(3 * 2**0.5)
+
+
+def test_an_operator_shows_its_shapes_and_how_many_members_it_has():
+    one, many = dense_operator(random(3, 5)), dense_operator(random(7, 3, 5))
+    assert repr(one) == "LinearOperator([5] -> [3], float64)"
+    assert repr(many) == "LinearOperator(7 of [5] -> [3], float64)"

@@ -248,3 +248,22 @@ def test_a_start_is_not_the_numbers_of_its_seed():
     assert not torch.equal(
         spectral.random_start(dense_operator(torch.eye(6).double()), 1, 3), drawn
     )
+
+
+def test_members_that_are_done_take_no_further_products():
+    """Seven of rank one are done after two steps; the eighth takes dozens, alone."""
+    M = torch.zeros(8, 40, 40, dtype=torch.float64)
+    M[:, 0, 0] = 1
+    M[7] = torch.randn(40, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    members = []
+
+    def counted(J):
+        def mv(x):
+            members.append(len(x))
+            return J.mv(x)
+
+        return replace(J, mv=mv, take=lambda some: counted(J.take(some)))
+
+    e = ls.spectral_norm(counted(dense_operator(M)), tol=1e-10)
+    assert torch.allclose(e.value, torch.linalg.matrix_norm(M, 2))
+    assert len(members) > 20 and members.count(8) < len(members) / 2

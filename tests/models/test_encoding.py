@@ -40,6 +40,18 @@ def test_a_catastrophic_pattern_is_left_behind(monkeypatch):
     assert time.monotonic() - began < 10
 
 
+def test_a_long_text_has_more_time(monkeypatch):
+    monkeypatch.setattr(encoding, "PATIENCE", 0.0)
+
+    def slow(*_: object, **__: object) -> dict[str, list[int]]:
+        time.sleep(0.2)
+        return {"input_ids": [7]}
+
+    assert encoding.encode(slow, "a" * 100 * encoding.PACE, False, "name") == [7]
+    with pytest.raises(UserError, match="has not read 1 characters"):
+        encoding.encode(slow, "a", False, "name")
+
+
 def test_a_panic_is_a_sentence():
     """The engine gives up a single match after ten million steps, by a panic."""
     with pytest.raises(UserError, match="fails on the text"):

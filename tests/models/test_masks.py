@@ -67,7 +67,9 @@ def test_plain_masks_are_told(rule, size, expected):
 
 
 @pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize(("rule", "size"), [(WINDOW(3), 4), (TWO_SIDED(3), 4), (CHUNKS, 3)])
+@pytest.mark.parametrize(
+    ("rule", "size"), [(WINDOW(3), 4), (WINDOW(5), 6), (TWO_SIDED(3), 4), (CHUNKS, 3)]
+)
 def test_other_masks_are_what_transformers_makes(rule, size):
     """A window or chunk of unknown size is written down."""
     given = arguments(rule, 11, local_size=size)

@@ -271,3 +271,10 @@ def test_offline_is_honoured(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match="HF_HUB_OFFLINE prevents"):
         load("owner/name")
+
+
+def test_a_path_that_is_not_there_is_not_asked_of_the_hub(monkeypatch):
+    """Names on the hub have one slash at most."""
+    monkeypatch.setattr(repository, "hf_hub_download", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(UserError, match="is not a folder with a model; check the path"):
+        load("models/llama/small")

@@ -215,6 +215,8 @@ def test_files_of_another_kind_are_not_shown_to_the_library(file, content, known
         {"normalizer": sequence({"type": "Prepend", "prepend": "▁"}, DOUBLE)},
         {"normalizer": sequence(*[replacement(" {2,}", " ")] * 20)},
         {"normalizer": replacement("\\n", "<newline>")},
+        # 15 characters between any two: 16 times longer, which is the most that is allowed
+        {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "w" * 15}},
         {"pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": [special(6)]},
     ],
 )
