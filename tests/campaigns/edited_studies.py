@@ -333,12 +333,13 @@ def original() -> bytes:
         for name in ("good", "study"):
             good(top / name)
         for words in COMMANDS.values():
-            run(words, top)
+            # Were every study refused, the campaign would find nothing wrong with any.
+            assert run(words, top) == ("exit code 0", []), words
         return (top / "good" / FILE).read_bytes()
 
 
-def run(words: tuple[str, ...], top: Path) -> list[str]:
-    """Run a command in this process; what is wrong with its answer."""
+def run(words: tuple[str, ...], top: Path) -> tuple[str, list[str]]:
+    """Run a command in this process; how it ended, and what is wrong with its answer."""
     places = {"DIR": str(top / "study"), "GOOD": str(top / "good")}
     line = [places.get(word, word.replace("OUT", str(top / "out"))) for word in words]
     out, err = io.StringIO(), io.StringIO()
@@ -349,7 +350,7 @@ def run(words: tuple[str, ...], top: Path) -> list[str]:
         except BaseException as error:
             import traceback
 
-            return [f"traceback: {error!r} {traceback.format_exc()[-700:]}"]
+            return "traceback", [f"{error!r} {traceback.format_exc()[-700:]}"]
     wrong = []
     if code not in (0, 2, 3) or "Traceback" in err.getvalue():
         wrong.append(f"exit code {code}: {err.getvalue()[-300:]}")
@@ -362,7 +363,7 @@ def run(words: tuple[str, ...], top: Path) -> list[str]:
         wrong.append(f"control characters on the terminal: {control}")
     if "--json" in words and code in (0, 3):
         json.loads(out.getvalue())
-    return wrong + injected(top / "out")
+    return f"exit code {code}", wrong + injected(top / "out")
 
 
 def injected(out: Path) -> list[str]:
@@ -417,8 +418,8 @@ def examine(number: int, result: Result, commands: dict[str, tuple[str, ...]] = 
         os.waitpid(child, 0)
     if len(lines) < 2 * len(commands):
         result.faults.append(f"study {number}, {lines[-1][1]}: no answer ({what})")
-    for (_, name), (_, wrong) in zip(lines[::2], lines[1::2], strict=False):
-        result.count(name, "faulty" if wrong else "right")
+    for (_, name), (_, (ended, wrong)) in zip(lines[::2], lines[1::2], strict=False):
+        result.count(name, ended)
         result.faults += [f"study {number}, {name}: {one} ({what})" for one in wrong]
 
 

@@ -285,11 +285,13 @@ def template() -> Path:
     (victims / "empty").touch(0o600)
     (victims / "folder").mkdir()
     (victims / "folder" / "inside").write_text("inside")
-    # Once here, on a copy, so that children find everything imported.
-    with tempfile.TemporaryDirectory() as scratch:
-        shutil.copytree(top, Path(scratch) / "top")
-        for run, _ in COMMANDS.values():
-            _silent(lambda run=run: run(Path(scratch) / "top"), io.StringIO())
+    # Once here, on copies, so that children find everything imported. Were every folder refused,
+    # the campaign would find nothing wrong with any.
+    for name, (run, _) in COMMANDS.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            shutil.copytree(top, Path(scratch) / "top")
+            copy, said = Path(scratch) / "top", io.StringIO()
+            assert _silent(lambda run=run, copy=copy: run(copy), said) == 0, (name, said.getvalue())
     return top
 
 
