@@ -123,6 +123,13 @@ def test_a_value_counts_before_a_failure_and_a_dispute_is_counted(tmp_path):
     assert found[0].store.rows() == found[1].store.rows() and found[0].disputed == 1
 
 
+def test_a_row_that_three_parts_disagree_on_is_one_disputed_row():
+    stores = [Store.create(None, info()) for _ in range(3)]
+    for store, value in zip(stores, (2.0, 2.5, 3.0), strict=True):
+        store.write([row(value=value)])
+    assert join(stores).disputed == join(stores[::-1]).disputed == 1
+
+
 def test_records_of_any_kind_are_kept(tmp_path):
     for name, kind in (("a", "one kind"), ("b", "another")):
         part = write_part(tmp_path / name, Shard(1, 9))

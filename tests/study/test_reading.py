@@ -19,6 +19,7 @@ from lipscope._types import UserError
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.models._transformers_internals import random_model
 from lipscope.models.loading import load
+from lipscope.study import reading
 from lipscope.study.reading import Windows, offset, read
 from lipscope.study.run import measure
 from lipscope.study.texts import TextColumn
@@ -233,6 +234,12 @@ def test_special_tokens_count_towards_n():
     window = framed.window(8, 0)
     assert len(window) == 8 and window[0] == -1 and window[-2:] == (-2, -3)
     assert window[1:6] == tuple(range(window[1], window[1] + 5))
+
+
+def test_default_lengths_leave_room_for_the_text_between_special_tokens(model, prose, monkeypatch):
+    """Eight special tokens fill the shortest default length."""
+    monkeypatch.setattr(reading, "special_frame", lambda model: ((2,) * 4, (3,) * 4))
+    assert read(model, prose, special_tokens=True).lengths == (16, 32)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -143,6 +143,15 @@ def test_special_tokens_frame_a_sample(model, prose):
     ]
 
 
+def test_a_study_without_upper_bounds_claims_no_confidence(tiny, prose):
+    """Only float64 solves have an upper bound."""
+    for dtype, bounded in (("float64", True), ("float32", False)):
+        study = measure(load(tiny, dtype=dtype), prose, (4,), 1, [0], scopes=("attention",))
+        assert all(math.isfinite(row.upper) == bounded for row in study.sigma)
+        assert (study.info.about.confidence > 0.999) == bounded
+        assert bounded or study.info.about.confidence == 0
+
+
 def test_a_job_that_fails_is_a_row_that_says_why(model, prose, monkeypatch, tmp_path):
     def weak(site, *rest):
         if site.layer == 1:

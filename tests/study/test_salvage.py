@@ -203,3 +203,18 @@ def test_a_locked_study_is_not_a_damaged_one(place):
         store.rows()
     db.execute("ROLLBACK")
     assert len(store.rows()) == 300 and not store.lost
+
+
+@pytest.mark.parametrize(
+    ("kind", "damaged"),
+    [
+        ("PERM", False), ("BUSY", False), ("LOCKED", False), ("READONLY", False),
+        ("INTERRUPT", False), ("IOERR", False), ("FULL", False), ("CANTOPEN", False),
+        ("AUTH", False), ("IOERR_SHORT_READ", True), ("CORRUPT", True), ("NOTADB", True),
+        ("ERROR", True), ("ABORT", True),
+    ],
+)  # fmt: skip
+def test_what_the_surroundings_do_is_not_damage(kind, damaged):
+    error = sqlite3.OperationalError(kind)
+    error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{kind}")
+    assert salvage.is_damage(error) == damaged

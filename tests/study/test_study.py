@@ -105,6 +105,24 @@ def test_tokens_of_the_most_sensitive_sample(study):
     assert study.peak()[1:6] == ("attention", 2, None, 32, 1)
 
 
+def test_tokens_are_those_of_all_heads_together_unless_heads_are_asked_for():
+    store = Store.create(None, info())
+    one, together = row("heads", head=0, value=9.0), row("attention", value=2.0)
+    told = sensitivity(together)
+    store.write([one, together], [sensitivity(one), told._replace(right=told.left)])
+    study = Study(store)
+    assert [t.right for t in study.tokens(0)] == pytest.approx(told.left)
+    assert [t.right for t in study.tokens(0, "heads")] == pytest.approx(told.right)
+
+
+def test_the_peak_is_in_a_layer_if_one_was_measured():
+    head, whole = row("heads", head=0, value=2.0), row("model", layer=None, value=9.0)
+    for rows, peak in (([head, whole], head), ([whole], whole)):
+        store = Store.create(None, info())
+        store.write(rows)
+        assert Study(store).peak() == peak
+
+
 @pytest.mark.parametrize(
     "wanted", [{"layer": 7}, {"layer": 1, "n": 9}, {"layer": 1, "scope": "block"}]
 )

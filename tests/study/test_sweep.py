@@ -124,6 +124,7 @@ def test_a_sweep_on_workers_is_the_same_and_compare_reads_it(place, capsys):
         ("models = ['m']\n[settings.a]\nlength = 3", r"settings.a: length is not known"),
         ("models = ['m']\ntexts = [3]", "texts are files, or tables"),
         ("models = ['m', 'm']", "names a model or a text twice"),
+        ("models = ['m']\n[settings.\"a\\u0007\"]", "a study cannot be called"),
         (f'models = ["{"m" * 300}"]', "cannot look for the models: .*too long"),
     ],
 )

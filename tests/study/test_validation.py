@@ -44,6 +44,7 @@ def valid_commands(*listed):
 def test_rows_that_make_sense():
     assert valid_row(_stored(row()))
     assert valid_row(_stored(row(layer=None, upper=math.inf, residual=math.nan, radius=math.nan)))
+    assert valid_row(_stored(row(value=0.0, lower=0.0, upper=0.0)))  # a map that is constant
     failed = row(value=math.nan, lower=0.0, upper=math.inf, status="failed: x")
     assert valid_row(_stored(failed))
 
