@@ -32,6 +32,12 @@ def test_upper_bounds_lie_above_sigma_and_bounds_on_the_ball_above_the_worst_fou
         assert rows[head, REGIME].value >= 0
 
 
+def test_heads_are_audited_on_the_tokens_of_the_text_alone(audited):
+    """The tokenizer would add [CLS] and [SEP], which the search and the bounds do not see."""
+    assert not audited.study.info.identity.special_tokens
+    assert "[CLS]" not in [t.token for t in audited.study.tokens(1)]
+
+
 def test_what_is_not_offered_says_why(audited):
     assert "distances" in audited.not_offered["L2 attention"]
 

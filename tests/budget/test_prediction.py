@@ -227,6 +227,16 @@ def test_decisions_that_bf16_takes_otherwise_are_in_the_budget(size):
     assert "decision" not in usual.shares("bf16", by="kind") and not usual.warnings()
 
 
+def test_a_decision_behind_a_twentieth_of_the_error_is_in_the_budget():
+    """From a hundredth of the error on, which is a ten-thousandth of its square."""
+    model, ids = TwoExperts(), torch.arange(20)
+    for one, other in zip(*(e.parameters() for e in model.experts), strict=True):
+        other.data = one.data * (1 + 6e-4)
+    budget = ls.error_budget(model, ids, formats="bf16", probes=8)
+    (row,) = (row for row in budget.rows if row.kind == "decision")
+    assert 0.03 < row.share**0.5 < 0.1
+
+
 class Copies(nn.Module):
     """Several streams that differ by less than a step of bf16, and their mean."""
 

@@ -59,6 +59,16 @@ def test_results_wider_than_the_format_are_not_rounded():
     assert torch.equal(rounding.error, back.double() - wide.double())
 
 
+def test_whole_numbers_that_become_floating_point_are_rounded():
+    """Position 1001 is 1000 in bf16, where neighbours are 4 apart."""
+    trace = RoundingTrace(torch.bfloat16, torch.float64)
+    with trace:
+        low = torch.tensor([1000, 1001]).bfloat16()
+    (rounding,) = trace.roundings()
+    assert rounding.error.tolist() == [0, -1]
+    assert trace.exact(low).tolist() == [1000, 1001]
+
+
 def test_in_place_operations_are_followed():
     trace = RoundingTrace(torch.bfloat16, torch.float64)
     x, y = torch.randn(2, 50, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from transformers import AlbertConfig, AlbertModel, JambaConfig, JambaModel, ViT
 
 import lipscope as ls
 from lipscope.budget import subject as subject_module
-from lipscope.budget.subject import hidden_states, read_sequences, read_subject
+from lipscope.budget.subject import hidden_states, own_attention, read_sequences, read_subject
 from tests.budget.tiny import some_ids, tiny
 
 
@@ -209,6 +209,11 @@ def test_a_model_that_reads_no_text_says_what_it_reads():
         ls.error_budget(tiny_vit())
     with pytest.raises(ls.UserError, match="a text or inputs, not both"):
         ls.error_budget(tiny_vit(), "text", inputs=pixels())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_of_a_model_is_the_one_it_is_set_to(attention):
+    assert own_attention(tiny("gpt2", attention)) == attention
 
 
 def test_a_module_that_keeps_the_graph_of_a_run_is_copied():
