@@ -68,9 +68,9 @@ class Metric:
 
     def value(self, squared: float, size: float) -> float:
         """The reported number: nats per token, or a relative error."""
-        if self.divergence:
-            return squared / 2 / size
-        return (squared / size) ** 0.5 if size else 0.0
+        if not size:
+            return 0.0
+        return squared / 2 / size if self.divergence else (squared / size) ** 0.5
 
     def limit(self, y: Tensor) -> float:
         """A distance that no small change reaches: that from y to nothing at all."""

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,7 +85,7 @@ class ErrorBudget:
     sequences: int
     tokens: int
     probes: int
-    _tolerance: Callable[[int, str], Tolerance] = field(repr=False)
+    _tolerance: Callable[[int, str], Tolerance]
 
     @property
     def formats(self) -> list[str]:

@@ -219,7 +219,7 @@ def _first(study: Study, every: Sequence[Strip]) -> Strip:
 
 def _again(study: Study) -> str:
     """The command that adds bounds to a study; empty if its input was not a text."""
-    told = shlex.split(next(iter(study.commands), ""))
+    told = _told(study)
     if not told:
         return ""
     keep = ("--text", "--column", "--tokenizer", "--revision", "--random-init", "--dtype", "--seed")
@@ -236,11 +236,19 @@ def _again(study: Study) -> str:
 
 def _random(study: Study) -> str:
     """The commands that measure random weights and show them; empty if the input was no text."""
-    told, place = shlex.split(next(iter(study.commands), "")), _directory(study)
+    told, place = _told(study), _directory(study)
     if told[:2] != ["lipscope", "measure"]:
         return ""
     measure = shlex.join([*told, "--random-init", "0", "--out", f"{place}-random"])
     return f"{measure}\n{shlex.join(['lipscope', 'report', place, f'{place}-random'])}"
+
+
+def _told(study: Study) -> list[str]:
+    """The words of the command that made a study; none if it is no command line."""
+    try:
+        return shlex.split(next(iter(study.commands), ""))
+    except ValueError:  # a quotation without an end
+        return []
 
 
 def _directory(study: Study) -> str:

@@ -110,7 +110,9 @@ def _apply(group: Tree.Element, mark: Mark, titled: bool) -> None:
     # The first use of a marker comes with its definition, which is not a shape of its own.
     defined = {shape for holder in group.iter("defs") for shape in holder.iter()}
     shapes = [e for e in group.iter() if e.tag in ("path", "use", "text") and e not in defined]
-    for shape, title in zip(shapes, mark.titles, strict=True) if mark.titles else ():
+    placed = len(shapes) == len(mark.titles)
+    # Numbers at the ends of floating point have no place on an axis, and no shape.
+    for shape, title in zip(shapes, mark.titles, strict=True) if placed else ():
         shape.set("class", "mark")
         if titled:
             Tree.SubElement(shape, "title").text = title

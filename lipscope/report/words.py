@@ -141,6 +141,7 @@ def smooth(study: Study) -> str:
 def compared(mine: dict[str, float], theirs: dict[str, float], name: str) -> str:
     """Medians of this study beside those of the reference, layer by layer."""
     ratios = {at: mine[at] / theirs[at] for at in mine if theirs.get(at, 0) > 0 and mine[at] > 0}
+    ratios = {at: ratio for at, ratio in ratios.items() if 0 < ratio < math.inf}  # one may be inf
     if not ratios:
         return f"{name} has no layer, map and length in common with this study."
     # Ratios are averaged geometrically: twice and half as large cancel.

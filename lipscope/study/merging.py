@@ -61,8 +61,7 @@ def join(stores: Iterable[Store]) -> Joined:
     joined = Store.create(None, info)
     joined.write(rows.values())
     joined.put_all((*name, value) for name, value in records.items())
-    for _, command in sorted(commands.items()):
-        joined.add_command(command)
+    joined.add_commands(command for _, command in sorted(commands.items()))
     return Joined(joined, len(disputed))
 
 

@@ -79,7 +79,7 @@ class Store:
         self.directory = directory
         self._lost: dict[str, list[str]] = {}
         self._lost_keys: set[Record] = set()
-        self._keys: set[Record] | None = None  # of all records, once read and nothing lost
+        self._without_index: dict[Record, Any] | None = None  # the records, see `get`
         if not as_written:
             self._lost["schema"] = ["the schema"]
 
@@ -143,11 +143,15 @@ class Store:
         lines = command_lines(self.commands())
         return StudyInfo(identity, replace(about, command="\n".join(lines) or about.command))
 
-    def add_command(self, command: Command) -> None:
-        """Note a command that adds to the study; once, however often it is run."""
-        made = self.commands()
-        if command not in made:
-            self.put(INFO, COMMANDS, _listed([*made, command]))
+    def add_commands(self, commands: Iterable[Command]) -> None:
+        """Note commands that add to the study; each once, however often it is run."""
+        before = self.commands()
+        made = list(before)
+        for command in commands:
+            if command not in made:
+                made.append(command)
+        if made != before:
+            self.put(INFO, COMMANDS, _listed(made))
 
     def commands(self) -> list[Command]:
         """The commands that made the study, in the order of their first run."""
@@ -233,11 +237,10 @@ class Store:
             ).fetchone()
             if found is not None and RECORDS.is_intact((kind, key, *found)):
                 return found[0]
-        # It was never there, or it is lost, or only the index is damaged: look without it, which
-        # need not be done again for a key that was not there.
-        if self._keys is None or (kind, key) in self._keys:
-            return dict(self.records(kind)).get(key)
-        return None
+        # It was never there, or it is lost, or only the index is damaged: look without it, once.
+        if self._without_index is None:
+            self._without_index = {record[:2]: record[2] for record in self._read(RECORDS)}
+        return self._without_index.get((kind, key))
 
     def _may_be_lost(self, kind: str, key: str) -> bool:
         """Whether a record that is not there was there, as far as the last read could tell."""
@@ -266,8 +269,6 @@ class Store:
             names.append(f"the index of the {table.name}, but none of them")
         if names:
             self._lost[table.name] = names
-        elif table is RECORDS:
-            self._keys = {record[:2] for record in found.intact}
         return found.intact
 
     def _prepare(self, info: StudyInfo, command: Command | None) -> None:
@@ -291,7 +292,7 @@ class Store:
         require_same(self.info().identity, info.identity, self.directory)
         self.put(INFO, ABOUT, json.dumps(asdict(info.about)))
         if command is not None:
-            self.add_command(command)
+            self.add_commands([command])
 
     def _put(self, records: Iterable[tuple[str, str, str | bytes]]) -> None:
         for record in records:

@@ -184,11 +184,11 @@ def _budget(key: str, value: str | bytes) -> bool:
         and part["n"] == n
         and all(_is_site(*site) for site in sites)
         # One row per probe, one column per site.
+        and len(products) == (probes if sites else 0)
         and all(len(row) == len(sites) and all(map(_is_number, row)) for row in products)
-        and (bool(sites) or not products)
-        and _is_number(part["size"])
-        and (part["observed"] is None or _is_number(part["observed"]))
-        and (part["curved"] is None or [_is_number(x) for x in part["curved"]] == [True, True])
+        and _is_square(part["size"])
+        and (part["observed"] is None or _is_square(part["observed"]))
+        and (part["curved"] is None or [_is_square(x) for x in part["curved"]] == [True, True])
     )
 
 
@@ -241,6 +241,10 @@ def _is_text(x: Any, most: int) -> bool:
 
 def _is_whole(x: Any, least: int, most: int) -> bool:
     return type(x) is int and least <= x <= most
+
+
+def _is_square(x: Any) -> bool:
+    return _is_number(x) and x >= 0
 
 
 def _is_number(x: Any) -> bool:

@@ -33,6 +33,24 @@ def test_hostile_folders(trap, commands):
     assert not result.faults and sum(result.total().values()) == len(commands)
 
 
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        (142, "report"),  # a command line with one quotation mark
+        (195, "report"),  # a negative square in a budget
+        (464, "report, as reference"),  # values that are infinite
+        (575, "report"),  # a budget with fewer products than probes
+        (811, "report"),  # a radius too small for an axis
+        (507, "merge"),  # 900 commands
+        (194, "report"),  # a lost record, and 1,002 that were never there
+    ],
+)
+def test_studies_that_once_harmed_a_command(number: int, command: str):
+    result = Result()
+    edited_studies.examine(number, result, {command: edited_studies.COMMANDS[command]})
+    assert result.faults == []
+
+
 def test_edited_studies():
     result = Result()
     for number in (12, 15):

@@ -113,8 +113,8 @@ def test_any_norms_come_back(pairs, scope, layer, head):
 def test_any_command_comes_back(groups, heads, scopes, line):
     command = Command("measure", line, Request(groups, tuple(heads), heads, scopes), "probe")
     store = Store.create(None, info())
-    store.add_command(command)
-    store.add_command(command)
+    store.add_commands([command])
+    store.add_commands([command])
     assert store.commands() == [command]
 
 

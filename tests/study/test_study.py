@@ -292,12 +292,12 @@ def test_an_interrupted_study_counts_its_jobs():
     assert Study(store).jobs == (2, 4)
     # More scopes at the same places are the same jobs, and not done before all rows are there.
     more = Request(**{**vars(ASKED), "scopes": ("heads", "attention")})
-    store.add_command(Command("measure", "lipscope measure --scope heads", more))
+    store.add_commands([Command("measure", "lipscope measure --scope heads", more)])
     assert Study(store).jobs == (0, 4)
     store.write([row("heads", 0, head, 8) for head in (0, 1)])
     assert Study(store).unfinished == "1 of 4 jobs are done"
     # The rows of another command at these places are jobs of their own.
-    store.add_command(Command("bounds", "lipscope bounds", ASKED, "worst found"))
+    store.add_commands([Command("bounds", "lipscope bounds", ASKED, "worst found")])
     assert Study(store).jobs == (1, 8)
     store.write([row(layer=0, n=8, probe="worst found")])
     assert Study(store).jobs == (2, 8)
@@ -316,7 +316,7 @@ def test_commands_are_listed_once_and_without_those_that_another_one_includes():
         Command("measure", "smaller", Request(**{**vars(larger), "layers": (1,)})),
         Command("measure", "again", other),
     ):
-        store.add_command(command)
+        store.add_commands([command])
     assert [c.line for c in store.commands()] == ["a", "b", "c", "d", "", "smaller", "again"]
     assert Study(store).commands == ["b", "c", "again"]
     assert Study(store).info.about.command == "b\nc\nagain"
