@@ -222,7 +222,9 @@ class Strip:
 
 def strips(study: Study) -> list[Strip]:
     """Per map, and per head where there is space: the sample of largest sigma that fits."""
-    found = [strip for at in study.maps if (strip := _largest(study, at)) is not None]
+    maps = study.maps
+    limit = max(1, min(STRIP_TOKENS, ALL_STRIPS // max(1, len(maps))))
+    found = [strip for at in maps if (strip := _largest(study, at, limit)) is not None]
     space = ALL_STRIPS - sum(len(strip.words) for strip in found)
     heads = [strip for strip in found if strip.row.head is not None]
     for strip in heads:
@@ -240,9 +242,8 @@ def strips(study: Study) -> list[Strip]:
     return found
 
 
-def _largest(study: Study, at: Map) -> Strip | None:
+def _largest(study: Study, at: Map, limit: int) -> Strip | None:
     rows = study.largest(*at)
-    limit = max(1, min(STRIP_TOKENS, ALL_STRIPS // max(1, len(study.maps))))
     n = max((row.n for row in rows if row.n <= limit), default=min(row.n for row in rows))
     return _strip(study, max((row for row in rows if row.n == n), key=lambda row: row.value), limit)
 

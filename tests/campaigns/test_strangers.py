@@ -42,7 +42,6 @@ def test_hostile_folders(trap, commands):
         (575, "report"),  # a budget with fewer products than probes
         (811, "report"),  # a radius too small for an axis
         (507, "merge"),  # 900 commands
-        (194, "report"),  # a lost record, and 1,002 that were never there
     ],
 )
 def test_studies_that_once_harmed_a_command(number: int, command: str):

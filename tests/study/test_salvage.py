@@ -12,6 +12,7 @@ from lipscope.study import salvage
 from lipscope.study.directory import FILE
 from lipscope.study.records import SampleTokens
 from lipscope.study.store import Store, _stored, damage
+from lipscope.study.validation import ABOUT, NORMS
 from tests.study.fakes import info, row, sensitivity
 
 
@@ -218,3 +219,14 @@ def test_what_the_surroundings_do_is_not_damage(kind, damaged):
     error = sqlite3.OperationalError(kind)
     error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{kind}")
     assert salvage.is_damage(error) == damaged
+
+
+def test_records_that_were_never_there_are_looked_for_once(monkeypatch):
+    store = Store.create(None, info())
+    store._db.execute("UPDATE records SET crc = crc + 1 WHERE key = ?", (ABOUT,))
+    reads = []
+    monkeypatch.setattr(
+        "lipscope.study.store.read_table", lambda *at: reads.append(at) or salvage.read(*at)
+    )
+    assert [store.get(NORMS, str(key)) for key in range(20)] == [None] * 20
+    assert len(reads) == 1 and store.lost
