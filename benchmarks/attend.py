@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention as flash
 
-from lipscope.attention.primitive import attend
+from lipscope.fused.primitive import attend
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((8, 16, 1024, 64), (2, 16, 4096, 64), (1, 16, 16384, 64))

@@ -26,8 +26,8 @@ from torch.autograd import forward_ad
 import lipscope as ls
 from benchmarks import gpu_kernels, gpu_model
 from benchmarks.gpu_kernels import Row, show
-from lipscope.attention import triton_forward, triton_jvp
-from lipscope.attention.pattern import Pattern
+from lipscope.fused import triton_forward, triton_jvp
+from lipscope.fused.pattern import Pattern
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, WIDTH = 12, 768

@@ -18,8 +18,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lipscope.attention import library_vjp, tiled, triton_forward, triton_jvp, triton_vjp
-from lipscope.attention.pattern import Pattern
+from lipscope.fused import library_vjp, tiled, triton_forward, triton_jvp, triton_vjp
+from lipscope.fused.pattern import Pattern
 
 WIDTH = 768
 GOALS = {

@@ -33,8 +33,8 @@ _CONTENTS = {
     "UserError": "_types",
     "attack": "",
     "attack_model": "audit.attacks",
-    "attend": "attention.primitive",
-    "attend_everywhere": "attention.drop_in",
+    "attend": "fused.primitive",
+    "attend_everywhere": "fused.drop_in",
     "audit_model": "audit.heads",
     "bounds": "theorems.registry",
     "compare_attacks": "audit.attack_comparison",
@@ -52,7 +52,7 @@ _CONTENTS = {
     "nn": "",
     "render": "report.page",
     "reproduce_papers": "reproduce.running",
-    "scaled_dot_product_attention": "attention.drop_in",
+    "scaled_dot_product_attention": "fused.drop_in",
     "simulate": "dynamics.simulation",
     "singular_triplets": "linalg.triplets",
     "spectral_norm": "linalg.spectral",
@@ -126,15 +126,10 @@ if TYPE_CHECKING:
     from lipscope._types import Status as Status
     from lipscope._types import UserError as UserError
     from lipscope.attack.regions import Normed as Normed
-    from lipscope.attention.drop_in import attend_everywhere as attend_everywhere
-    from lipscope.attention.drop_in import (
-        scaled_dot_product_attention as scaled_dot_product_attention,
-    )
     from lipscope.attention.kernels import L2 as L2
     from lipscope.attention.kernels import Dot as Dot
     from lipscope.attention.kernels import Rope as Rope
     from lipscope.attention.layer import SelfAttention as SelfAttention
-    from lipscope.attention.primitive import attend as attend
     from lipscope.audit.attack_comparison import compare_attacks as compare_attacks
     from lipscope.audit.attacks import AttackPlan as AttackPlan
     from lipscope.audit.attacks import attack_model as attack_model
@@ -143,6 +138,11 @@ if TYPE_CHECKING:
     from lipscope.budget.prediction import error_budget as error_budget
     from lipscope.convert.models import convert_model as convert_model
     from lipscope.dynamics.simulation import simulate as simulate
+    from lipscope.fused.drop_in import attend_everywhere as attend_everywhere
+    from lipscope.fused.drop_in import (
+        scaled_dot_product_attention as scaled_dot_product_attention,
+    )
+    from lipscope.fused.primitive import attend as attend
     from lipscope.linalg.differentiate import jacobian as jacobian
     from lipscope.linalg.estimate import BatchEstimate as BatchEstimate
     from lipscope.linalg.estimate import Estimate as Estimate

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope._checks import explained
-from lipscope._torch_internals import autocasts, default_device, is_transformed
+from lipscope._torch_internals import autocasts, default_device
 from lipscope._types import UserError
+from lipscope.fused._torch_internals import is_transformed
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Vocabulary shared by every package: the user's error, the status of a number, and domains."""
+"""Vocabulary shared by every package: the status of a number, and domains."""
 
 from __future__ import annotations
 
@@ -8,25 +8,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from lipscope._display import Displayed
+from lipscope.fused.errors import UserError as UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class UserError(ValueError):
-    """An error the caller can fix.
-
-    The message names the offending argument, what was expected, and the remedy. It is a
-    `ValueError`, so code that catches those keeps working.
-
-    Example:
-        >>> import lipscope as ls
-        >>> try:
-        ...     ls.Ball(R=-1.0, n=3)
-        ... except ls.UserError as error:
-        ...     print(error)
-        Ball(R, n) needs a finite radius R > 0, got R=-1.0
-    """
 
 
 class Status(Enum):

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "lipscope"
 # Lowest first; packages on one line never import each other.
 FLOORS = [
     ("_contents", "_display", "_notebook_bar"),
+    ("fused",),
     ("_types",),
     ("_checks", "_files", "_torch_internals"),
     ("_ambient",),
@@ -39,7 +40,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 HOMES = {
     ("transformers",): {"models", "convert", "monitor", "charlm"},
     ("lightning", "pytorch_lightning"): {"monitor"},
-    ("triton",): {"attention"},
+    ("triton",): {"fused"},
     ("matplotlib",): {"report"},
     ("ot",): {"mean_field"},
     ("torchode", "torchdiffeq"): {"dynamics"},

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lipscope._torch_internals import read_tangents, traced, transforms
-from lipscope.attention.reference import Triple, Weights, heads, rows
+from lipscope.fused._torch_internals import read_tangents, traced, transforms
+from lipscope.fused.reference import Triple, Weights, heads, rows
 
 PIECE = 1 << 19
 """Bytes of scores in a piece, per thread: a few such arrays stay in a cache of one or two

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention import backend, kept, reference, tiled
+from lipscope.attention import kept
 from lipscope.attention.kernels import L2, Dot, Rope, augment, common_centre, default_scale
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.reference import Triple, Weights
 from lipscope.attention.spot_check import compare
 from lipscope.attention.uncancelled import (
     BlockNorms,
@@ -28,6 +26,9 @@ from lipscope.attention.uncancelled import (
     largest,
     per_head,
 )
+from lipscope.fused import backend, reference, tiled
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.reference import Triple, Weights
 from lipscope.linalg.operator import Compression, LinearOperator, Product
 from lipscope.linalg.ranks import ALONE, Ranks
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.attention.backend import HALF
 from lipscope.attention.kernels import Dot, Rope
 from lipscope.attention.layer import HeadsApart, SelfAttention, check_tokens
 from lipscope.attention.linearization import State, linearize
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.primitive import Rules, attend_by_rules
-from lipscope.attention.reference import Triple, Weights
+from lipscope.fused.backend import HALF
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.primitive import Rules, attend_by_rules
+from lipscope.fused.reference import Triple, Weights
 from lipscope.linalg.differentiate import check_input
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.ranks import TokenShards, chunks_of, from_all

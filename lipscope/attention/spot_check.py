@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention.kernels import L2, Dot, augment, default_scale
-from lipscope.attention.primitive import attend
+from lipscope.fused.primitive import attend
 from lipscope.linalg.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention.reference import Triple
+from lipscope.fused.reference import Triple
 from lipscope.linalg.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:

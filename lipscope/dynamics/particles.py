@@ -14,7 +14,6 @@ from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.attention.primitive import attend
 from lipscope.dynamics.integration import (
     Ending,
     Progress,
@@ -24,6 +23,7 @@ from lipscope.dynamics.integration import (
     instants,
     integrate,
 )
+from lipscope.fused.primitive import attend
 from lipscope.linalg.differentiate import check_input
 from lipscope.mean_field.attention_on_measures import lifted, scored
 from lipscope.mean_field.measures import DiscreteMeasure

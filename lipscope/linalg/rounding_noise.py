@@ -23,11 +23,10 @@ from lipscope._torch_internals import (
     TorchDispatchMode,
     decomposed,
     is_pointwise,
-    kernel_watchers,
     set_version,
     tree_map,
-    unwrapped,
 )
+from lipscope.fused._torch_internals import kernel_watchers, unwrapped
 
 DRAWS, UNITS, WIDENED = 3, 26, 2
 """Repetitions by which rounding is measured, the most units in the last place by which a number

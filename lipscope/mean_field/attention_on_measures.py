@@ -20,7 +20,7 @@ from lipscope._types import UserError
 from lipscope.attention.kernels import L2, Dot, augment, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.linearization import linearize, query_rounding
-from lipscope.attention.primitive import attend
+from lipscope.fused.primitive import attend
 from lipscope.linalg.differentiate import check_one_device, jacobian
 from lipscope.linalg.operator import Compression, LinearOperator, steady
 from lipscope.mean_field.measures import DiscreteMeasure, check_measure

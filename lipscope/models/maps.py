@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lipscope._files import on_one_line
 from lipscope._types import UserError
 from lipscope.attention.linearization import ROUGH_SCORES
-from lipscope.attention.rough_derivatives import graph_of_any_digits
+from lipscope.fused.low_precision import graph_of_any_digits
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.ranks import TokenShards

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipscope._torch_internals import tree_map
-from lipscope.attention.pattern import Pattern
+from lipscope.fused.pattern import Pattern
 from lipscope.models._transformers_internals import sdpa_mask
 
 ROWS = 1 << 26

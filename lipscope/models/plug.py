@@ -14,8 +14,8 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from lipscope._ambient import own_pass
 from lipscope._types import UserError
-from lipscope.attention.pattern import Pattern, distinct, without_level
-from lipscope.attention.primitive import Rules, attend_by_rules
+from lipscope.fused.pattern import Pattern, distinct, without_level
+from lipscope.fused.primitive import Rules, attend_by_rules
 from lipscope.models._transformers_internals import ATTENTION, EXPERTS, AttentionMaskInterface
 from lipscope.models.masks import PlainMask, Rule, lipscope_mask
 

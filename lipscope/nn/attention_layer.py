@@ -11,7 +11,7 @@ from lipscope._ambient import unaffected
 from lipscope._checks import explained, norm_name, shown
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.attention.primitive import attend
+from lipscope.fused.primitive import attend
 
 
 class AttentionLayer(nn.Module):

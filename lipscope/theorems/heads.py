@@ -15,7 +15,7 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
-from lipscope.attention.pattern import Pattern
+from lipscope.fused.pattern import Pattern
 from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, times_power, up
 
 Owner = TypeVar("Owner")

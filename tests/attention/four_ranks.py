@@ -21,8 +21,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.attention import linearization, tiled
+from lipscope.attention import linearization
 from lipscope.attention.sharded import shard, sharded_jacobian, unshard
+from lipscope.fused import tiled
 from lipscope.linalg.ranks import LostRankError
 from tests.cases import KINDS, problem
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attention import kept, reference
-from lipscope.attention.pattern import Pattern
+from lipscope.attention import kept
+from lipscope.fused import reference
+from lipscope.fused.pattern import Pattern
 
 CASES = {
     "heads": (2, 3, 3, Pattern()),

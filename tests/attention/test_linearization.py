@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attention import linearization, tiled
+from lipscope.attention import linearization
+from lipscope.fused import tiled
 from tests.cases import KINDS, problem
 from tests.checks import assert_adjoint, assert_matches_dense
 from tests.naive import dense_jacobian

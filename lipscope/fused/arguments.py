@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope._torch_internals import (
+from lipscope.fused._torch_internals import (
     causal_bias_class,
     is_placeholder,
     overrides_functions,
     sees_operations,
 )
-from lipscope._types import UserError
+from lipscope.fused.errors import UserError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -201,7 +201,7 @@ def test_a_scale_may_be_a_tensor_and_has_derivatives():
 
 
 def test_linearize_with_several_tiles(monkeypatch):
-    from lipscope.attention import tiled
+    from lipscope.fused import tiled
 
     monkeypatch.setattr(tiled, "TILE", 8)
     x, d = torch.randn(2, 1, 9, 4, dtype=torch.float64).unbind()

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import (
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.triton_masks import (
     BYTES,
     bytes_of,
     mask_of,
@@ -22,7 +22,7 @@ from lipscope.attention.triton_masks import (
     tile_counts,
     words_of_step,
 )
-from lipscope.attention.triton_operands import (
+from lipscope.fused.triton_operands import (
     aligned,
     blank,
     block,
@@ -32,7 +32,7 @@ from lipscope.attention.triton_operands import (
     product_of,
     to_fill,
 )
-from lipscope.attention.triton_tiles import (
+from lipscope.fused.triton_tiles import (
     LOG2E,
     add_product,
     are_real,

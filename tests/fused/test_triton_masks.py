@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import BYTES, bytes_of
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.triton_masks import BYTES, bytes_of
 
 N = 64
 SHAPE = torch.Size((3, 2, N, 16))

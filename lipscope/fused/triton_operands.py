@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lipscope._torch_internals import kernel_watchers
-from lipscope.attention.pattern import Pattern
+from lipscope.fused._torch_internals import kernel_watchers
+from lipscope.fused.pattern import Pattern
 
 Precision = Literal["pair", "half"]
 """For float32: "pair" is as accurate as 3xTF32, "half" as TF32. Other dtypes are kept."""

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lipscope.attention.pattern import Pattern, distinct
-from lipscope.attention.triton_operands import aligned, ceil_div, power_of_two
-from lipscope.attention.triton_tiles import are_real, visible
+from lipscope.fused.pattern import Pattern, distinct
+from lipscope.fused.triton_operands import aligned, ceil_div, power_of_two
+from lipscope.fused.triton_tiles import are_real, visible
 
 NONE, BOOLEAN, ADDITIVE, BYTES = 0, 1, 2, 3
 """The kinds of mask a kernel is compiled for; BYTES is a boolean one as it is, without a survey."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.attention.pattern import Pattern, without_level
+from lipscope.fused.pattern import Pattern, without_level
 
 Triple = tuple[Tensor, Tensor, Tensor]
 

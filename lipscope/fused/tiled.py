@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lipscope._torch_internals import traced
-from lipscope.attention import reference
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.reference import Triple
+from lipscope.fused import reference
+from lipscope.fused._torch_internals import traced
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.reference import Triple
 
 TILE, ON_GPU = 1 << 20, 32
 """Number of scores in memory at once, whatever n is, and the factor for a GPU, which small arrays

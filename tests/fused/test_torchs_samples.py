@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.attention.torchs_samples import CHECKS, MISSING
+from tests.fused.torchs_samples import CHECKS, MISSING
 from tests.once import once
 
 CASES = [f"{name}, {str(dtype)[6:]}" for name, (_, dtypes) in CHECKS.items() for dtype in dtypes]
@@ -22,7 +22,7 @@ CASES = [f"{name}, {str(dtype)[6:]}" for name, (_, dtypes) in CHECKS.items() for
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     def run(place: Path) -> None:
-        command = [sys.executable, "-m", "tests.attention.torchs_samples", str(place / "report")]
+        command = [sys.executable, "-m", "tests.fused.torchs_samples", str(place / "report")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode in (0, MISSING), done.stderr[-4000:]
         if done.returncode == MISSING:

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import (
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.triton_masks import (
     mask_of,
     mask_words,
     masked,
@@ -18,7 +18,7 @@ from lipscope.attention.triton_masks import (
     tile_at,
     tile_counts,
 )
-from lipscope.attention.triton_operands import (
+from lipscope.fused.triton_operands import (
     Precision,
     as_operands,
     blank,
@@ -31,7 +31,7 @@ from lipscope.attention.triton_operands import (
     product_of,
     to_fill,
 )
-from lipscope.attention.triton_tiles import (
+from lipscope.fused.triton_tiles import (
     LOG2E,
     add_product,
     are_real,

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
-from lipscope.attention.triton_operands import (
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
+from lipscope.fused.triton_operands import (
     Precision,
     aligned,
     as_operands,
@@ -26,7 +26,7 @@ from lipscope.attention.triton_operands import (
     spans,
     to_fill,
 )
-from lipscope.attention.triton_tiles import (
+from lipscope.fused.triton_tiles import (
     add_earlier,
     add_low,
     add_product,

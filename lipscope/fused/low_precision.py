@@ -5,7 +5,7 @@ For a search: a solver finds the direction with rough products and measures with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import RLock
@@ -13,7 +13,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from lipscope.linalg.operator import Product
+Product = Callable[[Tensor], Tensor]
 
 
 class Digits:

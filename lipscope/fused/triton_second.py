@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
-from lipscope.attention.triton_operands import (
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
+from lipscope.fused.triton_operands import (
     aligned,
     blank,
     block,
@@ -33,7 +33,7 @@ from lipscope.attention.triton_operands import (
     padding_of,
     product_of,
 )
-from lipscope.attention.triton_tiles import (
+from lipscope.fused.triton_tiles import (
     LOG2E,
     add_product,
     are_real,

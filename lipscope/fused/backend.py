@@ -13,10 +13,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lipscope._torch_internals import has_memory
-from lipscope.attention import tiled
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.reference import Triple
+from lipscope.fused import tiled
+from lipscope.fused._torch_internals import has_memory
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.reference import Triple
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -34,7 +34,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *moved: Tensor) -> 
     parts = (pattern.mask, pattern.queries, pattern.keys, pattern.sinks)
     if not all(has_memory(x) for x in (q, k, v, *moved, *parts) if x is not None):
         return False
-    from lipscope.attention import triton_operands
+    from lipscope.fused import triton_operands
 
     return triton_operands.unsupported(q, k, v, pattern) is None
 
@@ -60,7 +60,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
     """o (float32 for half precision) and the log-sum-exp, +inf for a fully masked row."""
     if not fused(q, k, v, pattern):
         return tiled.forward(*_wide3(q, k, v, pattern), pattern)
-    from lipscope.attention import triton_forward
+    from lipscope.fused import triton_forward
 
     return triton_forward.forward(q, k, v, pattern)
 
@@ -69,7 +69,7 @@ def value(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
     """o in the dtype of q, where no derivative will follow."""
     if not fused(q, k, v, pattern):
         return forward(q, k, v, pattern)[0].to(q.dtype)
-    from lipscope.attention import triton_forward
+    from lipscope.fused import triton_forward
 
     return triton_forward.forward(q, k, v, pattern, keep_digits=False)[0]
 
@@ -80,7 +80,7 @@ def jvp(
     if not fused(q, k, v, pattern, *tangent):
         wide = _wide3(q, k, v, pattern)
         return tiled.jvp(*wide, lse, _wide3(*tangent, pattern), pattern).to(q.dtype)
-    from lipscope.attention import triton_jvp
+    from lipscope.fused import triton_jvp
 
     return triton_jvp.jvp(q, k, v, o, lse, tangent, pattern)
 
@@ -93,7 +93,7 @@ def value_and_tangent(
         wide = _wide3(q, k, v, pattern)
         o, do, lse, drift = tiled.value_and_tangent(*wide, _wide3(*tangent, pattern), pattern)
         return o, do.to(q.dtype), lse, drift
-    from lipscope.attention import triton_jvp, triton_tangent
+    from lipscope.fused import triton_jvp, triton_tangent
 
     if triton_tangent.unsupported(q, pattern) is None:
         return triton_tangent.value_and_tangent(q, k, v, tangent, pattern)
@@ -107,7 +107,7 @@ def dual_number(
 ) -> tuple[Tensor, Tensor]:
     """o and J d in the dtype of q, where no derivative will follow."""
     if fused(q, k, v, pattern, *tangent):
-        from lipscope.attention import triton_tangent
+        from lipscope.fused import triton_tangent
 
         if triton_tangent.unsupported(q, pattern) is None:
             return triton_tangent.value_and_tangent(q, k, v, tangent, pattern, False)[:2]
@@ -122,7 +122,7 @@ def vjp(
     if not fused(q, k, v, pattern, g):
         onto = tiled.vjp(*_wide3(q, k, v, pattern), lse, _wide(g), pattern)
         return _narrow3(onto, q.dtype, pattern)
-    from lipscope.attention import library_vjp, triton_vjp
+    from lipscope.fused import library_vjp, triton_vjp
 
     if library_vjp.unsupported(q, k, v, pattern) is None:
         return library_vjp.vjp(q, k, v, o, lse, g, pattern)
@@ -134,7 +134,7 @@ def second_vjp(
 ) -> Triple:
     """The gradient of <g, J d> in q, k, v."""
     if fused(q, k, v, pattern, *tangent, g):
-        from lipscope.attention import triton_second
+        from lipscope.fused import triton_second
 
         if triton_second.unsupported(q, v, pattern) is None:
             o, do, _, drift = value_and_tangent(q, k, v, tangent, pattern)
@@ -159,7 +159,7 @@ def both_vjp(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradient of <g, o> + <gd, J d> in q, k, v, dq, dk, dv."""
     if fused(q, k, v, pattern, *tangent, g, gd):
-        from lipscope.attention import triton_second
+        from lipscope.fused import triton_second
 
         if triton_second.unsupported(q, v, pattern) is None:
             return triton_second.both_vjp(q, k, v, tangent, g, gd, o, do, lse, drift, pattern)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attention.primitive import attend
-from lipscope.attention.rough_derivatives import graph_of_any_digits
+from lipscope.fused.low_precision import graph_of_any_digits
+from lipscope.fused.primitive import attend
 
 
 def layer(x: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lipscope as ls
-from lipscope.attention import linearization, pattern, reference, tiled
-from lipscope.attention.pattern import Pattern, distinct
+from lipscope.attention import linearization
+from lipscope.fused import pattern, reference, tiled
+from lipscope.fused.pattern import Pattern, distinct
 from tests.naive import dense_jacobian
 
 N, HEADS, SIZE, VALUES = 5, 4, 3, 2
@@ -386,7 +387,7 @@ def test_a_shift_is_nothing_left():
 
 
 def test_no_kernel_takes_a_mask_of_more_digits_than_it_keeps():
-    triton_operands = pytest.importorskip("lipscope.attention.triton_operands")
+    triton_operands = pytest.importorskip("lipscope.fused.triton_operands")
     q, k, v = (x.float() for x in tensors(4))
     rule = Pattern(mask=torch.zeros(N, N))
     assert triton_operands.unsupported(q, k, v, rule) is None

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lipscope._torch_internals import (
+from lipscope.fused._torch_internals import (
     as_plain,
     classes_to_ask,
     overrides_functions,
     script_as_attention,
 )
-from lipscope.attention.arguments import (
+from lipscope.fused.arguments import (
     PLAIN,
     ArgumentError,
     ArgumentTypeError,
@@ -25,7 +25,7 @@ from lipscope.attention.arguments import (
     check_tensor,
     is_causal_bias,
 )
-from lipscope.attention.primitive import Rules, attend_by_rules, autocast_dtype
+from lipscope.fused.primitive import Rules, attend_by_rules, autocast_dtype
 
 
 def scaled_dot_product_attention(

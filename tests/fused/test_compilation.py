@@ -63,7 +63,7 @@ def compiled(
             [
                 sys.executable,
                 "-m",
-                "tests.attention.test_compilation",
+                "tests.fused.test_compilation",
                 json.dumps(chosen),
                 str(place),
             ],
@@ -91,7 +91,7 @@ def test_every_kernel_is_among_them(compiled: dict[str, Any]) -> None:
 
 def why_not(case: str, dtype: torch.dtype) -> str | None:
     """What the compiler says against the kernels of a case, or None."""
-    from lipscope.attention import (
+    from lipscope.fused import (
         triton_forward,
         triton_jvp,
         triton_masks,
@@ -99,7 +99,7 @@ def why_not(case: str, dtype: torch.dtype) -> str | None:
         triton_tangent,
         triton_vjp,
     )
-    from lipscope.attention.pattern import Pattern
+    from lipscope.fused.pattern import Pattern
 
     options, n, mask = PATTERNS[case], 152, None
     triton_masks.FEW = 256 if options.get("few") else 0

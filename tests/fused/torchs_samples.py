@@ -1,6 +1,6 @@
-"""What tests/attention/test_torchs_samples.py looks at: torch's test samples for its attention.
+"""What tests/fused/test_torchs_samples.py looks at: torch's test samples for its attention.
 
-    python -m tests.attention.torchs_samples FILE
+    python -m tests.fused.torchs_samples FILE
 
 The samples (OpInfo) are a private part of the wheel. Importing them freezes torch.backends for the
 rest of the process, hence a process of their own.
@@ -23,7 +23,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipscope as ls
-from lipscope.attention import drop_in
+from lipscope.fused import drop_in
 
 NAME, MISSING = "nn.functional.scaled_dot_product_attention", 3
 HALF, ALL = (

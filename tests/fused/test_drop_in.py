@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention as torchs_own
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lipscope as ls
-from lipscope._torch_internals import has_memory
-from lipscope.attention import drop_in
+from lipscope.fused import drop_in
+from lipscope.fused._torch_internals import has_memory
 
 mine = ls.scaled_dot_product_attention
 unchecked = inspect.unwrap(mine)

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import lipscope as ls
-from lipscope.attention import backend, tiled
-from lipscope.attention.primitive import Rules, make_pattern
+from lipscope.fused import backend, tiled
+from lipscope.fused.primitive import Rules, make_pattern
 from tests.naive import naive_attend
 
 N, HEADS, SIZE, VALUES = 5, 4, 3, 2

@@ -251,7 +251,7 @@ def poisoned() -> Iterator[None]:
 
 def errors(case: Case, precision: str, device: str) -> dict[str, float]:
     """How far value, lse, tangent and cotangents are from float64, each on random inputs."""
-    from lipscope.attention import (
+    from lipscope.fused import (
         triton_forward,
         triton_jvp,
         triton_masks,
@@ -260,7 +260,7 @@ def errors(case: Case, precision: str, device: str) -> dict[str, float]:
         triton_tangent,
         triton_vjp,
     )
-    from lipscope.attention.pattern import Pattern
+    from lipscope.fused.pattern import Pattern
 
     torch.manual_seed(0)
     triton_operands.SPAN = case.span or 8192

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torchs_own
 
-from lipscope._torch_internals import (
+from lipscope.fused import backend
+from lipscope.fused._torch_internals import (
     TransformFreeFunction,
     outside_transforms,
     read_tangents,
@@ -24,12 +25,11 @@ from lipscope._torch_internals import (
     will_run_backward,
     with_tangent,
 )
-from lipscope._types import UserError
-from lipscope.attention import backend
-from lipscope.attention.arguments import ArgumentError, check_arguments, check_tensor
-from lipscope.attention.backend import HALF
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.rough_derivatives import Digits, digits_of_graph, with_digits
+from lipscope.fused.arguments import ArgumentError, check_arguments, check_tensor
+from lipscope.fused.backend import HALF
+from lipscope.fused.errors import UserError
+from lipscope.fused.low_precision import Digits, digits_of_graph, with_digits
+from lipscope.fused.pattern import Pattern
 
 
 def attend(

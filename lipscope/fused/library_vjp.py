@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipscope.attention.pattern import Pattern
+from lipscope.fused.pattern import Pattern
 
 Triple = tuple[Tensor, Tensor, Tensor]
 

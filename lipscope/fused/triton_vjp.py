@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lipscope.attention.pattern import Pattern
-from lipscope.attention.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
-from lipscope.attention.triton_operands import (
+from lipscope.fused.pattern import Pattern
+from lipscope.fused.triton_masks import mask_of, mask_words, masked, tile_at, tile_counts
+from lipscope.fused.triton_operands import (
     Precision,
     as_operands,
     blank,
@@ -28,7 +28,7 @@ from lipscope.attention.triton_operands import (
     product_of,
     spans,
 )
-from lipscope.attention.triton_tiles import (
+from lipscope.fused.triton_tiles import (
     add_earlier,
     add_product,
     are_real,

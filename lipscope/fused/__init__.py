@@ -1,0 +1,1 @@
+"""Fused attention with every derivative; imports nothing but torch and Triton."""
