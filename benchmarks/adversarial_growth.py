@@ -17,9 +17,9 @@ from rich.table import Table
 import lipscope as ls
 from lipscope.attack.constructions import SPREAD
 from lipscope.attack.tokens import guided_swaps
-from lipscope.audit.heads import for_one_sequence
-from lipscope.audit.token_target import layer_sigma
-from lipscope.report.attack_figures import adversarial_growth_figure
+from lipscope.papers.attack_figures import adversarial_growth_figure
+from lipscope.probes.bounds import for_one_sequence
+from lipscope.probes.token_target import layer_sigma
 from lipscope.study.growth import fit
 from lipscope.study.reading import read
 

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.charlm.characters import CharacterText, read_characters
-from lipscope.charlm.language_model import Architecture
-from lipscope.charlm.training import Recipe, Training
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
 from lipscope.nn.query_ball import BALL
-from lipscope.reproduce.kim_bounds import untied_rows
+from lipscope.papers.charlm.characters import CharacterText, read_characters
+from lipscope.papers.charlm.language_model import Architecture
+from lipscope.papers.charlm.training import Recipe, Training
+from lipscope.papers.kim_bounds import untied_rows
 
 DIM, HEADS, TOKENS = 32, 4, 32
 COST_DIM, COST_TOKENS, COST_BATCH = 128, 128, 16

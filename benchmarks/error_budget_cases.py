@@ -19,8 +19,8 @@ def make(name: str, context: int, tiny: bool) -> Any:
     width, depth = (32, 2) if tiny else (256, 4)
     torch.manual_seed(0)
     if name.startswith("char"):
-        from lipscope.charlm.language_model import Architecture
-        from lipscope.charlm.pretrained import CharacterConfig, CharacterModel
+        from lipscope.papers.charlm.language_model import Architecture
+        from lipscope.papers.charlm.pretrained import CharacterConfig, CharacterModel
 
         kind = name.removeprefix("char_")
         return CharacterModel(

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 import lipscope as ls
 from benchmarks.error_budget_cases import blocks_of, bugs_of, make, model_bugs, rounded
 from benchmarks.error_budget_tables import store, write_page
-from lipscope.budget.formats import read_formats
-from lipscope.budget.intervals import of_squares
-from lipscope.budget.metrics import read_metric
-from lipscope.budget.running import exact_outputs, first_order_errors, outputs_in
-from lipscope.budget.scores import compare_scores, spearman
-from lipscope.budget.sites import collect_products
-from lipscope.budget.subject import read_subject
 from lipscope.models.embedded import default_text
+from lipscope.probes.budget.formats import read_formats
+from lipscope.probes.budget.intervals import of_squares
+from lipscope.probes.budget.metrics import read_metric
+from lipscope.probes.budget.running import exact_outputs, first_order_errors, outputs_in
+from lipscope.probes.budget.scores import compare_scores, spearman
+from lipscope.probes.budget.sites import collect_products
+from lipscope.probes.budget.subject import read_subject
 
 MODELS = ("llama", "qwen3", "gpt2", "char_dot", "char_l2", "embedded")
 TRAINED = MODELS[:-1]

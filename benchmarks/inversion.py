@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.nn.invertible import theory_steps
-from lipscope.reproduce.kim_layers import inverse_error
+from lipscope.papers.kim_layers import inverse_error
 
 DIM, HEADS, TOKENS = 32, 4, 64
 CONSTANTS = (0.5, 0.7, 0.9)

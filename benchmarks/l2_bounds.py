@@ -95,8 +95,8 @@ def draw_tightness(path: str) -> None:
     """Norm inf, one coordinate: claim K1 of `lipscope reproduce` as a figure."""
     from matplotlib.figure import Figure
 
-    from lipscope.reproduce.kim_bounds import plot_tightness, run_tightness
-    from lipscope.reproduce.setting import Setting
+    from lipscope.papers.kim_bounds import plot_tightness, run_tightness
+    from lipscope.papers.setting import Setting
 
     picture = plot_tightness(run_tightness(Setting()))
     figure = Figure(figsize=(7, 4.3), layout="constrained")

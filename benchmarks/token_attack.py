@@ -29,9 +29,9 @@ from lipscope.attack.tokens import (
     projected_swaps,
     random_swaps,
 )
-from lipscope.audit.attack_comparison import texts_in
-from lipscope.audit.token_target import layer_sigma
 from lipscope.models.embedded import default_text
+from lipscope.papers.attack_comparison import texts_in
+from lipscope.probes.token_target import layer_sigma
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from lipscope.reproduce.training_outcomes import (
+from lipscope.papers.training_outcomes import (
     NAMES,
     best_rate,
     breaking_plans,

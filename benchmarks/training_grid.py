@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.training_plans import GRID, PLANS, SIZES, VARIANTS
-from lipscope.charlm.characters import CharacterText, read_characters
-from lipscope.reproduce.training_cells import Plan, run_cell, strict
+from lipscope.papers.charlm.characters import CharacterText, read_characters
+from lipscope.papers.training_cells import Plan, run_cell, strict
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks.training_figures import draw_breaking, draw_grid
-from lipscope.reproduce.training_outcomes import (
+from lipscope.papers.training_outcomes import (
     NAMES,
     best_rate,
     breaking_plans,

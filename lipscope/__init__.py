@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _CONTENTS = {
     "Around": "_types",
-    "AttackPlan": "audit.attacks",
+    "AttackPlan": "probes.attack",
     "Ball": "_types",
     "BatchEstimate": "linalg.estimate",
     "Dot": "attention.kernels",
@@ -25,40 +25,40 @@ _CONTENTS = {
     "Point": "_types",
     "Rope": "attention.kernels",
     "SelfAttention": "attention.layer",
-    "SmoothnessMonitor": "monitor.monitor",
-    "SmoothnessWarning": "monitor.monitor",
+    "SmoothnessMonitor": "train.monitor",
+    "SmoothnessWarning": "train.monitor",
     "Solver": "linalg.spectral",
     "Status": "_types",
     "Study": "study.study",
     "UserError": "_types",
     "attack": "",
-    "attack_model": "audit.attacks",
+    "attack_model": "probes.attack",
     "attend": "fused.primitive",
     "attend_everywhere": "fused.drop_in",
-    "audit_model": "audit.heads",
+    "audit_model": "probes.bounds",
     "bounds": "theorems.registry",
-    "compare_attacks": "audit.attack_comparison",
-    "compare_runs": "budget.comparing",
+    "compare_attacks": "papers.attack_comparison",
+    "compare_runs": "probes.budget.comparing",
     "concat": "study.study",
-    "convert_model": "convert.models",
+    "convert_model": "train.convert_models",
     "dynamics": "",
-    "error_budget": "budget.prediction",
+    "error_budget": "probes.budget.prediction",
     "jacobian": "linalg.differentiate",
-    "lightning_callback": "monitor.callbacks",
+    "lightning_callback": "train.callbacks",
     "load": "models.loading",
     "local_lipschitz": "mean_field.local",
     "mean_field": "",
     "measure": "study.run",
     "nn": "",
     "render": "report.page",
-    "reproduce_papers": "reproduce.running",
+    "reproduce_papers": "papers.running",
     "scaled_dot_product_attention": "fused.drop_in",
     "simulate": "dynamics.simulation",
     "singular_triplets": "linalg.triplets",
     "spectral_norm": "linalg.spectral",
     "theorems": "",
-    "trainer_callback": "monitor.callbacks",
-    "watch": "monitor.models",
+    "trainer_callback": "train.callbacks",
+    "watch": "train.watched_models",
 }
 
 __getattr__, __dir__ = contents(__name__, _CONTENTS)
@@ -130,13 +130,6 @@ if TYPE_CHECKING:
     from lipscope.attention.kernels import Dot as Dot
     from lipscope.attention.kernels import Rope as Rope
     from lipscope.attention.layer import SelfAttention as SelfAttention
-    from lipscope.audit.attack_comparison import compare_attacks as compare_attacks
-    from lipscope.audit.attacks import AttackPlan as AttackPlan
-    from lipscope.audit.attacks import attack_model as attack_model
-    from lipscope.audit.heads import audit_model as audit_model
-    from lipscope.budget.comparing import compare_runs as compare_runs
-    from lipscope.budget.prediction import error_budget as error_budget
-    from lipscope.convert.models import convert_model as convert_model
     from lipscope.dynamics.simulation import simulate as simulate
     from lipscope.fused.drop_in import attend_everywhere as attend_everywhere
     from lipscope.fused.drop_in import (
@@ -153,14 +146,21 @@ if TYPE_CHECKING:
     from lipscope.mean_field.local import local_lipschitz as local_lipschitz
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
-    from lipscope.monitor.callbacks import lightning_callback as lightning_callback
-    from lipscope.monitor.callbacks import trainer_callback as trainer_callback
-    from lipscope.monitor.models import watch as watch
-    from lipscope.monitor.monitor import SmoothnessMonitor as SmoothnessMonitor
-    from lipscope.monitor.monitor import SmoothnessWarning as SmoothnessWarning
+    from lipscope.papers.attack_comparison import compare_attacks as compare_attacks
+    from lipscope.papers.running import reproduce_papers as reproduce_papers
+    from lipscope.probes.attack import AttackPlan as AttackPlan
+    from lipscope.probes.attack import attack_model as attack_model
+    from lipscope.probes.bounds import audit_model as audit_model
+    from lipscope.probes.budget.comparing import compare_runs as compare_runs
+    from lipscope.probes.budget.prediction import error_budget as error_budget
     from lipscope.report.page import render as render
-    from lipscope.reproduce.running import reproduce_papers as reproduce_papers
     from lipscope.study.run import measure as measure
     from lipscope.study.study import Study as Study
     from lipscope.study.study import concat as concat
     from lipscope.theorems.registry import bounds as bounds
+    from lipscope.train.callbacks import lightning_callback as lightning_callback
+    from lipscope.train.callbacks import trainer_callback as trainer_callback
+    from lipscope.train.convert_models import convert_model as convert_model
+    from lipscope.train.monitor import SmoothnessMonitor as SmoothnessMonitor
+    from lipscope.train.monitor import SmoothnessWarning as SmoothnessWarning
+    from lipscope.train.watched_models import watch as watch

@@ -29,7 +29,7 @@ import torch
 from transformers import logging
 
 import lipscope as ls
-from lipscope.charlm import train_character_model
+from lipscope.papers.charlm import train_character_model
 from tests.study.tiny import PROSE, save_tiny
 
 LIMIT = 30

@@ -42,7 +42,7 @@ from lipscope.attack.tokens import (
     projected_swaps,
     random_swaps,
 )
-from lipscope.audit.attack_comparison import Contest
+from lipscope.papers.attack_comparison import Contest
 from lipscope.theorems.composition import Affine, Chain, Residual
 from tests.other_device import ELSEWHERE, other_device
 

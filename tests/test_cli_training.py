@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lipscope.charlm.checkpoint import FILE, LOCK, read_checkpoint
 from lipscope.cli import main
 from lipscope.cli.terminal import Report
+from lipscope.papers.charlm.checkpoint import FILE, LOCK, read_checkpoint
 
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
 SMALL = [
@@ -207,23 +207,23 @@ def test_the_bar_says_how_well_it_goes(tmp_path, text, monkeypatch):
 
 
 PLACES = {
-    "lipscope.charlm.training.read_characters": (
+    "lipscope.papers.charlm.training.read_characters": (
         "what was saved is kept. Run the same command again",
         [],
     ),
-    "lipscope.charlm.training.Training.read": (
+    "lipscope.papers.charlm.training.Training.read": (
         "nothing is saved in {}. Run the same command to resume",
         [],
     ),
-    "lipscope.charlm.folder.write_json": (
+    "lipscope.papers.charlm.folder.write_json": (
         "step 0 of 20 is saved in {}. Run the same command to resume",
         [],
     ),
-    "lipscope.report.training.draw_curves": (
+    "lipscope.papers.training_page.draw_curves": (
         "step 20 of 20 is saved in {}. Run the same command",
         ["model.safetensors"],
     ),
-    "lipscope.report.training.curve_table": (
+    "lipscope.papers.training_page.curve_table": (
         "what was saved is kept",
         ["curves.png"],
     ),

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaModel
 
 import lipscope as ls
 from lipscope._display import Displayed, html_table, short, text_table
-from lipscope.audit.attack_comparison import Contest, Trial, Trials
-from lipscope.audit.attacks import AttackedModel, Line
-from lipscope.audit.heads import Audit
 from lipscope.models.sites import Site
+from lipscope.papers.attack_comparison import Contest, Trial, Trials
+from lipscope.probes.attack import AttackedModel, Line
+from lipscope.probes.bounds import Audit
 
 HOSTILE = '<img src=x onerror="alert(1)">'
 

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 import lipscope as ls
 from lipscope import _notebook_bar
 from lipscope._notebook_bar import Bar, in_notebook, with_bar
-from lipscope.charlm import train_character_model
+from lipscope.papers.charlm import train_character_model
 from tests.test_notebooks import ROOT
 
 

@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lipscope._types import UserError
-from lipscope.budget.formats import read_formats
-from lipscope.budget.metrics import read_metric
-from lipscope.charlm.characters import read_characters
-from lipscope.charlm.checkpoint import FILE as CHECKPOINT
-from lipscope.charlm.checkpoint import read_checkpoint
 from lipscope.cli.terminal import numbers
 from lipscope.models.model_files import read_json
 from lipscope.models.repository import scrub
+from lipscope.papers.charlm.characters import read_characters
+from lipscope.papers.charlm.checkpoint import FILE as CHECKPOINT
+from lipscope.papers.charlm.checkpoint import read_checkpoint
+from lipscope.probes.budget.formats import read_formats
+from lipscope.probes.budget.metrics import read_metric
 from lipscope.study.sharding import parse_shard
 from lipscope.study.study import Study
 from lipscope.study.sweep import read_sweep

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import lipscope as ls
-from lipscope.monitor.modules import ModuleWatch
 from lipscope.study.work import threads_for
+from lipscope.train.watched_modules import ModuleWatch
 
 CONFIG = {
     "vocab_size": 37,

@@ -56,8 +56,8 @@ def bounds(
     sizes, where = numbers("lengths", lengths), numbers("layers", layers)
     words = read_texts(text, column, quiet)
     with progress(quiet=quiet) as report:
-        from lipscope.audit.heads import audit_model
         from lipscope.models.loading import load
+        from lipscope.probes.bounds import audit_model
         from lipscope.report.bound_table import bound_summary
 
         loaded = load(
@@ -126,14 +126,14 @@ def attack(
     where = numbers("layers", layers)
     words = read_texts(text, column, quiet)
     with progress("attacking", quiet) as report:
-        from lipscope.audit.attack_comparison import (
+        from lipscope.models.loading import load
+        from lipscope.papers.attack_comparison import (
             Contest,
             compare_attacks,
             comparison_table,
             texts_in,
         )
-        from lipscope.audit.attacks import AttackPlan, attack_model, attack_table
-        from lipscope.models.loading import load
+        from lipscope.probes.attack import AttackPlan, attack_model, attack_table
 
         # Settings are checked before a model is loaded, which may take a while.
         contest = Contest(swaps, length, seed) if compare else None
@@ -167,8 +167,8 @@ def attack(
         write_page(out, quiet)
     else:
         from lipscope._files import whole_file
-        from lipscope.audit.attack_comparison import write_trials
-        from lipscope.report.attack_figures import contest_figure
+        from lipscope.papers.attack_comparison import write_trials
+        from lipscope.papers.attack_figures import contest_figure
 
         out.mkdir(parents=True, exist_ok=True)
         write_trials(trials, out / "attacks.csv")

@@ -77,12 +77,12 @@ def budget(
     """Predict what low precision costs, and which layers and heads it comes from."""
     words: Any = read_texts(text, column, quiet)
     with progress("propagating", quiet=quiet) as report:
-        from lipscope.budget.formats import read_formats
-        from lipscope.budget.layer_lists import layer_lists
-        from lipscope.budget.metrics import read_metric
-        from lipscope.budget.prediction import error_budget
-        from lipscope.budget.scores import compare_scores
         from lipscope.models.loading import load, load_language_model
+        from lipscope.probes.budget.formats import read_formats
+        from lipscope.probes.budget.layer_lists import layer_lists
+        from lipscope.probes.budget.metrics import read_metric
+        from lipscope.probes.budget.prediction import error_budget
+        from lipscope.probes.budget.scores import compare_scores
         from lipscope.report.budgets import budget_table, score_table, shares_table
 
         read_formats(format)  # checked before a model is loaded, which may take a while
@@ -178,9 +178,9 @@ def check(
     """
     words: Any = read_texts(text, column, quiet)
     with progress("comparing", quiet=quiet) as report:
-        from lipscope.budget.comparing import check_format, compare_runs
-        from lipscope.budget.recorded import recorded_path
         from lipscope.models.loading import load
+        from lipscope.probes.budget.comparing import check_format, compare_runs
+        from lipscope.probes.budget.recorded import recorded_path
         from lipscope.report.budgets import comparison_table
 
         check_format(format)  # before a model is loaded, which may take a while

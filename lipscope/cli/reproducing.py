@@ -11,7 +11,7 @@ from lipscope.cli.options import AsJson, Cluster, Quiet, Seed, Workers
 from lipscope.cli.terminal import ExitCode, progress, show_json, warn
 
 if TYPE_CHECKING:
-    from lipscope.reproduce.running import Outcome
+    from lipscope.papers.running import Outcome
 
 
 def reproduce(
@@ -47,8 +47,8 @@ def reproduce(
     """
     names = None if only is None else only.split(",")
     with progress("reproducing", quiet=quiet or list_claims) as report:
-        from lipscope.reproduce.registry import chosen
-        from lipscope.reproduce.running import reproduce_papers
+        from lipscope.papers.registry import chosen
+        from lipscope.papers.running import reproduce_papers
 
         listed = chosen(paper, names)
         outcomes = (

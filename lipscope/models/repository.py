@@ -55,7 +55,7 @@ TOKENIZER = (
 )
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-OWN_TYPES = {"lipscope_character": "lipscope.charlm.pretrained"}
+OWN_TYPES = {"lipscope_character": "lipscope.papers.charlm.pretrained"}
 """lipscope's own model types and the modules that register them, imported on demand."""
 
 FORBIDDEN = (

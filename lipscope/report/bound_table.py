@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lipscope._files import for_terminal
 from lipscope._types import Point
-from lipscope.audit.heads import BOUND, LEFT_OUT, REGIME, WORST, Audit
+from lipscope.probes.bounds import BOUND, LEFT_OUT, REGIME, WORST, Audit
 from lipscope.study.records import SIGMA, Row
 from lipscope.theorems.registry import REGISTRY
 

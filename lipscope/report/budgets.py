@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope._files import for_terminal
-from lipscope.budget.comparing import RunComparison
-from lipscope.budget.result import OF_THE_RUN, ErrorBudget
-from lipscope.budget.scores import ScoreTable
+from lipscope.probes.budget.comparing import RunComparison
+from lipscope.probes.budget.result import OF_THE_RUN, ErrorBudget
+from lipscope.probes.budget.scores import ScoreTable
 from lipscope.report import charts
 from lipscope.report.charts import Curve, Marks
 from lipscope.report.document import chart, section, swatch, table

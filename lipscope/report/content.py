@@ -34,7 +34,7 @@ FEW_DIGITS = {"residual": 2, "seconds": 2, "radius": 4}
 """Columns that readers need to fewer digits than the rest."""
 
 BOUND, WORST = "bound: ", "worst found"
-"""Probes of `lipscope.audit.heads`, spelled here because that module imports torch."""
+"""Probes of `lipscope.probes.bounds`, spelled here because that module imports torch."""
 
 Map = tuple[str, int | None]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -10,12 +12,14 @@ from lipscope.report import charts
 from lipscope.report.content import LengthCurve, heat, length_curves
 from lipscope.report.formats import exponent_range, layer_name, shown, shown_token
 from lipscope.report.identity import labels
-from lipscope.report.palette import series
+from lipscope.report.palette import colour, series
 from lipscope.report.study_charts import curve_of, main_scope
 from lipscope.study.study import Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from lipscope.train.sigma_table import Reading
 
 SIZE = 10.0
 
@@ -125,3 +129,32 @@ def new_axes(ax: Axes | None) -> Axes:
             "figures need matplotlib; install it with: pip install matplotlib"
         ) from error
     return plt.subplots()[1] if ax is None else ax
+
+
+def draw_readings(readings: Sequence[Reading], ax: Axes | None) -> Axes:
+    """The constants that a monitor has measured, one curve per layer."""
+    ax = new_axes(ax)
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for reading in readings:
+        steps, sigmas = found.setdefault(reading.layer, ([], []))
+        steps.append(reading.step)
+        sigmas.append(reading.sigma)
+    if not found:
+        raise UserError("the monitor has no readings to draw; measure at least one step")
+    charts.style(ax, 10)
+    constants_by_step(ax, found)
+    ax.set_ylabel("σ, local Lipschitz constant (lower bound)")
+    return ax
+
+
+def constants_by_step(ax: Axes, found: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
+    """Curves of constants by step, on log axes if they differ much; a gap where there is none."""
+    for i, (name, (steps, sigmas)) in enumerate(found.items()):
+        tint, mark = colour(series(i, len(found))), "." if len(steps) == 1 else None
+        ax.plot(steps, sigmas, label=name, color=tint, marker=mark)
+    ax.set_xlabel("step")
+    values = [x for _, sigmas in found.values() for x in sigmas if 0 < x < math.inf]
+    if values and max(values) > 4 * min(values):
+        ax.set_yscale("log")
+        charts.log_ticks(ax.yaxis, values)
+    ax.legend(fontsize="small", ncols=1 + len(found) // 8)

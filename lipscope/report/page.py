@@ -140,7 +140,7 @@ def html(study: Study, against: Study | None = None) -> str:
 def _budgets(study: Study) -> list[str]:
     """A section per budget of the study."""
     # Late: adding up the parts of a budget imports torch.
-    from lipscope.budget.storing import stored_budgets
+    from lipscope.probes.budget.storing import stored_budgets
     from lipscope.report.budgets import budget_section
 
     return [budget_section(budget, i) for i, budget in enumerate(stored_budgets(study))]

@@ -50,7 +50,7 @@ def summary(study: Study) -> RenderableType:
 def _budgets(study: Study) -> list[RenderableType]:
     """The tables of `lipscope budget`."""
     # Late: adding up the parts of a budget imports torch.
-    from lipscope.budget.storing import stored_budgets
+    from lipscope.probes.budget.storing import stored_budgets
     from lipscope.report.budgets import budget_table, shares_table
 
     found = stored_budgets(study)

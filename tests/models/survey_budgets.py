@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import lipscope as ls
-from lipscope.budget.subject import copied
 from lipscope.models.loading import load
 from lipscope.models.plug import plugged
 from lipscope.models.precision import Float64
 from lipscope.models.running import first_tensor, hooked
+from lipscope.probes.budget.subject import copied
 
 PROBES = 16
 SAMPLES = 4

@@ -7,8 +7,8 @@ import torch
 
 import lipscope as ls
 from lipscope.models.running import hooked
-from tests.budget.tiny import some_ids, tiny
 from tests.models import survey, survey_budgets, survey_page
+from tests.probes.budget.tiny import some_ids, tiny
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.monitor.monitor import SmoothnessMonitor, SmoothnessWarning
-from tests.monitor.watched import dense_norm, unchecked
+from lipscope.train.monitor import SmoothnessMonitor, SmoothnessWarning
 from tests.nn.test_modules import LAYERS
+from tests.train.watched import dense_norm, unchecked
 
 ATTENTION = [name for name in LAYERS if name != "residual"]
 DIM, TOKENS = 8, 9

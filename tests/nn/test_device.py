@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import lipscope as ls
-from lipscope.monitor.sigma_table import Reading
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
 from lipscope.nn.variants import ATTENTIONS
-from tests.monitor.watched import trained
+from lipscope.train.sigma_table import Reading
 from tests.nn.test_modules import compiled
+from tests.train.watched import trained
 
 DIM, HEADS, TOKENS = 32, 4, 48
 

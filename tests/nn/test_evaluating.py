@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.utils import spectral_norm, weight_norm
 
 import lipscope as ls
-from lipscope.monitor.monitor import SmoothnessMonitor
 from lipscope.nn.evaluating import evaluating
-from tests.monitor.test_undisturbed import run
-from tests.monitor.watched import DIM, HEADS, Kept, batches, dense_norm
+from lipscope.train.monitor import SmoothnessMonitor
+from tests.train.test_undisturbed import run
+from tests.train.watched import DIM, HEADS, Kept, batches, dense_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -12,7 +12,7 @@ import lipscope as ls
 from lipscope.nn.contractive import ContractiveMLP
 from lipscope.nn.invertible import power_series, remainder, series_weights, theory_steps
 from lipscope.nn.parametrize import SpectralNormalised
-from tests.monitor.watched import unchecked
+from tests.train.watched import unchecked
 
 
 def residual(

@@ -10,7 +10,7 @@ from torch import nn
 
 import lipscope as ls
 from lipscope.nn.parametrize import LeftAsTheyAre, sigma_reparametrise, spectrally_normalise
-from tests.monitor.watched import unchecked
+from tests.train.watched import unchecked
 
 both = pytest.mark.parametrize("normalise", [spectrally_normalise, sigma_reparametrise])
 

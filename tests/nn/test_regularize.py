@@ -11,7 +11,7 @@ import lipscope as ls
 from lipscope.nn import ATTENTIONS
 from lipscope.nn.matrix_norms import by_squaring, spectral_upper
 from lipscope.nn.parametrize import spectrally_normalise
-from tests.monitor.watched import unchecked
+from tests.train.watched import unchecked
 
 
 def dense_sigma(m: nn.Module, X: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.monitor.monitor import SmoothnessMonitor, SmoothnessWarning
-from tests.monitor.watched import DIM, HEADS, Small, batches
+from lipscope.train.monitor import SmoothnessMonitor, SmoothnessWarning
+from tests.train.watched import DIM, HEADS, Small, batches
 
 ONE_PROCESS = """
 import warnings
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 torch.set_num_threads(1)
 import lipscope as ls
 from lipscope.nn.wrapped import SHARDED
-from tests.monitor.watched import Small, batches, trained
+from tests.train.watched import Small, batches, trained
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -96,7 +96,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 torch.set_num_threads(1)
 import lipscope as ls
 from lipscope.nn.wrapped import SHARDED
-from tests.monitor.watched import Small, batches
+from tests.train.watched import Small, batches
 warnings.simplefilter("ignore")
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

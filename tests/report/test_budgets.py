@@ -9,7 +9,7 @@ import lipscope as ls
 from lipscope.report.budgets import budget_table, layer_errors, shares_table
 from lipscope.report.page import html
 from lipscope.report.study_table import summary
-from tests.budget.tiny import some_ids, tiny
+from tests.probes.budget.tiny import some_ids, tiny
 
 
 @pytest.fixture(scope="module")

@@ -288,7 +288,7 @@ def test_bounds_stand_around_their_own_sigma(tmp_path):
 
 
 def test_the_probes_of_the_audit_are_spelled_as_there():
-    from lipscope.audit import heads
+    from lipscope.probes import bounds as heads
 
     assert (BOUND, WORST) == (heads.BOUND, heads.WORST)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import lipscope as ls
-from lipscope.charlm import train_character_model
 from lipscope.cli import main
+from lipscope.papers.charlm import train_character_model
 from lipscope.study.texts import Prose, TextColumn, content
 from tests.study.tiny import PROSE
 

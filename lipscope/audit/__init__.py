@@ -1,1 +1,0 @@
-"""Compare theorems and attacks with the measured constants of a model's heads and layers."""

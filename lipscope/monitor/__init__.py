@@ -1,1 +1,0 @@
-"""The local Lipschitz constants of layers, monitored while a model trains."""

@@ -1,0 +1,1 @@
+"""What is measured at a site: bounds, attacks and numerical error."""

@@ -1,0 +1,121 @@
+"""Gradients of many probes in few backward passes.
+
+A backward pass of a small model takes as long as it takes to launch its operations, whatever their
+size. `torch.func.vmap` over the backward pass launches each of them once for many probes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lipscope._types import UserError
+from lipscope.models.model_files import on_one_line
+from lipscope.probes.budget.memory import DETACHING, LEAVING
+
+BYTES = 2**30
+"""Memory for the gradients of the probes of one backward pass; more on a GPU with more to spare."""
+
+SPARE = 8
+"""On a GPU, one part in this many of the free memory may hold these gradients."""
+
+
+class Connected(TorchFunctionMode):
+    """Build the graph also where the model does not want it, under no_grad or after detach.
+
+    An error passes there like everywhere else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let hooks compute values without a graph."""
+        self._paused = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._paused = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        with torch.enable_grad():
+            if func in DETACHING and not args[0].is_leaf:
+                return args[0].view_as(args[0])
+            if func in LEAVING:
+                args = (args[0].detach(), *args[1:])
+            return func(*args, **(kwargs or {}))
+
+
+def batches(count: int, tensors: Sequence[Tensor]) -> Iterator[range]:
+    """Split `count` probes into ranges whose gradients fit into memory together."""
+    each = sum(x.numel() * x.element_size() for x in tensors)
+    room = BYTES
+    if tensors and tensors[0].is_cuda:
+        room = max(room, torch.cuda.mem_get_info(tensors[0].device)[0] // SPARE)
+    # What cannot be batched below is not collected either.
+    batched = all(x.dtype == torch.float64 for x in tensors)
+    step = max(1, room // max(each, 1)) if batched else 1
+    for first in range(0, count, step):
+        yield range(first, min(first + step, count))
+
+
+def gradients(
+    outputs: Sequence[Tensor], probes: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients of sum_o <v_o, y_o> with respect to every tensor x, [K, *x.shape].
+
+    Args:
+        outputs: Tensors y_o of one graph, which is retained.
+        probes: v_o [K, *y_o.shape].
+        tensors: Tensors of the graph. The gradient is None where no output depends on the tensor.
+    """
+    if not any(y.requires_grad for y in outputs):
+        return [None] * len(tensors)
+    used: list[bool] = []
+
+    def one(*v: Tensor) -> tuple[Tensor, ...]:
+        found = torch.autograd.grad(outputs, tensors, v, retain_graph=True, allow_unused=True)
+        used[:] = [g is not None for g in found]
+        return tuple(g for g in found if g is not None)
+
+    # In float32 and below attention may run on kernels that do not take a batch of gradients.
+    if len(probes[0]) > 1 and all(y.dtype == torch.float64 for y in outputs):
+        try:
+            with warnings.catch_warnings():
+                # Operations without a batching rule run one probe after another; that is all.
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                return _placed(torch.func.vmap(one)(*probes), used)
+        except RuntimeError:
+            pass  # an operation that cannot be batched at all, or too little memory
+    try:
+        parts = zip(*(one(*v) for v in zip(*probes, strict=True)), strict=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a function without a derivative, gradient checkpointing
+        raise UserError(
+            f"the model cannot be differentiated ({on_one_line(error)}); run it without that"
+        ) from error
+    return _placed([torch.stack(part) for part in parts], used)
+
+
+def _placed(found: Sequence[Tensor], used: list[bool]) -> list[Tensor | None]:
+    """The gradients in the order of the tensors, with None for unused ones."""
+    rest = iter(found)
+    return [next(rest) if hit else None for hit in used]

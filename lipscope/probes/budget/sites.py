@@ -1,0 +1,255 @@
+"""The places in a model where a format makes an error, and the products <g, e> at each of them.
+
+One backward pass per probe v gives g_s = J_s' v at every site s, whatever the formats; the product
+with the error e_sf of format f at that site costs a dot product. Sites are the weights of products
+(see weights.py), the inputs of linear layers, and the keys and values of every head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope._types import UserError
+from lipscope.models.plug import AttentionCall
+from lipscope.probes.budget.formats import Format
+from lipscope.probes.budget.metrics import Metric
+from lipscope.probes.budget.probing import Connected, batches, gradients
+from lipscope.probes.budget.subject import Sample, Subject, changing_cache, layers_entered
+from lipscope.probes.budget.weights import Weight, is_linear
+
+
+@dataclass(frozen=True)
+class ErrorSite:
+    """Where an error enters: the name of a module, its layer, and what is rounded there.
+
+    kind: "weight", "activation", "key", "value", or the operation of a low-precision run
+    head: the key-value head, for keys and values
+    """
+
+    name: str
+    layer: int | None
+    kind: str
+    head: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """t[k, b, s] = <g_s, e_s> for probe k, sequence b and site s, for one format."""
+
+    sites: list[ErrorSite]
+    t: Tensor
+
+
+def collect_products(
+    subject: Subject,
+    formats: list[Format],
+    metric: Metric,
+    probes: int,
+    seed: int,
+    embeddings: bool = False,
+) -> dict[str, Products]:
+    """The products of every format at every site, from one forward pass per sequence."""
+    weights = weights_of(subject, formats, embeddings)
+    errors = {
+        w.name: torch.stack([w.error(f.weight).flatten() for f in formats if f.weight])
+        for w in weights
+    }
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, list[Tensor]] = {f.name: [] for f in formats}
+    sites: dict[str, list[ErrorSite]] = {}
+    for sample in subject.sequences:
+        with _graph(subject, weights, formats, sample) as graph:
+            y = metric.read(graph.output)
+            tensors = [w.parameter for w in weights]
+            tensors += [x for _, x in graph.inputs] + list(graph.cache.values())
+            made = _errors_made(subject, weights, graph, formats, errors)
+            parts = []
+            for batch in batches(probes, tensors):
+                v = torch.stack([metric.probe(y, generator) for _ in batch])
+                with torch.enable_grad():
+                    parts.append(_products(made, gradients([y], [v], tensors)))
+        for f in formats:
+            sites[f.name] = [site for name, site in parts[0][0] if name == f.name]
+            if not sites[f.name]:
+                raise UserError(
+                    f"the output of {subject.name} depends on nothing that {f.name} rounds; leave "
+                    "the format out, or pass embeddings=True to round embeddings as well"
+                )
+            chosen = [i for i, (name, _) in enumerate(parts[0][0]) if name == f.name]
+            found[f.name].append(torch.cat([t[:, chosen] for _, t in parts]))
+    return {name: Products(sites[name], torch.stack(parts, dim=1)) for name, parts in found.items()}
+
+
+def weights_of(subject: Subject, formats: list[Format], embeddings: bool) -> list[Weight]:
+    """The weights that some of the formats round, if any of them does."""
+    if not any(f.weight for f in formats):
+        return []
+    found = subject.weights(embeddings)
+    # Where a product is not that of a module, its input is out of reach.
+    out_of_reach = [
+        w.name for w in found if not is_linear(w.part) and not isinstance(w.part, nn.Embedding)
+    ]
+    for f in formats:
+        if f.activation and out_of_reach:
+            raise UserError(
+                f"{f.name} also rounds what {out_of_reach[0]} is multiplied with, and only inputs "
+                f"of linear layers can be reached ({len(out_of_reach)} weights of {subject.name} "
+                "are of another kind); use a format of weights alone, such as int8"
+            )
+    return found
+
+
+@dataclass(eq=False)
+class _Graph:
+    """One differentiable forward pass with the tensors at its sites.
+
+    inputs: the inputs of linear layers, one per call
+    cache:  keys and values, by attention call
+    """
+
+    inputs: list[tuple[ErrorSite, Tensor]]
+    cache: dict[tuple[int, str], Tensor]
+    output: Any = None
+
+
+@contextmanager
+def _graph(
+    subject: Subject, weights: list[Weight], formats: list[Format], sample: Sample
+) -> Iterator[_Graph]:
+    """Run the model with gradients at the sites that the formats need."""
+    graph = _Graph(inputs=[], cache={})
+    layer: list[int | None] = [None]
+    with ExitStack() as stack:
+        for w in weights:
+            w.parameter.requires_grad_(True)
+            stack.callback(w.parameter.requires_grad_, False)
+        if any(f.activation for f in formats):
+            stack.enter_context(layers_entered(subject, partial(layer.__setitem__, 0)))
+            for w in weights:
+                if w.part is not None and is_linear(w.part):
+                    handle = w.part.register_forward_pre_hook(_take_input(graph, w.name, layer))
+                    stack.callback(handle.remove)
+        if any(f.cache for f in formats):
+            check_routed(subject)
+            stack.enter_context(changing_cache(_take_cache(graph)))
+        # Also for code that asks whether gradients are enabled, as attention does.
+        with subject.ready(), torch.enable_grad(), Connected():
+            graph.output = subject.run(sample)
+        yield graph
+
+
+def check_routed(subject: Subject) -> None:
+    """Raise UserError if keys and values cannot be reached."""
+    if not subject.routed:
+        raise UserError(
+            f"{subject.name} does not call transformers' attention interface, so its keys and "
+            "values cannot be reached; leave the kv formats out"
+        )
+
+
+def _take_input(graph: _Graph, name: str, layer: list[int | None]) -> Any:
+    def hook(part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # A node of its own: the gradient must not include other uses of the same tensor.
+        x = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
+        node = x.view_as(x)
+        graph.inputs.append((ErrorSite(name, layer[0], "activation"), node))
+        return (node, *args[1:])
+
+    return hook
+
+
+def _take_cache(graph: _Graph) -> Any:
+    def change(call: AttentionCall) -> AttentionCall:
+        number = len(graph.cache) // 2
+        parts = {}
+        for kind, x in (("key", call.k), ("value", call.v)):
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            parts[kind] = graph.cache[number, kind] = x.view_as(x)
+        return replace(call, k=parts["key"], v=parts["value"])
+
+    return change
+
+
+@dataclass(frozen=True, eq=False)
+class _Errors:
+    """The errors of several formats in one tensor of the graph.
+
+    e:     [formats, parts, entries]; a part is a head, or the whole tensor
+    split: how gradients [K, ...] are brought into the shape [K, parts, entries]
+    sites: the site of every part
+    """
+
+    formats: list[str]
+    e: Tensor
+    split: Callable[[Tensor], Tensor]
+    sites: list[ErrorSite]
+
+
+def _errors_made(
+    subject: Subject,
+    weights: list[Weight],
+    graph: _Graph,
+    formats: list[Format],
+    errors: dict[str, Tensor],
+) -> list[_Errors]:
+    """The errors at every site of the graph, in the order of its tensors."""
+    made = []
+    for w in weights:
+        site = ErrorSite(w.name, w.layer, "weight")
+        names = [f.name for f in formats if f.weight]
+        made.append(_Errors(names, errors[w.name][:, None], whole, [site]))
+    for site, x in graph.inputs:
+        named = {f.name: f.activation(x.detach()) - x.detach() for f in formats if f.activation}
+        e = whole(torch.stack(list(named.values())))
+        made.append(_Errors(list(named), e, whole, [site]))
+    for (number, kind), x in graph.cache.items():
+        named = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
+        e = by_head(torch.stack(list(named.values())))
+        heads = cache_sites(subject, number, kind, x.shape[1])
+        made.append(_Errors(list(named), e, by_head, heads))
+    return made
+
+
+def cache_sites(subject: Subject, number: int, kind: str, heads: int) -> list[ErrorSite]:
+    """The sites of the keys or values of an attention call."""
+    layer = subject.attending[number]
+    name = f"layer {layer} {kind}s" if layer >= 0 else f"attention {number} {kind}s"
+    if layer >= 0 and subject.attending.count(layer) > 1:
+        name += f" of call {number}"
+    return [ErrorSite(name, layer if layer >= 0 else None, kind, head) for head in range(heads)]
+
+
+def _products(
+    made: list[_Errors], gradients: list[Tensor | None]
+) -> tuple[list[tuple[str, ErrorSite]], Tensor]:
+    """What each product belongs to, and the products [K, sites of all formats] on the CPU.
+
+    Sites of modules that did not run (a pooler) have no gradient, and no product. What several
+    calls of one module in a layer add up to is one site.
+    """
+    found: dict[tuple[str, ErrorSite], Tensor] = {}
+    for errors, g in zip(made, gradients, strict=True):
+        if g is not None:
+            t = torch.einsum("fpe,kpe->kfp", errors.e, errors.split(g)).flatten(1)
+            keys = [(name, site) for name in errors.formats for site in errors.sites]
+            for key, column in zip(keys, t.T, strict=True):
+                found[key] = found[key] + column if key in found else column
+    t = torch.stack(list(found.values()), dim=1) if found else torch.empty(0, dtype=torch.float64)
+    return list(found), t.double().cpu()
+
+
+def whole(x: Tensor) -> Tensor:
+    """Tensors [K, ...] as one part each, [K, 1, entries]."""
+    return x.flatten(1)[:, None]
+
+
+def by_head(x: Tensor) -> Tensor:
+    """Keys or values [K, B, G, n, k] as one part per head, [K, G, entries]."""
+    return x.transpose(1, 2).flatten(2)

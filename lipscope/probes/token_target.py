@@ -1,0 +1,115 @@
+"""Objectives for attacks on a text: sigma of a layer, or the change of the model's output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lipscope._types import UserError
+from lipscope.attack.ascent import sigma_gradient
+from lipscope.attack.tokens import TextTarget
+from lipscope.linalg.differentiate import jacobian
+from lipscope.linalg.estimate import many
+from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.mean_field.local import local_lipschitz
+from lipscope.models.model import Model
+from lipscope.models.running import ModuleCall, Tap, run_to
+from lipscope.models.sites import Survey
+from lipscope.probes.sentence import AT_ONCE, TextReader, token_rows
+
+
+def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -> TextTarget:
+    """sigma of attention at a layer, as a function of the text through all layers below.
+
+    The error of a well-separated sigma is about the square of `tol`: enough to rank texts, whose
+    sigma is then measured again.
+    """
+    if not 0 <= layer < model.layers:
+        raise UserError(
+            f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}"
+        )
+    rows, solver = token_rows(model), Solver(seed=seed)
+
+    def measure(ids: Tensor) -> Tensor:
+        return torch.cat(
+            [_sigma(model.survey(part), layer, tol, solver) for part in ids.split(AT_ONCE)]
+        )
+
+    return TextTarget(
+        measure, partial(_slope, model, layer, tol, solver), rows, _words(model, len(rows))
+    )
+
+
+def output_change(
+    model: Model,
+    ids: Sequence[int],
+    *,
+    reader: TextReader | None = None,
+    tol: float = 1e-2,
+    seed: int = 0,
+) -> TextTarget:
+    """||F(text) - F(ids)||_F, where F is the last hidden state.
+
+    At `ids` itself this is 0 and has no gradient, so the top singular direction of D F is used
+    instead: the direction in which a small step changes the output most. `reader` may add special
+    tokens around the text.
+    """
+    reader, solver = reader or TextReader(model, len(ids)), Solver(seed=seed)
+    rows, text = reader.rows, torch.tensor(list(ids))
+    start, origin = rows[text], reader.hidden_of(text[None])
+
+    def measure(texts: Tensor) -> Tensor:
+        return (reader.hidden_of(texts) - origin).norm(dim=(1, 2)).double()
+
+    def slope(E: Tensor) -> tuple[float, Tensor]:
+        if torch.equal(E, start):  # the norm is not differentiable at 0
+            top = many(spectral_norm(jacobian(reader.hidden, E[None]), tol, solver=solver))
+            return 0.0, top.value[0].item() * top.right[0]
+        e = E.detach().clone()[None].requires_grad_(True)
+        with torch.enable_grad():
+            change = (reader.hidden(e) - origin).norm()
+            (gradient,) = torch.autograd.grad(change, e)
+        return change.item(), gradient[0]
+
+    return TextTarget(measure, slope, rows, _words(model, len(rows)))
+
+
+def _sigma(survey: Survey, layer: int, tol: float, solver: Solver) -> Tensor:
+    site = survey.site("attention", layer)
+    return many(local_lipschitz(site.f, site.X, tol, solver=solver)).value
+
+
+def _slope(model: Model, layer: int, tol: float, solver: Solver, E: Tensor) -> tuple[float, Tensor]:
+    """sigma and its gradient at the layer's input, pulled back through the layers below."""
+    survey = model.survey(inputs_embeds=E[None])
+    site = survey.site("attention", layer)
+    top = many(local_lipschitz(site.f, site.X, tol, solver=solver))
+    there = sigma_gradient(site.f, site.X, top.left, top.right)
+    core = survey.layers[layer].core
+    assert core is not None
+    # Two chain-rule steps instead of one graph through the solver: sigma's gradient at X has a
+    # closed form in its singular vectors, and autograd carries it from X to the embeddings.
+    e = E.detach().clone()[None].requires_grad_(True)
+    with torch.enable_grad():
+        X = run_to(
+            survey.host,
+            survey.host.trunk,
+            ModuleCall((), {"inputs_embeds": e}, e),
+            Tap(core, "input"),
+        )
+        (gradient,) = torch.autograd.grad(X, e, there)
+    return top.value[0].item(), gradient[0]
+
+
+def _words(model: Model, size: int) -> Tensor | None:
+    """The ids that represent text: neither special tokens nor reserved entries."""
+    if model.tokenizer is None:
+        return None
+    names = model.tokenizer.convert_ids_to_tokens(range(min(size, len(model.tokenizer))))
+    special = set(model.tokenizer.all_special_ids)
+    return torch.tensor(
+        [i for i, name in enumerate(names) if i not in special and not name.startswith("[unused")]
+    )

@@ -1,0 +1,140 @@
+"""Attacks at equal norm on a tiny model: norms agree, small steps are ordered."""
+
+import csv
+
+import pytest
+import torch
+
+from lipscope._types import UserError
+from lipscope.cli import main
+from lipscope.papers.attack_comparison import (
+    DIRECTION,
+    GRADIENT,
+    RANDOM,
+    SHARES,
+    TOKENS,
+    Contest,
+    Trial,
+    compare_attacks,
+    nearest_other,
+    texts_in,
+)
+from lipscope.probes.sentence import TextReader, sentence_embedding
+
+CONTEST = Contest(swaps=2, length=6)
+SMALL, LARGE = (1e-5, 3e-5), 300.0
+"""Fractions of a swap's norm at which the model is linear, and at which the text is lost."""
+
+
+@pytest.fixture(scope="module")
+def texts(prose):
+    words = prose.split()
+    return [" ".join(words[i : i + 8]) for i in range(0, 32, 8)]
+
+
+@pytest.fixture(scope="module")
+def trials(model, texts) -> list[Trial]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lipscope.papers.attack_comparison.SHARES", (*SMALL, LARGE))
+        return compare_attacks(model, texts, CONTEST)
+
+
+def test_every_attack_has_every_norm_and_norms_agree(trials, texts):
+    sizes = {(t.text, t.attack, t.budget): t.norm for t in trials}
+    budgets = (*SMALL, LARGE, 1, 2)
+    assert set(sizes) == {
+        (i, attack, b)
+        for i in range(len(texts))
+        for attack in (TOKENS, DIRECTION, GRADIENT, RANDOM)
+        for b in budgets
+        if attack != TOKENS or b in (1, 2)
+    }
+    for i in range(len(texts)):
+        for b in budgets:
+            norm = sizes[i, TOKENS, b] if b in (1, 2) else b * sizes[i, TOKENS, 1]
+            for attack in (DIRECTION, GRADIENT, RANDOM):
+                assert sizes[i, attack, b] == pytest.approx(norm, rel=1e-6)
+
+
+def test_small_steps_order_the_attacks_and_grow_in_proportion(trials):
+    change = {(t.text, t.attack, t.budget): t.change for t in trials}
+    for i in {t.text for t in trials}:
+        for r in SMALL:
+            assert change[i, DIRECTION, r] == pytest.approx(change[i, GRADIENT, r], rel=1e-2)
+            assert change[i, DIRECTION, r] > change[i, RANDOM, r] > 0
+        assert change[i, GRADIENT, 3e-5] == pytest.approx(3 * change[i, GRADIENT, 1e-5], rel=0.05)
+
+
+def test_the_reader_gives_what_the_model_gives_with_special_tokens(model, texts):
+    ids = model.encode(texts[0])[:6]
+    reader = TextReader(model, 6, (2,), (3,))
+    framed = torch.tensor([[2, *ids, 3]])
+    with torch.no_grad():
+        truth = model.trunk(framed).last_hidden_state
+    assert torch.allclose(reader.hidden_of(torch.tensor([ids])), truth, atol=1e-10)
+    mean = truth.mean(dim=1)
+    assert torch.allclose(sentence_embedding(truth), mean / mean.norm(), atol=1e-12)
+
+
+def test_success_is_another_nearest_text(trials):
+    assert not any(t.success for t in trials if t.budget in SMALL)
+    assert any(t.success for t in trials if t.attack == RANDOM and t.budget == LARGE)
+
+
+def test_the_neighbour_is_the_nearest_other_text():
+    s = torch.nn.functional.normalize(
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=1
+    ).double()
+    for i in range(6):
+        others = [j for j in range(6) if j != i]
+        truth = max(others, key=lambda j: float(s[i] @ s[j]))
+        assert nearest_other(s, i)(s[i : i + 1]).tolist() == [truth]
+
+
+def test_the_command_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, tmp_path, capsys):
+    file, out = tmp_path / "texts.txt", tmp_path / "out"
+    texts = texts[:3]
+    file.write_text("\n\n".join(texts))
+    options = [
+        "--kind",
+        "compare",
+        "--text",
+        str(file),
+        "--length",
+        "6",
+        "--swaps",
+        "1",
+        "--out",
+        str(out),
+    ]
+    assert main(["attack", tiny, *options]) == 0
+    printed = capsys.readouterr().out
+    assert TOKENS in printed and f"of {len(texts)}" in printed
+    with (out / "attacks.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == len(texts) * (3 * (len(SHARES) + 1) + 1) and set(rows[0]) == set(
+        Trial._fields
+    )
+    assert (out / "attacks.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "says"),
+    [
+        ("ba\nce\nba", ["--swaps", "1"], "at least 3 different texts, got 2"),
+        ("ba ce di\nba\nfo gu ha", ["--swaps", "2"], "'ba' has too few tokens to replace 2"),
+        ("ba\nce\ndi", ["--swaps", "9", "--length", "8"], "cannot replace 9 tokens in a text of 8"),
+        ("ba\nce\ndi", ["--layers", "1"], "leave --layers out"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(tiny, tmp_path, lines, options, says, capsys):
+    file = tmp_path / "texts.txt"
+    file.write_text(lines)
+    assert main(["attack", tiny, "--kind", "compare", "--text", str(file), *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_texts_are_lines(tmp_path):
+    assert texts_in("one\n\n two \n") == ["one", "two"]
+    with pytest.raises(UserError, match="cannot read"):
+        texts_in(tmp_path / "nothing.txt")

@@ -1,0 +1,91 @@
+"""Products at sites against derivatives taken by finite differences of real runs."""
+
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope._types import UserError
+from lipscope.probes.budget.formats import read_format, read_formats
+from lipscope.probes.budget.metrics import read_metric
+from lipscope.probes.budget.running import exact_outputs, first_order_errors
+from lipscope.probes.budget.sites import collect_products
+from lipscope.probes.budget.subject import read_subject
+from tests.probes.budget.tiny import some_ids, tiny
+
+FORMATS = "int8,int4:8,fp8,w8a8,kv4"
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "gpt2", "qwen3"])
+def test_products_are_those_of_the_derivative(kind):
+    subject = read_subject(tiny(kind), some_ids(), head=False, length=64, samples=2)
+    formats, metric, seed = read_formats(FORMATS), read_metric("output"), 5
+    products = collect_products(subject, formats, metric, 2, seed)
+    exact = exact_outputs(subject, metric)
+    for f in formats:
+        g = torch.Generator().manual_seed(seed)
+        Je = first_order_errors(subject, f, metric)
+        for b, y in enumerate(exact):
+            for k in range(2):
+                expected = (metric.probe(y, g) * Je[b]).sum()
+                got = products[f.name].t[k, b].sum()
+                assert abs(got - expected) <= 1e-5 * Je[b].norm(), (f.name, b, k)
+
+
+def test_a_site_alone_is_one_of_the_products():
+    subject = read_subject(tiny("llama"), some_ids(1), head=False, length=64, samples=1)
+    metric = read_metric("output")
+    (y,) = exact_outputs(subject, metric)
+    for name in ("w8a8", "kv4"):
+        f = read_format(name)
+        products = collect_products(subject, [f], metric, 2, 0)[name]
+        v = metric.probe(y, torch.Generator().manual_seed(0))
+        for i in range(0, len(products.sites), 5):
+            (Je,) = first_order_errors(subject, f, metric, only=products.sites[i])
+            assert abs(products.t[0, 0, i] - (v * Je).sum()) <= 1e-5 * Je.norm()
+
+
+def test_sites_are_complete():
+    subject = read_subject(tiny("llama"), some_ids(1), head=False, length=64, samples=1)
+    f = read_formats("w8a8,kv8")
+    products = collect_products(subject, f, read_metric("output"), 2, 0)
+    kinds = [site.kind for site in products["w8a8"].sites]
+    assert kinds.count("weight") == kinds.count("activation") == 3 * 7
+    assert {(s.layer, s.kind, s.head) for s in products["kv8"].sites} == {
+        (layer, kind, head) for layer in range(3) for kind in ("key", "value") for head in range(2)
+    }
+
+
+def test_embeddings_and_a_tied_head_count_only_if_asked():
+    def names(kind, embeddings=False):
+        subject = read_subject(tiny(kind), some_ids(1), head=True, length=9, samples=1)
+        return {w.name for w in subject.weights(embeddings)}
+
+    assert not {"lm_head", "transformer.wte"} & names("gpt2_lm")
+    # One site for both: they are one weight.
+    assert {"lm_head", "transformer.wte"} & names("gpt2_lm", True) == {"transformer.wte"}
+    assert "lm_head" in names("llama_lm")
+    assert "model.embed_tokens" in names("llama_lm", True)
+
+
+def test_a_tied_weight_is_rounded_once_for_both_its_uses():
+    ids, options = some_ids(2, 12), {"formats": "int8,w8a8", "metric": "kl", "probes": 64}
+    got = ls.error_budget(tiny("gpt2_lm"), ids, observe=True, embeddings=True, **options)
+    assert any(row.site == "transformer.wte" for row in got.rows)
+    for name in got.formats:
+        assert 0.75 <= got.observed[name] / got.total(name).value <= 1.3
+    without = ls.error_budget(tiny("gpt2_lm"), ids, observe=True, **options)
+    assert got.observed["int8"] > 1.02 * without.observed["int8"]
+
+
+def test_modules_that_do_not_run_are_left_out():
+    subject = read_subject(tiny("bert"), some_ids(1), head=False, length=64, samples=1)
+    products = collect_products(subject, [read_format("int8")], read_metric("output"), 2, 0)
+    assert not any("pooler" in site.name for site in products["int8"].sites)
+    assert len(products["int8"].sites) == 3 * 6
+
+
+def test_keys_and_values_need_a_routed_model():
+    layer = torch.nn.Sequential(torch.nn.Embedding(60, 8), torch.nn.Linear(8, 8))
+    subject = read_subject(layer, some_ids(1), head=False, length=64, samples=1)
+    with pytest.raises(UserError, match="keys and values cannot be reached"):
+        collect_products(subject, [read_format("kv8")], read_metric("output"), 2, 0)

@@ -1,0 +1,256 @@
+"""Conversion of transformers models: they run, train, mask and measure as before, or not at all."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import lipscope as ls
+from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.variants import ATTENTIONS
+from lipscope.train.convert_models import convert_model
+from lipscope.train.monitor import SmoothnessMonitor
+from tests.models import zoo
+
+ROTARY, CAUSAL = {"llama", "gpt_neox", "cohere"}, {"llama", "gpt_neox", "gpt2", "opt", "cohere"}
+CONVERTED = [
+    ("bert", "l2"),
+    ("bert", "contractive-ball"),
+    ("roberta", "dot"),
+    ("gpt2", "contractive"),
+    ("gpt2", "ball"),
+    ("llama", "cosine"),
+    ("llama", "l2"),
+    ("distilbert", "contractive"),
+    ("opt", "l2"),
+    ("gpt_neox", "dot"),
+    ("vit", "l2"),
+    ("cohere", "cosine"),
+]
+REFUSED = {
+    "albert": r"layer 0 \(AlbertAttention\) cannot be converted: it serves several layers; ",
+    "qwen3": r"layer 0 \(Qwen3Attention\) cannot .*: it is not plain self-attention; supported",
+    "olmo2": r"layer 0 \(Olmo2Attention\) cannot be converted: it is not plain self-attention",
+    "t5": r"layer 0 \(T5Attention\) cannot be converted: it is not plain self-attention",
+    "mistral": "it has a sliding window, which the new layer does not support",
+    "gemma2": "it has a sliding window, which the new layer does not support",
+    "gpt_oss": "it has a sliding window, which the new layer does not support",
+    "glm": "2 heads of size 8 do not add up to the dimension 8 of a token",
+    "diffllama": r"layer 0 \(DiffLlamaAttention\) cannot be .*a map of a single sequence",
+    "mobilebert": r"layer 0 \(MobileBertSelfAttention\) cannot be .*a map of a single sequence",
+    "gpt_neo": "GPTNeoModel uses its own attention code, .*, so it cannot be converted",
+    "falcon": "FalconModel uses its own attention code, .*, so it cannot be converted",
+    "doge": "DogeModel .*adds a bias to its scores that depends on the input.*cannot be converted",
+}
+
+
+def core(model, name, layer):
+    """The attention module of a layer, or what stands in its place."""
+    return model.get_submodule(zoo.FAMILIES[name].parts["core"].format(layer))
+
+
+def dense_norm(f, X):
+    J = torch.autograd.functional.jacobian(f, X.double())
+    return torch.linalg.matrix_norm(J.reshape(-1, X.numel()), 2).item()
+
+
+def sample(name):
+    return {key: x.float() if x.is_floating_point() else x for key, x in zoo.sample(name).items()}
+
+
+def test_every_family_is_converted_or_refused():
+    families = {**zoo.FAMILIES, **zoo.BYPASSING, **zoo.ENTANGLED, **zoo.MASKING}
+    assert {name for name, _ in CONVERTED} | set(REFUSED) == set(families)
+
+
+@pytest.mark.parametrize(("name", "to"), CONVERTED)
+def test_families_are_converted_and_measured(name, to):
+    model, inputs = zoo.make(name), sample(name)
+    first = {key: x[:1] for key, x in inputs.items()}
+    sites = ls.load(copy.deepcopy(model)).sites(**first, scopes=["attention"])
+    report = convert_model(model, to, inputs)
+    seen = {}
+    for i in range(2):
+        layer = core(model, name, i).layer
+        assert type(layer) is type(ATTENTIONS[to](8, 2, False)) and layer.causal == (name in CAUSAL)
+        layer.register_forward_pre_hook(lambda m, args, i=i: seen.update({i: args[0][0].detach()}))
+    y = model(**inputs).last_hidden_state
+    assert y.shape[:2] == (2, 5) and y.isfinite().all()
+    for i, (row, site) in enumerate(zip(report.layers, sites, strict=True)):
+        assert row.before.value == pytest.approx(
+            ls.local_lipschitz(site.f, site.X).value.item(), rel=1e-9
+        )
+        exact = copy.deepcopy(core(model, name, i).layer).double()
+        assert row.after.value == pytest.approx(dense_norm(exact, seen[i]), rel=1e-5)
+        assert ("rotary positions" in row.left) == (name in ROTARY)
+    assert not model.training
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_to_dot_without_query_bias_is_the_same_model(name):
+    model, inputs = zoo.make(name), zoo.sample(name)
+    with torch.no_grad():
+        for i in range(2):
+            old = core(model, name, i)
+            (old.query.bias if name == "bert" else old.c_attn.bias)[:8] = 0
+    expected = model(**inputs).last_hidden_state
+    convert_model(model, "dot", inputs["input_ids"])
+    assert torch.allclose(model(**inputs).last_hidden_state, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "implementation"),
+    [
+        ("bert", "right", "eager"),
+        ("bert", "left", "sdpa"),
+        ("gpt2", "left", "eager"),
+        ("gpt2", "right", "sdpa"),
+    ],
+)
+def test_padding_is_respected(name, side, implementation):
+    model, ids = zoo.make(name), zoo.sample(name, batch=3, n=6)["input_ids"]
+    model.set_attn_implementation(implementation)
+    convert_model(model, "l2" if implementation == "sdpa" else "contractive", ids)
+    mask = torch.ones_like(ids)
+    mask[1, slice(4, 6) if side == "right" else slice(0, 2)] = 0
+    real = mask[1].bool()
+    positions = torch.arange(6).expand(3, -1).clone()
+    positions[1, real] = torch.arange(4)
+    y = model(input_ids=ids, attention_mask=mask, position_ids=positions).last_hidden_state
+    alone = model(input_ids=ids[1:2, real]).last_hidden_state
+    assert torch.allclose(y[1, real], alone[0], atol=1e-5)
+    assert torch.allclose(y[0], model(input_ids=ids[:1]).last_hidden_state[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "distilbert", "opt", "gpt_neox"])
+def test_padding_on_the_right_is_respected_in_every_family(name):
+    model, ids = zoo.make(name), zoo.sample(name, n=6)["input_ids"]
+    convert_model(model, "l2", ids)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    y = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert torch.allclose(y[1, :4], model(input_ids=ids[1:, :4]).last_hidden_state[0], atol=1e-5)
+
+
+def test_masks_that_hide_more_are_refused():
+    model, ids = zoo.make("bert"), zoo.sample("bert")["input_ids"]
+    convert_model(model, "l2", ids)
+    packed = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    packed[:, :, 3:, :3] = False
+    with pytest.raises(ls.UserError, match="attention_mask hides more than padding"):
+        model(input_ids=ids, attention_mask=packed)
+    attention = model.encoder.layer[0].attention.self
+    with pytest.raises(ls.UserError, match="was called with head_mask"):
+        attention(torch.zeros(1, 5, 8), head_mask=torch.ones(2))
+    with pytest.raises(ls.UserError, match="cannot read encoder_hidden_states"):
+        attention(torch.zeros(1, 5, 8), encoder_hidden_states=torch.zeros(1, 5, 8))
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_a_converted_model_trains_and_keeps_its_state(kind):
+    name = {"B": "bert", "G": "gpt2", "L": "llama"}[kind[0]]
+    family = zoo.FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, family.config)(**family.options)
+    model = getattr(transformers, kind)(config).train()
+    ids = zoo.sample(name)["input_ids"]
+    convert_model(
+        model,
+        "contractive",
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        constant=0.5,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    twin = getattr(transformers, kind)(config)
+    convert_model(twin, "contractive", ids, constant=0.5)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    if kind != "BertForMaskedLM":
+        words = model.generate(ids[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        step = model(input_ids=words[:, :-1]).logits[0, -1].argmax()
+        assert words.shape == (1, 8) and words[0, -1] == step
+        with pytest.raises(ls.UserError, match="has no cache"):
+            model(input_ids=ids, use_cache=True)
+
+
+def test_the_monitor_watches_a_converted_model_and_it_converts_again():
+    model, inputs = zoo.make("gpt2"), zoo.sample("gpt2")
+    report = convert_model(model, "l2", inputs)
+    monitor = SmoothnessMonitor(model, every=1, tol=1e-5)
+    model(**inputs)
+    readings = monitor.step()
+    assert [r.layer for r in readings] == ["h.0.attn.layer", "h.1.attn.layer"]
+    assert [r.sigma for r in readings] == pytest.approx(
+        [row.after.value for row in report.layers], rel=1e-4
+    )
+    monitor.close()
+    again = convert_model(model, "cosine", inputs)
+    assert [row.before.value for row in again.layers] == pytest.approx(
+        [row.after.value for row in report.layers]
+    )
+    assert sum(isinstance(m, AttentionLayer) for m in model.modules()) == 2
+
+
+@pytest.mark.parametrize(("name", "message"), REFUSED.items())
+def test_what_cannot_be_converted_is_named_and_left_alone(name, message):
+    model = zoo.make(name)
+    kinds = {path: type(m) for path, m in model.named_modules()}
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ls.UserError, match=message):
+        convert_model(model, "l2", zoo.sample(name))
+    assert {path: type(m) for path, m in model.named_modules()} == kinds
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("gemma2", "a soft cap"), ("gpt_oss", "attention sinks")]
+)
+def test_a_layer_without_a_window_is_refused_for_what_else_it_has(name, rule):
+    with pytest.raises(ls.UserError, match=f"layer 1 .* cannot be converted: it has {rule}"):
+        convert_model(zoo.make(name), "l2", zoo.sample(name), layers=[1])
+
+
+def test_a_failure_in_the_converted_model_undoes_everything(monkeypatch):
+    model, inputs = zoo.make("gpt2"), zoo.sample("gpt2")
+    attention = [block.attn for block in model.h]
+    cache = model.config.use_cache
+    monkeypatch.setattr(DotSelfAttention, "project", lambda self, X: 1 / 0)
+    with pytest.raises(ls.UserError, match="does not run with its attention replaced"):
+        convert_model(model, "dot", inputs)
+    assert [block.attn for block in model.h] == attention and model.config.use_cache == cache
+
+
+def test_layers_by_number():
+    model, inputs = zoo.make("gpt2"), zoo.sample("gpt2")
+    report = convert_model(model, "l2", inputs, layers=[1])
+    assert [row.name for row in report.layers] == ["1"]
+    assert type(model.h[0].attn).__name__ == "GPT2Attention"
+    with pytest.raises(ls.UserError, match="layer 2 does not exist"):
+        convert_model(zoo.make("gpt2"), "l2", inputs, layers=[2])
+
+
+@pytest.mark.parametrize(
+    "inputs", [torch.tensor([[3]]), {"input_ids": [[3, 4]], "attention_mask": [[0, 1]]}]
+)
+def test_a_sample_of_one_token_is_refused_as_it_does_not_show_the_causal_mask(inputs):
+    model = zoo.make("gpt2")
+    with pytest.raises(ls.UserError, match="the first sample has 1 token"):
+        convert_model(model, "l2", inputs)
+    assert type(model.h[0].attn).__name__ == "GPT2Attention"
+    convert_model(model, "l2", torch.tensor([[3, 4]]))
+    ids = zoo.sample("gpt2", n=6)["input_ids"]
+    changed = ids.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 7
+    y, z = (model(input_ids=x).last_hidden_state for x in (ids, changed))
+    assert torch.allclose(y[:, :-1], z[:, :-1], atol=1e-5) and not torch.allclose(y, z, atol=0.1)
+    assert torch.allclose(model(input_ids=ids[:, :1]).last_hidden_state, y[:, :1], atol=1e-5)
