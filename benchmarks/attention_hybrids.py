@@ -9,7 +9,7 @@ import math
 
 from torch import Tensor, nn
 
-from lipscope.attention.kernels import L2, augment
+from lipscope.attention.scores import L2, augment
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.l2_attention import value_factors
 

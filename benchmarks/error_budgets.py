@@ -136,7 +136,7 @@ def runs(bench: Bench, name: str, format: str, n: int) -> dict[str, Any]:
     """Observed / predicted at every hidden state of a correct run."""
     model, rows = bench.model(name), 2 if n > 512 or bench.device == "cpu" else 4
     port = rounded(model, DTYPES[format])
-    found = ls.compare_runs(model, port, bench.ids(name, rows, n), probes=4, format=format)
+    found = ls.check_run(model, port, bench.ids(name, rows, n), probes=4, format=format)
     ratios = [round(state.ratio, 3) for state in found.states]
     return {
         "ratios": ratios,
@@ -221,7 +221,7 @@ def bugs(bench: Bench, name: str) -> dict[str, Any]:
         plant(port)
         planted.append((bug, None, port))
     for bug, layer, port in planted:
-        result = ls.compare_runs(model, port, ids, probes=4, format="bf16")
+        result = ls.check_run(model, port, ids, probes=4, format="bf16")
         state = result.states[0 if layer is None else layer + 1]
         bad = result.first_outside
         found[bug] = {
@@ -242,7 +242,7 @@ def clean(bench: Bench, name: str, chunk: int, count: int) -> dict[str, Any]:
         format = ("bf16", "fp16")[seed // 2 % 2]
         n, rows = (16, 24, 48, 96)[seed // 4 % 4], 1 + seed // 16 % 3
         port = rounded(model, DTYPES[format], attention)
-        found = ls.compare_runs(
+        found = ls.check_run(
             model, port, bench.ids(name, rows, n, seed), probes=3, seed=seed, format=format
         )
         alarms += not found.ok

@@ -15,15 +15,15 @@ _CONTENTS = {
     "AttackPlan": "probes.attack",
     "Ball": "_types",
     "BatchEstimate": "linalg.estimate",
-    "Dot": "attention.kernels",
+    "Dot": "attention.scores",
     "Estimate": "linalg.estimate",
     "Everywhere": "_types",
-    "L2": "attention.kernels",
+    "L2": "attention.scores",
     "LinearOperator": "linalg.operator",
     "Model": "models.model",
     "Normed": "attack.regions",
     "Point": "_types",
-    "Rope": "attention.kernels",
+    "Rope": "attention.scores",
     "SelfAttention": "attention.layer",
     "SmoothnessMonitor": "train.monitor",
     "SmoothnessWarning": "train.monitor",
@@ -38,8 +38,8 @@ _CONTENTS = {
     "audit_model": "probes.bounds",
     "bounds": "theorems.registry",
     "compare_attacks": "papers.attack_comparison",
-    "compare_runs": "probes.budget.comparing",
-    "concat": "study.study",
+    "check_run": "probes.budget.comparing",
+    "merge": "study.study",
     "convert_model": "train.convert_models",
     "dynamics": "",
     "error_budget": "probes.budget.prediction",
@@ -50,7 +50,7 @@ _CONTENTS = {
     "mean_field": "",
     "measure": "study.run",
     "nn": "",
-    "render": "report.page",
+    "write_report": "report.page",
     "reproduce_papers": "papers.running",
     "scaled_dot_product_attention": "fused.drop_in",
     "simulate": "dynamics.simulation",
@@ -89,9 +89,8 @@ __all__ = [
     "attend_everywhere",
     "audit_model",
     "bounds",
+    "check_run",
     "compare_attacks",
-    "compare_runs",
-    "concat",
     "convert_model",
     "dynamics",
     "error_budget",
@@ -101,8 +100,8 @@ __all__ = [
     "local_lipschitz",
     "mean_field",
     "measure",
+    "merge",
     "nn",
-    "render",
     "reproduce_papers",
     "scaled_dot_product_attention",
     "simulate",
@@ -111,6 +110,7 @@ __all__ = [
     "theorems",
     "trainer_callback",
     "watch",
+    "write_report",
 ]
 
 if TYPE_CHECKING:
@@ -126,10 +126,10 @@ if TYPE_CHECKING:
     from lipscope._types import Status as Status
     from lipscope._types import UserError as UserError
     from lipscope.attack.regions import Normed as Normed
-    from lipscope.attention.kernels import L2 as L2
-    from lipscope.attention.kernels import Dot as Dot
-    from lipscope.attention.kernels import Rope as Rope
     from lipscope.attention.layer import SelfAttention as SelfAttention
+    from lipscope.attention.scores import L2 as L2
+    from lipscope.attention.scores import Dot as Dot
+    from lipscope.attention.scores import Rope as Rope
     from lipscope.dynamics.simulation import simulate as simulate
     from lipscope.fused.drop_in import attend_everywhere as attend_everywhere
     from lipscope.fused.drop_in import (
@@ -151,12 +151,12 @@ if TYPE_CHECKING:
     from lipscope.probes.attack import AttackPlan as AttackPlan
     from lipscope.probes.attack import attack_model as attack_model
     from lipscope.probes.bounds import audit_model as audit_model
-    from lipscope.probes.budget.comparing import compare_runs as compare_runs
+    from lipscope.probes.budget.comparing import check_run as check_run
     from lipscope.probes.budget.prediction import error_budget as error_budget
-    from lipscope.report.page import render as render
+    from lipscope.report.page import write_report as write_report
     from lipscope.study.run import measure as measure
     from lipscope.study.study import Study as Study
-    from lipscope.study.study import concat as concat
+    from lipscope.study.study import merge as merge
     from lipscope.theorems.registry import bounds as bounds
     from lipscope.train.callbacks import lightning_callback as lightning_callback
     from lipscope.train.callbacks import trainer_callback as trainer_callback

@@ -146,8 +146,8 @@ def calls(place: Path) -> Iterator[Call]:
     yield "audit_model", ls.audit_model, one | given(model=model, radius=1.0, seed=0, climb=climb)
     yield "watch", ls.watch, given(model=model.trunk, layers=[0], scope="attention")
     yield (
-        "render",
-        ls.render,
+        "write_report",
+        ls.write_report,
         given(study=ls.measure(model, scopes=["attention"], **one), path=str(place / "page.html")),
     )
     yield "Study.open", ls.Study.open, given(directory=str(place / "nothing"))

@@ -159,8 +159,8 @@ def _measured(t: SimpleNamespace, **more: Any) -> ls.Study:
 def _study(t: SimpleNamespace) -> object:
     study = _measured(t)
     with tempfile.TemporaryDirectory() as folder:
-        page = ls.render(study, Path(folder) / "page.html").stat().st_size
-    return study.growth, study.peak, study.joint_confidence, _rows(ls.concat([study])), page > 9999
+        page = ls.write_report(study, Path(folder) / "page.html").stat().st_size
+    return study.growth, study.peak, study.joint_confidence, _rows(ls.merge([study])), page > 9999
 
 
 def _load(t: SimpleNamespace) -> object:
@@ -324,8 +324,8 @@ CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
         + [list(ls.bounds(t.factored, ls.Ball(1.0, 4), norm="inf"))]
     ),
     "compare_attacks": _compared_attacks,
-    "compare_runs": lambda t: ls.compare_runs(t.llama, t.port, t.ids, samples=1),
-    "concat": _study,
+    "check_run": lambda t: ls.check_run(t.llama, t.port, t.ids, samples=1),
+    "merge": _study,
     "convert_model": _converted,
     "dynamics.find_clusters": lambda t: ls.dynamics.find_clusters(_flow(t)),
     "dynamics.flow": lambda t: (_flow(t), _flow(t, causal=True)),
@@ -375,7 +375,7 @@ CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
     "nn.measured_sigma": _regularised,
     "nn.sigma_reparametrise": _sigma_reparametrised,
     "nn.spectrally_normalise": _parametrised(ls.nn.spectrally_normalise),
-    "render": _study,
+    "write_report": _study,
     "reproduce_papers": lambda t: [
         (one.claim.id, one.word) for one in ls.reproduce_papers(only=["S3"], quick=True)
     ],

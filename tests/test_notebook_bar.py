@@ -113,7 +113,7 @@ def test_every_long_call_has_a_bar(monkeypatch):
         ls.compare_attacks,
         ls.error_budget,
         ls.reproduce_papers,
-        lambda: ls.compare_runs(None, None),
+        lambda: ls.check_run(None, None),
         lambda: ls.convert_model(None, "l2", None),
         lambda: train_character_model("text", out="model"),
         lambda: ls.attack_model(None, None, ls.AttackPlan("ascent")),

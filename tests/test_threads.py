@@ -69,7 +69,7 @@ def budgeted(model: Any) -> object:
 
 
 def compared(model: Any) -> object:
-    found = ls.compare_runs(model, copied(model).bfloat16(), IDS)
+    found = ls.check_run(model, copied(model).bfloat16(), IDS)
     return repr(found), found.ok
 
 

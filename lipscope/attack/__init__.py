@@ -8,7 +8,7 @@ from lipscope._contents import contents
 
 _CONTENTS = {
     "Climb": "ascent",
-    "Found": "found",
+    "Found": "result",
     "ascend": "ascent",
     "explicit_inputs": "constructions",
     "singular_response": "direction",
@@ -22,4 +22,4 @@ if TYPE_CHECKING:
     from lipscope.attack.ascent import ascend as ascend
     from lipscope.attack.constructions import explicit_inputs as explicit_inputs
     from lipscope.attack.direction import singular_response as singular_response
-    from lipscope.attack.found import Found as Found
+    from lipscope.attack.result import Found as Found

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from lipscope._ambient import callers_device, entry_point, ordinary_module, plain_attention
 from lipscope._checks import check_fields
 from lipscope._types import Around, Ball, Domain, Point, UserError
-from lipscope.attack.accept import Search
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attack.found import Found, measured
+from lipscope.attack.line_search import Search
 from lipscope.attack.regions import Normed, Region, region_of
-from lipscope.attention.kernels import Dot
+from lipscope.attack.result import Found, measured
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot
 from lipscope.linalg.differentiate import Map, device_of, jacobian
-from lipscope.linalg.estimate import many
+from lipscope.linalg.estimate import as_batch
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver, spectral_norm
 
@@ -146,7 +146,7 @@ def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Ten
     """Ascend from every start of Z independently, in one batch."""
     generator = torch.Generator().manual_seed(climb.seed)
     X = region.tokens(Z)
-    top = many(spectral_norm(jacobian(f, X), WARM_TOL, solver=Solver(seed=climb.seed)))
+    top = as_batch(spectral_norm(jacobian(f, X), WARM_TOL, solver=Solver(seed=climb.seed)))
     value = top.value.nan_to_num(nan=0.0)
     stride = torch.full_like(value, FIRST * region.size)
     search = Search(value, (Z, X, top.left, top.right), stride)
@@ -165,7 +165,7 @@ def _climb(f: Map, region: Region, Z: Tensor, climb: Climb) -> tuple[Tensor, Ten
         warm = spectral_norm(
             jacobian(f, moved), WARM_TOL, start=start, solver=Solver(max_steps=WARM_STEPS)
         )
-        kept = search.judge(many(warm).value, trial, moved, warm.left, warm.right)
+        kept = search.judge(as_batch(warm).value, trial, moved, warm.left, warm.right)
         # Momentum follows the step after projection; the part that left the region is lost anyway.
         course = torch.where(kept[:, None, None].to(Z.device), _unit(trial - Z), 0.0)
     return search.state[0], search.value
@@ -209,7 +209,7 @@ def _starts(
 def _best(f: Map, region: Region, Z: Tensor, climb: Climb) -> Tensor:
     """The `restarts` members of Z with the largest sigma, roughly solved."""
     quick = Solver(max_steps=WARM_STEPS, seed=0)
-    rough = many(spectral_norm(jacobian(f, region.tokens(Z)), WARM_TOL, solver=quick))
+    rough = as_batch(spectral_norm(jacobian(f, region.tokens(Z)), WARM_TOL, solver=quick))
     return Z[rough.value.nan_to_num(nan=0.0).topk(min(climb.restarts, len(Z))).indices]
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._types import Ball, Domain, UserError
-from lipscope.attack.found import Found, measured
-from lipscope.attention.kernels import Dot, default_scale
+from lipscope.attack.result import Found, measured
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot, default_scale
 from lipscope.theorems.castin2024 import crowd_gain, tuned_witness
 from lipscope.theorems.heads import real_eigenpairs, sight
 from lipscope.theorems.kim2021 import quadratic_witness

@@ -12,7 +12,7 @@ from lipscope._ambient import callers_device, entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
-from lipscope.linalg.estimate import Estimate, one
+from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.linalg.operator import lengths
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver
@@ -70,7 +70,7 @@ def singular_response(
         raise UserError(f"X must be one input [n, d], got shape {tuple(X.shape)}")
     if not etas or not all(eta > 0 for eta in etas):
         raise UserError(f"etas must be positive, at least one of them, got {list(etas)}")
-    sigma = one(local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure"))))
+    sigma = as_single(local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure"))))
 
     def change(E: Tensor) -> float:
         return lengths((f(X + E) - here).double().flatten()).item()

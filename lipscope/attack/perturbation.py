@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipscope._ambient import callers_device
 from lipscope._types import UserError
-from lipscope.attack.accept import Search
+from lipscope.attack.line_search import Search
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.operator import lengths
 from lipscope.linalg.spectral import Solver

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.attack.accept import Search
+from lipscope.attack.line_search import Search
 
 PER_POSITION, NEAREST = 4, 3
 """Candidates measured per position and round, and vocabulary rows tried per projected token."""

@@ -13,9 +13,9 @@ from lipscope._ambient import unaffected
 from lipscope._checks import check_fields, shown
 from lipscope._display import Displayed
 from lipscope._types import UserError
-from lipscope.attention.kernels import L2, Dot, Kernel, augment, default_scale, only_head
 from lipscope.attention.linearization import linearize
-from lipscope.attention.uncancelled import WeightNorms, weight_norms
+from lipscope.attention.rounding_scale import WeightNorms, weight_norms
+from lipscope.attention.scores import L2, Dot, Kernel, augment, default_scale, only_head
 from lipscope.fused.arguments import check_options
 from lipscope.fused.primitive import attend
 from lipscope.linalg.differentiate import check_input, check_one_device, check_tensor

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention import kept
-from lipscope.attention.kernels import L2, Dot, Rope, augment, common_centre, default_scale
-from lipscope.attention.spot_check import compare
-from lipscope.attention.uncancelled import (
+from lipscope.attention import dense_products
+from lipscope.attention.float64_check import compare
+from lipscope.attention.rounding_scale import (
     BlockNorms,
     Lengths,
     WeightNorms,
@@ -26,6 +25,7 @@ from lipscope.attention.uncancelled import (
     largest,
     per_head,
 )
+from lipscope.attention.scores import L2, Dot, Rope, augment, common_centre, default_scale
 from lipscope.fused import backend, reference, tiled
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.reference import Triple, Weights
@@ -118,7 +118,9 @@ class State:
     def push(self, tangent: Triple) -> Tensor:
         """dq, dk, dv -> do, through the softmax."""
         if self.weights is not None:
-            products = kept if kept.usable(self.weights, tangent[0]) else reference
+            products = (
+                dense_products if dense_products.usable(self.weights, tangent[0]) else reference
+            )
             return products.jvp(self.weights, self.q, self.k, self.v, tangent)
         if self.tiles:
             return tiled.jvp(self.q, self.k, self.v, self.lse, tangent, self.pattern)
@@ -127,7 +129,7 @@ class State:
     def pull(self, g: Tensor) -> Triple:
         """The adjoint of `push`: g [M, H, n, m] -> gq, gk, gv."""
         if self.weights is not None:
-            products = kept if kept.usable(self.weights, g) else reference
+            products = dense_products if dense_products.usable(self.weights, g) else reference
             return products.vjp(self.weights, self.q, self.k, self.v, g)
         if self.tiles:
             return tiled.vjp(self.q, self.k, self.v, self.lse, g, self.pattern)
@@ -160,7 +162,7 @@ class State:
         q, k, v, pattern = self.q, self.k, self.v, self.pattern
         if keep:
             o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
-            if kept.usable(weights, q):
+            if dense_products.usable(weights, q):
                 q, k, v = (x.mT.contiguous().mT for x in (q, k, v))  # column after column
             return replace(self, q=q, k=k, v=v, o=o, lse=lse, weights=weights)
         resolution = 8 * torch.finfo(q.dtype).eps * condition.max()

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.attention.kernels import Dot, Rope
 from lipscope.attention.layer import HeadsApart, SelfAttention, check_tokens
 from lipscope.attention.linearization import State, linearize
+from lipscope.attention.scores import Dot, Rope
 from lipscope.fused.backend import HALF
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.primitive import Rules, attend_by_rules

@@ -179,7 +179,7 @@ def check(
     words: Any = read_texts(text, column, quiet)
     with progress("comparing", quiet=quiet) as report:
         from lipscope.models.loading import load
-        from lipscope.probes.budget.comparing import check_format, compare_runs
+        from lipscope.probes.budget.comparing import check_format, check_run
         from lipscope.probes.budget.recorded import recorded_path
         from lipscope.report.budgets import comparison_table
 
@@ -188,7 +188,7 @@ def check(
         run: Any = recorded_path(b)
         if run is None:
             run = load(b, dtype=dtype, device=device, random_init=random_init)
-        found = compare_runs(
+        found = check_run(
             reference,
             run,
             words,

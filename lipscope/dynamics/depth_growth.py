@@ -22,7 +22,7 @@ from lipscope._types import Status
 from lipscope.attention.layer import SelfAttention
 from lipscope.dynamics.integration import Progress, check_count, check_tolerance
 from lipscope.dynamics.particles import Flow, layered
-from lipscope.linalg.estimate import Estimate, one
+from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
@@ -134,7 +134,9 @@ def growth_along_depth(
     whole = []
     for depth in depths[1:]:
         norms = [e.value for e in alone[:depth]]
-        found = one(spectral_norm(composed(operators[:depth], norms), tol, solver=Solver(seed=0)))
+        found = as_single(
+            spectral_norm(composed(operators[:depth], norms), tol, solver=Solver(seed=0))
+        )
         if not math.isfinite(float(found.value)):
             lost = depth
             break
@@ -173,7 +175,7 @@ def _layer_by_layer(
     for k, x in enumerate(path.positions):
         J = f.linearize(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
         both = _residual(J, step)
-        found = [one(spectral_norm(j, tol, solver=Solver(seed=0))) for j in (J, both)]
+        found = [as_single(spectral_norm(j, tol, solver=Solver(seed=0))) for j in (J, both)]
         if not all(math.isfinite(float(e.value)) for e in found):
             break
         local.append(found[0])

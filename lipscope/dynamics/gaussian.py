@@ -20,8 +20,8 @@ from torch import Tensor
 from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
-from lipscope.attention.kernels import L2, default_scale
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import L2, default_scale
 from lipscope.dynamics.integration import Ending, Progress, check_tolerance, instants, integrate
 from lipscope.dynamics.particles import value_matrix
 from lipscope.linalg.differentiate import check_tensor

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot
 
 
 @dataclass(frozen=True)

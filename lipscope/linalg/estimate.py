@@ -133,13 +133,13 @@ class BatchEstimate:
         return f"BatchEstimate({len(self)} members, value={short(self.value)}{unbounded})"
 
 
-def one(e: Estimate | BatchEstimate) -> Estimate:
+def as_single(e: Estimate | BatchEstimate) -> Estimate:
     """The result of a solve that was not a batch; for callers that know it was not."""
     assert isinstance(e, Estimate)
     return e
 
 
-def many(e: Estimate | BatchEstimate) -> BatchEstimate:
+def as_batch(e: Estimate | BatchEstimate) -> BatchEstimate:
     """The result of a batched solve; for callers that know it was one."""
     assert isinstance(e, BatchEstimate)
     return e

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._types import UserError
-from lipscope.attention.kernels import L2, Dot, augment, default_scale
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.linearization import linearize, query_rounding
+from lipscope.attention.scores import L2, Dot, augment, default_scale
 from lipscope.fused.primitive import attend
 from lipscope.linalg.differentiate import check_one_device, jacobian
 from lipscope.linalg.operator import Compression, LinearOperator, steady

@@ -21,7 +21,7 @@ from lipscope._checks import check_whole
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.linalg.estimate import many, one
+from lipscope.linalg.estimate import as_batch, as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, stacked
 from lipscope.mean_field.measures import DiscreteMeasure
@@ -154,7 +154,9 @@ def transition(f: SelfAttention, R: float, n_max: float, per_decade: int = 4) ->
     )
     few = [min(n - 1, max(1, round(n * worst.p))) for n in counts]
     sigma = _repeated(f, worst.measure.points, counts, few)
-    plateau = one(spectral_norm(derivative(f, worst.measure), 1e-9, solver=Solver(seed=0))).value
+    plateau = as_single(
+        spectral_norm(derivative(f, worst.measure), 1e-9, solver=Solver(seed=0))
+    ).value
     return Transition(R=R, n=counts, sigma=sigma, predicted=1 / worst.p, plateau=plateau)
 
 
@@ -166,7 +168,7 @@ def _repeated(f: SelfAttention, atoms: Tensor, counts: list[int], few: list[int]
     copied = torch.tensor([[m > 1, n - m > 1] for n, m in zip(counts, few, strict=True)])
     whole, blocks = stacked(f, atoms.expand(len(counts), -1, -1), atoms.new_tensor(shares))
     together, apart = (
-        many(spectral_norm(J, 1e-9, solver=Solver(seed=0))).value for J in (whole, blocks)
+        as_batch(spectral_norm(J, 1e-9, solver=Solver(seed=0))).value for J in (whole, blocks)
     )
     return torch.maximum(together, torch.where(copied, apart.reshape(-1, 2), 0.0).amax(dim=1))
 

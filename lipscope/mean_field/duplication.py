@@ -18,7 +18,7 @@ from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.linalg.estimate import Estimate, many, one
+from lipscope.linalg.estimate import Estimate, as_batch, as_single
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import (
@@ -125,12 +125,12 @@ def splitting(
     solver = solver or Solver()
     # The failure probability is shared out, so that both bounds hold jointly as requested.
     each = replace(solver, failure=solver.failure / 2)
-    together = one(spectral_norm(derivative(f, measure), tol, gap=gap, solver=each))
+    together = as_single(spectral_norm(derivative(f, measure), tol, gap=gap, solver=each))
     queries = query_derivative(f, measure)
-    blocks = many(spectral_norm(queries, tol, solver=each))
+    blocks = as_batch(spectral_norm(queries, tol, solver=each))
     # A block that is almost zero has no good upper bound of its own, and would spoil that of the
     # maximum; the block-diagonal operator of all blocks has one.
-    largest = one(spectral_norm(_side_by_side(queries), tol, gap=gap, solver=each))
+    largest = as_single(spectral_norm(_side_by_side(queries), tol, gap=gap, solver=each))
     per_token = torch.as_tensor(blocks.value)
     atom = int(per_token.argmax())
     position = None if measure.positions is None else measure.positions[atom]

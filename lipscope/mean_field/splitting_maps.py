@@ -16,8 +16,8 @@ from torch import Generator, Tensor
 from lipscope._ambient import entry_point
 from lipscope._display import Displayed
 from lipscope._types import UserError
-from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import L2
 from lipscope.mean_field.attention_on_measures import check_liftable, stacked
 from lipscope.mean_field.measures import DiscreteMeasure
 

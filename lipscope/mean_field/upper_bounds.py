@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from lipscope._checks import check_exponent
 from lipscope._types import Ball, Domain, UserError
-from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot
 from lipscope.mean_field.attention_on_measures import check_liftable
 from lipscope.theorems import geshkovski2023
 

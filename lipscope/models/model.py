@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from lipscope._ambient import entry_point, live_modules, unaffected
 from lipscope._types import UserError
 from lipscope.models import encoding
-from lipscope.models.anatomy import Layer, bypassing_layers, routed_layers
 from lipscope.models.plug import NAME
 from lipscope.models.preflight import Preflight, preflight
 from lipscope.models.running import Host, ModuleCall
 from lipscope.models.scopes import WITHOUT_ROUTE, check_scope_names
 from lipscope.models.sites import Memory, Site, Survey
+from lipscope.models.structure import Layer, bypassing_layers, routed_layers
 from lipscope.models.trace import record
 
 RANKS = {"inputs_embeds": 3, "pixel_values": 4}

@@ -14,8 +14,7 @@ from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
-from lipscope.models.anatomy import Layer
-from lipscope.models.closed import (
+from lipscope.models.closed_form import (
     LargeMaskError,
     closed_form,
     projection_matrix,
@@ -24,6 +23,7 @@ from lipscope.models.closed import (
 )
 from lipscope.models.maps import Heads, Rerun
 from lipscope.models.running import Host, Tap
+from lipscope.models.structure import Layer
 from lipscope.models.trace import Seen, Trace
 
 NOT_PLAIN = "not plain self-attention"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipscope.models.anatomy import Layer
 from lipscope.models.running import Host, ModuleCall, hooked
+from lipscope.models.structure import Layer
 
 
 @dataclass(frozen=True, eq=False)

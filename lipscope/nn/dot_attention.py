@@ -7,8 +7,8 @@ import math
 from torch import Tensor, nn
 
 from lipscope._checks import check_positive, explained
-from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot
 from lipscope.nn.attention_layer import AttentionLayer, check_length
 
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from lipscope._checks import explained, norm_name
 from lipscope._types import UserError
-from lipscope.attention.kernels import L2, augment
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import L2, augment
 from lipscope.fused._torch_internals import is_wrapped
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length
 from lipscope.nn.matrix_norms import FLOOR, spectral_upper, unit, widened

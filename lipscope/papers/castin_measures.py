@@ -12,8 +12,8 @@ from torch import Generator, Tensor
 from lipscope._types import Ball
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot
 from lipscope.dynamics.clusters import find_clusters
 from lipscope.dynamics.gaussian import gaussian_flow
 from lipscope.dynamics.particles import flow, layered

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention.kernels import L2, augment
+from lipscope.attention.scores import L2, augment
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.papers.charlm.language_model import (
     INITIAL,

@@ -14,8 +14,8 @@ from torch import Tensor
 from lipscope._types import Ball, Everywhere
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import L2
 from lipscope.linalg.differentiate import jacobian
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.nn.l2_attention import L2SelfAttention

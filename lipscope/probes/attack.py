@@ -33,7 +33,7 @@ from lipscope.attack.tokens import (
 )
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
-from lipscope.linalg.estimate import Estimate, many
+from lipscope.linalg.estimate import Estimate, as_batch
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver
 from lipscope.mean_field.local import local_lipschitz
@@ -406,7 +406,7 @@ def _measured(scene: Scene, one: Swapped) -> Estimate:
     """
     site = scene.model.survey(torch.tensor([one.ids])).site("attention", scene.layer)
     solver = Solver(seed=fresh_seed(scene.plan.seed, "measure"))
-    return many(local_lipschitz(site.f, site.X, solver=solver))[0]
+    return as_batch(local_lipschitz(site.f, site.X, solver=solver))[0]
 
 
 def _in_words(model: Model, ids: Sequence[int], one: Swapped) -> str:

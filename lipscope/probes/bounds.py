@@ -18,8 +18,8 @@ from lipscope._notebook_bar import with_bar
 from lipscope._types import Ball, Point, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import regime
-from lipscope.attention.kernels import Dot
 from lipscope.attention.layer import HeadsApart, SelfAttention
+from lipscope.attention.scores import Dot
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.study.reading import Text, WholeInputs, Windows, read

@@ -12,7 +12,7 @@ from lipscope._types import UserError
 from lipscope.attack.ascent import sigma_gradient
 from lipscope.attack.tokens import TextTarget
 from lipscope.linalg.differentiate import jacobian
-from lipscope.linalg.estimate import many
+from lipscope.linalg.estimate import as_batch
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.model import Model
@@ -66,7 +66,7 @@ def output_change(
 
     def slope(E: Tensor) -> tuple[float, Tensor]:
         if torch.equal(E, start):  # the norm is not differentiable at 0
-            top = many(spectral_norm(jacobian(reader.hidden, E[None]), tol, solver=solver))
+            top = as_batch(spectral_norm(jacobian(reader.hidden, E[None]), tol, solver=solver))
             return 0.0, top.value[0].item() * top.right[0]
         e = E.detach().clone()[None].requires_grad_(True)
         with torch.enable_grad():
@@ -79,14 +79,14 @@ def output_change(
 
 def _sigma(survey: Survey, layer: int, tol: float, solver: Solver) -> Tensor:
     site = survey.site("attention", layer)
-    return many(local_lipschitz(site.f, site.X, tol, solver=solver)).value
+    return as_batch(local_lipschitz(site.f, site.X, tol, solver=solver)).value
 
 
 def _slope(model: Model, layer: int, tol: float, solver: Solver, E: Tensor) -> tuple[float, Tensor]:
     """sigma and its gradient at the layer's input, pulled back through the layers below."""
     survey = model.survey(inputs_embeds=E[None])
     site = survey.site("attention", layer)
-    top = many(local_lipschitz(site.f, site.X, tol, solver=solver))
+    top = as_batch(local_lipschitz(site.f, site.X, tol, solver=solver))
     there = sigma_gradient(site.f, site.X, top.left, top.right)
     core = survey.layers[layer].core
     assert core is not None

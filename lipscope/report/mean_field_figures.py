@@ -11,7 +11,7 @@ import torch
 
 from lipscope._types import Ball
 from lipscope.attention.layer import SelfAttention
-from lipscope.linalg.estimate import one
+from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.dirac_families import Transition, two_diracs
@@ -82,7 +82,7 @@ def draw_two_diracs(
     """||D_mu F|| of the two-Dirac measures over R, between its lower and upper bounds."""
     worst = [two_diracs(f, R, family) for R in radii]
     sigma = [
-        one(spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0))).value
+        as_single(spectral_norm(derivative(f, w.measure), 1e-9, solver=Solver(seed=0))).value
         for w in worst
     ]
     ax.plot(
@@ -146,7 +146,8 @@ def draw_masked_bounds(f: SelfAttention, radii: Sequence[float], X: torch.Tensor
     """The d_2 constant of causal f at tokens R X, over R: above the unmasked bound, below ours."""
     measures = [DiscreteMeasure.uniform(R * X, causal=True) for R in radii]
     sigma = [
-        one(spectral_norm(derivative(f, mu), 1e-6, solver=Solver(seed=0))).value for mu in measures
+        as_single(spectral_norm(derivative(f, mu), 1e-6, solver=Solver(seed=0))).value
+        for mu in measures
     ]
     without = [w2_bound_geshkovski2023(replace(f, causal=False), R) for R in radii]
     hardy = [masked_wasserstein_upper(f.double(), Ball(R, 1)) for R in radii]

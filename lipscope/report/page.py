@@ -36,7 +36,7 @@ SHORT = 64
 
 
 @explained
-def render(
+def write_report(
     study: Study | Sequence[Study],
     path: str | os.PathLike[str],
     against: Study | None = None,
@@ -70,7 +70,7 @@ def render(
         ... ).double()
         >>> study = ls.measure(model, torch.arange(8)[None], lengths=(4,), samples=1)
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     page = ls.render(study, f"{directory}/report.html")
+        ...     page = ls.write_report(study, f"{directory}/report.html")
         ...     page.read_text()[:15]
         '<!doctype html>'
     """

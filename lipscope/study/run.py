@@ -104,7 +104,7 @@ def measure(
         cluster: Workers on other machines: the address of a dask scheduler, a batch system and a
             number of its jobs ("slurm:64"), or a YAML file; see docs/scaling.md.
         shard: (k, N): measure only the k-th of N parts of the study, k from 1. `lipscope merge`
-            or :func:`concat` joins them.
+            or :func:`merge` joins them.
         out: Directory to save the study in; repeat the same call to resume an interrupted run.
         inputs: Measured whole, instead of a text: embeddings [B, n, d], pixel values [B, c, h, w],
             the sound that an audio model reads, or all arguments of the model by name, each with

@@ -407,7 +407,7 @@ class Study:
 
 
 @explained
-def concat(studies: Sequence[Study]) -> Study:
+def merge(studies: Sequence[Study]) -> Study:
     """Join studies of one model, text and set of options, as several machines measure them.
 
     Args:
@@ -430,12 +430,12 @@ def concat(studies: Sequence[Study]) -> Study:
         ...     vocab_size=99, hidden_size=32, intermediate_size=48,
         ...     num_hidden_layers=2, num_attention_heads=4))
         >>> parts = [ls.measure(model, torch.arange(64), [8], 1, layers=[i]) for i in range(2)]
-        >>> ls.concat(parts)
+        >>> ls.merge(parts)
         Study(LlamaModel: 10 values, 0 failed, n = 8 to 8)
     """
     given = list(studies)
     if not given or not all(isinstance(study, Study) for study in given):
-        raise UserError("concat takes a list of at least one Study")
+        raise UserError("merge takes a list of at least one Study")
     for other in given[1:]:
         differences = given[0].info.identity.differences(other.info.identity)
         if differences:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lipscope._types import UserError
-from lipscope.linalg.estimate import many
+from lipscope.linalg.estimate import as_batch
 from lipscope.linalg.spectral import Solver
 from lipscope.models import embedded
 from lipscope.models.loading import load
@@ -136,7 +136,7 @@ def sigma(
     # The members of a batch share the failure probability of its solver; each row has its own.
     solver = Solver(seed=seed, failure=Solver().failure * len(site.members))
     solved = solve(site.f, site.X, identity.tol, gap=identity.gap, solver=solver)
-    estimates = many(solved)
+    estimates = as_batch(solved)
     # Members of a batch are solved together: each gets an equal share of the time.
     seconds = (time.perf_counter() - began) / len(site.members)
     # Token norms: [B, n, d] -> [B, n].

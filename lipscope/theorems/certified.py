@@ -18,7 +18,7 @@ from torch import Tensor
 from lipscope._types import Around, Domain
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import jacobian
-from lipscope.linalg.estimate import one
+from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.theorems.heads import Head, over_heads
 from lipscope.theorems.local import Centred, Features, centred, features, narrow
@@ -274,7 +274,7 @@ def certified_upper(f: SelfAttention, domain: Domain) -> float:
         # B is nondecreasing, so the right end of each step bounds it over the step.
         return up(math.fsum(_finite(second_derivative, x, rho) for rho in radii) * r / STEPS)
 
-    at_X = one(spectral_norm(jacobian(f, X), tol=1e-6, gap=1e-4)).upper
+    at_X = as_single(spectral_norm(jacobian(f, X), tol=1e-6, gap=1e-4)).upper
     taylor = up(at_X + over_heads(f, rise))
     return min(taylor, over_heads(f, lambda h: _finite(interval, at_center(h), r)))
 

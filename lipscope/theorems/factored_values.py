@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lipscope._types import Domain, Everywhere, UserError
-from lipscope.attention.kernels import L2
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import L2
 from lipscope.linalg.differentiate import check_one_device
 from lipscope.theorems.heads import Head, heads_of, once
 from lipscope.theorems.rounding import (

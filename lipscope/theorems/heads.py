@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope._types import UserError
-from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot, default_scale
 from lipscope.fused.pattern import Pattern
 from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, times_power, up
 

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope._types import Domain, Point
-from lipscope.attention.kernels import Dot, Rope
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot, Rope
 from lipscope.theorems.heads import Head, once, over_heads, rope_stretch, sight
 from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
 from lipscope.theorems.statement import DOT, PLAIN_SCORES, ROTATION, Bound

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lipscope._types import Domain
-from lipscope.attention.kernels import L2, Dot, Rope
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import L2, Dot, Rope
 from lipscope.theorems.heads import rope_stretch, sight
 
 Check = Callable[[SelfAttention, Domain], bool]

@@ -15,7 +15,7 @@ from lipscope._ambient import entry_point
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.models.closed import same
+from lipscope.models.closed_form import same
 from lipscope.models.loading import load
 from lipscope.models.maps import Rerun
 from lipscope.models.model_files import on_one_line

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipscope._display import html_table, text_table
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
-from lipscope.linalg.estimate import Estimate, one
+from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.mean_field.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.evaluating import evaluating
@@ -230,7 +230,7 @@ def check_two_tokens(n: int) -> None:
 
 def measure_map(f: Any, X: Tensor) -> Estimate:
     """The constant in float64, with both bounds."""
-    return one(local_lipschitz(f, X, precision="exact"))
+    return as_single(local_lipschitz(f, X, precision="exact"))
 
 
 def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:

@@ -19,7 +19,7 @@ from lipscope._display import html_table
 from lipscope._types import Status, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map, jacobian
-from lipscope.linalg.estimate import Estimate, one
+from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.train.sigma_table import Reading, SigmaTable
 from lipscope.train.watched_modules import GoneError, ModuleWatch, Watch
@@ -274,7 +274,7 @@ class SmoothnessMonitor:
         if start is not None and (done % RESTART_EVERY == 0 or start.shape != X.shape):
             start = None
         solver = Solver(max_steps=MAX_PRODUCTS, seed=done)
-        estimate = one(spectral_norm(jacobian(f, X), self.tol, start=start, solver=solver))
+        estimate = as_single(spectral_norm(jacobian(f, X), self.tol, start=start, solver=solver))
         usable = math.isfinite(estimate.value) and estimate.value > 0
         self._remembered[name] = done + 1, estimate.right if usable else None
         return estimate

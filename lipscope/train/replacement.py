@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lipscope._ambient import float32_by_default
 from lipscope._types import UserError
-from lipscope.attention.kernels import Dot, default_scale
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot, default_scale
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention, value_factors

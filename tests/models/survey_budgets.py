@@ -90,7 +90,7 @@ def in_bf16(module: Any) -> Any:
 
 
 def _clean(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    found = ls.compare_runs(model, in_bf16(model.trunk), **given, format="bf16")
+    found = ls.check_run(model, in_bf16(model.trunk), **given, format="bf16")
     worst = max(found.states, key=lambda state: state.ratio / state.limit)
     return {
         "outcome": "explained" if found.ok else "accused",
@@ -103,7 +103,7 @@ def _clean(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def _planted(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     bug: dict[str, Any] = {}
-    ls.compare_runs(model, in_bf16(model.trunk), **given, format="bf16")  # or why it cannot
+    ls.check_run(model, in_bf16(model.trunk), **given, format="bf16")  # or why it cannot
     lists = _block_lists(model)
     for scale in SCALES:
         model = _scaled(model, lists, scale)
@@ -114,7 +114,7 @@ def _planted(model: Any, given: dict[str, Any]) -> dict[str, Any]:
         return {"outcome": "nothing to plant", **bug}
     port = in_bf16(model.trunk)
     dict(port.named_parameters())[bug["weight"]].data.neg_()
-    found = ls.compare_runs(model, port, **given, format="bf16")
+    found = ls.check_run(model, port, **given, format="bf16")
     bad = found.first_outside
     named = None if bad is None else bad.name
     right = named == f"layer {bug['layer']}"

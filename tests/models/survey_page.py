@@ -117,12 +117,12 @@ def totals(found: Rows) -> str:
     )
     clean, planted = seen["clean"], seen["planted"]
     lines.append(
-        f"| `compare_runs`, a clean bf16 port | {clean['explained']} explained by rounding, "
+        f"| `check_run`, a clean bf16 port | {clean['explained']} explained by rounding, "
         f"{clean['accused']} accused, {clean['refused']} refused with a sentence"
         f"{_failures(clean)} |"
     )
     lines.append(
-        f"| `compare_runs`, a weight of one layer with its sign flipped | {planted['named']} named "
+        f"| `check_run`, a weight of one layer with its sign flipped | {planted['named']} named "
         f"at that layer, {planted['elsewhere']} at another one, {planted['missed']} missed, "
         f"{planted['refused']} refused with a sentence, {planted['nothing to plant']} without a "
         f"weight that matters{_failures(planted)} |"

@@ -17,7 +17,7 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 
 from lipscope.attention.layer import HeadsApart
 from lipscope.linalg.differentiate import jacobian
-from lipscope.models import closed, masks
+from lipscope.models import closed_form, masks
 from lipscope.models.loading import load
 from lipscope.models.maps import Heads
 from lipscope.models.masks import PlainMask, Rule, lipscope_mask
@@ -190,14 +190,14 @@ def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, p
     torch.testing.assert_close(mine[real.bool()], eager[real.bool()])
 
 
-@pytest.mark.parametrize("large", [closed.LARGE, 100], ids=["closed form", "autograd"])
+@pytest.mark.parametrize("large", [closed_form.LARGE, 100], ids=["closed form", "autograd"])
 @pytest.mark.parametrize(
     ("make_model", "module"), [(windowed, "layers.1.attn"), (chunked, "layers.1.self_attn")]
 )
 def test_windows_and_chunks_have_the_constants_of_eager_attention(
     make_model, module, large, monkeypatch
 ):
-    monkeypatch.setattr(closed, "LARGE", large)
+    monkeypatch.setattr(closed_form, "LARGE", large)
     model = moved(make_model)
     inputs = {"input_ids": torch.randint(3, 50, (1, 15))}
     places = {
@@ -217,7 +217,7 @@ def test_long_windows_and_chunks_are_never_written_down(make_model, monkeypatch)
     inputs = {"input_ids": torch.randint(3, 50, (2, 15))}
     model, scopes = moved(make_model), ["heads", "attention", "residual", "block"]
     (expected,) = load(model).sites(**inputs, layers=[1], scopes=["heads"])
-    monkeypatch.setattr(closed, "LARGE", 100)
+    monkeypatch.setattr(closed_form, "LARGE", 100)
 
     def forbidden(*_):
         raise AssertionError("written down")

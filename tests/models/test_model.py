@@ -7,7 +7,7 @@ import torch
 
 from lipscope._types import UserError
 from lipscope.attention.layer import HeadsApart, SelfAttention
-from lipscope.models import closed
+from lipscope.models import closed_form
 from lipscope.models import model as model_module
 from lipscope.models.loading import load
 from tests.models.test_loading import words
@@ -111,8 +111,8 @@ def test_what_is_known_of_a_module_is_forgotten_when_its_weights_change():
 
 def test_a_module_is_probed_once_for_all_lengths(monkeypatch):
     model, probes = load(make("llama")), []
-    original = closed._probe
-    monkeypatch.setattr(closed, "_probe", lambda X: probes.append(X.shape) or original(X))
+    original = closed_form._probe
+    monkeypatch.setattr(closed_form, "_probe", lambda X: probes.append(X.shape) or original(X))
     for n in (1, 4, 7, 7):
         maps = [site.f for site in model.sites(torch.randint(3, 50, (2, n)))]
         assert all(isinstance(f, SelfAttention | HeadsApart) for f in maps)

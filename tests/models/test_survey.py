@@ -65,10 +65,10 @@ def test_a_model_whose_signs_do_not_matter_is_said_to_be_one():
 def test_wrong_verdicts_are_seen(monkeypatch):
     model, given = ls.load(tiny("llama")), {"text": some_ids(4, 12)}
     cells = dict(survey_budgets.budget_cells(model, given))
-    right = ls.compare_runs
+    right = ls.check_run
     monkeypatch.setattr(
         ls,
-        "compare_runs",
+        "check_run",
         lambda a, b, *args, **options: right(a, survey_budgets.in_bf16(a.trunk), *args, **options),
     )
     assert cells["planted"]()["outcome"] == "missed"
@@ -77,7 +77,7 @@ def test_wrong_verdicts_are_seen(monkeypatch):
         b.embed_tokens.weight.data *= 1.1
         return right(a, b, *args, **options)
 
-    monkeypatch.setattr(ls, "compare_runs", accuse)
+    monkeypatch.setattr(ls, "check_run", accuse)
     assert cells["clean"]()["outcome"] == "accused"
     assert cells["planted"]()["outcome"] == "elsewhere"
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.attention.kernels import common_centre
+from lipscope.attention.scores import common_centre
 
 FAR = [1e3, 1e6, 1e10]
 POSITIONS = [0, 5, 15]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lipscope.report.page import render
+from lipscope.report.page import write_report
 from tests.report.browsing import running_browser, visitor
 from tests.report.made import bounded, grid, study, worst_found
 
@@ -21,9 +21,9 @@ def pages(tmp_path_factory):
     full = study(place / "full", rows + bounded(rows, around) + worst_found(rows, 3.0))
     bare = study(place / "bare", [r._replace(value=r.value / 3, lower=0.0) for r in rows])
     return {
-        "study": render(full, place / "study.html", against=bare),
-        "bare": render(bare, place / "bare.html"),
-        "comparison": render([full, bare, full], place / "comparison.html"),
+        "study": write_report(full, place / "study.html", against=bare),
+        "bare": write_report(bare, place / "bare.html"),
+        "comparison": write_report([full, bare, full], place / "comparison.html"),
     }
 
 

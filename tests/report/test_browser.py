@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from lipscope.report.page import render
+from lipscope.report.page import write_report
 from tests.report.browsing import running_browser, visitor
 from tests.report.made import HARMLESS, HOSTILE, bounded, failed, grid, study
 
@@ -31,7 +31,7 @@ def plain(tmp_path_factory):
     place = tmp_path_factory.mktemp("plain")
     rows = grid()
     around = {"bound: Castin et al., ball": 80.0}
-    return render(study(place / "s", rows + bounded(rows, around)), place / "r.html")
+    return write_report(study(place / "s", rows + bounded(rows, around)), place / "r.html")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def several(tmp_path_factory):
         study(place / f"s{i}", [r._replace(value=r.value * 2**i, upper=1e9) for r in grid()])
         for i in range(3)
     ]
-    return render(made, place / "c.html")
+    return write_report(made, place / "c.html")
 
 
 def test_marks_answer_the_pointer(visit, plain):
@@ -191,7 +191,9 @@ def test_hostile_words_are_words(visit, tmp_path):
     calm = study(
         tmp_path / "t", rows + bounded(rows, {"bound: x": 80.0}), **dict.fromkeys(evil, "words")
     )
-    pages = [visit(render(one, tmp_path / f"{i}.html")) for i, one in enumerate((hostile, calm))]
+    pages = [
+        visit(write_report(one, tmp_path / f"{i}.html")) for i, one in enumerate((hostile, calm))
+    ]
     for page in pages:
         page.locator("#tokens select").first.select_option(label="layer 0")
     assert pages[0].evaluate(SKELETON) == pages[1].evaluate(SKELETON)
@@ -220,7 +222,7 @@ def test_it_fits_the_window(visit, plain, several, width, scheme):
     "rows", [[], [failed()], grid(lengths=(8,)), grid(layers=1, heads=0)], ids=len
 )
 def test_odd_studies_open(visit, rows, tmp_path):
-    page = visit(render(study(tmp_path / "s", rows), tmp_path / "r.html"))
+    page = visit(write_report(study(tmp_path / "s", rows), tmp_path / "r.html"))
     assert page.locator("h2").count() >= 3
 
 
@@ -256,6 +258,6 @@ def test_it_prints_without_the_table(visit, plain):
 @pytest.mark.slow
 def test_a_hundred_thousand_rows_are_soon_interactive(visit, tmp_path):
     rows = grid(lengths=(8, 16, 32, 64, 128), layers=25, heads=19, samples=40)
-    page = visit(render(study(tmp_path / "s", rows), tmp_path / "r.html"))
+    page = visit(write_report(study(tmp_path / "s", rows), tmp_path / "r.html"))
     assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 3000
     assert count(page, "layer=24 n=128 sample=39") == 20

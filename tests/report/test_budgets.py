@@ -71,7 +71,7 @@ def test_the_chart_has_a_curve_per_format_and_observed_lines(budget):
 
 
 def test_the_report_has_a_section_with_its_chart(budget, folder, tmp_path):
-    page = ls.render(ls.Study.open(folder), tmp_path / "report.html").read_text()
+    page = ls.write_report(ls.Study.open(folder), tmp_path / "report.html").read_text()
     assert 'id="budget-0"' in page and "What does low precision cost?" in page
     assert "How smooth is this model?" not in page
     assert f"{budget.total('kv4').value:.3g}" in page and 'id="chart-budget-0"' in page

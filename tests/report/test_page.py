@@ -17,7 +17,7 @@ from lipscope.cli import main
 from lipscope.report import study_charts
 from lipscope.report.content import BOUND, WORST, Scale, Spread, heat, strips, surrounded
 from lipscope.report.encoding import as_json, packed
-from lipscope.report.page import html, render
+from lipscope.report.page import html, write_report
 from lipscope.report.words import tiles
 from tests.report.made import HOSTILE, bounded, failed, grid, study, worst_found
 from tests.study.fakes import row
@@ -332,13 +332,13 @@ def test_growth_of_many_layers_shows_the_largest(tmp_path, monkeypatch):
 
 
 def test_a_report_is_whole_or_not_there(tmp_path, plain):
-    path = render(plain, tmp_path / "r.html")
+    path = write_report(plain, tmp_path / "r.html")
     assert path.read_text(encoding="utf-8").endswith("</html>\n")
     assert path.stat().st_size < 250_000
     with pytest.raises(UserError, match="cannot write"):
-        render(plain, tmp_path / "nowhere" / "r.html")
+        write_report(plain, tmp_path / "nowhere" / "r.html")
     with pytest.raises(UserError, match="omit against"):
-        render([plain, plain], tmp_path / "r.html", plain)
+        write_report([plain, plain], tmp_path / "r.html", plain)
     assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
@@ -380,7 +380,7 @@ def test_a_hundred_thousand_rows(tmp_path):
     ]
     assert len(rows) == 100_000
     found = study(tmp_path / "s", rows)
-    path = render(found, tmp_path / "r.html")
+    path = write_report(found, tmp_path / "r.html")
     assert path.stat().st_size < 5_000_000
 
 

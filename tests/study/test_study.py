@@ -17,7 +17,7 @@ from lipscope.study.export import write_csv, write_parquet
 from lipscope.study.jobs import Command, Request
 from lipscope.study.records import COLUMNS, Row, SampleTokens
 from lipscope.study.store import Store
-from lipscope.study.study import SUBJECT_COLUMNS, Study, concat
+from lipscope.study.study import SUBJECT_COLUMNS, Study, merge
 from tests.study.fakes import info, row, sensitivity
 from tests.study.printed import shown
 
@@ -234,7 +234,7 @@ def test_printable():
 def test_a_study_travels_in_a_pickle(study):
     again = pickle.loads(pickle.dumps(study))
     assert again.directory == study.directory and again.rows == study.rows
-    inside = concat([study])
+    inside = merge([study])
     there = pickle.loads(pickle.dumps(inside))
     assert there.directory is None and there.info == inside.info
     assert repr(there.rows) == repr(study.rows)
@@ -244,7 +244,7 @@ def test_a_study_travels_in_a_pickle(study):
 
 
 def test_save_writes_all_of_it_to_a_new_directory(study, tmp_path):
-    copy = concat([study]).save(tmp_path / "copy")
+    copy = merge([study]).save(tmp_path / "copy")
     assert copy.directory == tmp_path / "copy" and copy.info == study.info
     assert repr(copy.rows) == repr(study.rows)
     assert list(copy.token_records()) == list(study.token_records())
@@ -264,21 +264,21 @@ def part(layers: range, **changes: Any) -> Study:
 def test_parts_join_to_the_whole_and_the_first_counts():
     whole, first, second = part(range(4)), part(range(2)), part(range(1, 4))
     second.store.write([row(layer=1, n=8, value=77.0)])
-    joined = concat([first, second])
+    joined = merge([first, second])
     assert joined.rows == whole.rows
     assert list(joined.token_records()) == list(whole.token_records())
     failed = part(range(0))
     failed.store.write(
         [row(n=8, value=math.nan, lower=0.0, upper=math.inf, status="failed: memory")]
     )
-    assert concat([failed, whole]).rows == whole.rows == concat([whole, failed]).rows
+    assert merge([failed, whole]).rows == whole.rows == merge([whole, failed]).rows
 
 
 def test_studies_of_different_things_do_not_join():
     with pytest.raises(UserError, match=r"differ in weights, seed, .*to_dataframe\(\)"):
-        concat([part(range(2)), part(range(2), weights="v", seed=5)])
+        merge([part(range(2)), part(range(2), weights="v", seed=5)])
     with pytest.raises(UserError, match="at least one Study"):
-        concat([])
+        merge([])
 
 
 ASKED = Request(((8, (0,)), (16, (0,))), (0, 1), {0: (0, 1), 1: (0, 1)}, ("attention",))

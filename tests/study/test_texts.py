@@ -59,9 +59,9 @@ def _text(folder: Path) -> str:
         lambda model, text: ls.audit_model(model, text),
         lambda model, text: ls.attack_model(model, text, ls.AttackPlan("direction")),
         lambda model, text: ls.error_budget(model, text),
-        lambda model, text: ls.compare_runs(model, model.trunk, text),
+        lambda model, text: ls.check_run(model, model.trunk, text),
     ],
-    ids=["measure", "audit_model", "attack_model", "error_budget", "compare_runs"],
+    ids=["measure", "audit_model", "attack_model", "error_budget", "check_run"],
 )
 def test_public_functions_refuse_names_of_files(model, named, call):
     for text in (named, ["some words", named]):

@@ -82,7 +82,7 @@ class StateRatio(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """Two runs, compared at every hidden state, as returned by :func:`compare_runs`.
+    """Two runs, compared at every hidden state, as returned by :func:`check_run`.
 
     Attributes:
         format: The format in which the second run was made.
@@ -173,7 +173,7 @@ class RunComparison:
 
 @entry_point
 @with_bar("comparing")
-def compare_runs(
+def check_run(
     a: Source,
     b: Source | Path,
     text: Text = None,
@@ -228,10 +228,10 @@ def compare_runs(
         >>> port = LlamaModel(config).eval()
         >>> _ = port.load_state_dict(right.state_dict())
         >>> port = port.bfloat16()
-        >>> ls.compare_runs(right, port, torch.arange(24)).ok
+        >>> ls.check_run(right, port, torch.arange(24)).ok
         True
         >>> _ = port.layers[1].mlp.down_proj.weight.data.mul_(1.1)
-        >>> ls.compare_runs(right, port, torch.arange(24)).first_outside.name
+        >>> ls.check_run(right, port, torch.arange(24)).first_outside.name
         'layer 1'
     """
     check_probes(probes, least=1)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
-from lipscope.linalg.estimate import one
+from lipscope.linalg.estimate import as_single
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.plug import AttentionCall
@@ -171,7 +171,7 @@ def worst_cases(
             J = _following(place.node, y)
             if J is None:
                 continue
-            upper = one(spectral_norm(J, gap=0.1, solver=Solver(max_steps=200, seed=0))).upper
+            upper = as_single(spectral_norm(J, gap=0.1, solver=Solver(max_steps=200, seed=0))).upper
             for name, e in place.errors.items():
                 parts = whole(e[None]) if place.sites[0].head is None else by_head(e[None])
                 found[name] += upper * float(parts.norm(dim=-1).sum())
@@ -323,7 +323,7 @@ def _add_sigma(
         if J is None:
             continue
         # Two digits are enough for a score.
-        estimate = one(spectral_norm(J, 5e-2, solver=Solver(max_steps=12, seed=0)))
+        estimate = as_single(spectral_norm(J, 5e-2, solver=Solver(max_steps=12, seed=0)))
         for name, e in place.errors.items():
             for i, site in enumerate(place.sites):
                 local = e[:, i] if site.head is not None else e

@@ -18,7 +18,6 @@ from lipscope._checks import shown
 from lipscope._torch_internals import tree_leaves
 from lipscope._types import UserError
 from lipscope.models._transformers_internals import buffer_dtypes
-from lipscope.models.anatomy import block_calls
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
@@ -26,6 +25,7 @@ from lipscope.models.model_files import on_one_line
 from lipscope.models.plug import NAME, AttentionCall, listening, plugged
 from lipscope.models.precision import Float64
 from lipscope.models.running import first_tensor, has_tokens, hooked
+from lipscope.models.structure import block_calls
 from lipscope.probes.budget.weights import Uses, Weight, find_uses, find_weights
 from lipscope.study.reading import WholeInputs, warn_of_unknown
 from lipscope.study.reading import read as read_whole

@@ -57,7 +57,7 @@ def test_a_bug_is_named_at_its_layer(bug):
     port = tiny("llama").bfloat16()
     port.rotary_emb.inv_freq.data = tiny("llama").rotary_emb.inv_freq.data
     plant(port)
-    found = ls.compare_runs(tiny("llama"), port, IDS, probes=4)
+    found = ls.check_run(tiny("llama"), port, IDS, probes=4)
     assert not found.ok and found.format == "bf16"
     assert found.first_outside.name == ("embeddings" if layer is None else f"layer {layer}")
     assert "outside its budget" in repr(found)
@@ -67,7 +67,7 @@ def test_a_bug_is_named_at_its_layer(bug):
 @pytest.mark.parametrize(("kind", "attention"), [("bert", "sdpa"), ("gpt2", "eager")])
 def test_a_correct_port_passes(kind, attention, dtype):
     port = tiny(kind, attention).to(dtype)
-    found = ls.compare_runs(tiny(kind), port, IDS, probes=4)
+    found = ls.check_run(tiny(kind), port, IDS, probes=4)
     assert found.ok, found
     assert all(0.7 <= state.ratio <= 1.3 for state in found.states)
     assert "<table>" in found._repr_html_() and len(found.to_dataframe()) == len(found.states) == 4
@@ -83,10 +83,10 @@ def test_a_port_with_rounded_buffers_passes():
             parameter.data *= 12 if "q_proj" in name or "k_proj" in name else 3
     port, ids = copy.deepcopy(model).bfloat16(), some_ids(1, 160)
     assert port.rotary_emb.inv_freq.dtype == torch.bfloat16
-    found = ls.compare_runs(model, port, ids, probes=4)
+    found = ls.check_run(model, port, ids, probes=4)
     assert found.ok and max(state.ratio for state in found.states) < 1.6, found
     port.layers[1].mlp.down_proj.weight.data.neg_()
-    assert ls.compare_runs(model, port, ids, probes=4).first_outside.name == "layer 1"
+    assert ls.check_run(model, port, ids, probes=4).first_outside.name == "layer 1"
 
 
 def test_hidden_states_of_another_engine(tmp_path):
@@ -96,17 +96,17 @@ def test_hidden_states_of_another_engine(tmp_path):
     tensors = {f"hidden_states.{i}": h.contiguous() for i, h in enumerate(states)}
     path = tmp_path / "states.safetensors"
     save_file({**tensors, "input_ids": IDS}, path)
-    assert ls.compare_runs(tiny("gpt2"), path, probes=4).ok
+    assert ls.check_run(tiny("gpt2"), path, probes=4).ok
     tensors["hidden_states.2"] = tensors["hidden_states.2"] * 1.05
     save_file({**tensors, "input_ids": IDS}, path)
-    assert ls.compare_runs(tiny("gpt2"), str(path), probes=4).first_outside.name == "layer 1"
+    assert ls.check_run(tiny("gpt2"), str(path), probes=4).first_outside.name == "layer 1"
     # A single sequence is as good as two, and one state too few is not.
     one = {name: h[:1].clone() for name, h in tensors.items()}
     save_file({**one, "input_ids": IDS[:1]}, path)
-    assert ls.compare_runs(tiny("gpt2"), path, probes=4).first_outside.name == "layer 1"
+    assert ls.check_run(tiny("gpt2"), path, probes=4).first_outside.name == "layer 1"
     save_file({"x": IDS}, path)
     with pytest.raises(ls.UserError, match="must hold hidden_states"):
-        ls.compare_runs(tiny("gpt2"), path)
+        ls.check_run(tiny("gpt2"), path)
 
 
 def test_a_run_that_is_wrong_by_a_quarter_of_its_budget_is_outside(tmp_path):
@@ -114,7 +114,7 @@ def test_a_run_that_is_wrong_by_a_quarter_of_its_budget_is_outside(tmp_path):
     model = tiny("gpt2")
     with torch.no_grad():
         exact = model.double()(IDS, output_hidden_states=True).hidden_states
-    right = ls.compare_runs(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=4)
+    right = ls.check_run(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=4)
     path = tmp_path / "states.safetensors"
     for factor, name in ((1.05, None), (1.25, "layer 1")):
         states = list(exact)
@@ -124,7 +124,7 @@ def test_a_run_that_is_wrong_by_a_quarter_of_its_budget_is_outside(tmp_path):
         states[2] = exact[2] + noise * size / noise.norm()
         tensors = {f"hidden_states.{i}": h.contiguous() for i, h in enumerate(states)}
         save_file({**tensors, "input_ids": IDS}, path)
-        found = ls.compare_runs(tiny("gpt2"), path, probes=4, format="bf16")
+        found = ls.check_run(tiny("gpt2"), path, probes=4, format="bf16")
         assert (found.first_outside and found.first_outside.name) == name
 
 
@@ -149,7 +149,7 @@ def test_a_prediction_that_means_nothing_explains_nothing(monkeypatch, change, m
 
     monkeypatch.setattr(comparing, "state_budgets", state_budgets)
     with pytest.raises(ls.UserError, match=message) as caught:
-        ls.compare_runs(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=4)
+        ls.check_run(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=4)
     assert "the effect of rounding on layer 0 cannot be predicted" in str(caught.value)
 
 
@@ -157,28 +157,28 @@ def test_a_port_that_does_not_run_is_one_sentence():
     port = tiny("gpt2").bfloat16()
     port.h[1].mlp.c_fc.float()
     with pytest.raises(ls.UserError, match=r"does not run in bfloat16 on these inputs \("):
-        ls.compare_runs(tiny("gpt2"), port, IDS)
+        ls.check_run(tiny("gpt2"), port, IDS)
 
 
 def test_verdicts_in_low_precision_say_how_to_see_more():
-    found = ls.compare_runs(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=2)
+    found = ls.check_run(tiny("gpt2"), tiny("gpt2").bfloat16(), IDS, probes=2)
     assert found.sentence().endswith("compare in fp32 to see smaller bugs")
-    found = ls.compare_runs(tiny("gpt2"), tiny("gpt2"), IDS, probes=2)
+    found = ls.check_run(tiny("gpt2"), tiny("gpt2"), IDS, probes=2)
     assert found.ok and found.format == "fp32" and "smaller bugs" not in found.sentence()
 
 
 def test_a_run_without_finite_values_is_outside():
     port = tiny("gpt2").bfloat16()
     port.h[1].mlp.c_fc.bias.data[0] = torch.nan
-    found = ls.compare_runs(tiny("gpt2"), port, IDS, probes=2)
+    found = ls.check_run(tiny("gpt2"), port, IDS, probes=2)
     assert found.first_outside.name == "layer 1"
 
 
 def test_other_dtypes_need_a_format():
     with pytest.raises(ls.UserError, match="the run is in float64, which has no budget"):
-        ls.compare_runs(tiny("gpt2"), tiny("gpt2").double(), IDS)
+        ls.check_run(tiny("gpt2"), tiny("gpt2").double(), IDS)
     with pytest.raises(ls.UserError, match="format must be one of"):
-        ls.compare_runs(tiny("gpt2"), tiny("gpt2"), IDS, format="int8")
+        ls.check_run(tiny("gpt2"), tiny("gpt2"), IDS, format="int8")
 
 
 @pytest.mark.slow
@@ -193,14 +193,14 @@ def test_false_alarms_of_clean_runs():
         port = tiny(kind, attention, seed)
         for parameter in port.parameters():
             parameter.data = parameter.data.to(dtype)
-        alarms += not ls.compare_runs(tiny(kind, seed=seed), port, ids, probes=4, seed=seed).ok
+        alarms += not ls.check_run(tiny(kind, seed=seed), port, ids, probes=4, seed=seed).ok
     assert alarms <= 8  # 3 expected; 9 or more have probability 0.4 %
 
 
 @pytest.mark.parametrize(("format", "said"), [(None, "bf16"), ("fp16", "fp16")])
 def test_a_run_that_is_named_runs_in_bf16_unless_a_format_is_given(tmp_path, format, said):
     tiny("gpt2").save_pretrained(tmp_path / "port")
-    found = ls.compare_runs(tiny("gpt2"), str(tmp_path / "port"), IDS, probes=4, format=format)
+    found = ls.check_run(tiny("gpt2"), str(tmp_path / "port"), IDS, probes=4, format=format)
     assert found.ok and found.format == said
     # The run did round: its error is of the size of the format's step, not of float32's.
     eps = torch.finfo(comparing.DTYPES[said]).eps

@@ -212,14 +212,14 @@ def test_a_run_without_any_error_has_a_budget_of_zero():
 
 def test_models_without_a_list_of_layers_are_not_compared():
     with pytest.raises(ls.UserError, match="no list of layers"):
-        ls.compare_runs(Odd(), Odd().bfloat16(), IDS)
+        ls.check_run(Odd(), Odd().bfloat16(), IDS)
     # The list of what computes a weight is none.
     normed = odd(
         lambda m, x: m.third(x),
         third=nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     )
     with pytest.raises(ls.UserError, match="no list of layers"):
-        ls.compare_runs(normed, copy.deepcopy(normed).bfloat16(), IDS)
+        ls.check_run(normed, copy.deepcopy(normed).bfloat16(), IDS)
 
 
 def test_tensors_kept_in_containers_do_not_prevent_copies():

@@ -48,24 +48,24 @@ def test_states_before_the_final_norm_are_recognised(tmp_path):
     path = tmp_path / "states.safetensors"
     states = dump(in_bf16(tiny("llama")), before_norm=True)
     save_file({**states, "input_ids": IDS}, path)
-    found = ls.compare_runs(tiny("llama"), path, probes=4)
+    found = ls.check_run(tiny("llama"), path, probes=4)
     assert found.ok and found.before_norm and found.as_dict()["before_norm"]
     assert "recognised as taken before the final norm" in found.sentence()
     # A wrong port with the same convention is wrong at its layer, by the same convention.
     wrong = in_bf16(tiny("llama"))
     wrong.layers[2].mlp.down_proj.weight.data.neg_()
     save_file({**dump(wrong, before_norm=True), "input_ids": IDS}, path)
-    found = ls.compare_runs(tiny("llama"), path, probes=4)
+    found = ls.check_run(tiny("llama"), path, probes=4)
     assert found.first_outside.name == "layer 2" and found.before_norm
     save_file({**dump(in_bf16(tiny("llama"))), "input_ids": IDS}, path)
-    found = ls.compare_runs(tiny("llama"), path, probes=4)
+    found = ls.check_run(tiny("llama"), path, probes=4)
     assert found.ok and not found.before_norm and "final norm" not in found.sentence()
 
 
 def test_a_live_model_without_its_final_norm_is_wrong():
     port = in_bf16(tiny("llama"))
     port.norm = nn.Identity()
-    found = ls.compare_runs(tiny("llama"), port, IDS, probes=4)
+    found = ls.check_run(tiny("llama"), port, IDS, probes=4)
     assert found.first_outside.name == "layer 2" and not found.before_norm
 
 
@@ -81,10 +81,10 @@ def test_numpy_files_are_read_as_safetensors_are(tmp_path, kind):
     else:
         np.savez_compressed(path, hidden_states=stacked, input_ids=IDS.numpy())
     text = IDS if kind == "npy" else None
-    found = ls.compare_runs(tiny("gpt2"), path, text, probes=4)
+    found = ls.check_run(tiny("gpt2"), path, text, probes=4)
     # float32 numbers that are all bf16 numbers are those of a run in bf16.
     assert found.ok and found.format == "bf16"
-    saved = ls.compare_runs(tiny("gpt2"), in_bf16(tiny("gpt2")), IDS, probes=4)
+    saved = ls.check_run(tiny("gpt2"), in_bf16(tiny("gpt2")), IDS, probes=4)
     assert [s.observed for s in found.states] == [s.observed for s in saved.states]
 
 
@@ -128,7 +128,7 @@ def test_pickles_are_never_opened(tmp_path, suffix, monkeypatch):
     else:
         np.savez(path, **{"hidden_states.0": objects})
     with pytest.raises(ls.UserError, match=r"numpy.savez writes arrays that need no pickle"):
-        ls.compare_runs(tiny("gpt2"), path)
+        ls.check_run(tiny("gpt2"), path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -143,7 +143,7 @@ def test_messages_name_shapes_that_are_in_the_file(tmp_path):
         path,
     )
     with pytest.raises(ls.UserError) as caught:
-        ls.compare_runs(tiny("gpt2"), path)
+        ls.check_run(tiny("gpt2"), path)
     assert "2 of shape [2, 24, 32], and 4 of shape [2, 24, 32] expected" in str(caught.value)
     save_file(
         {
@@ -156,21 +156,21 @@ def test_messages_name_shapes_that_are_in_the_file(tmp_path):
     with pytest.raises(
         ls.UserError, match=r"\[2, 24, 32\] and \[2, 24, 8\], and 4 of shape \[2, 24, 32\]"
     ):
-        ls.compare_runs(tiny("gpt2"), path)
+        ls.check_run(tiny("gpt2"), path)
     save_file({**states, "input_ids": IDS[:, :5].contiguous()}, path)
     with pytest.raises(
         ls.UserError, match=r"shape \[2, 24\], as the hidden states are, got int64 \[2, 5\]"
     ):
-        ls.compare_runs(tiny("gpt2"), path)
+        ls.check_run(tiny("gpt2"), path)
     save_file({"hidden_states.0": torch.ones(2, 3)}, path)
     with pytest.raises(ls.UserError, match=r"hidden_states.0 in .* got float32 \[2, 3\]"):
-        ls.compare_runs(tiny("gpt2"), path)
+        ls.check_run(tiny("gpt2"), path)
     (tmp_path / "states.pt").write_bytes(b"x")
     with pytest.raises(ls.UserError, match=r"is a file, and hidden states are read from"):
-        ls.compare_runs(tiny("gpt2"), tmp_path / "states.pt")
+        ls.check_run(tiny("gpt2"), tmp_path / "states.pt")
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 no zip")
     with pytest.raises(ls.UserError, match=r"cannot read .*bad.npz as npz"):
-        ls.compare_runs(tiny("gpt2"), tmp_path / "bad.npz")
+        ls.check_run(tiny("gpt2"), tmp_path / "bad.npz")
 
 
 @pytest.mark.parametrize("wrong", [-1, 60, 10**12])
@@ -180,7 +180,7 @@ def test_token_ids_are_checked_against_the_vocabulary(tmp_path, wrong):
     path = tmp_path / "states.safetensors"
     save_file({**dump(in_bf16(tiny("gpt2"))), "input_ids": ids}, path)
     with pytest.raises(ls.UserError, match=f"token id {wrong} is not in the vocabulary"):
-        ls.compare_runs(tiny("gpt2"), path)
+        ls.check_run(tiny("gpt2"), path)
     with pytest.raises(ls.UserError, match=f"token id {wrong} is not in the vocabulary"):
         ls.error_budget(tiny("gpt2"), ids)
 
@@ -206,17 +206,17 @@ class OwnPort(nn.Module):
 @pytest.mark.parametrize("head", [False, True])
 def test_a_live_module_of_no_library_is_compared(head):
     port = OwnPort(in_bf16(tiny("gpt2")), head)
-    found = ls.compare_runs(tiny("gpt2"), port, IDS, probes=4)
+    found = ls.check_run(tiny("gpt2"), port, IDS, probes=4)
     assert found.ok and found.format == "bf16" and found.before_norm == head
     wrong = copy.deepcopy(port)
     wrong.blocks[1].mlp.c_proj.weight.data.neg_()
-    assert ls.compare_runs(tiny("gpt2"), wrong, IDS, probes=4).first_outside.name == "layer 1"
+    assert ls.check_run(tiny("gpt2"), wrong, IDS, probes=4).first_outside.name == "layer 1"
 
 
 def test_a_live_module_whose_states_cannot_be_had_is_told_to_save_them():
     flat = nn.Sequential(nn.Embedding(60, 32), nn.Linear(32, 32))
     with pytest.raises(ls.UserError, match=r"output_hidden_states=True, with safetensors"):
-        ls.compare_runs(tiny("gpt2"), flat, IDS)
+        ls.check_run(tiny("gpt2"), flat, IDS)
 
     class Closed(nn.Module):
         def forward(self, ids, more):
@@ -225,4 +225,4 @@ def test_a_live_module_whose_states_cannot_be_had_is_told_to_save_them():
     with pytest.raises(
         ls.UserError, match=r"Closed does not run in float32 on these inputs .* save"
     ):
-        ls.compare_runs(tiny("gpt2"), Closed(), IDS)
+        ls.check_run(tiny("gpt2"), Closed(), IDS)

@@ -190,10 +190,10 @@ def test_images_have_budgets_that_real_runs_confirm():
 def test_ports_of_image_models_are_compared():
     model = tiny_vit()
     port = copy.deepcopy(model).bfloat16()
-    assert ls.compare_runs(model, port, inputs=pixels(), probes=4).ok
+    assert ls.check_run(model, port, inputs=pixels(), probes=4).ok
     wrong = next(p for n, p in port.named_parameters() if n.endswith("1.mlp.fc2.weight"))
     wrong.data.neg_()
-    found = ls.compare_runs(model, port, inputs={"pixel_values": pixels()}, probes=4)
+    found = ls.check_run(model, port, inputs={"pixel_values": pixels()}, probes=4)
     assert found.first_outside.name == "layer 1"
 
 

@@ -5,7 +5,7 @@ import torch
 
 import lipscope as ls
 from lipscope.attention import linearization
-from lipscope.attention.uncancelled import norm_above
+from lipscope.attention.rounding_scale import norm_above
 from lipscope.mean_field.attention_on_measures import derivative, query_derivative
 from tests.cases import KINDS, problem
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
-from lipscope.attention.kernels import Dot, Rope
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot, Rope
 from lipscope.models.plug import AttentionCall
 from lipscope.models.running import Host, ModuleCall, attention_call, run_to
 from lipscope.models.trace import Seen

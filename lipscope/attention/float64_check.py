@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.attention.kernels import L2, Dot, augment, default_scale
+from lipscope.attention.scores import L2, Dot, augment, default_scale
 from lipscope.fused.primitive import attend
 from lipscope.linalg.ranks import ALONE, Ranks
 

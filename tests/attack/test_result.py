@@ -7,8 +7,8 @@ import lipscope as ls
 from lipscope._types import Around, Ball
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.direction import singular_response
-from lipscope.attack.found import measured
 from lipscope.attack.regions import Normed
+from lipscope.attack.result import measured
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import spectral_norm
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attention import kept
+from lipscope.attention import dense_products
 from lipscope.fused import reference
 from lipscope.fused.pattern import Pattern
 
@@ -40,31 +40,33 @@ def problem(name: str, n: int = 70, dtype: torch.dtype = torch.float64):
 @pytest.mark.parametrize("name", CASES)
 def test_the_pieces_add_up(name, piece, monkeypatch):
     """One row at a time, a few rows, whole heads, everything at once."""
-    monkeypatch.setattr(kept, "PIECE", piece)
+    monkeypatch.setattr(dense_products, "PIECE", piece)
     W, qkv, tangent, g = problem(name)
-    do, want = kept.jvp(W, *qkv, tangent), reference.jvp(W, *qkv, tangent)
+    do, want = dense_products.jvp(W, *qkv, tangent), reference.jvp(W, *qkv, tangent)
     assert torch.allclose(do, want, rtol=0, atol=1e-14 * want.abs().max().item() * 70)
-    for got, want in zip(kept.vjp(W, *qkv, g), reference.vjp(W, *qkv, g), strict=True):
+    for got, want in zip(dense_products.vjp(W, *qkv, g), reference.vjp(W, *qkv, g), strict=True):
         assert got.shape == want.shape
         assert torch.allclose(got, want, rtol=0, atol=1e-14 * want.abs().max().item() * 70)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_adjoint(name, monkeypatch):
-    monkeypatch.setattr(kept, "PIECE", 9000)
+    monkeypatch.setattr(dense_products, "PIECE", 9000)
     W, qkv, tangent, g = problem(name)
-    pushed = (kept.jvp(W, *qkv, tangent) * g).sum()
-    pulled = sum((x * y).sum() for x, y in zip(kept.vjp(W, *qkv, g), tangent, strict=True))
+    pushed = (dense_products.jvp(W, *qkv, tangent) * g).sum()
+    pulled = sum(
+        (x * y).sum() for x, y in zip(dense_products.vjp(W, *qkv, g), tangent, strict=True)
+    )
     assert torch.allclose(pushed, pulled, rtol=1e-12)
 
 
 def test_memory_that_was_never_written_is_never_read(monkeypatch):
     """Every place that results go to starts as NaN."""
-    monkeypatch.setattr(kept, "PIECE", 9000)
-    real = kept._transposed
-    monkeypatch.setattr(kept, "_transposed", lambda *a: real(*a).fill_(torch.nan))
+    monkeypatch.setattr(dense_products, "PIECE", 9000)
+    real = dense_products._transposed
+    monkeypatch.setattr(dense_products, "_transposed", lambda *a: real(*a).fill_(torch.nan))
     W, qkv, tangent, g = problem("grouped")
-    results = (kept.jvp(W, *qkv, tangent), *kept.vjp(W, *qkv, g))
+    results = (dense_products.jvp(W, *qkv, tangent), *dense_products.vjp(W, *qkv, g))
     assert all(x.isfinite().all() for x in results)
 
 
@@ -80,7 +82,7 @@ def test_saturated_rows_lose_no_digits():
     dP = p * (dS - (p * dS).sum(-1, keepdims=True))
     truth = torch.from_numpy((dP @ v_ + p @ dv).astype(np.float64))[:, None]
     assert np.finfo(np.longdouble).eps < 1e-18 and P.max() > 1 - 1e-12
-    for products in (kept, reference):
+    for products in (dense_products, reference):
         off = (products.jvp(reference.Weights(P), q, k, v, tangent) - truth).abs().max()
         assert off < 1e-15 * np.abs(dS).max() * v.abs().max()
 
@@ -92,7 +94,7 @@ def test_long_inputs_go_through_here_and_recorded_ones_do_not():
     X, E, U = torch.randn(3, 80, 8, generator=g, dtype=torch.float64)
     J = ls.jacobian(f, X)
     W, *_ = problem("heads")
-    assert kept.usable(W, E) and not kept.usable(W, E.clone().requires_grad_())
+    assert dense_products.usable(W, E) and not dense_products.usable(W, E.clone().requires_grad_())
     assert torch.allclose(torch.func.vmap(J.mv)(E[None])[0], J.mv(E), rtol=1e-11)
     assert torch.allclose(torch.func.vmap(J.rmv)(U[None])[0], J.rmv(U), rtol=1e-11)
     leaf = E.clone().requires_grad_()

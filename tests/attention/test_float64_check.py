@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attention.spot_check import ROWS, _rows, compare
+from lipscope.attention.float64_check import ROWS, _rows, compare
 from tests.cases import KINDS, problem
 
 ORDINARY = [kind for kind in KINDS if "huge" not in kind and "tiny" not in kind]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipscope._display import Displayed
 from lipscope.linalg.differentiate import Map
-from lipscope.linalg.estimate import Estimate, many
+from lipscope.linalg.estimate import Estimate, as_batch
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver
 from lipscope.mean_field.local import local_lipschitz
@@ -48,6 +48,6 @@ def measured(f: Map, inputs: Sequence[tuple[str, Tensor]], seed: int) -> list[Fo
     """Measure named inputs [n, d] together, the largest sigma first; f maps batches memberwise."""
     # Not the seed of the search, which may have adapted the input to its own start.
     X = torch.stack([x for _, x in inputs])
-    estimates = many(local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure"))))
+    estimates = as_batch(local_lipschitz(f, X, solver=Solver(seed=fresh_seed(seed, "measure"))))
     found = [Found(name, x, estimates[i]) for i, (name, x) in enumerate(inputs)]
     return sorted(found, key=lambda one: -one.value)

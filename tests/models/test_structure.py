@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lipscope.models.anatomy import _combines, _same
+from lipscope.models.structure import _combines, _same
 
 
 def drawn(seed: int, dtype: torch.dtype) -> torch.Tensor:
