@@ -112,7 +112,8 @@ def unaffected(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def _usual_state() -> Iterator[None]:
-    graph, device = torch.is_grad_enabled(), default_device()
+    graph = torch.is_grad_enabled()
+    device = default_device()
     accelerator = torch.accelerator.current_accelerator()
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():

@@ -34,13 +34,15 @@ class Displayed:
                 yield field.name, value
 
     def __repr__(self) -> str:
-        name, summary = type(self).__name__, getattr(self, "summary", None)
+        name = type(self).__name__
+        summary = getattr(self, "summary", None)
         if isinstance(summary, str):
             return f"{name}: {summary}"
         return f"{name}({', '.join(f'{key}={short(value)}' for key, value in self._facts())})"
 
     def _repr_html_(self) -> str:
-        name, summary = type(self).__name__, getattr(self, "summary", None)
+        name = type(self).__name__
+        summary = getattr(self, "summary", None)
         rows = ((key, short(value)) for key, value in self._facts())
         said = f": {escape(summary)}" if isinstance(summary, str) else ""
         return f"<div><p><strong>{name}</strong>{said}</p>{html_table((), rows)}</div>"

@@ -45,7 +45,9 @@ class Bar:
     """A bar in the output of the current cell; it needs no widgets, and leaves nothing behind."""
 
     def __init__(self, doing: str) -> None:
-        self.doing, self.start, self.last = doing, time.monotonic(), 0.0
+        self.doing = doing
+        self.start = time.monotonic()
+        self.last = 0.0
         self._handle: Any = None
 
     def __call__(self, done: float, total: float) -> None:

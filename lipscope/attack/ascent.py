@@ -29,7 +29,8 @@ from lipscope.linalg.estimate import as_batch
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver, spectral_norm
 
-WARM_TOL, WARM_STEPS = 1e-3, 12
+WARM_TOL = 1e-3
+WARM_STEPS = 12
 """A warm solve stops early: its value is a valid lower bound on sigma all the same."""
 
 FIRST = 0.3

@@ -23,7 +23,10 @@ from lipscope.theorems.castin2024 import crowd_gain, tuned_witness
 from lipscope.theorems.heads import real_eigenpairs, sight
 from lipscope.theorems.kim2021 import quadratic_witness
 
-OPPOSITE, HALF_WAY, TUNED, SPREAD = "opposite crowd", "crowd half way", "tuned gap", "token at zero"
+OPPOSITE = "opposite crowd"
+HALF_WAY = "crowd half way"
+TUNED = "tuned gap"
+SPREAD = "token at zero"
 
 GRID = 513
 """Number of positions of the crowd that are tried."""
@@ -94,7 +97,8 @@ def regime(f: SelfAttention, R: float) -> Regime:
 
 
 def _of_head(one: SelfAttention, ball: Ball) -> dict[str, Tensor]:
-    n, R = ball.n, ball.R
+    n = ball.n
+    R = ball.R
     found = {}
     (low, opposite), (high, along) = _extreme_directions(one)
     if opposite is not None and low < 0:
@@ -156,7 +160,8 @@ def _extreme_directions(
     if len(values) == 0:
         return (0.0, None), (0.0, None)
     directions = vectors.T / vectors.T.norm(dim=1, keepdim=True).clamp_min(1e-300)
-    low, high = int(values.argmin()), int(values.argmax())
+    low = int(values.argmin())
+    high = int(values.argmax())
     return (values[low].item(), directions[low]), (values[high].item(), directions[high])
 
 

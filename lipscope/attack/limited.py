@@ -78,7 +78,8 @@ def search_until(
         The text found, None if not even the original was measured, and whether Ctrl-C came.
     """
     original = torch.tensor(list(ids))
-    before, measured = math.nan, 0
+    before = math.nan
+    measured = 0
     best: tuple[float, Tensor] = (-math.inf, original)
 
     def measure(texts: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LONGER, SHORTER = 1.5, 0.4
+LONGER = 1.5
+SHORTER = 0.4
 """Factors for the stride after a trial that helped and after one that did not."""
 
 

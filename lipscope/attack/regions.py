@@ -119,7 +119,8 @@ class _AroundRegion:
         return X + self.around.r * E / E.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-300)
 
     def project(self, Z: Tensor) -> Tensor:
-        E, r = Z - self.around.X, self.around.r
+        E = Z - self.around.X
+        r = self.around.r
         return self.around.X + E * (r / E.norm(dim=(-2, -1), keepdim=True).clamp_min(r))
 
     def tokens(self, Z: Tensor) -> Tensor:
@@ -170,11 +171,13 @@ def region_of(domain: Domain | Normed, d: int, device: torch.device) -> Region:
         case Ball():
             return _BallRegion(domain, d, device)
         case Around():
-            size, region = domain.X.shape[1], _AroundRegion(replace(domain, X=there(domain.X)))
+            size = domain.X.shape[1]
+            region = _AroundRegion(replace(domain, X=there(domain.X)))
         case Normed():
             bias = None if domain.bias is None else there(domain.bias)
             moved = replace(domain, weight=there(domain.weight), bias=bias)
-            size, region = len(domain.weight), _NormedRegion(moved)
+            size = len(domain.weight)
+            region = _NormedRegion(moved)
         case _:
             raise UserError(
                 "ascent runs over Ball(R, n), Around(X, r) or Normed(weight, n), "

@@ -17,7 +17,8 @@ from torch import Tensor
 from lipscope._types import UserError
 from lipscope.attack.line_search import Search
 
-PER_POSITION, NEAREST = 4, 3
+PER_POSITION = 4
+NEAREST = 3
 """Candidates measured per position and round, and vocabulary rows tried per projected token."""
 
 BEAM = 4
@@ -86,10 +87,12 @@ def guided_swaps(
     # another one that a different word would raise above it. The beam matters where tokens
     # interact: the best pair need not contain the best single token.
     text = _checked(target, ids, swaps)
-    beam, values = text[None], target.measure(text[None])
+    beam = text[None]
+    values = target.measure(text[None])
     before = values[0].item()
     explored = _random_texts(target, text, swaps, swaps * width, seed)
-    found, measured = target.measure(explored), 1 + len(explored)
+    found = target.measure(explored)
+    measured = 1 + len(explored)
     for turn in range(swaps * (1 + sweeps)):
         if turn == swaps:
             beam, values = _best(torch.cat([beam, explored]), torch.cat([values, found]))
@@ -185,11 +188,9 @@ def projected_swaps(
 
 
 def _random_texts(target: TextTarget, text: Tensor, swaps: int, tries: int, seed: int) -> Tensor:
-    generator, choices, texts = (
-        torch.Generator().manual_seed(seed),
-        target.choices,
-        text.repeat(tries, 1),
-    )
+    generator = torch.Generator().manual_seed(seed)
+    choices = target.choices
+    texts = text.repeat(tries, 1)
     for row in texts:
         places = torch.randperm(len(text), generator=generator)[:swaps]
         row[places] = choices[torch.randint(len(choices), (swaps,), generator=generator)]
@@ -203,7 +204,8 @@ def _candidates(target: TextTarget, text: Tensor, free: list[int], width: int) -
     leaves the range where the gradient is informative), and the largest score among the tokens of
     the text.
     """
-    E, choices = target.embedding[text], target.choices
+    E = target.embedding[text]
+    choices = target.choices
     _, gradient = target.slope(E)
     g = gradient[free]
     scores = g @ target.embedding[choices].T - (g * E[free]).sum(dim=1, keepdim=True)

@@ -34,7 +34,8 @@ def usable(W: Weights, x: Tensor) -> bool:
 def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple) -> Tensor:
     """`reference.jvp`; what is returned is [..., m, n] in memory."""
     groups, (dq, dk, dv) = k.shape[-3], tangent
-    q_, dq_ = rows(q, groups), rows(dq, groups)
+    q_ = rows(q, groups)
+    dq_ = rows(dq, groups)
     do = _transposed(q_, v)
     for keys, part in _pieces(W.P):
         P = W.P[part]
@@ -51,8 +52,11 @@ def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple) -> Tensor:
 def vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Triple:
     """`reference.vjp`; all three are [..., k, n] in memory."""
     groups = k.shape[-3]
-    q_, g_ = rows(q, groups), rows(g, groups)
-    gq, gk, gv = _transposed(q_, q_), _transposed(k, k), _transposed(k, v)
+    q_ = rows(q, groups)
+    g_ = rows(g, groups)
+    gq = _transposed(q_, q_)
+    gk = _transposed(k, k)
+    gv = _transposed(k, v)
     for keys, part in _pieces(W.P):
         P = W.P[part]
         gT = _spread_out(torch.bmm(g_[part], v[keys].mT), P)
@@ -78,7 +82,8 @@ Part = tuple[int | slice, int | slice, slice]
 def _pieces(P: Tensor) -> Iterator[tuple[Index, Part]]:
     """Which heads, and which of their rows of P [M, G, rows, n'], make a batch of few matrices."""
     members, groups, height, width = P.shape
-    row, piece = width * P.element_size(), PIECE * torch.get_num_threads()
+    row = width * P.element_size()
+    piece = PIECE * torch.get_num_threads()
     together = max(1, piece // (height * row))
     tall = max(1, min(height, piece // row))
     # A batch runs along one dimension: over members of a single head, or over the heads of one.

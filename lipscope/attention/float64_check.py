@@ -41,7 +41,8 @@ def compare(
     """
 
     def difference(tangent: Tensor, product: Tensor, seed: int) -> Tensor:
-        n, members = X.shape[1], X.shape[0]
+        n = X.shape[1]
+        members = X.shape[0]
         product = product.reshape(-1, n, product.shape[-1])
         E = tangent.double().reshape(product.shape[0], n, -1)
         E = E if basis is None else E @ basis.double().mT
@@ -95,7 +96,8 @@ def _head_rows(
     """
     index = index if index.shape[1] == 1 else index[:, cut]
     X = X if f.padding is None else X * ranks.cut(f.padding, -1)[..., None]
-    tokens, shared = X.double()[:, None], E.shape[1] == 1
+    tokens = X.double()[:, None]
+    shared = E.shape[1] == 1
     E = E if shared else E[:, cut]
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
     per = f.heads // f.groups
@@ -107,21 +109,28 @@ def _head_rows(
             return W.unflatten(0, (f.groups, -1))[cut.start // per : -(-cut.stop // per)]
         return f.per_head(W)[cut]  # query heads that share keys have different tangents of them
 
-    point, tangent = [], []
+    point = []
+    tangent = []
     for name, W, b in zip("qkv", (f.Q, f.K, f.V), f.biases or (None,) * 3, strict=True):
-        x, dx = tokens, E
+        x = tokens
+        dx = E
         if name == "q" and rope is None:  # which rotates all rows
-            x, dx = ranks.rows(x, index), ranks.rows(dx, index)
+            x = ranks.rows(x, index)
+            dx = ranks.rows(dx, index)
         W = heads(W.double(), name)
-        x, dx = _projected(x, W), _projected(dx, W)
+        x = _projected(x, W)
+        dx = _projected(dx, W)
         if b is not None:
             x = x + heads(b.double(), name)[:, None]
         if rope is not None and name != "v":
-            x, dx = rope.turn(x), rope.turn(dx)
+            x = rope.turn(x)
+            dx = rope.turn(dx)
         if name != "q":
-            x, dx = ranks.gather(x), ranks.gather(dx)
+            x = ranks.gather(x)
+            dx = ranks.gather(dx)
         elif rope is not None:
-            x, dx = ranks.rows(x, index), ranks.rows(dx, index)
+            x = ranks.rows(x, index)
+            dx = ranks.rows(dx, index)
         point.append(x)
         tangent.append(dx)
     sinks = None if f.kernel.sinks is None else f.kernel.sinks.double()[cut]
@@ -148,7 +157,8 @@ def _mask_rows(f: SelfAttention, index: Tensor, cut: slice, n: int) -> Tensor:
     """Which keys the queries `index` [M, H | 1, rows] see, [M, H | 1, rows, n]; additive if the
     mask is.
     """
-    i, j = index[..., None], torch.arange(n, device=index.device)
+    i = index[..., None]
+    j = torch.arange(n, device=index.device)
     seen = torch.ones(1, n, dtype=torch.bool, device=index.device)
     if f.causal:
         seen = seen & (j <= i)

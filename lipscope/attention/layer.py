@@ -143,12 +143,11 @@ class SelfAttention(Displayed):
         if not 0 <= h < self.heads:
             raise UserError(f"head {h} does not exist; the layer has heads 0 to {self.heads - 1}")
         group = h * self.groups // self.heads
-        size, values = self.Q.shape[0] // self.heads, self.V.shape[0] // self.groups
+        size = self.Q.shape[0] // self.heads
+        values = self.V.shape[0] // self.groups
         own = slice(h * size, (h + 1) * size)
-        keys, vals = (
-            slice(group * size, (group + 1) * size),
-            slice(group * values, (group + 1) * values),
-        )
+        keys = slice(group * size, (group + 1) * size)
+        vals = slice(group * values, (group + 1) * values)
         bq, bk, bv = self.biases or (None, None, None)
 
         def part(b: Tensor | None, cut: slice) -> Tensor | None:
@@ -232,7 +231,8 @@ def _check_weights(f: SelfAttention) -> None:
     for name, W, count in (("Q", f.Q, f.heads), ("K", f.K, f.groups), ("V", f.V, f.groups)):
         if W.shape[1] != d or W.shape[0] % count or W.shape[0] == 0:
             raise UserError(f"{name} must have shape [{count} * size, {d}], got {tuple(W.shape)}")
-    size, values = f.Q.shape[0] // f.heads, f.V.shape[0] // f.groups
+    size = f.Q.shape[0] // f.heads
+    values = f.V.shape[0] // f.groups
     if f.K.shape[0] // f.groups != size:
         raise UserError(
             f"Q has {size} rows per head and K has {f.K.shape[0] // f.groups}; they must agree"
@@ -283,7 +283,8 @@ def check_tokens(f: SelfAttention, X: Tensor, tokens: int | None = None) -> None
             "convert one of them, for example with f.to(X.dtype)"
         )
     check_one_device("f", f.Q, X=X)
-    n, B = tokens or X.shape[-2], X.shape[0] if X.ndim == 3 else None
+    n = tokens or X.shape[-2]
+    B = X.shape[0] if X.ndim == 3 else None
     allowed = [(n, n)] if B is None else [(n, n), (B, n, n)]
     if f.mask is not None and tuple(f.mask.shape) not in allowed:
         raise UserError(

@@ -70,7 +70,8 @@ class State:
 
     def read(self, E: Tensor) -> Triple:
         """dX [M, n, r] -> dq, dk, dv."""
-        H, G = self.q.shape[1], self.k.shape[1]
+        H = self.q.shape[1]
+        G = self.k.shape[1]
         size = (self.W.shape[1] - G * self.v.shape[-1]) // (H + G)
         # One weight for all members makes one large product instead of M small ones.
         y = E @ (self.W[0].T if self.W.shape[0] == 1 else self.W.mT)
@@ -79,12 +80,14 @@ class State:
             x.unflatten(-1, (c, -1)).transpose(-3, -2) for x, c in ((dq, H), (dk, G), (dv, G))
         )
         if self.rope is not None:
-            dq, dk = self.rope.turn(dq), self.rope.turn(dk)
+            dq = self.rope.turn(dq)
+            dk = self.rope.turn(dk)
         if self.distance is not None:
             # d(2s q, -s |q|^2, 1) and d(k, 1, -s |k|^2)
             q, k, s = self.distance
             k = self.ranks.cut(k, -2)
-            none_q, none_k = torch.zeros_like(dq[..., :1]), torch.zeros_like(dk[..., :1])
+            none_q = torch.zeros_like(dq[..., :1])
+            none_k = torch.zeros_like(dk[..., :1])
             dq = torch.cat([2 * s * dq, -2 * s * (q * dq).sum(-1, keepdim=True), none_q], dim=-1)
             dk = torch.cat([dk, none_k, -2 * s * (k * dk).sum(-1, keepdim=True)], dim=-1)
         return dq, dk, dv
@@ -97,7 +100,8 @@ class State:
             gq = 2 * s * (gq[..., :-2] - q * gq[..., -2:-1])
             gk = gk[..., :-2] - 2 * s * k * gk[..., -1:]
         if self.rope is not None:
-            gq, gk = self.rope.turn_back(gq), self.rope.turn_back(gk)
+            gq = self.rope.turn_back(gq)
+            gk = self.rope.turn_back(gk)
         if gq.stride(-2) == 1:  # column after column, as `kept` leaves them
             G = torch.cat([x.mT.flatten(-3, -2) for x in (gq, gk, gv)], dim=-2).mT
         else:
@@ -144,22 +148,28 @@ class State:
         """P [M, H, rows, n'] in blocks of whole rows; a single block if P has been kept."""
         H = self.q.shape[1]
         if self.weights is not None:
-            rows, cols = slice(0, self.q.shape[2]), slice(0, self.k.shape[2])
+            rows = slice(0, self.q.shape[2])
+            cols = slice(0, self.k.shape[2])
             yield rows, cols, reference.heads(self.weights.P, H)
             return
         for rows, cols, tile in tiled._blocks(self.q, self.k, self.pattern):
-            q, k = self.q[..., rows, :], self.k[..., cols, :]
+            q = self.q[..., rows, :]
+            k = self.k[..., cols, :]
             P = reference.weights(q, k, self.lse[..., rows], tile).P
             yield rows, cols, reference.heads(P, H)
 
     def bias_left(self, largest_score: Tensor) -> Tensor:
         """What the additive mask adds to the size of the logits: `Pattern.bias_left_by_head`."""
-        n, n_keys = self.q.shape[-2], self.k.shape[-2]
+        n = self.q.shape[-2]
+        n_keys = self.k.shape[-2]
         return self.pattern.bias_left_by_head(n, n_keys, largest_score)
 
     def evaluated(self, condition: Tensor, keep: bool) -> State:
         """The state with the output and the log-sum-exp, and with P if it is to be kept."""
-        q, k, v, pattern = self.q, self.k, self.v, self.pattern
+        q = self.q
+        k = self.k
+        v = self.v
+        pattern = self.pattern
         if keep:
             o, lse, weights = reference.forward_and_weights(q, k, v, pattern)
             if dense_products.usable(weights, q):
@@ -182,7 +192,8 @@ class State:
             x = x.repeat_interleave(heads // x.shape[1], dim=1)
             return x.reshape(-1, 1, *x.shape[2:])
 
-        w, p = self.weights, self.pattern
+        w = self.weights
+        p = self.pattern
         if w is not None:
             w = w.each(lambda x: reference.heads(x, heads))
         # Sinks are already part of the log-sum-exp; masks are repeated for each head of a member.
@@ -257,7 +268,8 @@ def linearize(
             size = None if blocks is None else blocks.heads()
             rounding = Rounding(condition, worst, size).each(torch.flatten)
         else:
-            o, growth = f.weight_norms.o, 1 + worst
+            o = f.weight_norms.o
+            growth = 1 + worst
             sums = (None, None) if blocks is None else (blocks.layer(o), blocks.layer(o, growth))
             rounding = _over_heads(condition, worst, *sums)
         W = _directions(f, apart)
@@ -285,7 +297,8 @@ def query_rounding(f: SelfAttention, X: Tensor) -> Rounding:
         _, (condition, worst), blocks = _state(f, X, None, apart=False)
     n = X.shape[1]
     condition, worst = (x[..., None].expand(-1, -1, n) for x in (condition, worst))
-    o, growth = f.weight_norms.o, 1 + worst
+    o = f.weight_norms.o
+    growth = 1 + worst
     sums = (None, None) if blocks is None else (blocks.rows(o), blocks.rows(o, growth))
     return _over_heads(condition, worst, *sums).each(torch.flatten)
 
@@ -315,7 +328,8 @@ def _state(
         # The value bias shifts all outputs alike, and the Jacobian does not depend on it.
         f = replace(f, biases=(*f.biases[:2], None))
     q, k, v = (x.contiguous() for x in f.project(X))
-    k, v = ranks.gather(k), ranks.gather(v)
+    k = ranks.gather(k)
+    v = ranks.gather(v)
     distance = None
     if isinstance(f.kernel, L2):
         centre = common_centre(k)
@@ -401,9 +415,11 @@ def _rounding_growth(f: SelfAttention, summed: Lengths, state: State) -> tuple[T
     beyond what a whole row shares, counts as a term of the score.
     """
     q, k, s = state.distance or (state.q, state.k, 1.0)
-    ranks, softcap = state.ranks, state.pattern.softcap
+    ranks = state.ranks
+    softcap = state.pattern.softcap
     long_q, long_k = (per_head(ranks.largest(largest(x)), f.heads) for x in (q, k))
-    wide_q, wide_k = summed.q, summed.k
+    wide_q = summed.q
+    wide_k = summed.k
     if isinstance(f.kernel, L2):
         condition = s * (long_q + long_k).square()
         worst = condition + 2 * s * (long_q + long_k) * (wide_q + wide_k)

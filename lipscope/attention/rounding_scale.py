@@ -54,7 +54,8 @@ class WeightNorms:
 def weight_norms(f: SelfAttention) -> WeightNorms:
     """The norms of the layer's weights, head by head [H]; grouped keys and values are repeated."""
     Q = f.Q.detach().unflatten(0, (f.heads, -1))
-    K, V = f.per_head(f.K.detach()), f.per_head(f.V.detach())
+    K = f.per_head(f.K.detach())
+    V = f.per_head(f.V.detach())
     O = None if f.O is None else f.O.detach().unflatten(1, (f.heads, -1)).transpose(0, 1)
     return WeightNorms(
         q=norm_above(Q),
@@ -152,7 +153,8 @@ def block_norms(
     # multiplies the lengths back in.
     tops = (top.q, top.k, top.v)
     q, k, v = (_over(per_head(x, H), t) for x, t in zip((q, k, s.v), tops, strict=True))
-    q_long, k_long = _lengths_squared(q, norms.k_gram), _lengths_squared(k, norms.k_gram)
+    q_long = _lengths_squared(q, norms.k_gram)
+    k_long = _lengths_squared(k, norms.k_gram)
     q_row = q_long.sqrt() * top.q[..., None] + off.q[..., None]
     # Keys enter a distance s |q_i - k_j|^2 through 2 s (q_i - k_j), a product through q_i.
     k_column = k_long.sqrt() * top.k[..., None] + off.k[..., None]
@@ -223,7 +225,8 @@ def _lengths_squared(x: Tensor, gram: Tensor | None) -> Tensor:
 
 def _deviation(square: Tensor, mean: Tensor) -> Tensor:
     """sqrt(E|x|^2 - |E x|^2) [M, H, rows], at least what rounding leaves of the difference."""
-    eps, square = torch.finfo(square.dtype).eps, square[..., 0].double().cpu()
+    eps = torch.finfo(square.dtype).eps
+    square = square[..., 0].double().cpu()
     return (square - mean).clamp_min(8 * eps * square).sqrt()
 
 

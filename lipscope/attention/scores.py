@@ -53,7 +53,8 @@ class Rope(Displayed):
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate queries or keys `x` of shape `[..., n, k]`."""
-        n, half = x.shape[-2], x.shape[-1] // 2
+        n = x.shape[-2]
+        half = x.shape[-1] // 2
         if x.shape[-1] % 2:
             raise UserError(
                 f"rope rotates pairs of coordinates and needs an even head size, got {x.shape[-1]}"
@@ -68,7 +69,8 @@ class Rope(Displayed):
 
     def turn_back(self, x: Tensor) -> Tensor:
         """Apply the adjoint of `turn`; it is the inverse only where the tables are rotations."""
-        n, half = x.shape[-2], x.shape[-1] // 2
+        n = x.shape[-2]
+        half = x.shape[-1] // 2
         y = x * self.sin[:n].to(x)
         return x * self.cos[:n].to(x) + torch.cat([y[..., half:], -y[..., :half]], dim=-1)
 
@@ -164,7 +166,8 @@ def augment(kernel: L2, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     s = default_scale(kernel, q.shape[-1])
     # A common shift leaves distances unchanged and makes the rounding of the squares smaller.
     centre = common_centre(k)
-    q, k = q - centre, k - centre
+    q = q - centre
+    k = k - centre
     one = torch.ones_like(q[..., :1])
     q_long = torch.cat([2 * s * q, -s * q.square().sum(-1, keepdim=True), one], dim=-1)
     k_long = torch.cat(

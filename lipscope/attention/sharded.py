@@ -134,7 +134,8 @@ def _shards_here(x: Tensor, mesh: Any) -> TokenShards:
 
 def on_all(check: Callable[[], T], mesh: Any) -> T:
     """What `check` returns; an error on one rank is raised on all, so that none waits for it."""
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = check()
     except UserError as caught:
@@ -259,7 +260,8 @@ class ShardedState(State):
         return torch.stack(left).amax(dim=0)
 
     def evaluated(self, condition: Tensor, keep: bool) -> ShardedState:
-        parts, states = _parts(self.pattern, self._shards), []
+        parts = _parts(self.pattern, self._shards)
+        states = []
         for part in parts:
             states.append(self._state(part).evaluated(condition, keep))
         return replace(
@@ -287,7 +289,8 @@ class ShardedState(State):
     def pull(self, g: Tensor) -> Triple:
         if self.ranks.size == 1:
             return self._state(self.parts[0]).pull(g)
-        n, widths = self.k.shape[-2], _widths(self.k, self.v)
+        n = self.k.shape[-2]
+        widths = _widths(self.k, self.v)
         onto_queries = []
         onto_keys = self.k.new_zeros(*self.k.shape[:-2], n, sum(widths))
         for part in self.parts:
@@ -352,7 +355,8 @@ class ShardedState(State):
 
 def _parts(pattern: Pattern, shards: TokenShards) -> tuple[Part, ...]:
     """The queries of this rank in consecutive runs; all of them where position is nothing."""
-    n, first = shards.n, 0
+    n = shards.n
+    first = 0
     if not (pattern.causal or pattern.window or pattern.mask is not None):
         queries = None if pattern.queries is None else shards.cut(pattern.queries, -1)
         everything = slice(0, len(shards.positions)), slice(0, n)
@@ -375,13 +379,15 @@ def _pieces(part: Part, g: Tensor) -> list[Part]:
     torch's own backward, the fastest there is, has causal order for squares only. Outputs and
     log-sum-exps are those of all keys, so the cotangents of pieces add up.
     """
-    start, p = part.cols.stop - (part.rows.stop - part.rows.start), part.pattern
+    start = part.cols.stop - (part.rows.stop - part.rows.start)
+    p = part.pattern
     more = (p.window, p.softcap, p.mask, p.queries, p.keys, p.sinks)
     if not (g.is_cuda and g.dtype in HALF and p.causal and 0 < start == p.shift):
         return [part]
     if any(x is not None for x in more):  # which torch's backward does not know
         return [part]
-    rectangle, square = slice(0, start), slice(start, part.cols.stop)
+    rectangle = slice(0, start)
+    square = slice(start, part.cols.stop)
     return [
         replace(part, cols=rectangle, pattern=replace(p, causal=False, shift=0)),
         replace(part, cols=square, pattern=replace(p, shift=0)),
@@ -442,7 +448,8 @@ def attend_on_ranks(
     for part in _parts(Pattern(causal=causal, window=window, mask=mask), shards):
         p = part.pattern
         rules = Rules(causal=causal, window=window, softcap=softcap, shift=p.shift)
-        keys, values = k[..., part.cols, :], v[..., part.cols, :]
+        keys = k[..., part.cols, :]
+        values = v[..., part.cols, :]
         queries = q[..., part.rows, :]
         outputs.append(attend_by_rules(queries, keys, values, p.mask, None, sinks, rules, scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)

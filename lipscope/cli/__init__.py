@@ -22,7 +22,9 @@ class Interruption:
     """
 
     def __init__(self) -> None:
-        self.signal, self.error, self.over = 0, KeyboardInterrupt(), True
+        self.signal = 0
+        self.error = KeyboardInterrupt()
+        self.over = True
         self._before: dict[int, Any] = {}
         self._hook = sys.unraisablehook
 
@@ -32,8 +34,11 @@ class Interruption:
             raise self.error
 
     def install(self) -> None:
-        self.signal, self.error, self.over = 0, KeyboardInterrupt(), False
-        self._before, self._hook = {}, sys.unraisablehook
+        self.signal = 0
+        self.error = KeyboardInterrupt()
+        self.over = False
+        self._before = {}
+        self._hook = sys.unraisablehook
         if threading.current_thread() is not threading.main_thread():
             return  # signals are the business of the main thread alone
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -76,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, one of `lipscope.cli.terminal.ExitCode`.
     """
-    code, stop = 0, interruption
+    code = 0
+    stop = interruption
     try:
         stop.install()
         from lipscope.cli.commands import run  # late: a signal may come during imports

@@ -53,7 +53,8 @@ def bounds(
     quiet: Quiet = False,
 ) -> None:
     """Compare every theorem with the measured constant of each head and the worst input found."""
-    sizes, where = numbers("lengths", lengths), numbers("layers", layers)
+    sizes = numbers("lengths", lengths)
+    where = numbers("layers", layers)
     words = read_texts(text, column, quiet)
     with progress(quiet=quiet) as report:
         from lipscope.models.loading import load
@@ -149,14 +150,16 @@ def attack(
         )
         if plan is not None:
             study, lines = attack_model(loaded, words, plan, out=out, progress=report)
-            table, found = attack_table(study, lines), [line._asdict() for line in lines]
+            table = attack_table(study, lines)
+            found = [line._asdict() for line in lines]
             if not lines and not quiet:
                 warn("the searches ended before a text was measured; give more --seconds")
         else:
             sources = words if isinstance(words, list) else [words]
             texts = None if words is None else texts_in(*sources)
             trials = compare_attacks(loaded, texts, contest, progress=report)
-            table, found = comparison_table(trials), [trial._asdict() for trial in trials]
+            table = comparison_table(trials)
+            found = [trial._asdict() for trial in trials]
     if as_json:
         show_json(found)
     else:

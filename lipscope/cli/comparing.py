@@ -34,7 +34,8 @@ def compare(
 
     # Damage is told once, at the end, with its exit code.
     warnings.simplefilter("ignore", DamageWarning)
-    digests, damaged = [], []
+    digests = []
+    damaged = []
     for each in directories:
         # One study at a time: a thousand of them do not fit into memory with all their rows.
         study = Study.open(each)

@@ -45,7 +45,8 @@ from lipscope.cli.torchrun import on_ranks
 if TYPE_CHECKING:
     from lipscope.study.study import Study
 
-REPORT, COMPARISON = "report.html", "comparison.html"
+REPORT = "report.html"
+COMPARISON = "comparison.html"
 
 
 class MeasureCommand(TyperCommand):
@@ -112,11 +113,9 @@ def measure(
     """Measure how smooth every attention layer of a model is, and how that changes with length."""
     if fail_above is not None and not fail_above > 0:  # negated: NaN is no threshold either
         raise UserError(f"--fail-above takes a positive number, got {fail_above}")
-    sizes, where, which = (
-        numbers("lengths", lengths),
-        numbers("layers", layers),
-        numbers("heads", heads),
-    )
+    sizes = numbers("lengths", lengths)
+    where = numbers("layers", layers)
+    which = numbers("heads", heads)
     words = read_texts(text, column, quiet)
     with progress(quiet=quiet) as report:
         from lipscope.study.clusters import check_engine
@@ -197,7 +196,8 @@ def report(
 
     The command `compare` takes any number of studies.
     """
-    study, against = _open(directory), None if other is None else _open(other)
+    study = _open(directory)
+    against = None if other is None else _open(other)
     _write_report(
         study,
         out or directory / (REPORT if against is None else COMPARISON),

@@ -36,7 +36,8 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
-LARGEST, MOST = 10**9, 100_000
+LARGEST = 10**9
+MOST = 100_000
 """The largest number in a list such as --layers 0,2,5-7, and how many it may hold."""
 
 LINE_EVERY = 10.0
@@ -129,7 +130,8 @@ class Report:
     """Shows progress; also raises a Ctrl-C that a library has swallowed."""
 
     def __init__(self, doing: str, show: Any) -> None:
-        self.doing, self._show = doing, show
+        self.doing = doing
+        self._show = show
 
     def __call__(self, done: float, total: float) -> None:
         # Some libraries catch KeyboardInterrupt while they load; the handler remembers it for us.
@@ -148,7 +150,8 @@ class Lines:
     """Progress for a log file: one line every few seconds, so that a short run has none."""
 
     def __init__(self) -> None:
-        self._start, self._last = 0.0, time.monotonic()
+        self._start = 0.0
+        self._last = time.monotonic()
 
     def __call__(self, doing: str, done: float, total: float) -> None:
         now = time.monotonic()

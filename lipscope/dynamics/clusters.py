@@ -98,7 +98,8 @@ class Clusters(Displayed):
 
     @property
     def _gathered(self) -> str:
-        vertices, least = int(self.extreme.sum()), self.margins.min().item()
+        vertices = int(self.extreme.sum())
+        least = self.margins.min().item()
         found = f"{_counted(len(self), 'cluster')} of {_counted(len(self.labels), 'token')}"
         formed = f"{found}, formed by t = {self.time:.4g}"
         if len(self) == 1:
@@ -110,7 +111,8 @@ class Clusters(Displayed):
 
     @property
     def _scattered(self) -> str:
-        groups, tokens = len(self), len(self.labels)
+        groups = len(self)
+        tokens = len(self.labels)
         if len(self.counts) == 1:
             return f"the flow has not moved from its {_counted(tokens, 'token')}"
         if groups == tokens:
@@ -166,7 +168,8 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
     masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
     # Relabel by mass, the heaviest first; argsort of a permutation is its inverse.
     order = masses.argsort(descending=True, stable=True)
-    labels, masses = order.argsort()[labels], masses[order]
+    labels = order.argsort()[labels]
+    masses = masses[order]
     radii, centres = _radii(z, labels, weights)
     return Clusters(
         centres=middle + unit * centres[-1],
@@ -203,7 +206,8 @@ def hull_margins(points: Tensor) -> Tensor:
     # By the minimax theorem it is the maximum over |u|_inf <= 1 of the minimum over j != k of
     # <u, c_k - c_j>, where that is not negative: a linear program.
     C = points.double().cpu().numpy()
-    d, size = C.shape[1], float(np.abs(C - C.mean(axis=0)).max())
+    d = C.shape[1]
+    size = float(np.abs(C - C.mean(axis=0)).max())
     found = []
     for k in range(len(C)):
         apart = (C[k] - np.delete(C, k, axis=0)) / (size or 1.0)

@@ -126,7 +126,8 @@ def growth_along_depth(
     check_count("points", points)
     check_tolerance(tol)
     path = layered(f, X, time, layers)
-    step, count = time / layers, path.steps
+    step = time / layers
+    count = path.steps
     local, alone, operators = _layer_by_layer(f, X, path, step, tol, progress)
     lost = None if len(local) > count else len(local)
     # Rounded and deduplicated: there may be fewer layers than points.
@@ -171,7 +172,9 @@ def _layer_by_layer(
     progress: Progress | None,
 ) -> tuple[list[Estimate], list[Estimate], list[LinearOperator]]:
     """|| J_k ||, || I + step J_k || and that operator for every state, until one overflows."""
-    local, alone, operators = [], [], []
+    local = []
+    alone = []
+    operators = []
     for k, x in enumerate(path.positions):
         J = f.linearize(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
         both = _residual(J, step)

@@ -119,7 +119,8 @@ def gaussian_flow(
     def field(_: float, state: Tensor) -> Tensor:
         # The state is [alpha, F], where F is the derivative of the flow: Sigma = F Sigma_0 F' stays
         # positive semidefinite, which an integrated Sigma would not.
-        alpha, F = state[:, 0], state[:, 1:]
+        alpha = state[:, 0]
+        F = state[:, 1:]
         M, c = velocity(alpha, F @ covariance @ F.mT)
         return torch.cat([(M @ alpha + c)[:, None], M @ F], dim=1)
 
@@ -153,7 +154,8 @@ def affine_velocity(f: SelfAttention) -> Affine:
 
     def velocity(alpha: Tensor, Sigma: Tensor) -> tuple[Tensor, Tensor]:
         rates, shifts = zip(*(_head_velocity(head, alpha, Sigma) for head in heads), strict=True)
-        M, c = torch.cat(rates), torch.cat(shifts)
+        M = torch.cat(rates)
+        c = torch.cat(shifts)
         return (M, c) if f.O is None else (f.O @ M, f.O @ c)
 
     return velocity
@@ -170,13 +172,12 @@ def _head_velocity(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tens
         narrow = torch.linalg.inv(
             torch.eye(len(alpha), dtype=alpha.dtype, device=alpha.device) + pull @ f.K
         )
-        M, c = (
-            narrow @ pull @ f.Q,
-            narrow @ (alpha + pull @ (bq - bk + torch.zeros_like(f.K[:, 0]))),
-        )
+        M = narrow @ pull @ f.Q
+        c = narrow @ (alpha + pull @ (bq - bk + torch.zeros_like(f.K[:, 0])))
     else:
         pull = scale * Sigma @ f.K.T
-        M, c = pull @ f.Q, alpha + pull @ (bq + torch.zeros_like(f.K[:, 0]))
+        M = pull @ f.Q
+        c = alpha + pull @ (bq + torch.zeros_like(f.K[:, 0]))
     return f.V @ M, f.V @ c + bv
 
 
@@ -184,11 +185,13 @@ class _Approach:
     """Detects a blow-up: near it Sigma ~ C / (t* - t), and |Sigma| / |dSigma/dt| is t* - t."""
 
     def __init__(self, velocity: Affine, covariance: Tensor):
-        self.velocity, self.covariance = velocity, covariance
+        self.velocity = velocity
+        self.covariance = covariance
         self.time: float | None = None
 
     def __call__(self, t: float, state: Tensor) -> Ending | None:
-        alpha, F = state[:, 0], state[:, 1:]
+        alpha = state[:, 0]
+        F = state[:, 1:]
         Sigma = F @ self.covariance @ F.mT
         M, _ = self.velocity(alpha, Sigma)
         growth = 2 * (M @ Sigma).diagonal().sum().item()

@@ -55,13 +55,11 @@ class _Watched:
         max_steps: int,
         progress: Progress | None,
     ):
-        self.field, self.end, self.watch, self.progress, self.max_steps = (
-            field,
-            end,
-            watch,
-            progress,
-            max_steps,
-        )
+        self.field = field
+        self.end = end
+        self.watch = watch
+        self.progress = progress
+        self.max_steps = max_steps
         self.steps = self.evaluations = 0
         self.last: tuple[float, Tensor] | None = None
 
@@ -109,7 +107,8 @@ def integrate(
     times = times.to(y.device)
     watched = _Watched(field, times[-1].item(), watch, max_steps, progress)
     try:
-        states, ending = _solve(watched, y, times, times[-1], rtol, atol), Ending.FINISHED
+        states = _solve(watched, y, times, times[-1], rtol, atol)
+        ending = Ending.FINISHED
     except _HaltError as halt:
         ending = halt.ending
         last, state = watched.last or (times[0].item(), y)

@@ -199,11 +199,10 @@ def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: 
     velocity, points, weights = velocity_of(f, X)
     check_count("layers", layers)
     check_time(time, layers + 1)
-    times, resolution = (
-        torch.arange(layers + 1, dtype=torch.float64) * (time / layers),
-        _Resolution(f, None),
-    )
-    states, ending = [points], Ending.FINISHED
+    times = torch.arange(layers + 1, dtype=torch.float64) * (time / layers)
+    resolution = _Resolution(f, None)
+    states = [points]
+    ending = Ending.FINISHED
     with torch.no_grad():
         resolution(0.0, points)
         for t in times[1:].tolist():
@@ -272,10 +271,8 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = Fa
     # A GPU kernel tiles by itself; a CPU gets blocks of rows that fit its cache.
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
     plain = (mask is None or shared) and _plain(f) and not x.is_cuda
-    out, scratch = (
-        x.new_empty(n, f.heads * v.shape[-1]),
-        x.new_empty(2, f.heads * height * n if plain else 0),
-    )
+    out = x.new_empty(n, f.heads * v.shape[-1])
+    scratch = x.new_empty(2, f.heads * height * n if plain else 0)
     for start in range(0, n, height):
         rows = slice(start, min(n, start + height))
         # Under a causal mask, later keys are not even multiplied.
@@ -342,7 +339,8 @@ class _Resolution:
     """Records the first time at which the scores exceed what the dtype can resolve."""
 
     def __init__(self, f: SelfAttention, V: Tensor | None):
-        self.f, self.V = f, V
+        self.f = f
+        self.V = V
         self.lost: float | None = None
 
     def __call__(self, t: float, state: Tensor) -> None:
@@ -360,7 +358,8 @@ def _check_tokens(f: SelfAttention, points: Tensor) -> None:
     if not isinstance(points, Tensor) or points.ndim != 2:
         got = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
         raise UserError(f"the flow takes tokens X [n, d] or a DiscreteMeasure, got {got}")
-    d, out = f.Q.shape[1], value_matrix(f).shape[0]
+    d = f.Q.shape[1]
+    out = value_matrix(f).shape[0]
     if out != d:
         raise UserError(
             f"f maps tokens of size {d} to size {out}; a flow needs them equal: "

@@ -84,7 +84,8 @@ def layer_of(preset: Preset, dim: int) -> SelfAttention:
     identity = torch.eye(dim, dtype=torch.float64)
     V = preset.drive * identity
     if dim > 1:
-        cos, sin = math.cos(preset.turn), math.sin(preset.turn)
+        cos = math.cos(preset.turn)
+        sin = math.sin(preset.turn)
         V[:2, :2] = preset.drive * torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
     return SelfAttention(
         identity, identity, V, causal=preset.causal, kernel=Dot(scale=preset.score)

@@ -127,7 +127,8 @@ def simulate(
     if preset not in PRESETS:
         raise UserError(f"there is no preset {preset!r}; the presets are {', '.join(PRESETS)}")
     chosen = PRESETS[preset]
-    n, dim = (chosen.n if n is None else n), (chosen.dim if dim is None else dim)
+    n = chosen.n if n is None else n
+    dim = chosen.dim if dim is None else dim
     check_count("n, the number of tokens,", n)
     check_count("dim, the size of a token,", dim)
     if max(n, dim) > MOST_TOKENS:
@@ -140,7 +141,8 @@ def simulate(
     time = chosen.time if time is None else time
     check_time(time, 2)
     place = usable_device(device)
-    f, X = layer_of(chosen, dim).to(place), tokens_of(chosen, n, dim, seed).to(place)
+    f = layer_of(chosen, dim).to(place)
+    X = tokens_of(chosen, n, dim, seed).to(place)
     path, found = LOOKS[chosen.look](chosen, f, X, time, progress)
     return Simulation(
         name=preset,

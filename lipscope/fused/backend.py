@@ -140,7 +140,8 @@ def second_vjp(
             o, do, _, drift = value_and_tangent(q, k, v, tangent, pattern)
             zero = torch.zeros_like(g)
             return triton_second.both_vjp(q, k, v, tangent, zero, g, o, do, lse, drift, pattern)[:3]
-    wide, moved = _wide3(q, k, v, pattern), _wide3(*tangent, pattern)
+    wide = _wide3(q, k, v, pattern)
+    moved = _wide3(*tangent, pattern)
     onto = tiled.second_vjp(*wide, lse, moved, _wide(g), pattern)
     return _narrow3(onto, q.dtype, pattern)
 
@@ -163,6 +164,7 @@ def both_vjp(
 
         if triton_second.unsupported(q, v, pattern) is None:
             return triton_second.both_vjp(q, k, v, tangent, g, gd, o, do, lse, drift, pattern)
-    wide, moved = _wide3(q, k, v, pattern), _wide3(*tangent, pattern)
+    wide = _wide3(q, k, v, pattern)
+    moved = _wide3(*tangent, pattern)
     onto = tiled.both_vjp(*wide, lse, moved, _wide(g), _wide(gd), pattern)
     return _narrow3(onto[:3], q.dtype, pattern) + _narrow3(onto[3:], q.dtype, pattern)

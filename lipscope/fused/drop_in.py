@@ -95,7 +95,9 @@ def scaled_dot_product_attention(
             given = {name: x for name, x in options.items() if x is not None and x is not False}
             return _answer_of(classes, tensors[:3], given)
         # Handed on by a class, which has no say in the formulas of a backward pass.
-        query, key, value = as_plain(query), as_plain(key), as_plain(value)
+        query = as_plain(query)
+        key = as_plain(key)
+        value = as_plain(value)
         attn_mask = attn_mask if is_causal_bias(attn_mask) else as_plain(attn_mask)
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     shift = 0
@@ -158,7 +160,8 @@ def _check(
 
 def _rule_of(bias: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, int]:
     """The mask of a CausalBias, None where causal order with this shift is the same."""
-    n, n_keys = query.shape[-2], key.shape[-2]
+    n = query.shape[-2]
+    n_keys = key.shape[-2]
     # As in torch, the sizes in a bias that starts at the upper left are not looked at.
     if bias.seq_len_q == bias.seq_len_kv or bias.variant == type(bias.variant).UPPER_LEFT:
         return None, 0
@@ -178,7 +181,8 @@ def _empty(
 ) -> Tensor:  # fmt: skip
     """Attention with a dimension of size 0, where torch's own has all derivatives and no cost."""
     if isinstance(scale, Tensor):
-        query, scale = query * scale, 1.0
+        query = query * scale
+        scale = 1.0
     if enable_gqa and 0 in (*key.shape[-3:-2], *value.shape[-3:-2]):
         # torch would divide by zero here, which ends the process.
         raise ArgumentError("enable_gqa=True needs at least one head of key and value")
@@ -192,7 +196,9 @@ def _empty(
 
 def _same_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Heads broadcast as torch does; groups of heads only where they are asked for."""
-    H, G, values = q.shape[-3], k.shape[-3], v.shape[-3]
+    H = q.shape[-3]
+    G = k.shape[-3]
+    values = v.shape[-3]
     if H == G == values:
         return q, k, v
     if grouped:
@@ -216,7 +222,9 @@ def _same_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor,
 
 _TORCHS_OWN = torch.nn.functional.scaled_dot_product_attention
 
-_lock, _users, _before = Lock(), 0, _TORCHS_OWN
+_lock = Lock()
+_users = 0
+_before = _TORCHS_OWN
 """How many contexts, in all threads, need the attribute replaced, and what it was before."""
 
 

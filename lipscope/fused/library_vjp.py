@@ -54,7 +54,9 @@ def vjp(
     flat = [_flat(x) for x in (g, q, k, v, o.to(q.dtype))]
     lse = lse.reshape(-1, *lse.shape[-2:]).contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the dropout's random state
-    n, n_keys, causal = q.shape[-2], k.shape[-2], pattern.causal
+    n = q.shape[-2]
+    n_keys = k.shape[-2]
+    causal = pattern.causal
     if backend(q, k, v, causal) == "cudnn":
         out = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *flat,

@@ -23,7 +23,8 @@ class Digits:
     """
 
     def __init__(self) -> None:
-        self.few, self.used = False, False
+        self.few = False
+        self.used = False
         self._lock = RLock()
 
     def exact(self, product: Product) -> Product:
@@ -36,7 +37,8 @@ class Digits:
         # Set for the graph, not for the thread: autograd computes on threads of its own.
         def chosen(x: Tensor) -> Tensor:
             with self._lock:
-                before, self.few = self.few, few
+                before = self.few
+                self.few = few
                 try:
                     return product(x)
                 finally:

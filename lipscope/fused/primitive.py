@@ -115,7 +115,8 @@ def attend_by_rules(
     check_arguments(q, k, v, mask, padding, sinks, rules.softcap, rules.window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if isinstance(scale, Tensor):  # differentiable like any other factor of the queries
-        q, scale = q * scale, 1.0
+        q = q * scale
+        scale = 1.0
     if torch.compiler.is_compiling():
         return _compiled(q, k, v, mask, padding, sinks, rules, scale)
     if q.dtype in HALF and not (q.is_cuda and backend.has_triton()):
@@ -160,7 +161,8 @@ def _attend(
     # autograd would ask for the value first, and torch.func would spend milliseconds on its way to
     # either. Not where autograd records dual numbers outside of torch.func: a backward pass may
     # then want the tangent of a gradient, for which it needs them as they are.
-    nested, duals_recorded = transforms(), duals is not None and _records(*chain(*duals[:3]))
+    nested = transforms()
+    duals_recorded = duals is not None and _records(*chain(*duals[:3]))
     if duals is None or nested > 1 or (nested == 0 and duals_recorded):
         direct = duals is None and nested == 0 and not _records(q, k, v)
         q = q if late else q * scale
@@ -170,7 +172,8 @@ def _attend(
         q, k, v, dq, dk, dv, mask, padding, sinks = inside
         dq, dk, dv = _or_zeros((dq, dk, dv), (q, k, v))
         if not late:
-            q, dq = q * scale, dq * scale
+            q = q * scale
+            dq = dq * scale
         o, do = _value_and_tangent(q, k, v, dq, dk, dv, mask, padding, sinks, rules)
     return with_tangent(o, do)
 
@@ -213,11 +216,13 @@ def make_pattern(
     mask: Tensor | None, padding: Tensor | None, sinks: Tensor | None, rules: Rules
 ) -> Pattern:
     """The whole pattern; a padded token is not read and, in self-attention, does not read."""
-    queries, keys = padding if rules.shift == 0 else None, padding
+    queries = padding if rules.shift == 0 else None
+    keys = padding
     # One row for all queries and heads says which keys are real, and needs no n x n bits.
     if mask is not None and mask.dtype == torch.bool and _is_row(mask):
         real = mask[..., 0, 0, :]
-        mask, keys = None, real if keys is None else real & keys
+        mask = None
+        keys = real if keys is None else real & keys
     return Pattern(
         causal=rules.causal,
         window=rules.window,
@@ -357,7 +362,8 @@ class _Jvp(TransformFreeFunction):
 
     @staticmethod
     def forward(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, rules):
-        pattern, dtype = make_pattern(mask, padding, sinks, rules), q.dtype
+        pattern = make_pattern(mask, padding, sinks, rules)
+        dtype = q.dtype
         q, k, v, dq, dk, dv = with_digits(rules.digits, q, k, v, dq, dk, dv)
         return backend.jvp(q, k, v, o, lse, (dq, dk, dv), pattern).to(dtype)
 
@@ -383,7 +389,8 @@ class _Jvp(TransformFreeFunction):
     def jvp(ctx, eq, ek, ev, ddq, ddk, ddv, _o, _lse, *constants):
         _refuse_tangent(*constants)
         q, k, v, dq, dk, dv, *state = ctx.saved_tensors
-        other, moved = _or_zeros((eq, ek, ev), (q, k, v)), _or_zeros((ddq, ddk, ddv), (q, k, v))
+        other = _or_zeros((eq, ek, ev), (q, k, v))
+        moved = _or_zeros((ddq, ddk, ddv), (q, k, v))
         bent = _SecondJvp.apply(q, k, v, dq, dk, dv, *other, *state[1:], ctx.rules)
         return bent + _Jvp.apply(q, k, v, *moved, *state, ctx.rules)
 
@@ -395,7 +402,8 @@ class _Vjp(TransformFreeFunction):
 
     @staticmethod
     def forward(q, k, v, g, o, lse, mask, padding, sinks, rules):
-        pattern, dtype = make_pattern(mask, padding, sinks, rules), q.dtype
+        pattern = make_pattern(mask, padding, sinks, rules)
+        dtype = q.dtype
         q, k, v, g = with_digits(rules.digits, q, k, v, g)
         return tuple(x.to(dtype) for x in backend.vjp(q, k, v, o, lse, g, pattern))
 

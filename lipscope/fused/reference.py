@@ -70,8 +70,11 @@ def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | Non
     the scores would lose their digits.
     """
     S, t = scores(q, k, pattern)
-    n, n_heads, groups = q.shape[-2], q.shape[-3], k.shape[-3]
-    seen, level = pattern.visible(n, k.shape[-2], q.device), None
+    n = q.shape[-2]
+    n_heads = q.shape[-3]
+    groups = k.shape[-3]
+    seen = pattern.visible(n, k.shape[-2], q.device)
+    level = None
     if pattern.bias is not None:
         bias = pattern.bias.to(torch.promote_types(pattern.bias.dtype, S.dtype))
         parts = without_level(bias, seen)
@@ -115,7 +118,8 @@ def forward_and_weights(
     Z = E.sum(dim=-1, keepdim=True)
     Z = Z if sinks is None else Z + torch.exp(sinks - top)
     Z = Z.masked_fill(Z == 0, torch.inf)
-    W, lse = _curved(E / Z, t, pattern), top + Z.log()
+    W = _curved(E / Z, t, pattern)
+    lse = top + Z.log()
     return heads(W.P @ v, q.shape[-3]), heads(lse, q.shape[-3])[..., 0], W
 
 
@@ -169,7 +173,9 @@ def second_vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple, g: 
     """Gradient in q, k, v of <g, do> = sum_i Cov_i(dS, w) + E_i[y], w = g v', y = g dv'."""
     groups, (dq, dk, dv) = k.shape[-3], tangent
     do = rows(jvp(W, q, k, v, tangent), groups)
-    q_, dq_, g = rows(q, groups), rows(dq, groups), rows(g, groups)
+    q_ = rows(q, groups)
+    dq_ = rows(dq, groups)
+    g = rows(g, groups)
     dT = _mixed(dq_, q_, k, dk)
     dS = W.dS(dT)
     # Both factors of the covariance are centred, so that a common part cannot cancel later.
@@ -194,14 +200,20 @@ def second_jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, first: Triple, other
     d2P = P ((s - Es)(t - Et) - Cov(s, t) + c - Ec).
     """
     groups, (dq, dk, dv), (eq, ek, ev) = k.shape[-3], first, other
-    q_, dq, eq = rows(q, groups), rows(dq, groups), rows(eq, groups)
-    dT, eT = _mixed(dq, q_, k, dk), _mixed(eq, q_, k, ek)
-    s, t, c = W.dS(dT), W.dS(eT), W.dS(_mixed(dq, eq, ek, dk))
+    q_ = rows(q, groups)
+    dq = rows(dq, groups)
+    eq = rows(eq, groups)
+    dT = _mixed(dq, q_, k, dk)
+    eT = _mixed(eq, q_, k, ek)
+    s = W.dS(dT)
+    t = W.dS(eT)
+    c = W.dS(_mixed(dq, eq, ek, dk))
     if W.bend is not None:
         c = c + W.bend * dT * eT
     # A sink has score derivative 0: it enters the means only because the rows of P then sum to
     # less than one.
-    mean_s, mean_t = (W.P * s).sum(-1, keepdim=True), (W.P * t).sum(-1, keepdim=True)
+    mean_s = (W.P * s).sum(-1, keepdim=True)
+    mean_t = (W.P * t).sum(-1, keepdim=True)
     covariance = (W.P * s * t).sum(-1, keepdim=True) - mean_s * mean_t
     d2P = W.P * ((s - mean_s) * (t - mean_t) - covariance + c - (W.P * c).sum(-1, keepdim=True))
     do = d2P @ v + (W.P * (s - mean_s)) @ ev + (W.P * (t - mean_t)) @ dv

@@ -15,13 +15,15 @@ from lipscope.fused._torch_internals import traced
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.reference import Triple
 
-TILE, ON_GPU = 1 << 20, 32
+TILE = 1 << 20
+ON_GPU = 32
 """Number of scores in memory at once, whatever n is, and the factor for a GPU, which small arrays
 would leave idle."""
 
 
 def _blocks(q: Tensor, k: Tensor, pattern: Pattern) -> Iterator[tuple[slice, slice, Pattern]]:
-    n, per_row = q.shape[-2], k.shape[-2] * max(1, q[..., 0, 0].numel())
+    n = q.shape[-2]
+    per_row = k.shape[-2] * max(1, q[..., 0, 0].numel())
     height = max(1, min(n, TILE * (ON_GPU if q.is_cuda else 1) // per_row))
     return pattern.blocks(n, k.shape[-2], height)
 
@@ -49,7 +51,8 @@ class _Whole:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    o, lse = _Whole(q.shape[-2]), _Whole(q.shape[-2])
+    o = _Whole(q.shape[-2])
+    lse = _Whole(q.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
         part, part_lse = reference.forward(q[..., r, :], k[..., c, :], v[..., c, :], tile)
         o.add(r, part)
@@ -71,9 +74,14 @@ def value_and_tangent(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, do, the log-sum-exp, and the mean of dS over each row of P."""
     n, (dq, dk, dv) = q.shape[-2], tangent
-    o, do, lse, drift = _Whole(n), _Whole(n), _Whole(n), _Whole(n)
+    o = _Whole(n)
+    do = _Whole(n)
+    lse = _Whole(n)
+    drift = _Whole(n)
     for r, c, tile in _blocks(q, k, pattern):
-        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
+        q_ = q[..., r, :]
+        k_ = k[..., c, :]
+        v_ = v[..., c, :]
         value, top, W = reference.forward_and_weights(q_, k_, v_, tile)
         local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
         o.add(r, value)
@@ -85,9 +93,13 @@ def value_and_tangent(
 
 
 def vjp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
-    queries, keys, values = _Whole(q.shape[-2]), _Whole(k.shape[-2]), _Whole(k.shape[-2])
+    queries = _Whole(q.shape[-2])
+    keys = _Whole(k.shape[-2])
+    values = _Whole(k.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
-        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
+        q_ = q[..., r, :]
+        k_ = k[..., c, :]
+        v_ = v[..., c, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
         parts = reference.vjp(W, q_, k_, v_, g[..., r, :])
         for whole, cut, part in zip((queries, keys, values), (r, c, c), parts, strict=True):
@@ -99,9 +111,13 @@ def second_vjp(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern
 ) -> Triple:
     dq, dk, dv = tangent
-    queries, keys, values = _Whole(q.shape[-2]), _Whole(k.shape[-2]), _Whole(k.shape[-2])
+    queries = _Whole(q.shape[-2])
+    keys = _Whole(k.shape[-2])
+    values = _Whole(k.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
-        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
+        q_ = q[..., r, :]
+        k_ = k[..., c, :]
+        v_ = v[..., c, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
         local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
         parts = reference.second_vjp(W, q_, k_, v_, local, g[..., r, :])
@@ -118,7 +134,9 @@ def both_vjp(
     dq, dk, dv = tangent
     wholes = [_Whole(x.shape[-2]) for x in (q, k, v, q, k, v)]
     for r, c, tile in _blocks(q, k, pattern):
-        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
+        q_ = q[..., r, :]
+        k_ = k[..., c, :]
+        v_ = v[..., c, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
         local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
         of_tangent = reference.second_vjp(W, q_, k_, v_, local, gd[..., r, :])
@@ -135,7 +153,9 @@ def second_jvp(
 ) -> Tensor:
     whole = _Whole(q.shape[-2])
     for r, c, tile in _blocks(q, k, pattern):
-        q_, k_, v_ = q[..., r, :], k[..., c, :], v[..., c, :]
+        q_ = q[..., r, :]
+        k_ = k[..., c, :]
+        v_ = v[..., c, :]
         W = reference.weights(q_, k_, lse[..., r], tile)
         cut = [(dq[..., r, :], dk[..., c, :], dv[..., c, :]) for dq, dk, dv in (first, other)]
         whole.add(r, reference.second_jvp(W, q_, k_, v_, cut[0], cut[1]))

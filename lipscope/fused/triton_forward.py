@@ -54,18 +54,23 @@ def _forward(
 ):  # fmt: skip
     # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    h, b = tl.program_id(1), tl.program_id(2)
-    g, stop = h // GROUP, n_keys
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    g = h // GROUP
+    stop = n_keys
     if stops is not None:
         stop = tl.load(stops + b)
-    score_unit, v_unit = scale, 1.0
+    score_unit = scale
+    v_unit = 1.0
     if units is not None:
-        score_unit, v_unit = scale * tl.load(units), tl.load(units + 1)
+        score_unit = scale * tl.load(units)
+        v_unit = tl.load(units + 1)
     rows = i + tl.arange(0, M)
     qi = read(q, b, h, i, M, K)
     qi_low = read_low(q, b, h, i, qi, PRODUCT)
     acc = tl.zeros([M, V], tl.float32)
-    total, lost = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    lost = tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
     line = i // M
@@ -77,11 +82,10 @@ def _forward(
             for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
                 words = mask_words(mask, b, h, i, j, n, MASK, M, N)
-                kj, vj = read(k, b, g, j, N, K), read(v, b, g, j, N, V)
-                kj_low, vj_low = (
-                    read_low(k, b, g, j, kj, PRODUCT),
-                    read_low(v, b, g, j, vj, PRODUCT),
-                )
+                kj = read(k, b, g, j, N, K)
+                vj = read(v, b, g, j, N, V)
+                kj_low = read_low(k, b, g, j, kj, PRODUCT)
+                vj_low = read_low(v, b, g, j, vj, PRODUCT)
                 t = scores(qi, qi_low, kj, kj_low, PRODUCT)
                 t, _ = cap(t, score_unit, softcap)
                 columns = j + tl.arange(0, N)
@@ -92,7 +96,8 @@ def _forward(
                     t = tl.where(seen, t, float("-inf"))
                 if keys is not None:
                     t = tl.where(are_real(keys, b, columns, n_keys)[None, :], t, float("-inf"))
-                last, top = top, tl.maximum(top, tl.max(t, 1))
+                last = top
+                top = tl.maximum(top, tl.max(t, 1))
                 base = tl.where(top == float("-inf"), 0.0, top)
                 p = tl.exp2(t - base[:, None])
                 shrink = tl.exp2(last - base)
@@ -149,7 +154,8 @@ def forward(
     """
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
-    K, V = block(q.shape[-1]), block(m)
+    K = block(q.shape[-1])
+    V = block(m)
     M, N, warps, stages = TILES[product, max(64, K, V)]
     factors = units = None
     if needs_scaling(q.dtype, product):
@@ -167,8 +173,10 @@ def forward(
         pattern.shift, n, n_keys, H // G, pattern.causal, kind, product, M, N, K, V,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    o, lse = o.view(*q.shape[:-1], m), lse.view(q.shape[:-1])
+    o = o.view(*q.shape[:-1], m)
+    lse = lse.view(q.shape[:-1])
     if pattern.queries is not None:
         real = pattern.queries[..., None, :]
-        o, lse = o.where(real[..., None], 0), lse.where(real, torch.inf)
+        o = o.where(real[..., None], 0)
+        lse = lse.where(real, torch.inf)
     return o, lse

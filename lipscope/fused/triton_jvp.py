@@ -53,24 +53,36 @@ def _jvp(
 ):  # fmt: skip
     # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    h, b = tl.program_id(1), tl.program_id(2)
-    g, stop = h // GROUP, n_keys
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    g = h // GROUP
+    stop = n_keys
     if stops is not None:
         stop = tl.load(stops + b)
     if end is not None:
         stop = tl.minimum(stop, end)
-    score_unit, dscore_unit, v_unit, dv_unit = 1.0, 1.0, 1.0, 1.0
+    score_unit = 1.0
+    dscore_unit = 1.0
+    v_unit = 1.0
+    dv_unit = 1.0
     if scale is not None:
-        score_unit, dscore_unit, v_unit = scale, scale, scale
+        score_unit = scale
+        dscore_unit = scale
+        v_unit = scale
     if units is not None:
-        score_unit, dscore_unit = score_unit * tl.load(units), dscore_unit * tl.load(units + 1)
-        v_unit, dv_unit = tl.load(units + 2) * dscore_unit, tl.load(units + 3)
+        score_unit = score_unit * tl.load(units)
+        dscore_unit = dscore_unit * tl.load(units + 1)
+        v_unit = tl.load(units + 2) * dscore_unit
+        dv_unit = tl.load(units + 3)
     rows = i + tl.arange(0, M)
     top, rest = read_top(lse, (b * tl.num_programs(1) + h) * n, rows, n)
-    qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
-    qi_low, dqi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(dq, b, h, i, dqi, PRODUCT)
+    qi = read(q, b, h, i, M, K)
+    dqi = read(dq, b, h, i, M, K)
+    qi_low = read_low(q, b, h, i, qi, PRODUCT)
+    dqi_low = read_low(dq, b, h, i, dqi, PRODUCT)
     acc = tl.zeros([M, V], tl.float32)
-    drift, mean = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    drift = tl.zeros([M], tl.float32)
+    mean = tl.zeros([M], tl.float32)
     bounds = key_range(i, start, stop, shift, window, CAUSAL, M, N)
     line = i // M
     if MASK != 0:
@@ -81,16 +93,14 @@ def _jvp(
             for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
                 words = mask_words(mask, b, h, i, j, n, MASK, M, N)
-                kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
-                vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
-                kj_low, dkj_low = (
-                    read_low(k, b, g, j, kj, PRODUCT),
-                    read_low(dk, b, g, j, dkj, PRODUCT),
-                )
-                vj_low, dvj_low = (
-                    read_low(v, b, g, j, vj, PRODUCT),
-                    read_low(dv, b, g, j, dvj, PRODUCT),
-                )
+                kj = read(k, b, g, j, N, K)
+                dkj = read(dk, b, g, j, N, K)
+                vj = read(v, b, g, j, N, V)
+                dvj = read(dv, b, g, j, N, V)
+                kj_low = read_low(k, b, g, j, kj, PRODUCT)
+                dkj_low = read_low(dk, b, g, j, dkj, PRODUCT)
+                vj_low = read_low(v, b, g, j, vj, PRODUCT)
+                dvj_low = read_low(dv, b, g, j, dvj, PRODUCT)
                 t = scores(qi, qi_low, kj, kj_low, PRODUCT)
                 dt = add_low(tl.zeros([M, N], tl.float32), dqi, dqi_low, kj, kj_low, PRODUCT)
                 dt = add_low(dt, qi, qi_low, dkj, dkj_low, PRODUCT)
@@ -173,7 +183,8 @@ def _launch(
     dq, dk, dv = tangent
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
     product = product_of(q.dtype, precision)
-    K, V = block(q.shape[-1]), block(m)
+    K = block(q.shape[-1])
+    V = block(m)
     M, N, warps, stages, registers = TILES[product, max(64, K, V)]
     factors = units = None
     if needs_scaling(q.dtype, product):
@@ -185,7 +196,8 @@ def _launch(
     B = q.shape[:-3].numel()
     keys, stops = padding_of(pattern, q.shape[:-3])
     do = blank((B, H, n, m), q.dtype, q.device)
-    saved, lse = aligned(o), lse.contiguous()
+    saved = aligned(o)
+    lse = lse.contiguous()
     scale = None if pattern.scale == 1 else pattern.scale  # a factor of one would be multiplied by
     for start, end in spans(n_keys, product, pattern):
         mask, mask_tiles, kind = mask_of(pattern, q.shape, n_keys, keys, M, N, span=(start, end))

@@ -20,7 +20,10 @@ from lipscope.fused.pattern import Pattern, distinct
 from lipscope.fused.triton_operands import aligned, ceil_div, power_of_two
 from lipscope.fused.triton_tiles import are_real, visible
 
-NONE, BOOLEAN, ADDITIVE, BYTES = 0, 1, 2, 3
+NONE = 0
+BOOLEAN = 1
+ADDITIVE = 2
+BYTES = 3
 """The kinds of mask a kernel is compiled for; BYTES is a boolean one as it is, without a survey."""
 
 PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
@@ -92,7 +95,8 @@ def mask_words(mask, b, h, i, j, n, MASK: tl.constexpr, M: tl.constexpr, N: tl.c
 
     To be read before the scores are computed: nothing then waits for them.
     """
-    low, high = 0, 0
+    low = 0
+    high = 0
     if MASK == 1:
         rows = i + tl.arange(0, M)
         at = _words_of(mask, b, h, rows) + j // 32
@@ -130,7 +134,8 @@ def masked(
     if MASK == 1 or MASK == 3:
         # A word holds 32 keys of a row: far less to move than a tile of bytes.
         column = tl.arange(0, N)[:, None] if KEYS_FIRST else tl.arange(0, N)[None, :]
-        low, high = _beside(words[0], KEYS_FIRST), _beside(words[1], KEYS_FIRST)
+        low = _beside(words[0], KEYS_FIRST)
+        high = _beside(words[1], KEYS_FIRST)
         word = tl.where((column & 32) == 0, low, high)
         if KEYS_FIRST:
             t = _where_set(t, word, 1 << (column & 31))
@@ -210,7 +215,8 @@ def _entries(mask, mask_tiles, b, h, i, j, n, n_keys, M: tl.constexpr, N: tl.con
         place = tl.minimum(b, mask.last_batch), tl.minimum(h, mask.last_head)
         tile = mask_tiles.load([place[0], place[1], i, j]).reshape(M, N)
     else:
-        rows, columns = (i + tl.arange(0, M))[:, None], (j + tl.arange(0, N))[None, :]
+        rows = (i + tl.arange(0, M))[:, None]
+        columns = (j + tl.arange(0, N))[None, :]
         base = mask.entries + b.to(tl.int64) * mask.batch + h.to(tl.int64) * mask.head
         at = base + rows.to(tl.int64) * mask.row + columns.to(tl.int64) * mask.column
         tile = tl.load(at, mask=(rows < n) & (columns < n_keys), other=0)
@@ -244,8 +250,11 @@ def _survey(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The state of each tile (0 empty, 1 mixed, 2 whole), its bits, and the level of each row."""
-    block, chunk = tl.program_id(0) % lines, tl.program_id(0) // lines
-    i, h, b = block * M, tl.program_id(1), tl.program_id(2)
+    block = tl.program_id(0) % lines
+    chunk = tl.program_id(0) // lines
+    i = block * M
+    h = tl.program_id(1)
+    b = tl.program_id(2)
     rows = i + tl.arange(0, M)
     line = (b * tl.num_programs(1) + h).to(tl.int64)
     states += (line * lines + block) * width
@@ -289,11 +298,13 @@ def _list_tiles(
     states, tiles, counts, per_line, per_tile, per_head, first, width, WIDTH: tl.constexpr
 ):
     """The tiles of one line that count, in their own order: sums are the same in every run."""
-    line, group = tl.program_id(0), tl.program_id(1)
+    line = tl.program_id(0)
+    group = tl.program_id(1)
     index = tl.arange(0, WIDTH)
     at = states + group.to(tl.int64) * per_head + line * per_line + (first + index) * per_tile
     state = tl.load(at, mask=index < width, other=0)
-    mixed, whole = (state == 1).to(tl.int32), (state == 2).to(tl.int32)
+    mixed = (state == 1).to(tl.int32)
+    whole = (state == 2).to(tl.int32)
     total = tl.sum(mixed, 0)
     place = tl.where(state == 1, tl.cumsum(mixed, 0), tl.cumsum(whole, 0) + total) - 1
     where = group.to(tl.int64) * tl.num_programs(0) + line
@@ -323,7 +334,8 @@ def mask_of(
     *leading, _, n, _ = shape
     entries = _four_dimensional(pattern.mask, leading)
     entries = entries.view(torch.uint8) if kind == BOOLEAN else entries
-    device, heads = entries.device, entries.shape[1]
+    device = entries.device
+    heads = entries.shape[1]
     B = entries.shape[0] if keys is None else torch.Size(leading).numel()
     batch, head, row, column = (
         0 if size == 1 else step for size, step in zip(entries.shape, entries.stride(), strict=True)
@@ -332,7 +344,8 @@ def mask_of(
     lines, per_line = blocks[::-1] if over_queries else blocks
     size = M if over_queries else N
     first, last = (None if s is None else ceil_div(s, size) for s in span)
-    first, last = first or 0, per_line if last is None else min(last, per_line)
+    first = first or 0
+    last = per_line if last is None else min(last, per_line)
     width = last - first
     alike = row == 0 and not (pattern.causal or pattern.window)  # every row is like the first
     if kind == ADDITIVE:
@@ -394,7 +407,8 @@ def bytes_of(pattern: Pattern, shape: torch.Size, n_keys: int, M: int, N: int) -
     if entries.storage_offset() % 4:  # aligned in memory that torch did not allocate
         return None
     entries = entries.view(torch.int32)
-    last_batch, last_head = entries.shape[0] - 1, entries.shape[1] - 1
+    last_batch = entries.shape[0] - 1
+    last_head = entries.shape[1] - 1
     return Masking(Bytes(last_batch, last_head), _by_tiles(entries, M, N // 4), BYTES)
 
 

@@ -21,7 +21,8 @@ from lipscope.fused.pattern import Pattern
 Precision = Literal["pair", "half"]
 """For float32: "pair" is as accurate as 3xTF32, "half" as TF32. Other dtypes are kept."""
 
-SPAN, TALLEST = 8192, 128
+SPAN = 8192
+TALLEST = 128
 """Tokens summed over in one launch in float32, and the largest tile of tokens."""
 
 LARGEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
@@ -109,7 +110,8 @@ def aligned(x: Tensor) -> Tensor:
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """x [B, H, n, k], to be read or written `rows` rows at a time."""
-    shape, strides = list(x.shape), list(x.stride())
+    shape = list(x.shape)
+    strides = list(x.stride())
     if 1 in shape:
         # A dimension of size one may have any stride in torch; a descriptor needs an aligned one.
         step = 16 // x.element_size()
@@ -117,7 +119,9 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     # The constructor would check, in microseconds, what `aligned` and `blank` see to; a backward
     # pass through a tangent has thirty descriptors.
     made = TensorDescriptor.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides = x, shape, strides
+    made.base = x
+    made.shape = shape
+    made.strides = strides
     made.block_shape = [1, 1, rows, block(shape[-1])]
     return made
 
@@ -176,7 +180,8 @@ def padding_of(pattern: Pattern, leading: torch.Size) -> tuple[Tensor, Tensor] |
     """Which keys are real, [B, n'] as bytes, and where the last one ends, [B]."""
     if pattern.keys is None:
         return None, None
-    keys, n_keys = pattern.keys, pattern.keys.shape[-1]
+    keys = pattern.keys
+    n_keys = pattern.keys.shape[-1]
     keys = keys.reshape(n_keys) if keys.numel() == n_keys else keys  # the same for all members
     keys = keys.expand(*leading, n_keys).reshape(-1, n_keys)
     ends = torch.arange(1, n_keys + 1, device=keys.device, dtype=torch.int32)

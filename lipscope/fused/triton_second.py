@@ -68,24 +68,30 @@ def _onto_queries(
 ):  # fmt: skip
     # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    h, b = tl.program_id(1), tl.program_id(2)
-    group, stop = h // GROUP, n_keys
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    group = h // GROUP
+    stop = n_keys
     if stops is not None:
         stop = tl.load(stops + b)
     rows = i + tl.arange(0, M)
     offset = (b * tl.num_programs(1) + h) * n
-    qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
-    gi, ci = read(g, b, h, i, M, V), read(c, b, h, i, M, V)
+    qi = read(q, b, h, i, M, K)
+    dqi = read(dq, b, h, i, M, K)
+    gi = read(g, b, h, i, M, V)
+    ci = read(c, b, h, i, M, V)
     top, _ = read_top(lse, offset, rows, n)
     at = offset.to(tl.int64) + rows
     mean_s = tl.load(drift + at, mask=rows < n, other=0.0)
     # Products with o are float32, as o is. The other kernel reads them.
-    oi, doi = read(o, b, h, i, M, V).to(tl.float32), read(do, b, h, i, M, V).to(tl.float32)
+    oi = read(o, b, h, i, M, V).to(tl.float32)
+    doi = read(do, b, h, i, M, V).to(tl.float32)
     mean_w = tl.sum(ci.to(tl.float32) * oi, 1)
     mean_y = tl.sum(gi.to(tl.float32) * oi + ci.to(tl.float32) * doi, 1)
     tl.store(means + at, mean_w, mask=rows < n)
     tl.store(means + total + at, mean_y, mask=rows < n)
-    on_q, on_dq = tl.zeros([M, K], tl.float32), tl.zeros([M, K], tl.float32)
+    on_q = tl.zeros([M, K], tl.float32)
+    on_dq = tl.zeros([M, K], tl.float32)
     bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
     line = i // M
     if MASK != 0:
@@ -96,8 +102,10 @@ def _onto_queries(
             for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
                 words = mask_words(mask, b, h, i, j, n, MASK, M, N)
-                kj, dkj = read(k, b, group, j, N, K), read(dk, b, group, j, N, K)
-                vj, dvj = read(v, b, group, j, N, V), read(dv, b, group, j, N, V)
+                kj = read(k, b, group, j, N, K)
+                dkj = read(dk, b, group, j, N, K)
+                vj = read(v, b, group, j, N, V)
+                dvj = read(dv, b, group, j, N, V)
                 t = tl.dot(qi, kj.T) * (scale * LOG2E)
                 s = tl.dot(qi, dkj.T, tl.dot(dqi, kj.T)) * scale - mean_s[:, None]
                 w = tl.dot(ci, vj.T) - mean_w[:, None]
@@ -111,7 +119,8 @@ def _onto_queries(
                     p = tl.where(seen, p, 0.0)
                 if keys is not None:
                     p = tl.where(are_real(keys, b, columns, n_keys)[None, :], p, 0.0)
-                y, z = p * (s * w + y), p * w
+                y = p * (s * w + y)
+                z = p * w
                 on_q = add_product(on_q, y, row_peak(y, PRODUCT), kj, kj, 1.0, PRODUCT)
                 on_q = add_product(on_q, z, row_peak(z, PRODUCT), dkj, dkj, 1.0, PRODUCT)
                 on_dq = add_product(on_dq, z, row_peak(z, PRODUCT), kj, kj, 1.0, PRODUCT)
@@ -129,15 +138,20 @@ def _onto_keys(
 ):  # fmt: skip
     # Tiles are transposed here, keys by queries: the sums over queries run along columns.
     j = tl.program_id(0) * N
-    group, b = tl.program_id(1), tl.program_id(2)
+    group = tl.program_id(1)
+    b = tl.program_id(2)
     rows = j + tl.arange(0, N)
     reach = n
     if stops is not None:
         reach = tl.where(j < tl.load(stops + b), n, 0)
-    kj, dkj = read(k, b, group, j, N, K), read(dk, b, group, j, N, K)
-    vj, dvj = read(v, b, group, j, N, V), read(dv, b, group, j, N, V)
-    on_k, on_dk = tl.zeros([N, K], tl.float32), tl.zeros([N, K], tl.float32)
-    on_v, on_dv = tl.zeros([N, V], tl.float32), tl.zeros([N, V], tl.float32)
+    kj = read(k, b, group, j, N, K)
+    dkj = read(dk, b, group, j, N, K)
+    vj = read(v, b, group, j, N, V)
+    dvj = read(dv, b, group, j, N, V)
+    on_k = tl.zeros([N, K], tl.float32)
+    on_dk = tl.zeros([N, K], tl.float32)
+    on_v = tl.zeros([N, V], tl.float32)
+    on_dv = tl.zeros([N, V], tl.float32)
     line = j // N
     bounds = query_range(j, None, reach, shift, window, CAUSAL, M, N)
     for member in tl.range(GROUP):
@@ -155,8 +169,10 @@ def _onto_keys(
                 for step in tl.range(bounds[2 * run], bounds[2 * run + 1], M):
                     i = tile_at(mask, b, h, line, step, M, MASK)
                     words = mask_words(mask, b, h, i, j, n, MASK, M, N)
-                    qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
-                    gi, ci = read(g, b, h, i, M, V), read(c, b, h, i, M, V)
+                    qi = read(q, b, h, i, M, K)
+                    dqi = read(dq, b, h, i, M, K)
+                    gi = read(g, b, h, i, M, V)
+                    ci = read(c, b, h, i, M, V)
                     columns = i + tl.arange(0, M)
                     top, mean_s, mean_w, mean_y = _rows_of(
                         lse, drift, means, offset, columns, n, total
@@ -175,7 +191,9 @@ def _onto_keys(
                             columns[None, :], rows[:, None], n_keys, shift, window, CAUSAL
                         )
                         p = tl.where(seen, p, 0.0)
-                    y, z, u = p * (s * w + y), p * w, p * s
+                    y = p * (s * w + y)
+                    z = p * w
+                    u = p * s
                     on_k = add_product(on_k, y, row_peak(y, PRODUCT), qi, qi, 1.0, PRODUCT)
                     on_k = add_product(on_k, z, row_peak(z, PRODUCT), dqi, dqi, 1.0, PRODUCT)
                     on_dk = add_product(on_dk, z, row_peak(z, PRODUCT), qi, qi, 1.0, PRODUCT)
@@ -184,8 +202,10 @@ def _onto_keys(
                     on_dv = add_product(on_dv, p, 1.0, ci, ci, 1.0, PRODUCT)
     if keys is not None:
         real = are_real(keys, b, rows, n_keys)[:, None]
-        on_k, on_v = tl.where(real, on_k, 0.0), tl.where(real, on_v, 0.0)
-        on_dk, on_dv = tl.where(real, on_dk, 0.0), tl.where(real, on_dv, 0.0)
+        on_k = tl.where(real, on_k, 0.0)
+        on_v = tl.where(real, on_v, 0.0)
+        on_dk = tl.where(real, on_dk, 0.0)
+        on_dv = tl.where(real, on_dv, 0.0)
     gk.store([b, group, j, 0], (on_k * scale).to(gk.dtype).reshape(1, 1, N, K))
     gv.store([b, group, j, 0], on_v.to(gv.dtype).reshape(1, 1, N, V))
     gdk.store([b, group, j, 0], (on_dk * scale).to(gdk.dtype).reshape(1, 1, N, K))
@@ -219,7 +239,9 @@ def both_vjp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of <g, o> + <c, do>, in q, k, v, dq, dk, dv; drift is the row mean of dT."""
     (H, n, size), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
-    K, V, B = block(size), block(m), q.shape[:-3].numel()
+    K = block(size)
+    V = block(m)
+    B = q.shape[:-3].numel()
     product = product_of(q.dtype, "half")
     operands = [aligned(x) for x in (q, k, v, *tangent, g, c)]
     gq, gdq = (blank((B, H, n, size), q.dtype, q.device) for _ in range(2))

@@ -54,14 +54,20 @@ def _value_and_tangent(
 ):  # fmt: skip
     # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    h, b = tl.program_id(1), tl.program_id(2)
-    g, stop = h // GROUP, n_keys
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    g = h // GROUP
+    stop = n_keys
     if stops is not None:
         stop = tl.load(stops + b)
-    rows, unit = i + tl.arange(0, M), scale * LOG2E
-    qi, dqi = read(q, b, h, i, M, K), read(dq, b, h, i, M, K)
-    value, moved = tl.zeros([M, V], tl.float32), tl.zeros([M, V], tl.float32)
-    total, shift_of_mean = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    rows = i + tl.arange(0, M)
+    unit = scale * LOG2E
+    qi = read(q, b, h, i, M, K)
+    dqi = read(dq, b, h, i, M, K)
+    value = tl.zeros([M, V], tl.float32)
+    moved = tl.zeros([M, V], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    shift_of_mean = tl.zeros([M], tl.float32)
     mean = tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     bounds = key_range(i, None, stop, shift, window, CAUSAL, M, N)
@@ -75,13 +81,16 @@ def _value_and_tangent(
             if run == 2 and MASK == 1:
                 ahead = words_of_step(mask, b, h, i, line, 0, end, n, MASK, M, N)
             for step in tl.range(bounds[2 * run], end, N):
-                j, words = tile_at(mask, b, h, line, step, N, MASK), (0, 0)
+                j = tile_at(mask, b, h, line, step, N, MASK)
+                words = (0, 0)
                 if run == 2 and MASK == 1:
                     # Read a tile ahead, the words are there when the scores are.
                     words = ahead
                     ahead = words_of_step(mask, b, h, i, line, step + N, end, n, MASK, M, N)
-                kj, dkj = read(k, b, g, j, N, K), read(dk, b, g, j, N, K)
-                vj, dvj = read(v, b, g, j, N, V), read(dv, b, g, j, N, V)
+                kj = read(k, b, g, j, N, K)
+                dkj = read(dk, b, g, j, N, K)
+                vj = read(v, b, g, j, N, V)
+                dvj = read(dv, b, g, j, N, V)
                 t = tl.dot(qi, kj.T)
                 if MASK == 2:
                     t *= unit
@@ -97,10 +106,12 @@ def _value_and_tangent(
                 # The largest product is that of the largest score, as the scale is positive: one
                 # multiplication for a row, and for an entry part of the subtraction.
                 highest = tl.max(t, 1) if MASK == 2 else tl.max(t, 1) * unit
-                last, top = top, tl.maximum(top, highest)
+                last = top
+                top = tl.maximum(top, highest)
                 base = tl.where(top == float("-inf"), 0.0, top)
                 fall = t - base[:, None] if MASK == 2 else t * unit - base[:, None]
-                p, shrink = tl.exp2(fall), tl.exp2(last - base)
+                p = tl.exp2(fall)
+                shrink = tl.exp2(last - base)
                 w = p * dt
                 if drift is not None:
                     mean = mean * shrink + tl.sum(w, 1)
@@ -153,7 +164,9 @@ def value_and_tangent(
     With `keep_digits`, o is float32, for derivatives to come; without, the means are not computed.
     """
     (H, n, _), (G, n_keys, m) = q.shape[-3:], v.shape[-3:]
-    K, V, B = block(q.shape[-1]), block(m), q.shape[:-3].numel()
+    K = block(q.shape[-1])
+    V = block(m)
+    B = q.shape[:-3].numel()
     M, N, warps, stages = TILES[max(64, K, V)]
     qs, ks, vs, dqs, dks, dvs = (aligned(x) for x in (q, k, v, *tangent))
     keys, stops = padding_of(pattern, q.shape[:-3])
@@ -174,5 +187,6 @@ def value_and_tangent(
         product_of(q.dtype, "half"), M, N, K, V,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    shape, rows = (*q.shape[:-1], m), q.shape[:-1]
+    shape = (*q.shape[:-1], m)
+    rows = q.shape[:-1]
     return o.view(shape), do.view(shape), lse.view(rows), drift.view(rows)

@@ -102,10 +102,12 @@ def tanh(x):
 def cap(t, unit, softcap):
     """The score c tanh(t unit / c) in units of log 2, and its slope (unused without a cap)."""
     if softcap is None:
-        score, slope = t * (unit * LOG2E), t
+        score = t * (unit * LOG2E)
+        slope = t
     else:
         bend = tanh(t * (unit / softcap))
-        score, slope = bend * (softcap * LOG2E), 1 - bend * bend
+        score = bend * (softcap * LOG2E)
+        slope = 1 - bend * bend
     return score, slope
 
 
@@ -127,10 +129,13 @@ def key_range(
     i, start, stop, shift, window, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr
 ):
     """Runs of key tiles that queries i .. i + M see: cut on the left, whole, cut on the right."""
-    first, whole = 0, 0
+    first = 0
+    whole = 0
     if start is not None:
-        first, whole = start, start
-    last, cut = stop, stop // N * N
+        first = start
+        whole = start
+    last = stop
+    cut = stop // N * N
     if CAUSAL:
         last = tl.minimum(last, tl.maximum(i + M + shift, 0))
         cut = tl.minimum(cut, tl.maximum(i + shift + 1, 0) // N * N)
@@ -150,10 +155,13 @@ def query_range(
     A last tile that ends beyond the queries counts as whole: missing rows have no weight
     (`read_top`).
     """
-    first, whole = 0, 0
+    first = 0
+    whole = 0
     if start is not None:
-        first, whole = start, start
-    last, cut = stop, tl.cdiv(stop, M) * M
+        first = start
+        whole = start
+    last = stop
+    cut = tl.cdiv(stop, M) * M
     if CAUSAL:
         first = tl.maximum(j - shift, first) // M * M
         whole = tl.cdiv(tl.maximum(j + N - 1 - shift, whole), M) * M

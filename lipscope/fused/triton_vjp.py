@@ -54,21 +54,29 @@ def _onto_queries(
 ):  # fmt: skip
     # The longest rows of a causal mask start first, so that no late block keeps the device waiting.
     i = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    h, b = tl.program_id(1), tl.program_id(2)
-    group, stop = h // GROUP, n_keys
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    group = h // GROUP
+    stop = n_keys
     if stops is not None:
         stop = tl.load(stops + b)
     if end is not None:
         stop = tl.minimum(stop, end)
-    score_unit, dp_unit, k_unit = scale, 1.0, 1.0
+    score_unit = scale
+    dp_unit = 1.0
+    k_unit = 1.0
     if units is not None:
-        score_unit, dp_unit, k_unit = scale * tl.load(units), tl.load(units + 1), tl.load(units + 3)
+        score_unit = scale * tl.load(units)
+        dp_unit = tl.load(units + 1)
+        k_unit = tl.load(units + 3)
     rows = i + tl.arange(0, M)
     offset = (b * tl.num_programs(1) + h) * n
     top, rest = read_top(lse, offset, rows, n)
     mean = tl.load(delta + offset.to(tl.int64) + rows, mask=rows < n, other=0.0)
-    qi, gi = read(q, b, h, i, M, K), read(g, b, h, i, M, V)
-    qi_low, gi_low = read_low(q, b, h, i, qi, PRODUCT), read_low(g, b, h, i, gi, PRODUCT)
+    qi = read(q, b, h, i, M, K)
+    gi = read(g, b, h, i, M, V)
+    qi_low = read_low(q, b, h, i, qi, PRODUCT)
+    gi_low = read_low(g, b, h, i, gi, PRODUCT)
     acc = tl.zeros([M, K], tl.float32)
     bounds = key_range(i, start, stop, shift, window, CAUSAL, M, N)
     line = i // M
@@ -80,11 +88,10 @@ def _onto_queries(
             for step in tl.range(bounds[2 * run], bounds[2 * run + 1], N):
                 j = tile_at(mask, b, h, line, step, N, MASK)
                 words = mask_words(mask, b, h, i, j, n, MASK, M, N)
-                kj, vj = read(k, b, group, j, N, K), read(v, b, group, j, N, V)
-                kj_low, vj_low = (
-                    read_low(k, b, group, j, kj, PRODUCT),
-                    read_low(v, b, group, j, vj, PRODUCT),
-                )
+                kj = read(k, b, group, j, N, K)
+                vj = read(v, b, group, j, N, V)
+                kj_low = read_low(k, b, group, j, kj, PRODUCT)
+                vj_low = read_low(v, b, group, j, vj, PRODUCT)
                 t = scores(qi, qi_low, kj, kj_low, PRODUCT)
                 dp = scores(gi, gi_low, vj, vj_low, PRODUCT)
                 t, slope = cap(t, score_unit, softcap)
@@ -114,19 +121,27 @@ def _onto_keys(
 ):  # fmt: skip
     # Tiles are transposed here, keys by queries: the sums over queries run along columns.
     j = tl.program_id(0) * N
-    group, b = tl.program_id(1), tl.program_id(2)
-    score_unit, dp_unit, q_unit, g_unit = scale, 1.0, 1.0, 1.0
+    group = tl.program_id(1)
+    b = tl.program_id(2)
+    score_unit = scale
+    dp_unit = 1.0
+    q_unit = 1.0
+    g_unit = 1.0
     if units is not None:
-        score_unit, dp_unit = scale * tl.load(units), tl.load(units + 1)
-        q_unit, g_unit = tl.load(units + 2), tl.load(units + 4)
+        score_unit = scale * tl.load(units)
+        dp_unit = tl.load(units + 1)
+        q_unit = tl.load(units + 2)
+        g_unit = tl.load(units + 4)
     rows = j + tl.arange(0, N)
     reach = n
     if stops is not None:
         reach = tl.where(j < tl.load(stops + b), n, 0)
     if end is not None:
         reach = tl.minimum(reach, end)
-    kj, vj = read(k, b, group, j, N, K), read(v, b, group, j, N, V)
-    kj_low, vj_low = read_low(k, b, group, j, kj, PRODUCT), read_low(v, b, group, j, vj, PRODUCT)
+    kj = read(k, b, group, j, N, K)
+    vj = read(v, b, group, j, N, V)
+    kj_low = read_low(k, b, group, j, kj, PRODUCT)
+    vj_low = read_low(v, b, group, j, vj, PRODUCT)
     on_k = tl.zeros([N, K], tl.float32)
     on_v = tl.zeros([N, V], tl.float32)
     line = j // N
@@ -146,11 +161,10 @@ def _onto_keys(
                 for step in tl.range(bounds[2 * run], bounds[2 * run + 1], M):
                     i = tile_at(mask, b, h, line, step, M, MASK)
                     words = mask_words(mask, b, h, i, j, n, MASK, M, N)
-                    qi, gi = read(q, b, h, i, M, K), read(g, b, h, i, M, V)
-                    qi_low, gi_low = (
-                        read_low(q, b, h, i, qi, PRODUCT),
-                        read_low(g, b, h, i, gi, PRODUCT),
-                    )
+                    qi = read(q, b, h, i, M, K)
+                    gi = read(g, b, h, i, M, V)
+                    qi_low = read_low(q, b, h, i, qi, PRODUCT)
+                    gi_low = read_low(g, b, h, i, gi, PRODUCT)
                     columns = i + tl.arange(0, M)
                     top, rest = read_top(lse, offset, columns, n)
                     mean = tl.load(
@@ -178,11 +192,10 @@ def _onto_keys(
                     on_k = add_product(on_k, z, row_peak(z, PRODUCT), qi, qi_low, q_unit, PRODUCT)
     if keys is not None:
         real = are_real(keys, b, rows, n_keys)[:, None]
-        on_k, on_v = tl.where(real, on_k, 0.0), tl.where(real, on_v, 0.0)
-    on_k, on_v = (
-        add_earlier(on_k * scale, gk, start, b, group, j),
-        add_earlier(on_v, gv, start, b, group, j),
-    )
+        on_k = tl.where(real, on_k, 0.0)
+        on_v = tl.where(real, on_v, 0.0)
+    on_k = add_earlier(on_k * scale, gk, start, b, group, j)
+    on_v = add_earlier(on_v, gv, start, b, group, j)
     gk.store([b, group, j, 0], on_k.to(gk.dtype).reshape(1, 1, N, K))
     gv.store([b, group, j, 0], on_v.to(gv.dtype).reshape(1, 1, N, V))
 
@@ -222,7 +235,8 @@ def vjp(
     keys, stops = padding_of(pattern, q.shape[:-3])
     tensors = (lse.contiguous(), delta, keys, stops, units)
     rules = (pattern.scale, pattern.softcap, pattern.window, pattern.shift, n, n_keys)
-    K, V = block(size), block(m)
+    K = block(size)
+    V = block(m)
     for_queries, for_keys = TILES[product, max(64, K, V)]
     M, N, warps, stages, registers = for_queries
     for span in spans(n_keys, product, pattern):

@@ -46,7 +46,8 @@ class Native:
     """
 
     def __init__(self, room: int, like: Float[Tensor, "B N"], ranks: Ranks = ALONE):
-        self.vectors, self.ranks = like.new_empty(room, *like.shape), ranks
+        self.vectors = like.new_empty(room, *like.shape)
+        self.ranks = ranks
 
     def __getitem__(self, k: int | slice) -> Tensor:
         return self.vectors[k]
@@ -86,12 +87,10 @@ class Blocks:
     that guess little, and only the change is rounded."""
 
     def __init__(self, like: Float[Tensor, "B N"], rounded: bool, ranks: Ranks = ALONE):
-        self.shape, self.dtype, self.device, self.rounded = (
-            like.shape,
-            like.dtype,
-            like.device,
-            rounded,
-        )
+        self.shape = like.shape
+        self.dtype = like.dtype
+        self.device = like.device
+        self.rounded = rounded
         # The same on all ranks: they reduce their inner products block by block.
         self.height = ranks.smallest(max(1, BLOCK // (like.numel() * like.element_size())))
         self.ranks = ranks

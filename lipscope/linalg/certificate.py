@@ -116,7 +116,8 @@ class _Recurrence(NamedTuple):
 
 def _recurrence(a: Tensor, b: Tensor, rounding: Tensor) -> _Recurrence:
     taken = ~a.isnan()
-    a, b = a.nan_to_num(), b.nan_to_num()
+    a = a.nan_to_num()
+    b = b.nan_to_num()
     previous = torch.cat([torch.zeros_like(b[:, :1]), b[:, :-1]], dim=1)
     alpha = (a.square() + previous.square()) * taken
     # Three perturbed products make one step of the recurrence of J'J: a e + b e + sigma e.
@@ -128,7 +129,8 @@ def _root(T: _Recurrence, overlap: float, decaying: bool) -> Tensor:
     """sqrt(lambda) where the left side, or its noise alone, equals the overlap; rounded up."""
     theta = _largest_eigenvalue(T)
     best = torch.full_like(theta, torch.inf)
-    low, high = -16.0 * torch.ones_like(theta), 16.0 * torch.ones_like(theta)
+    low = -16.0 * torch.ones_like(theta)
+    high = 16.0 * torch.ones_like(theta)
     for _ in range(ROUNDS):
         exponent = low[:, None] + (high - low)[:, None] * torch.linspace(
             0, 1, GRID, dtype=torch.float64
@@ -150,7 +152,8 @@ def _terms(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
     """
     log_q, above_q = _log_polynomial(lam, T)
     row_sum, above_sum = _first_row_sum(lam, T)
-    decay, noise = (1 + T.source) * torch.exp(-log_q), T.source * lam * row_sum
+    decay = (1 + T.source) * torch.exp(-log_q)
+    noise = T.source * lam * row_sum
     above = above_q & above_sum
     return torch.where(above & ~decay.isnan(), decay, torch.inf), torch.where(
         above & ~noise.isnan(), noise, torch.inf
@@ -160,11 +163,9 @@ def _terms(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
 def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
     """log q_k(lambda), rounded down, and whether lambda > theta_k."""
     k = T.alpha.shape[1]
-    log_q, margin, above = (
-        torch.zeros_like(lam),
-        torch.zeros_like(lam),
-        torch.ones_like(lam, dtype=torch.bool),
-    )
+    log_q = torch.zeros_like(lam)
+    margin = torch.zeros_like(lam)
+    above = torch.ones_like(lam, dtype=torch.bool)
     # s_1 = lambda - alpha_1, s_i = lambda - alpha_i - beta_{i-1}^2 / s_{i-1};  q_k = prod s_i /
     # beta_i
     s = torch.ones_like(lam)
@@ -173,7 +174,8 @@ def _log_polynomial(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
         couple = T.beta[:, i - 1, None].square() / s if i else 0.0
         s = torch.where(here, lam - T.alpha[:, i, None] - couple, s)
         above &= (s > 0) | ~here
-        log_s, log_beta = s.clamp_min(1e-320).log(), T.beta[:, i, None].log()
+        log_s = s.clamp_min(1e-320).log()
+        log_beta = T.beta[:, i, None].log()
         log_q += torch.where(here, log_s - log_beta, 0.0)
         margin += torch.where(here, log_s.abs() + log_beta.abs().nan_to_num(posinf=0.0), 0.0)
     return log_q - ((k + 4) * UNIT * margin + 4 * k * UNIT), above
@@ -184,11 +186,9 @@ def _first_row_sum(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
     lambda > theta_k.
     """
     k = T.alpha.shape[1]
-    t, r, above = (
-        torch.ones_like(lam),
-        torch.zeros_like(lam),
-        torch.ones_like(lam, dtype=torch.bool),
-    )
+    t = torch.ones_like(lam)
+    r = torch.zeros_like(lam)
+    above = torch.ones_like(lam, dtype=torch.bool)
     for i in reversed(range(k)):
         here = T.taken[:, i, None]
         inner = T.taken[:, i + 1, None] if i + 1 < k else torch.zeros_like(here)
@@ -196,7 +196,8 @@ def _first_row_sum(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
             lam - T.alpha[:, i, None] - torch.where(inner, T.beta[:, i, None].square() / t, 0.0)
         )
         r_next = 1 + torch.where(inner, T.beta[:, i, None] * r / t, 0.0)
-        t, r = torch.where(here, t_next, t), torch.where(here, r_next, r)
+        t = torch.where(here, t_next, t)
+        r = torch.where(here, r_next, r)
         above &= (t > 0) | ~here
     return r / t, above
 
@@ -232,7 +233,8 @@ class Gap:
     more steps would be taken for nothing."""
 
     def __init__(self, ratio: float, overlap: float):
-        self.ratio, self.overlap = ratio, overlap
+        self.ratio = ratio
+        self.overlap = overlap
 
     def settled(
         self,

@@ -260,7 +260,8 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks
     """
     g = torch.Generator().manual_seed(0)
     v, u = (torch.randn(z.shape, generator=g, dtype=torch.float32).to(z) for z in (x, y))
-    Jv, Ju = mv(v), rmv(u)
+    Jv = mv(v)
+    Ju = rmv(u)
     left, right = ranks.sum(torch.stack([(u * Jv).sum(), (Ju * v).sum()]).double())
     lengths = torch.stack([z.double().norm() for z in (u, Jv, Ju, v)])
     long_u, long_Jv, long_Ju, long_v = ranks.norm(lengths)
@@ -288,7 +289,8 @@ def _check_members_apart(f: Map, mv: Product, rmv: Product, x: Tensor, y: Tensor
     cotangents: any two members differ in some bit. Vectors are scaled so that every member changes
     by about one, or a loud one would hide what the others exchange.
     """
-    members, g = len(x), torch.Generator().manual_seed(0)
+    members = len(x)
+    g = torch.Generator().manual_seed(0)
     index = torch.arange(members)
 
     def size(change: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ class GolubKahan:
         self.scale = torch.ones(self.members, dtype=torch.float64)
         self.drift = torch.zeros(self.members, dtype=torch.float64)
         self.coefficients: list[tuple[Tensor, Tensor]] = []
-        self.restarted, self.rounded = False, storage == "bfloat16"
+        self.restarted = False
+        self.rounded = storage == "bfloat16"
         self.v = self.V.put(0, start / J.ranks.norm(start.norm(dim=1, keepdim=True)))
         self.u = self.v[:, :0]
 
@@ -81,7 +82,8 @@ class GolubKahan:
         if k:
             self.H[:, k - 1, k] += 0.0 if self.restarted else self.b
         self.H[:, k, k] = a
-        self.b, self.k = b, k + 1
+        self.b = b
+        self.k = k + 1
         if not self.restarted:
             self.coefficients.append((a, b))
 
@@ -115,8 +117,12 @@ class GolubKahan:
         self.members = len(members)
         self.V.keep(members)
         self.U.keep(members)
-        self.v, self.u, self.H = self.v[members], self.u[members], self.H[members]
-        self.b, self.scale, self.drift = self.b[members], self.scale[members], self.drift[members]
+        self.v = self.v[members]
+        self.u = self.u[members]
+        self.H = self.H[members]
+        self.b = self.b[members]
+        self.scale = self.scale[members]
+        self.drift = self.drift[members]
         self.coefficients = [(a[members], b[members]) for a, b in self.coefficients]
 
     def _product(self, product: Product, x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -194,11 +200,13 @@ class GolubKahan:
         finite = H.isfinite().all(dim=(1, 2))[:, None, None]
         p, theta, qh = map(self.ranks.agreed, torch.linalg.svd(torch.where(finite, H, 0.0)))
         kept = max(1, self.k // 3)
-        V, U = self.V.combine(qh[:, :kept]), self.U.combine(p.mT[:, :kept])
+        V = self.V.combine(qh[:, :kept])
+        U = self.U.combine(p.mT[:, :kept])
         self.v = self.V.put(kept, self.v)
         for i in range(kept):
             self.V.put(i, V[i])
             self.U.put(i, U[i])
         self.H.zero_()
         self.H[:, :kept, :kept] = torch.diag_embed(theta[:, :kept])
-        self.k, self.restarted = kept, True
+        self.k = kept
+        self.restarted = True

@@ -146,7 +146,8 @@ class LinearOperator:
         """How far a computed norm of J may be off, per member: absolute; infinite where nothing can
         be said.
         """
-        rounding, size = self.rounding.reshape(norm.shape), self.uncancelled(norm)
+        rounding = self.rounding.reshape(norm.shape)
+        size = self.uncancelled(norm)
         # A weight that is off by a factor e^rounding is off by the rounding itself only while that
         # is small.
         known = rounding < MOST_ROUNDING
@@ -226,7 +227,9 @@ class LinearOperator:
 
     @unaffected
     def __mul__(self, factor: float) -> LinearOperator:
-        take, small, compared = self.take, self.compressed, self.compared
+        take = self.take
+        small = self.compressed
+        compared = self.compared
 
         def scaled(product: Product) -> Product:
             return lambda x: factor * product(x)
@@ -308,7 +311,8 @@ def _size(J: LinearOperator) -> Tensor:
     from lipscope.linalg.spectral import Solver, spectral_norm  # the solver is built on operators
 
     e = spectral_norm(J, tol=0.1, solver=Solver(seed=0, failure=1e-12))
-    value, upper = torch.as_tensor(e.value), torch.as_tensor(e.upper)
+    value = torch.as_tensor(e.value)
+    upper = torch.as_tensor(e.upper)
     return torch.where(upper.isfinite(), upper, 2 * value).double()
 
 

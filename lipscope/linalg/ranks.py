@@ -118,7 +118,10 @@ class TokenShards(Ranks):
             raise UserError(
                 f"{n} tokens cannot be spread over {size} ranks; use at most {n} processes"
             )
-        self.n, self.size, self.rank, self.group = n, size, rank, group
+        self.n = n
+        self.size = size
+        self.rank = rank
+        self.group = group
         self.chunks = chunks_of(n, size, rank)
         self.positions = torch.cat([torch.arange(*chunk) for chunk in self.chunks])
         self.sent = {"gather": 0.0, "scatter": 0.0, "reduce": 0.0}

@@ -115,7 +115,8 @@ def _finite(tensors: Any) -> bool:
 
 def _nodes(y: Tensor) -> Iterator[Node]:
     """The nodes of the graph of y."""
-    seen, waiting = set[Node](), [y.grad_fn]
+    seen = set[Node]()
+    waiting = [y.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

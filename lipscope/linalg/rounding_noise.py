@@ -28,7 +28,9 @@ from lipscope._torch_internals import (
 )
 from lipscope.fused._torch_internals import kernel_watchers, unwrapped
 
-DRAWS, UNITS, WIDENED = 3, 26, 2
+DRAWS = 3
+UNITS = 26
+WIDENED = 2
 """Repetitions by which rounding is measured, the most units in the last place by which a number
 moves, and the factor on the largest change that they show.
 
@@ -133,7 +135,8 @@ class RoundingNoise(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = _operator(func)
-        name, leaves = operator.name, _leaves(args, kwargs)
+        name = operator.name
+        leaves = _leaves(args, kwargs)
         given = [x for x in leaves if _rounds(x)]
         if operator.makes_view:  # of numbers that were moved when they were computed
             for x in given if name == "lift_fresh" else ():
@@ -244,16 +247,19 @@ class _Changed:
     """Memory of the caller that a map writes: as it was, and as the map left it."""
 
     def __init__(self, x: Tensor):
-        self.tensor, self.version = x, x._version
+        self.tensor = x
+        self.version = x._version
         self.memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
         self.other = self.memory.clone()
 
     def swap(self) -> None:
         """Exchange the two, with the version by which graphs know what they have saved."""
-        version, now = self.tensor._version, self.memory.clone()
+        version = self.tensor._version
+        now = self.memory.clone()
         self.memory.copy_(self.other)
         set_version(self.tensor, self.version)
-        self.version, self.other = version, now
+        self.version = version
+        self.other = now
 
 
 class _Exits(TorchFunctionMode):
@@ -344,7 +350,8 @@ class _Operator:
 
 @cache
 def _operator(func: Any) -> _Operator:
-    schema, name = func._schema, func._opname
+    schema = func._schema
+    name = func._opname
     aliases = [r.alias_info for r in schema.returns]
     return _Operator(
         name=name,

@@ -65,10 +65,13 @@ class Run:
     def __init__(
         self, J: LinearOperator, tol: float, gap: float | None, solver: Solver, random: bool
     ):
-        self.J, self.tol, self.solver = J, tol, solver
+        self.J = J
+        self.tol = tol
+        self.solver = solver
         self.ratio = None if gap is None else 1 + gap
         self.rounded = solver.basis == "bfloat16"
-        self.random, self.certify = random, random and J.dtype == torch.float64 and not self.rounded
+        self.random = random
+        self.certify = random and J.dtype == torch.float64 and not self.rounded
         B = J.batch or 1
         self.resolution = J.resolution.reshape(B)
         self.overlap = smallest_overlap(J.domain_size, solver.failure / B)
@@ -83,11 +86,13 @@ class Run:
         self.theta, self.scale, self.residual = torch.full((3, B), torch.nan, dtype=torch.float64)
         self.steps, self.noise = torch.zeros(2, B, dtype=torch.float64)
         self.a = torch.full((B, solver.max_steps), torch.nan, dtype=torch.float64)
-        self.b, self.drift = self.a.clone(), torch.zeros(B, dtype=torch.float64)
+        self.b = self.a.clone()
+        self.drift = torch.zeros(B, dtype=torch.float64)
         self.status: list[Status] = [Status.MAX_STEPS] * B
 
     def solve(self, start: Tensor) -> None:
-        J, storage = self.J, self.solver.basis
+        J = self.J
+        storage = self.solver.basis
         vectors = (
             start.shape[0]
             * (J.in_size + J.out_size)
@@ -128,7 +133,8 @@ class Run:
             if J.take is not None and 4 * open_.sum() <= 3 * len(open_):
                 remaining = torch.nonzero(open_)[:, 0]
                 basis.keep(remaining)
-                index, open_ = index[remaining], open_[remaining]
+                index = index[remaining]
+                open_ = open_[remaining]
 
     def _goal(self, norm: Tensor, index: Tensor, q: Tensor) -> Tensor:
         """The residual to stop at: tol, or what products can resolve of a norm that large.
@@ -161,7 +167,8 @@ class Run:
         has been measured. The products are needed at the end anyway: one pair for each member.
         """
         assert self.aim is not None
-        aim, theta = self.aim, ritz[0]
+        aim = self.aim
+        theta = ritz[0]
         a, b = (torch.stack(x, dim=1) for x in zip(*basis.coefficients, strict=True))
 
         def settled(some: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,9 +234,13 @@ class Run:
         if J is None and self.J.take is not None and len(members) < B:
             J = self.J.take(members)
         elif J is None:
-            J, members = self.J, torch.arange(B)
-        theta, scale = self.theta[members], self._scales[members]
-        right, left, back = self.right[members], self.left[members], self.back[members]
+            J = self.J
+            members = torch.arange(B)
+        theta = self.theta[members]
+        scale = self._scales[members]
+        right = self.right[members]
+        left = self.left[members]
+        back = self.back[members]
         w = _product(J, J.mv, right, J.in_shape, scale)
         # Products with J' enter the upper bound. Nothing is stated of those that are measured, so
         # that residual and status rest on what is seen of them.
@@ -257,7 +268,8 @@ class Run:
 
     def evaluate(self, note: str) -> BatchEstimate:
         """The Ritz triplets put to the test with one more product each way."""
-        J, B = self.J, len(self.status)
+        J = self.J
+        B = len(self.status)
         if self._took_one_step():
             # The vectors are those of the only step, and so are their products: asking for them
             # again would repeat half of it.
@@ -266,7 +278,8 @@ class Run:
             self._test(torch.nonzero(~self.tested)[:, 0])
         assert self.images is not None
         (w, z), noise, scale = self.images, self.noise, self._scales
-        rescale, finite = scale.to(w)[:, None], ~self.theta.isnan()
+        rescale = scale.to(w)[:, None]
+        finite = ~self.theta.isnan()
         sigma = norms(w, J.ranks) / norms(self.right, J.ranks).clamp_min(0.5)
         left = torch.where(sigma.to(w)[:, None] > 0, w / sigma.to(w)[:, None], self.left)
         residual = torch.where(sigma == 0, 0.0, self.residual + noise)
@@ -342,7 +355,8 @@ class Run:
         on it, move when every operation is off by a unit in the last place, widened; and why that
         could not be seen, if so.
         """
-        J, spread = self.J, torch.zeros_like(scale)
+        J = self.J
+        spread = torch.zeros_like(scale)
         if J.perturbed is None:
             return spread, ""
         try:

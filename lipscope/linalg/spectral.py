@@ -123,7 +123,8 @@ def _iterate(
     J: LinearOperator, tol: float, gap: float | None, start: Tensor | None, solver: Solver
 ) -> tuple[Run, Tensor]:
     """A finished run, whose bounds are not drawn yet, and how many steps each member took."""
-    members, earlier = J.batch or 1, 0
+    members = J.batch or 1
+    earlier = 0
     v = (
         random_start(J, members, solver.seed)
         if start is None
@@ -132,7 +133,8 @@ def _iterate(
     run = Run(J, tol, gap, solver, random=start is None)
     run.solve(v)
     while not run.settled:
-        taken, v = int(run.steps.max()), run.right
+        taken = int(run.steps.max())
+        v = run.right
         earlier += taken
         solver = replace(solver, max_steps=solver.max_steps - taken)
         run = Run(J, tol, gap, solver, random=False)

@@ -133,7 +133,8 @@ def _deflated(J: LinearOperator, found: list[Any]) -> LinearOperator:
             x = x - J.ranks.sum((x * v).sum(dim=inner, keepdim=True)) * v
         return x
 
-    left, right = [e.left for e in found], [e.right for e in found]
+    left = [e.left for e in found]
+    right = [e.right for e in found]
 
     def deflated(pair: Pair) -> Pair:
         mv, rmv = pair

@@ -91,7 +91,8 @@ def velocity(f: SelfAttention, mu: DiscreteMeasure) -> Callable[[Tensor], Tensor
             "the measure has positions, on which Gamma would depend too; "
             "use a measure without positions"
         )
-    lift, d = lifted(f, mu), mu.points.shape[1]
+    lift = lifted(f, mu)
+    d = mu.points.shape[1]
     mask = None if lift.mask is None else lift.mask[:1]
 
     def gamma(Z: Tensor) -> Tensor:
@@ -107,7 +108,8 @@ def query_derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
 
     For dot products it is V C_i A.
     """
-    J, extra = query_blocks(lifted(f, mu), mu.points[None]), _log_range(mu.weights)
+    J = query_blocks(lifted(f, mu), mu.points[None])
+    extra = _log_range(mu.weights)
     return replace(J, condition=J.condition + extra, worst=_plus(J.worst, extra))
 
 
@@ -129,7 +131,8 @@ def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
             else "the measure has positions and f is not causal; "
             "make f causal, or leave the positions out"
         )
-    w, s = mu.weights.detach(), mu.positions
+    w = mu.weights.detach()
+    s = mu.positions
     mask = None if bool((w == w[0]).all()) else w.log().expand(n, n)
     # Positions in order and without ties are the causal order itself, which needs no n x n mask.
     if s is None or bool((s.diff() > 0).all()):
@@ -188,7 +191,8 @@ def query_blocks(lift: SelfAttention, X: Float[Tensor, "B n d"]) -> LinearOperat
     def rows(Z: Tensor) -> Tensor:
         return respond(lift, Z.reshape(B, n, d), X, lift.mask).reshape(B * n, 1, -1)
 
-    J, rounding = jacobian(rows, X.reshape(B * n, 1, d)), query_rounding(lift, X)
+    J = jacobian(rows, X.reshape(B * n, 1, d))
+    rounding = query_rounding(lift, X)
     # No `take`: each row of the mask belongs to its own query, and a subset would mismatch them.
     return replace(
         J,
@@ -217,7 +221,8 @@ def in_l2(J: LinearOperator, weights: Tensor) -> LinearOperator:
     """W^{1/2} J W^{-1/2} for weights [n], or [B, n] with a batch of B."""
     roots = weights.detach().sqrt()[..., None]
     extra = _log_range(weights)
-    take, small = J.take, J.compressed
+    take = J.take
+    small = J.compressed
     return replace(
         J,
         mv=lambda E: roots * J.mv(E / roots),

@@ -189,7 +189,8 @@ def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, flo
     values, vectors = real_eigenpairs(head.A)
     if len(values) == 0:
         raise UserError("A = K'Q/sqrt(k) has no real eigenvalue; the two-Dirac families need one")
-    low, high = values.argmin(), values.argmax()
+    low = values.argmin()
+    high = values.argmax()
     found = {
         "opposite": (-values[low].item(), vectors[:, low], -1.0),
         "same side": (values[high].item() / 8, vectors[:, high], 0.5),

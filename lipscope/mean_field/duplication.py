@@ -153,7 +153,8 @@ def splitting(
 def _side_by_side(J: LinearOperator) -> LinearOperator:
     """A batch of operators as one block-diagonal operator: its norm is the largest of theirs."""
     assert J.batch is not None
-    inner, outer = (J.batch, *J.in_shape), (J.batch, *J.out_shape)
+    inner = (J.batch, *J.in_shape)
+    outer = (J.batch, *J.out_shape)
     return replace(
         J,
         in_shape=inner,
@@ -190,7 +191,8 @@ def split_estimate(found: Splitting) -> Estimate:
         )
         return field
 
-    left, right = halved(found.apart.left), halved(found.apart.right)
+    left = halved(found.apart.left)
+    right = halved(found.apart.right)
     return replace(found.apart, lower=lower, upper=upper, confidence=both, left=left, right=right)
 
 

@@ -43,9 +43,11 @@ def averaging(n: int, p: float = 2) -> Averaging:
     if p == 1:
         x = (count == 1).double()
     elif not math.isinf(p):
-        constant, x = 0.0, count ** (-1 / p)
+        constant = 0.0
+        x = count ** (-1 / p)
         for _ in range(STEPS):
-            before, y = constant, x.cumsum(0) / count
+            before = constant
+            y = x.cumsum(0) / count
             constant = (y.norm(p) / x.norm(p)).item()
             if constant <= before * (1 + 1e-15):
                 break

@@ -108,7 +108,8 @@ def local_lipschitz(
     # forms need no statement about the rounding of low precision.
     rows_in_float64 = norm == "inf" and hasattr(f, "linearize") and hasattr(f, "double")
     if precision == "exact" or rows_in_float64:
-        f, X = in_float64(f), X.double()
+        f = in_float64(f)
+        X = X.double()
     try:
         J = jacobian(f, X) if mesh is None else sharded_jacobian(f, X, mesh)
         e = infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
@@ -138,7 +139,8 @@ def _on_measure(
     assert isinstance(f, SelfAttention)
     mu = as_measure(X, f.causal)
     if precision == "exact":
-        f, mu = f.double(), mu.double()
+        f = f.double()
+        mu = mu.double()
     if splitting:
         found = duplication.splitting(f, mu, tol, gap=gap, solver=solver)
         return duplication.split_estimate(found)
@@ -147,7 +149,8 @@ def _on_measure(
 
 def too_large(X: Tensor, message: str, held: int, total: int) -> str:
     """An error message: what was requested, what is available, and what to try."""
-    tokens, asked = X.numel() // X.shape[-1], re.search(r"allocate ([\d.]+) ([KMG])iB", message)
+    tokens = X.numel() // X.shape[-1]
+    asked = re.search(r"allocate ([\d.]+) ([KMG])iB", message)
     need = held + (float(asked[1]) * 1024 ** " KMG".index(asked[2]) if asked else 0)
     fitting = f": fewer than {int(tokens * total / need) + 1} could fit" if need > total else ""
     return (

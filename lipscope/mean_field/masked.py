@@ -50,7 +50,8 @@ def conditional_distance(mu: DiscreteMeasure, nu: DiscreteMeasure, p: float = 2)
         raise UserError(
             "conditional_distance needs measures with positions; without them use wasserstein"
         )
-    here, there = _fibres(mu), _fibres(nu)
+    here = _fibres(mu)
+    there = _fibres(nu)
     if mu.positions.dtype != nu.positions.dtype and here.keys() != there.keys():
         raise UserError(
             "d_p needs measures with the same law of positions, bit by bit; the first has "
@@ -85,7 +86,8 @@ def _check_marginals(here: dict, there: dict) -> None:
             f"only the {owner} has mass at position {s!r}"
         )
     for s, (_, a) in here.items():
-        first, second = a.sum().item(), there[s][1].sum().item()
+        first = a.sum().item()
+        second = there[s][1].sum().item()
         if abs(first - second) > max(NEGLIGIBLE, 1e-9 * first):
             raise UserError(
                 f"d_p needs measures with the same law of positions; position {s:.6g} has mass "

@@ -183,7 +183,8 @@ def _check_positions(positions: Tensor, points: Tensor) -> None:
         raise UserError(f"positions must be a tensor [{points.shape[0]}], one per point, got {got}")
     check_tensor("positions", positions)
     if (positions < 0).any() or (positions > 1).any():
-        low, high = positions.min().item(), positions.max().item()
+        low = positions.min().item()
+        high = positions.max().item()
         raise UserError(
             f"positions must lie in [0, 1], but they range from {low:g} to {high:g}; "
             "rescale them, only their order matters"

@@ -139,7 +139,9 @@ def largest_gain(
     level = -depth * chance(tries, n) ** 2 * (not equal)
     score = gains(f, X, level.softmax(dim=1))
     best = score.topk(min(tries, 50)).indices
-    X, level, score = X[best], level[best], score[best]
+    X = X[best]
+    level = level[best]
+    score = score[best]
     # Accept or reject, with relative steps that shrink from 1/2 to 1/1000.
     for step in torch.logspace(-0.3, -3, 120, dtype=torch.float32).tolist():
         trial = _into_ball(X + step * (X.abs() + 0.01 * R) * noise(*X.shape), R)
@@ -147,10 +149,8 @@ def largest_gain(
         tilt = (tilt - tilt.amax(dim=1, keepdim=True)).clamp_min(-deepest)
         now = gains(f, trial, tilt.softmax(dim=1))
         better = now > score
-        X, level = (
-            torch.where(better[:, None, None], trial, X),
-            torch.where(better[:, None], tilt, level),
-        )
+        X = torch.where(better[:, None, None], trial, X)
+        level = torch.where(better[:, None], tilt, level)
         score = torch.where(better, now, score)
     top = int(score.argmax())
     steps = torch.arange(1, n + 1, dtype=X.dtype, device=X.device)

@@ -79,9 +79,11 @@ def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> floa
     # Squares of coordinates could over- or underflow; scaling by a power of two rounds nothing.
     exponent = math.frexp(max(x.abs().max().item(), y.abs().max().item()))[1]
     unit = 2.0 ** max(-1000, min(exponent, 1000))
-    x, y = x / unit, y / unit
+    x = x / unit
+    y = y / unit
     if len(x) == 1 or len(y) == 1:
-        mass, length = (a[:, None] * b[None]).flatten(), distances(x, y).flatten()
+        mass = (a[:, None] * b[None]).flatten()
+        length = distances(x, y).flatten()
     elif x.shape[1] == 1:
         mass, length = _match_sorted(x[:, 0], a, y[:, 0], b)
     else:
@@ -89,7 +91,8 @@ def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> floa
         if p > SMALL_P:
             _check_lightest(min(a.min(), b.min()).item(), p)
         plan = _bottleneck_plan(a, b, D) if math.isinf(p) else _cheapest_plan(a, b, D, p)
-        mass, length = plan.flatten(), D.flatten()
+        mass = plan.flatten()
+        length = D.flatten()
     distance = power_mean(mass, length, p) * unit
     if math.isinf(distance):
         raise UserError(
@@ -115,11 +118,15 @@ def power_mean(mass: Tensor, length: Tensor, p: float) -> float:
 
 def _match_sorted(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Mass and length of each move on the line, in order: optimal for every convex cost."""
-    i_order, j_order = x.argsort(stable=True), y.argsort(stable=True)
-    xs, left = x[i_order].tolist(), a[i_order].tolist()
-    ys, open_ = y[j_order].tolist(), b[j_order].tolist()
+    i_order = x.argsort(stable=True)
+    j_order = y.argsort(stable=True)
+    xs = x[i_order].tolist()
+    left = a[i_order].tolist()
+    ys = y[j_order].tolist()
+    open_ = b[j_order].tolist()
     whole = list(left), list(open_)
-    mass, length = [], []
+    mass = []
+    length = []
     i = j = 0
     while i < len(xs) and j < len(ys):
         # Remainders instead of cumulative sums: equal masses leave nothing, and what rounding
@@ -129,7 +136,8 @@ def _match_sorted(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, T
         length.append(abs(xs[i] - ys[j]))
         left[i] -= m
         open_[j] -= m
-        i, j = i + (left[i] <= NEGLIGIBLE * whole[0][i]), j + (open_[j] <= NEGLIGIBLE * whole[1][j])
+        i = i + (left[i] <= NEGLIGIBLE * whole[0][i])
+        j = j + (open_[j] <= NEGLIGIBLE * whole[1][j])
     return torch.tensor(mass, dtype=torch.float64), torch.tensor(length, dtype=torch.float64)
 
 
@@ -141,7 +149,8 @@ def _cheapest_plan(a: Tensor, b: Tensor, D: Tensor, p: float) -> Tensor:
     # cost: in a cycle that takes it, at most min(n, m) edges of the present plan are saved, which
     # together cost less. A large p starts from the plan of a smaller one, whose moves are short
     # already: from the whole diameter, rounding would let reach fall by 1e-16^{1/p} at a time.
-    q, reach = min(p, SMALL_P), D.max().item()
+    q = min(p, SMALL_P)
+    reach = D.max().item()
     while True:
         plan = _plan_within(a, b, D, q, reach)
         while (shorter := D[plan > 0].max().item() * (2 * min(D.shape)) ** (1 / q)) and (
@@ -171,14 +180,16 @@ def _check_lightest(lightest: float, p: float) -> None:
 def _bottleneck_plan(a: Tensor, b: Tensor, D: Tensor) -> Tensor:
     """A coupling whose longest move is shortest, by bisection over the distances that occur."""
     lengths = torch.unique(D)
-    low, high = 0, len(lengths) - 1
+    low = 0
+    high = len(lengths) - 1
     plan = _linear_program(a, b, (lengths[high] < D).double())
     while low < high:
         middle = (low + high) // 2
         too_far = (lengths[middle] < D).double()
         trial = _linear_program(a, b, too_far)
         if (trial * too_far).max() <= NEGLIGIBLE:
-            plan, high = trial, middle
+            plan = trial
+            high = middle
         else:
             low = middle + 1
     return torch.where(plan > NEGLIGIBLE, plan, 0.0)
@@ -187,7 +198,8 @@ def _bottleneck_plan(a: Tensor, b: Tensor, D: Tensor) -> Tensor:
 def _linear_program(a: Tensor, b: Tensor, cost: Tensor) -> Tensor:
     import ot
 
-    a, b = a / a.sum(), b / b.sum()
+    a = a / a.sum()
+    b = b / b.sum()
     arrays = (np.ascontiguousarray(t.numpy()) for t in (a, b, cost))
     plan, log = ot.emd(*arrays, numItermax=10_000_000, log=True)
     if log["warning"] is not None:

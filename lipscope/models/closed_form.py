@@ -184,7 +184,8 @@ def _is_table(t: Any, n: int) -> bool:
 
 def _halves(plain: Tensor, turned: int, pairs: bool) -> Tensor:
     """The order that puts a head, whose first `turned` entries rotate, into two rotating halves."""
-    moving, still = plain[:turned], plain[turned:]
+    moving = plain[:turned]
+    still = plain[turned:]
     first, second = (moving[::2], moving[1::2]) if pairs else moving.chunk(2)
     return torch.cat([first, still[::2], second, still[1::2]])
 
@@ -200,12 +201,14 @@ def _solve(
     probed: AttentionCall, d: int, layout: str | None, order: Tensor, rope: Rope | None
 ) -> Projections:
     """Weights and biases from the module's response to the probe, with the rotation undone."""
-    q, k = probed.q, probed.k
+    q = probed.q
+    k = probed.k
     if rope is not None:
         # A table stretched by s (YaRN) turns and stretches: its inverse is its adjoint over s^2.
         stretch = rope.cos.square() + rope.sin.square()
         q, k = (rope.turn_back(x[..., order]) / stretch for x in (q, k))
-    weights, biases = [], []
+    weights = []
+    biases = []
     for y in (q, k, probed.v):
         rows = y.transpose(1, 2).reshape(-1, y.shape[1] * y.shape[3])
         weights.append((rows[1 : d + 1] - rows[0]).T.contiguous())

@@ -76,7 +76,9 @@ def check_size(
 @contextmanager
 def _counting(name: str, itemsize: int) -> Iterator[None]:
     """Stop the construction of a model once its weights exceed memory, or it takes too long."""
-    deadline, memory, total = time.monotonic() + SECONDS, memory_here(), 0
+    deadline = time.monotonic() + SECONDS
+    memory = memory_here()
+    total = 0
 
     def check(module: nn.Module, _: str, registered: Any) -> None:
         nonlocal total

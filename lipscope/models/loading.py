@@ -118,8 +118,10 @@ def _load(
     wanted = check_loading(dtype, random_init)
     with _quiet():
         if isinstance(source, nn.Module):
-            module, reader = ordinary_module(_live(source, device)), None
-            known, commit = module.config.name_or_path, None
+            module = ordinary_module(_live(source, device))
+            reader = None
+            known = module.config.name_or_path
+            commit = None
             # transformers notes "None" for what was read without a name, as `_read` does it.
             name = type(module).__name__ if known in (None, "", "None") else str(known)
             if random_init is not None:
@@ -129,8 +131,10 @@ def _load(
                 module = _random(type(module), config, random_init)
         else:
             repository = _repository(source, revision, weights=random_init is None)
-            module, reader = _read(repository, random_init, wanted, head), repository
-            name, commit = repository.name, repository.revision
+            module = _read(repository, random_init, wanted, head)
+            reader = repository
+            name = repository.name
+            commit = repository.revision
         owned = reader is not None or random_init is not None
         if head:
             _check_head(module, name)
@@ -473,11 +477,9 @@ def _device(given: str | torch.device | None) -> torch.device:
 def _quiet() -> Iterator[None]:
     """Silence logs and progress bars of transformers and the hub; errors are raised as usual."""
     hub = logging.getLogger("huggingface_hub")
-    verbosity, level, bar = (
-        transformers_logging.get_verbosity(),
-        hub.level,
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    verbosity = transformers_logging.get_verbosity()
+    level = hub.level
+    bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     hub.setLevel(logging.ERROR)

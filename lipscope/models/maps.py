@@ -23,7 +23,8 @@ from lipscope.models.sharded import linearize_on
 LONG = 8192
 """Tokens from which the singular vectors are searched for in bfloat16 on a GPU."""
 
-STEPS, GROSS = (1e-5, 1e-7, 1e-3), 0.05
+STEPS = (1e-5, 1e-7, 1e-3)
+GROSS = 0.05
 """Relative finite-difference steps, of which the best counts, and the error beyond rounding."""
 
 

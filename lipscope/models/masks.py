@@ -102,11 +102,14 @@ def lipscope_mask(**arguments: Any) -> Tensor | None:
     The result is a PlainMask if the mask follows one of the rules it knows. Rows are compared with
     every candidate rule, a block of rows at a time. None means that everything is visible.
     """
-    n, keys, start = arguments["q_length"], arguments["kv_length"], arguments.get("q_offset", 0)
+    n = arguments["q_length"]
+    keys = arguments["kv_length"]
+    start = arguments.get("q_offset", 0)
     # With a cache (n != keys, or an offset on the device) the rules below would be shifted.
     if n != keys or isinstance(start, Tensor):
         return _rows(arguments, start, n)
-    device, batch = torch.device(arguments.get("device", "cpu")), arguments["batch_size"]
+    device = torch.device(arguments.get("device", "cpu"))
+    batch = arguments["batch_size"]
     candidates = _candidates(arguments.get("local_size"), _real(arguments))
     height = max(1, ROWS // (keys * batch))
     for first in range(0, n, height):

@@ -93,8 +93,12 @@ class Model:
         with_head: PreTrainedModel | None = None,
         prefix: str = "",
     ):
-        self.trunk, self.tokenizer, self.card, self.dtype = trunk, tokenizer, card, dtype
-        self.with_head, self.prefix = with_head, prefix
+        self.trunk = trunk
+        self.tokenizer = tokenizer
+        self.card = card
+        self.dtype = dtype
+        self.with_head = with_head
+        self.prefix = prefix
         self._owned = owned
         # Preflights by input shape: a model may route attention differently at another length.
         self._checks: dict[tuple[Any, ...], Preflight] = {}
@@ -299,7 +303,8 @@ class Model:
                 isinstance(module, nn.Embedding) and module.num_embeddings == count
                 for module in self.trunk.modules()
             )
-            low, high = int(value.min()), int(value.max())
+            low = int(value.min())
+            high = int(value.max())
             if table and count is not None and not 0 <= low <= high < count:
                 raise UserError(
                     f"token id {low if low < 0 else high} is not in the vocabulary of "
@@ -365,7 +370,8 @@ class Model:
 
     def _sample_input(self) -> ModuleCall:
         """A short random input, for finding the layers before there is a real one."""
-        config, generator = self.trunk.config, torch.Generator().manual_seed(0)
+        config = self.trunk.config
+        generator = torch.Generator().manual_seed(0)
         kind = self.trunk.main_input_name
         if kind == "pixel_values":
             size = getattr(config, "image_size", 224)

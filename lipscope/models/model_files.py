@@ -33,7 +33,8 @@ def checked_file(path: Path, name: str, limit: int | None = None) -> Path:
     """`path` itself, once it is certain to be a regular file of the model `name`, not too large."""
     shown = for_terminal(path.name, 100)
     try:
-        folder, target = path.parent.resolve(), path.resolve(strict=True)
+        folder = path.parent.resolve()
+        target = path.resolve(strict=True)
         status = target.stat()
     except (OSError, RuntimeError) as error:  # RuntimeError: links that go in a circle
         raise UserError(f"{name}: {shown} cannot be read ({on_one_line(error)})") from error
@@ -94,8 +95,10 @@ def memory_here() -> int:
 
 def size_of(count: int) -> str:
     """A number of bytes, for readers."""
-    size, unit = float(count), "bytes"
+    size = float(count)
+    unit = "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if size >= 1024:
-            size, unit = size / 1024, larger
+            size = size / 1024
+            unit = larger
     return f"{size:.3g} {unit}"

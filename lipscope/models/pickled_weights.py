@@ -16,7 +16,8 @@ from lipscope._files import for_terminal, whole_file
 from lipscope._types import UserError
 from lipscope.models.model_files import checked_file, memory_here, on_one_line, read_json
 
-SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SINGLE = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
 SHARD = "pytorch_model-*-of-*.bin"
 
 
@@ -72,7 +73,9 @@ def _rewrite_shards(place: Path, name: str) -> list[Path]:
                 f"{name}: {INDEX} names {for_terminal(repr(shard), 60)}, expected files such as "
                 "pytorch_model-00001-of-00002.bin in the same folder"
             )
-    written, where, size = [], {}, 0
+    written = []
+    where = {}
+    size = 0
     for shard in sorted(set(names)):
         target = place / shard.replace("pytorch_model", "model").replace(".bin", ".safetensors")
         for key, bytes_of_key in _rewrite(place / shard, target, name).items():

@@ -107,7 +107,8 @@ class AttentionCall:
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         q, k = (x.norm(dim=-1).amax(dim=-1).double() for x in (self.q, self.k))
         scores = abs(scale) * q * k.repeat_interleave(q.shape[-1] // k.shape[-1], dim=-1)
-        n, n_keys = self.q.shape[-2], self.k.shape[-2]
+        n = self.q.shape[-2]
+        n_keys = self.k.shape[-2]
         # Without chunks: more is visible, and the bound no smaller.
         rule = Pattern(
             self.causal, self.window, mask=self.mask, sinks=self.sinks, shift=self._shift

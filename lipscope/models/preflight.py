@@ -62,7 +62,8 @@ def preflight(host: Host, inputs: ModuleCall) -> Preflight:
         raise UserError(
             f"{name} maps every token to zero: its weights are all 0; check its weight files"
         )
-    calls, cores = 0, dict[nn.Module, int]()
+    calls = 0
+    cores = dict[nn.Module, int]()
     members = [
         m for parent in host.trunk.modules() if isinstance(parent, nn.ModuleList) for m in parent
     ]

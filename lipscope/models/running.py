@@ -70,7 +70,8 @@ class ModuleCall:
 
     def of_first(self) -> ModuleCall:
         """The call for the first member of its batch; samples come first in all its tensors."""
-        batch, first = len(self.hidden), self.hidden[:1]
+        batch = len(self.hidden)
+        first = self.hidden[:1]
         # The trunk is called with keyword arguments alone.
         kwargs = {
             name: x[:1] if isinstance(x, Tensor) and x.ndim > 0 and len(x) == batch else x
@@ -166,7 +167,8 @@ def hooked(
     leave: Callable[[nn.Module, Any, Any], Any] | None = None,
 ) -> Iterator[None]:
     """Call enter(module, args, kwargs) before, leave(module, args, output) after each call."""
-    modules, handles = list(modules), []
+    modules = list(modules)
+    handles = []
     with live_modules:
         if enter is not None:
             handles += [m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules]

@@ -146,7 +146,8 @@ class Survey:
         tap, then = (Tap(projection, "output"), None) if inside else (None, projection)
         f = Rerun(self.host, core, call=seen.call, single=seen.single, tap=tap, then=then)
         site = Site(scope="attention", layer=i, members=seen.samples, f=f, X=seen.call.hidden)
-        closed, known = self._closed(i), self.memory.get(projection)
+        closed = self._closed(i)
+        known = self.memory.get(projection)
         if closed is None or known == NOT_PLAIN:
             return site
         width = closed.V.shape[0] // closed.groups * closed.heads
@@ -219,7 +220,8 @@ class Survey:
         return Site(scope=scope, layer=i, members=seen.samples, f=f, X=seen.call.hidden)
 
     def _core(self, i: int) -> tuple[nn.Module, Seen]:
-        core, seen = self.layers[i].core, self.trace.cores[i]
+        core = self.layers[i].core
+        seen = self.trace.cores[i]
         assert core is not None and seen is not None
         if not self.layers[i].alone:
             raise UserError(
@@ -230,7 +232,8 @@ class Survey:
         return core, seen
 
     def _block(self, i: int) -> tuple[nn.Module, Seen]:
-        block, seen = self.layers[i].block, self.trace.blocks[i]
+        block = self.layers[i].block
+        seen = self.trace.blocks[i]
         if block is None or seen is None:
             raise UserError(
                 f"layer {i} is not part of a list of blocks, so scopes normed, residual, "

@@ -220,7 +220,8 @@ def _read_block(
 ) -> Layer:
     """Recognise projection, normalisation and residual by their values."""
     (first, *more) = (i for i, event in enumerate(events) if event.side == "heads")
-    core, entry = events[first].module, events[0].value
+    core = events[first].module
+    entry = events[0].value
     # The last input of the core before its heads: a core may be entered more than once.
     own = next(e for e in reversed(events[:first]) if e.module is core and e.side == "input")
     prenorm = not _same(own.value, entry)

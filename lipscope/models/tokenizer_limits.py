@@ -20,7 +20,8 @@ MOST_ENTRIES = 1 << 20
 LARGEST_ID = 1 << 24
 """Entries of a list, and the largest id; the largest vocabularies have a million tokens."""
 
-MOST_ADDED, MOST_SPECIAL = 1 << 16, 1 << 13
+MOST_ADDED = 1 << 16
+MOST_SPECIAL = 1 << 13
 """Tokens beside the vocabulary, and special ones, each of which is compared with all others."""
 
 MOST_SPLITS = 1 << 28
@@ -59,7 +60,8 @@ def check_lines(path: Path, name: str) -> bool:
     Raises:
         UserError: If it has more or longer entries than any tokenizer needs.
     """
-    content, where = path.read_bytes(), f"{name}: {for_terminal(path.name, 100)}"
+    content = path.read_bytes()
+    where = f"{name}: {for_terminal(path.name, 100)}"
     if path.suffix == ".model" and TIKTOKEN.fullmatch(content) is None:
         return _check_sentencepiece(content, where)
     _check_count(content.count(b"\n"), where, MOST_ENTRIES)
@@ -87,14 +89,17 @@ def _check_sentencepiece(content: bytes, where: str) -> bool:
 
 def _fields(content: bytes) -> Iterator[tuple[int, bytes]]:
     """The fields of a protocol buffer that have a length; IndexError if it is none."""
-    at, end = 0, len(content)
+    at = 0
+    end = len(content)
 
     def whole_number() -> int:
         nonlocal at
         number = shift = 0
         while True:
             byte = content[at]
-            at, number, shift = at + 1, number | (byte & 127) << shift, shift + 7
+            at = at + 1
+            number = number | (byte & 127) << shift
+            shift = shift + 7
             if byte < 128:
                 return number
             if shift > 63:

@@ -66,9 +66,11 @@ def _record(
         host.run(host.trunk, inputs)
     # A module that serves several layers (ALBERT) has one call per layer, in the order of layers.
     following = {module: iter(noted) for module, noted in calls.items()}
-    cores, blocks = [], []
+    cores = []
+    blocks = []
     for layer in layers:
-        core, block = layer.core, layer.block
+        core = layer.core
+        block = layer.block
         cores.append(None if core is None else next(following[core]))
         blocks.append(None if block is None or block is core else next(following[block]))
     return cores, blocks

@@ -51,7 +51,9 @@ class AttentionLayer(nn.Module):
                 f"dim={dim} must be a multiple of heads={heads}: "
                 "every head has dim / heads coordinates"
             )
-        self.dim, self.heads, self.causal = dim, heads, causal
+        self.dim = dim
+        self.heads = heads
+        self.causal = causal
 
     @property
     def head_size(self) -> int:
@@ -160,7 +162,8 @@ def _real(X: Tensor, padding: Tensor | None) -> Tensor:
     if padding is None:
         return X
     check_padding(padding, X)
-    n, count = X.shape[-2], padding.sum(dim=-1, keepdim=True)
+    n = X.shape[-2]
+    count = padding.sum(dim=-1, keepdim=True)
     first = padding.byte().argsort(dim=-1, descending=True, stable=True)
     chosen = first.gather(-1, torch.arange(n, device=X.device) * count // n)
     others = torch.take_along_dim(X.detach(), chosen[..., None], dim=-2)

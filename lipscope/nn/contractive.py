@@ -65,7 +65,8 @@ class ContractiveL2Attention(L2SelfAttention):
     ) -> None:
         super().__init__(dim, heads, causal)
         check_positive("constant", constant)
-        self.constant, self.norm = float(constant), norm_name(norm)
+        self.constant = float(constant)
+        self.norm = norm_name(norm)
         if ball is not None:
             self._project_queries(ball, learn_ball)
         elif learn_ball:
@@ -141,7 +142,8 @@ class ContractiveL2Attention(L2SelfAttention):
 
 def _blocks(n: int) -> list[tuple[int, int]]:
     """The numbers 1 to n in blocks [first, last]: one by one, then growing by one in 32."""
-    blocks, first = [], 1
+    blocks = []
+    first = 1
     while first <= n:
         last = min(n, first + first // 32)
         blocks.append((first, last))
@@ -174,7 +176,8 @@ class ContractiveMLP(nn.Module):
         super().__init__()
         check_positive("constant", constant)
         self.constant = float(constant)
-        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim, bias=False)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim, bias=False)
         self.offset = nn.Parameter(self.up.weight.new_zeros(dim))
 
     def forward(self, X: Tensor) -> Tensor:

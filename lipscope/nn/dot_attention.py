@@ -45,7 +45,8 @@ class DotSelfAttention(AttentionLayer):
     ) -> None:
         super().__init__(dim, heads, causal)
         check_positive("temperature", temperature)
-        self.qk_norm, self.temperature = qk_norm, float(temperature)
+        self.qk_norm = qk_norm
+        self.temperature = float(temperature)
         self.query, self.key, self.value, self.out = (
             nn.Linear(dim, dim, bias=False) for _ in range(4)
         )

@@ -110,7 +110,8 @@ class InvertibleResidual(nn.Module):
     def __init__(self, g: nn.Module, constant: float | None = None) -> None:
         super().__init__()
         _check_map(g)
-        self.g, self.given = g, constant
+        self.g = g
+        self.given = constant
         self.norm = _norm(g)
         _check_contraction(g, constant)
 
@@ -159,13 +160,15 @@ class InvertibleResidual(nn.Module):
         return x
 
     def _fixed_point(self, y: Tensor, padding: Tensor | None) -> Inverse:
-        c, g = self.constant, _at(self.g, padding)
+        c = self.constant
+        g = _at(self.g, padding)
         x = y - g(y)
         if not bool(x.isfinite().all()):
             raise UserError("g gives values that are not finite at y; look for NaN in its weights")
         step = _length(x - y, self.norm)
         goal = torch.finfo(y.dtype).eps * (_length(y, self.norm) + step)
-        allowed, steps = theory_steps(c, step, goal), torch.ones_like(step, dtype=torch.long)
+        allowed = theory_steps(c, step, goal)
+        steps = torch.ones_like(step, dtype=torch.long)
         active = (c / (1 - c) * step > goal) & (steps < allowed)
         noisy = torch.zeros_like(active)
         while bool(active.any()):
@@ -175,7 +178,8 @@ class InvertibleResidual(nn.Module):
             far = active & ~(moved <= (1 + 1e-3) * c * step + ROUNDING * goal)
             if bool(far.any()):
                 self._check_promise(far, x, step, moved, g)
-                noisy, active = noisy | far, active & ~far
+                noisy = noisy | far
+                active = active & ~far
             x = torch.where(active[..., None, None], new, x)
             steps = steps + active
             # Within rounding of the goal, a step that is no shorter than the last one is noise.
@@ -204,7 +208,8 @@ class InvertibleResidual(nn.Module):
             )
 
     def _residual(self, x: Tensor, y: Tensor, padding: Tensor | None) -> Tensor:
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         g = _at(copy.deepcopy(self.g).double(), padding)
         # Two subtractions; what g itself rounds is measured.
         size = _length(x, self.norm) + _length(y, self.norm)
@@ -421,7 +426,8 @@ def _contraction(g: nn.Module, constant: float | None) -> float:
 
 def _check_contraction(g: nn.Module, constant: float | None) -> None:
     """Raise UserError, with a remedy, unless g has a constant below 1."""
-    own, name = getattr(g, "constant", None), type(g).__name__
+    own = getattr(g, "constant", None)
+    name = type(g).__name__
     if constant is None and own is None:
         raise UserError(
             f"{name} states no Lipschitz constant; give InvertibleResidual(g, constant=...) a "

@@ -49,8 +49,10 @@ def of_norm(target: float | Tensor, W: Tensor) -> Tensor:
     # Filled on the device: a copy from the host cannot be captured in a CUDA graph.
     given = target.detach() if isinstance(target, Tensor) else S.new_full((), target)
     size = given.to(S).abs()
-    dtype, root = torch.finfo(W.dtype), math.sqrt(min(p, q))
-    u, in_scaling = dtype.eps / 2, (8 + root) * torch.finfo(S.dtype).eps
+    dtype = torch.finfo(W.dtype)
+    root = math.sqrt(min(p, q))
+    u = dtype.eps / 2
+    in_scaling = (8 + root) * torch.finfo(S.dtype).eps
     below_normal = dtype.tiny * u * math.sqrt(p * q)
     lost = in_scaling + u * root + below_normal / size.clamp_min(torch.finfo(S.dtype).tiny)
     sure = S * (1 - lost).clamp_min(0.0)[..., None, None]

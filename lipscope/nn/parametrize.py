@@ -43,7 +43,8 @@ class SpectralNormalised(nn.Module):
     def __init__(self, constant: float = 1.0, parts: int = 1) -> None:
         super().__init__()
         check_positive("constant", constant)
-        self.constant, self.parts = float(constant), parts
+        self.constant = float(constant)
+        self.parts = parts
 
     def forward(self, W: Tensor) -> Tensor:
         return of_norm(self.constant, W.unflatten(0, (self.parts, -1))).flatten(0, 1)

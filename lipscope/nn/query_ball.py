@@ -68,7 +68,8 @@ class QueryBall(nn.Module):
     def __init__(self, heads: int, size: float, learned: bool) -> None:
         super().__init__()
         check_positive("ball", size)
-        self.heads, self.size = heads, float(size)
+        self.heads = heads
+        self.size = float(size)
         start = torch.full((heads,), math.log(size)) if learned else None
         self.register_parameter("log_size", None if start is None else nn.Parameter(start))
 

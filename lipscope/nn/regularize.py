@@ -131,7 +131,8 @@ def _lent(f: Callable[[Tensor], Tensor], X: Tensor) -> tuple[Callable[[Tensor], 
                 "convert f and X to float32"
             )
         return f, X
-    module, buffers = f, dict(f.named_buffers())
+    module = f
+    buffers = dict(f.named_buffers())
     if not half and not buffers:
         return f, X
 

@@ -51,7 +51,8 @@ class RowSums:
         left: the rows w [rows, heads, k], each w_h wrong by at most slack
         right: Q [heads, k, dim]
         """
-        q, whole = longest_image(right), longest_image(right.flatten(0, 1))
+        q = longest_image(right)
+        whole = longest_image(right.flatten(0, 1))
         lengths = left.norm(dim=-1) + slack
         # |w_h Q_h|_1 without forming w_h Q_h, which would take heads dim^2 numbers.
         through = torch.einsum("rhk,hk->rh", left.abs(), right.abs().sum(dim=-1)) + slack * q
@@ -67,7 +68,8 @@ class RowSums:
     ) -> Tensor:
         """The second bound of this file, for each row."""
         assert self.ball is not None
-        D, Q = self.ball.clamp_max(LARGE), right.flatten(0, 1)
+        D = self.ball.clamp_max(LARGE)
+        Q = right.flatten(0, 1)
         c = (D / 2).exp() / 2 + (D * score_limit(D)).sqrt()
         centre = ((left / 2).flatten(1) @ Q).abs().sum(dim=-1)
         own = ((D[:, None] / 6 * left).flatten(1) @ Q).abs().sum(dim=-1)

@@ -39,12 +39,10 @@ from lipscope.study.run import Progress
 from lipscope.study.texts import Prose, TextColumn, content
 from lipscope.study.work import threads_for
 
-TOKENS, DIRECTION, GRADIENT, RANDOM = (
-    "token swap",
-    "singular direction",
-    "projected gradient",
-    "random",
-)
+TOKENS = "token swap"
+DIRECTION = "singular direction"
+GRADIENT = "projected gradient"
+RANDOM = "random"
 SHARES = (0.01, 0.03, 0.1, 0.3)
 """Norms below that of one swap, as fractions of it."""
 
@@ -242,7 +240,8 @@ def _attack_all_ways(
     norms = by_tokens.norm(dim=(1, 2)).tolist()
     budgets = [*SHARES, *range(1, contest.swaps + 1)]
     radii = [share * norms[0] for share in SHARES] + norms
-    f, seed = v.reader.hidden, contest.seed
+    f = v.reader.hidden
+    seed = contest.seed
     # All attacks get the same norms; the random one is drawn differently for every text.
     found = {
         TOKENS: (budgets[len(SHARES) :], by_tokens),

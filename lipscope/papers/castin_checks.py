@@ -139,9 +139,12 @@ def plot_implementations(numbers: Numbers) -> Picture:
 WORD = "object"
 """Without labelled texts, the label is whether a paragraph contains this word."""
 
-GUIDED, STATES = "singular direction of the scores", "singular direction of the states"
-GRADIENT, RANDOM = "projected gradient of the scores", "random direction"
-SWAP, COPY = "one word swapped", "one word duplicated"
+GUIDED = "singular direction of the scores"
+STATES = "singular direction of the states"
+GRADIENT = "projected gradient of the scores"
+RANDOM = "random direction"
+SWAP = "one word swapped"
+COPY = "one word duplicated"
 SHARES = (0.1, 0.3, 1.0)
 """Norms of perturbations, relative to that of one swapped word."""
 
@@ -236,11 +239,10 @@ def _pooled(hidden: Tensor) -> Tensor:
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a success rate."""
-    z, p = 1.96, successes / trials
-    centre, spread = (
-        p + z * z / (2 * trials),
-        z * math.sqrt(p * (1 - p) / trials + (z / trials / 2) ** 2),
-    )
+    z = 1.96
+    p = successes / trials
+    centre = p + z * z / (2 * trials)
+    spread = z * math.sqrt(p * (1 - p) / trials + (z / trials / 2) ** 2)
     return (centre - spread) / (1 + z * z / trials), (centre + spread) / (1 + z * z / trials)
 
 
@@ -257,7 +259,8 @@ def _rates(numbers: Numbers) -> dict[tuple[str, float | None], tuple[int, int]]:
 def judge_attacks(numbers: Numbers, quoted: Quoted) -> Verdict:
     rates = _rates(numbers)
     full = {name: rates[name, 1.0] for name in (GUIDED, STATES, GRADIENT, RANDOM)}
-    guided, chance = wilson(*full[GUIDED]), wilson(*full[RANDOM])
+    guided = wilson(*full[GUIDED])
+    chance = wilson(*full[RANDOM])
     words = ", ".join(f"{name} {won} of {tried}" for name, (won, tried) in full.items())
     words += f", {SWAP} {rates[SWAP, None][0]}, {COPY} {rates[COPY, None][0]}"
     reason = (
@@ -295,7 +298,8 @@ LLAMA: dict[str, Any] = {
 
 def run_long(setting: Setting) -> Numbers:
     """sigma of one attention layer over lengths up to the context of GPT-4o."""
-    folder, gpu = setting.folder(LONG), setting.device != "cpu"
+    folder = setting.folder(LONG)
+    gpu = setting.device != "cpu"
     dtype = "float32" if gpu else "float64"
     if folder is None:
         setting.used[LONG] = STAND_IN + "a Llama with random weights"

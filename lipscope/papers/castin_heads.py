@@ -174,7 +174,8 @@ def released_bound(f: SelfAttention, X: Tensor) -> float:
 
     r is the diameter of the tokens and R_h = max_i |A_h x_i|.
     """
-    n, r = len(X), torch.cdist(X, X).max().item()
+    n = len(X)
+    r = torch.cdist(X, X).max().item()
     total = 0.0
     for h in range(f.heads):
         head = f.head(h)
@@ -311,7 +312,8 @@ def run_regimes(setting: Setting) -> Numbers:
         setting.progress(layer, model.layers)
         (site,) = model.sites(ids, scopes=["attention"], layers=[layer])
         assert isinstance(site.f, SelfAttention)
-        f, R = site.f.to("cpu"), site.radius.max().item()
+        f = site.f.to("cpu")
+        R = site.radius.max().item()
         table.append([regime(right_slice(f, h), R).reach / 2 for h in range(f.heads)])
     return {"table": table, "n": n}
 
@@ -355,7 +357,8 @@ def judge_quadratic(numbers: Numbers, quoted: Quoted) -> Verdict:
         power_law([(r["R"], r["sigma"]) for r in numbers["rows"] if r["head"] == i])
         for i in {r["head"] for r in numbers["rows"]}
     ]
-    low, high = min(f.alpha for f in fits), max(f.alpha for f in fits)
+    low = min(f.alpha for f in fits)
+    high = max(f.alpha for f in fits)
     reason = f"σ grows like R^{low:.3f} to R^{high:.3f} over {len(fits)} random heads"
     return judged(abs(low - 2) <= BY_EYE and abs(high - 2) <= BY_EYE, reason, (low, high))
 
@@ -424,7 +427,8 @@ def _adversarial(id: str, model: str, says: str) -> Claim:
     )
 
 
-BERT, GROWS = "bert-base-uncased", "adversarial σ grows like √n"
+BERT = "bert-base-uncased"
+GROWS = "adversarial σ grows like √n"
 CLAIMS = [
     _adversarial("C30", BERT, f"BERT, layer 0, head 0, R = 15.5: {GROWS}"),
     _adversarial("C31", BERT, f"BERT decoder, layer 6, head 7, R = 21.5: {GROWS}"),

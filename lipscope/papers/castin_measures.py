@@ -105,7 +105,8 @@ def run_plans(setting: Setting) -> Numbers:
     rows = []
     for _ in range(10 if setting.quick else 100):
         X, Y = torch.randn(2, 5, 2, generator=g, dtype=torch.float64)
-        mu, nu = DiscreteMeasure.uniform(X), DiscreteMeasure.uniform(Y)
+        mu = DiscreteMeasure.uniform(X)
+        nu = DiscreteMeasure.uniform(Y)
         costs = torch.cdist(X, Y).square() / 5
         brute = min(
             sum(costs[i, j].item() for i, j in enumerate(p)) for p in permutations(range(5))
@@ -156,7 +157,8 @@ def run_masked(setting: Setting) -> Numbers:
 
 
 def judge_masked(numbers: Numbers, quoted: Quoted) -> Verdict:
-    rows, claimed = numbers["rows"], numbers["claimed"]
+    rows = numbers["rows"]
+    claimed = numbers["claimed"]
     broken = [r for r in rows if r["constant"] > claimed * (1 + 1e-9)]
     checked = [r for r in rows if "by transport" in r]
     error = max(abs(r["by transport"] / r["constant"] - 1) for r in checked)
@@ -210,7 +212,8 @@ def judge_depth(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 
 def plot_depth(numbers: Numbers) -> Picture:
-    x, y = numbers["layers"], numbers["errors"]
+    x = numbers["layers"]
+    y = numbers["errors"]
     return Picture(
         "Layers of step 1/L against the flow",
         "L",
@@ -265,7 +268,8 @@ def judge_clusters(numbers: Numbers, quoted: Quoted) -> Verdict:
     )
     holds = clear == len(rows) and shrinking
     if "blow-up" in numbers:
-        exact, found = numbers["predicted blow-up"], numbers["blow-up"]
+        exact = numbers["predicted blow-up"]
+        found = numbers["blow-up"]
         reason += f"; the Gaussian law itself blows up at t = {found:.6g}, predicted {exact:g}"
         holds = holds and abs(found / exact - 1) < 1e-6
     return judged(holds, reason)

@@ -36,7 +36,8 @@ def run_where_split(setting: Setting) -> Numbers:
 def _one_pair(f: SelfAttention) -> Numbers:
     """The tokens 0 and 4: moved as a whole, and with one of them in two halves, by transport."""
     found = splitting(f, torch.tensor([[0.0], [4.0]], dtype=torch.float64))
-    mu, halves = found.measure, found.halves(1e-5)
+    mu = found.measure
+    halves = found.halves(1e-5)
     return {
         "whole": found.together.value,
         "split": found.value,
@@ -60,7 +61,8 @@ def run_split_attack(setting: Setting) -> Numbers:
 
 
 def judge_split_attack(numbers: Numbers, quoted: Quoted) -> Verdict:
-    gain, error = numbers["split"] / numbers["whole"], numbers["by transport"] / numbers["split"]
+    gain = numbers["split"] / numbers["whole"]
+    error = numbers["by transport"] / numbers["split"]
     reason = (
         f"tokens 0 and 4: {numbers['whole']:.4f} as a whole, {numbers['split']:.4f} in halves; "
         f"moved by optimal transport {numbers['by transport']:.4f}"
@@ -76,7 +78,8 @@ def run_copies(setting: Setting) -> Numbers:
         X = torch.tensor([[0.0], [4.0]], dtype=torch.float64)
         if i:
             X = 4 * torch.randn(3, 1, generator=g, dtype=torch.float64)
-        f, mu = line_attention(-1.0), DiscreteMeasure.uniform(X)
+        f = line_attention(-1.0)
+        mu = DiscreteMeasure.uniform(X)
         rows.append(
             {str(k): sigma_of(f, mu if k == 1 else mu.split(k)) for k in (1, 2, 3, 8)}
             | {"theorem": splitting(f, mu).value}

@@ -30,7 +30,9 @@ from lipscope.papers.quoted import QUOTED
 from lipscope.papers.regression import Fit, power_law
 from lipscope.papers.setting import Setting
 
-RELEASED, MEANT, TRAIN = "as released", "as meant", "as released, train mode"
+RELEASED = "as released"
+MEANT = "as meant"
+TRAIN = "as released, train mode"
 """Which map: what the scripts differentiate, what the paper describes, and that with dropout."""
 
 ROUNDING = 0.005
@@ -38,7 +40,8 @@ ROUNDING = 0.005
 
 LENGTHS = {"alice": range(2, 100, 2), "ag_news": range(2, 503, 10)}
 SHORT_LENGTHS = (4, 8, 16, 24, 32, 48)
-WINDOWS, FEW_WINDOWS = 10, 3
+WINDOWS = 10
+FEW_WINDOWS = 3
 ITEMS = 1000
 """Texts of AG_NEWS that the scripts join."""
 
@@ -80,7 +83,8 @@ def layer_maps(model: Model, site: Site, subject: Subject) -> dict[str, Any]:
     if subject.name == "gpt2":
         return {RELEASED: f}
     layers: Any = model.trunk.encoder.layer  # type: ignore[union-attr]
-    norm, bias = layers[site.layer].attention.output.LayerNorm, site.offset
+    norm = layers[site.layer].attention.output.LayerNorm
+    bias = site.offset
     unmasked = replace(f, causal=False, mask=None)
     return {RELEASED: lambda x: norm(x + unmasked(x) + bias), MEANT: f}
 
@@ -119,7 +123,8 @@ def _points(
     model: Model, site: Site, subject: Subject, layer: int, seed: int
 ) -> list[dict[str, Any]]:
     """One point per window: n, radii, and both numbers of every map."""
-    X, norms = site.X, site.X.norm(dim=-1)
+    X = site.X
+    norms = site.X.norm(dim=-1)
     columns: dict[str, list[float]] = {
         "rms": norms.square().mean(dim=1).sqrt().tolist(),
         "largest": norms.amax(dim=1).tolist(),
@@ -201,7 +206,8 @@ def judge_plotted(layer: int, numbers: Numbers, quoted: Quoted) -> Verdict:
             strict=True,
         )
     )
-    low, high = ratios[0], ratios[-1]
+    low = ratios[0]
+    high = ratios[-1]
     sigma, statistic = (growth(numbers, f"{kind} {RELEASED}", layer) for kind in KINDS)
     reason = (
         f"the plotted √‖Jᵀf‖ is {low:.3g} to {high:.3g} times σ on the same inputs; "
@@ -310,15 +316,19 @@ def _figure(id: str, subject: Subject, text: str, layer: int, axis: str) -> Clai
     needs += [f"{book} text"] + (["tokenizer of gpt2"] if subject.random else [])
     if axis == "radius":
         says = f"{where}: σ grows with the radius of the tokens"
-        judge, plot = judge_radius, partial(plot_radius, layer)
+        judge = judge_radius
+        plot = partial(plot_radius, layer)
     elif axis == "magnitude":
         says = f"{where}: the size of tokens depends on their number"
-        judge, plot = judge_magnitude, partial(plot_magnitude, layer)
+        judge = judge_magnitude
+        plot = partial(plot_magnitude, layer)
     elif "exponent" in QUOTED[id].values:
         says = f"{where}: σ grows like n^{QUOTED[id]['exponent']:g}"
-        judge, plot = judge_exponent, partial(plot_length, layer, id)
+        judge = judge_exponent
+        plot = partial(plot_length, layer, id)
     else:
-        says, judge = f"{where}: the figure shows σ over n", judge_plotted
+        says = f"{where}: the figure shows σ over n"
+        judge = judge_plotted
         plot = partial(plot_length, layer, id)
     return Claim(
         id=id,

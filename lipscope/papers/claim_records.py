@@ -66,7 +66,8 @@ class ClaimRecords:
         A full run beats a quick one, a GPU a processor that could not do it all, then a later run
         an earlier one.
         """
-        code, large = code_of(claim), "gpu" in claim.needs
+        code = code_of(claim)
+        large = "gpu" in claim.needs
         found = [
             record
             for record in self._records.values()

@@ -78,7 +78,8 @@ def climb_rows(starts: Tensor, steps: int) -> Tensor:
     """The tokens [starts, N, 1] after ascent on the row sum of the first, by Adam."""
     y = (starts[:, 1:, 0] - starts[:, :1, 0]).requires_grad_(True)
     optimizer = torch.optim.Adam([y], lr=0.03)
-    best, where = torch.zeros(len(y), dtype=torch.float64), y.detach().clone()
+    best = torch.zeros(len(y), dtype=torch.float64)
+    where = y.detach().clone()
     for step in range(steps):
         value = row_sum(y)
         better = value > best
@@ -101,11 +102,13 @@ def first_row_sum(f: SelfAttention, X: Tensor) -> float:
 
 def run_tightness(setting: Setting) -> Numbers:
     """By length: the bound in norm inf, and the norm of J at the best of 50 ascents."""
-    layer, rows = unit_layer(), []
+    layer = unit_layer()
+    rows = []
     lengths = QUICK_LENGTHS if setting.quick else LENGTHS
     for done, N in enumerate(lengths):
         setting.progress(done, len(lengths))
-        f, bound = layer.as_map(N), layer.lipschitz_bound(N, math.inf)
+        f = layer.as_map(N)
+        bound = layer.lipschitz_bound(N, math.inf)
         climbed = climb_rows(random_tokens(STARTS, N, setting.seed), 200 if setting.quick else 600)
         sides = climb_rows(two_sides(N, mean_distance(bound))[None], 100)
         # Measured on the layer itself, not by the formula of the ascent.
@@ -151,12 +154,14 @@ def plot_tightness(numbers: Numbers) -> Picture:
 
 def run_looseness(setting: Setting) -> Numbers:
     """By length: both bounds in norm 2, and sigma at the best of 50 ascents; W_Q = 3 besides."""
-    layer, rows = unit_layer(), []
+    layer = unit_layer()
+    rows = []
     lengths = QUICK_LENGTHS[:3] if setting.quick else LENGTHS
     steps = 10 if setting.quick else 40
     for done, N in enumerate(lengths):
         setting.progress(done, len(lengths))
-        f, found = layer.as_map(N), upper_bounds(layer.as_map(N), N)
+        f = layer.as_map(N)
+        found = upper_bounds(layer.as_map(N), N)
         x = mean_distance(layer.lipschitz_bound(N, math.inf))
         starts = random_tokens(STARTS, N, setting.seed)
         domain = Ball(4 * float(starts.abs().max()), N)
@@ -196,7 +201,8 @@ def second_power(size: float = 3.0) -> dict[str, float]:
 
 
 def judge_looseness(numbers: Numbers, quoted: Quoted) -> Verdict:
-    rows, quick = numbers["rows"], numbers["second power"]
+    rows = numbers["rows"]
+    quick = numbers["second power"]
     tops = [max(row["best"], row["two sides"]) for row in rows]
     shares = [top / row["bound"] for top, row in zip(tops, rows, strict=True)]
     ceiling = rows[-1]["sharper"] / rows[-1]["bound"]
@@ -237,7 +243,8 @@ def run_unbounded(setting: Setting) -> Numbers:
 
     The largest entry of J is at most its norm in every p: ||J e_j||_p >= |J_ij|.
     """
-    n, d = 9, 4
+    n = 9
+    d = 4
     g = torch.Generator().manual_seed(setting.seed)
     heads = []
     for _ in range(4 if setting.quick else 16):
@@ -338,7 +345,8 @@ def plot_unbounded(numbers: Numbers) -> Picture:
 
 def run_rates(setting: Setting) -> Numbers:
     """Both bounds of the paper by length, and lipscope's, over two decades and more."""
-    layer, rows = unit_layer(), []
+    layer = unit_layer()
+    rows = []
     for power in range(4, 15 if setting.quick else 18):
         N = 2**power
         rows.append(

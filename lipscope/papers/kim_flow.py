@@ -21,8 +21,12 @@ from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Line, Picture
 from lipscope.papers.setting import Setting
 
-CONSTANT, HIDDEN, BLOCKS = 0.9, 16, 4
-MEAN, GAP, SPREAD = 0.5, 1.0, 0.25
+CONSTANT = 0.9
+HIDDEN = 16
+BLOCKS = 4
+MEAN = 0.5
+GAP = 1.0
+SPREAD = 0.25
 """A pair is m + h, m - h: m of standard deviation MEAN, h around +-GAP with SPREAD."""
 
 WEIGHTS = (1.0, 2.0, 3.0)
@@ -70,14 +74,17 @@ def determinant(x: Tensor, y: Tensor) -> Tensor:
 
 def draw_pairs(count: int, g: torch.Generator) -> Tensor:
     """Pairs of tokens [count, 2, 1] from the density that is to be learned."""
-    side, noise = torch.rand(count, generator=g).sub(0.5).sign(), torch.randn(2, count, generator=g)
-    h, m = GAP * side + SPREAD * noise[0], MEAN * noise[1]
+    side = torch.rand(count, generator=g).sub(0.5).sign()
+    noise = torch.randn(2, count, generator=g)
+    h = GAP * side + SPREAD * noise[0]
+    m = MEAN * noise[1]
     return torch.stack([m + h, m - h], dim=1)[..., None].double()
 
 
 def true_log_density(x: Tensor) -> Tensor:
     """The log-density of `draw_pairs`; (x_1, x_2) -> (m, h) has determinant 1/2."""
-    m, h = (x[:, 0, 0] + x[:, 1, 0]) / 2, (x[:, 0, 0] - x[:, 1, 0]) / 2
+    m = (x[:, 0, 0] + x[:, 1, 0]) / 2
+    h = (x[:, 0, 0] - x[:, 1, 0]) / 2
 
     def normal(z: Tensor, deviation: float) -> Tensor:
         return -((z / deviation).square()) / 2 - math.log(deviation * math.sqrt(2 * math.pi))
@@ -135,7 +142,8 @@ def trained_flow(attention: bool, learned: Tensor, steps: int, seed: int) -> Pai
 def run_flow(setting: Setting) -> Numbers:
     """Log-likelihood of held-out pairs, mass, and the log-determinant and inverse of the flow."""
     g = torch.Generator().manual_seed(setting.seed)
-    learned, test = draw_pairs(4000, g), draw_pairs(2000, g)
+    learned = draw_pairs(4000, g)
+    test = draw_pairs(2000, g)
     steps = 150 if setting.quick else 1500
     found = {
         "true density": true_log_density(test),
@@ -185,7 +193,8 @@ def _checks(flow: PairFlow, x: Tensor) -> dict[str, float]:
 
 
 def judge_flow(numbers: Numbers, quoted: Quoted) -> Verdict:
-    rows, layers = numbers["rows"], numbers["layers"]
+    rows = numbers["rows"]
+    layers = numbers["layers"]
     flow, plain, truth = (rows[n] for n in ("contractive L2", "no attention", "true density"))
     low, high = (flow["gain"] + sign * 2 * flow["error"] for sign in (-1, 1))
     whole = max(abs(m - 1) for m in (numbers["mass"], *(r["contractive L2"] for r in layers)))

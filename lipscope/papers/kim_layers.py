@@ -25,12 +25,15 @@ from lipscope.papers.setting import Setting
 from lipscope.papers.stacked_training import Schedule, Stack
 from lipscope.papers.training_cells import Plan
 
-DIM, HEADS, TOKENS = 32, 4, 64
+DIM = 32
+HEADS = 4
+TOKENS = 64
 CONSTANTS = (0.5, 0.7, 0.9)
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """Standard deviations of the tokens."""
 
-CONVERGED, LOST = 1e-10, 1e-2
+CONVERGED = 1e-10
+LOST = 1e-2
 """Relative errors below and above which an inverse was found or not."""
 
 
@@ -63,7 +66,8 @@ def run_inversion(setting: Setting) -> Numbers:
         calm = [
             ContractiveL2Attention(DIM, HEADS, c).double().requires_grad_(False) for c in CONSTANTS
         ]
-    f, sizes = dot.as_map(TOKENS), SIZES[::2] if setting.quick else SIZES
+    f = dot.as_map(TOKENS)
+    sizes = SIZES[::2] if setting.quick else SIZES
     count, steps = (1, 50) if setting.quick else (8, 200)
     g = torch.Generator().manual_seed(setting.seed)
     ordinary = torch.randn(count, TOKENS, DIM, generator=g, dtype=torch.float64)
@@ -190,7 +194,8 @@ def run_output_range(setting: Setting) -> Numbers:
 def _spread(layer: AttentionLayer, size: float, n: int, setting: Setting) -> dict[str, float]:
     layer = layer.double()
     X = blow_up_inputs(4, n, layer.dim, size, setting.seed)
-    Y, f = layer(X), layer.as_map(n)
+    Y = layer(X)
+    f = layer.as_map(n)
     assert f.O is not None
     return {
         "size": size,

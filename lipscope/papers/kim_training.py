@@ -88,7 +88,8 @@ def trained(setting: Setting, start: str) -> Numbers:
         for variant, depth in product(plan.variants, plan.depths)
     ]
     # Deep models take longer: progress counts blocks.
-    total, before = sum(depth for *_, depth in wanted), 0
+    total = sum(depth for *_, depth in wanted)
+    before = 0
 
     def progress(depth: int) -> Callable[[float], None]:
         return lambda share: setting.progress(before + share * depth, total)
@@ -207,7 +208,8 @@ def separating_rates(numbers: Numbers, plan: str, shallow: float, deep: float) -
 
 
 def judge_stability(numbers: Numbers, quoted: Quoted) -> Verdict:
-    shallow, deep = quoted["dot product trains to depth"], quoted["L2 trains to depth"]
+    shallow = quoted["dot product trains to depth"]
+    deep = quoted["L2 trains to depth"]
     parts = []
     for plan in numbers["settings"]["plans"]:
         rates = separating_rates(numbers, plan, shallow, deep)

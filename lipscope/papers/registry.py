@@ -25,7 +25,8 @@ def claims() -> list[Claim]:
 
 
 def _order(name: str) -> tuple[int, int]:
-    letter, number = name[0], name[1:]
+    letter = name[0]
+    number = name[1:]
     return "CSVNKA".index(letter), int(number)
 
 
@@ -53,5 +54,7 @@ def _named(part: str, known: dict[str, Claim]) -> list[str]:
     span = re.fullmatch(r"([A-Z])(\d{1,3})-\1(\d{1,3})", part.strip())
     if span is None:
         return [part.strip()]
-    letter, first, last = span[1], int(span[2]), int(span[3])
+    letter = span[1]
+    first = int(span[2])
+    last = int(span[3])
     return [f"{letter}{i}" for i in range(first, last + 1)] or [part.strip()]

@@ -174,7 +174,8 @@ def _keep_all(
     directory: Path | None,
 ) -> None:
     """Keep the end of every run before the next one is asked for."""
-    by_id, done = {claim.id: claim for claim in claims}, total - len(claims)
+    by_id = {claim.id: claim for claim in claims}
+    done = total - len(claims)
     try:
         with closing(results):  # on any error the workers end now, not at exit
             _report(progress, setting, done, total)
@@ -237,7 +238,9 @@ def write_page(outcomes: Sequence[Outcome], path: Path, setting: Setting) -> Non
 
 
 def _entry(one: Outcome) -> Entry:
-    claim, verdict, record = one.claim, one.verdict, one.record
+    claim = one.claim
+    verdict = one.verdict
+    record = one.record
     return Entry(
         id=claim.id,
         paper=claim.paper,

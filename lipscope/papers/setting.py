@@ -36,7 +36,8 @@ STAND_IN = "stand-in "
 TOKENIZER = " tokenizer"
 """Ends the name of the tokenizer of a model with random weights."""
 
-PROSE, WORDS = "Python's help topics", "the tokenizer of all-MiniLM-L6-v2"
+PROSE = "Python's help topics"
+WORDS = "the tokenizer of all-MiniLM-L6-v2"
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2Model"]},
     "bert-base-uncased": {"model_type": "bert", "architectures": ["BertModel"]},
@@ -75,8 +76,11 @@ class Setting:
         progress: Progress = lambda done, total: None,
     ) -> None:
         self.quick = quick
-        self.models, self.texts = _checked("models", models), _checked("texts", texts)
-        self.device, self.seed, self.progress = device, seed, progress
+        self.models = _checked("models", models)
+        self.texts = _checked("texts", texts)
+        self.device = device
+        self.seed = seed
+        self.progress = progress
         self.used: dict[str, str] = {}
         self._hashes: dict[Path, str] = {}
         self._loaded: dict[tuple[Any, ...], Model] = {}
@@ -139,7 +143,8 @@ class Setting:
     def shared(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What `make` returns, made once for all claims that ask under this key."""
         if key not in self._shared:
-            before, self.used = self.used, {}
+            before = self.used
+            self.used = {}
             try:
                 self._shared[key] = make(), dict(self.used)
             finally:

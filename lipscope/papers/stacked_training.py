@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 from lipscope.papers.charlm.characters import CharacterText
 from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer
 
-BETAS, EPS = (0.9, 0.98), 1e-8
+BETAS = (0.9, 0.98)
+EPS = 1e-8
 ALIGNED = 64
 """Alignment of the start of every weight in a flat row, in numbers."""
 
@@ -56,7 +57,9 @@ class Stack:
         device: str,
         build: Callable[[Architecture], nn.Module] = CharacterTransformer,
     ) -> None:
-        self.architecture, self.seeds, self._build = architecture, seeds, build
+        self.architecture = architecture
+        self.seeds = seeds
+        self._build = build
         self.rates = torch.tensor(rates, device=device)[:, None]
         with torch.random.fork_rng(devices=[]):
             models = [self._fresh(seed) for seed in seeds]
@@ -161,24 +164,25 @@ class _Step:
 
     def __init__(self, stack: Stack, text: CharacterText, schedule: Schedule) -> None:
         theta = stack.theta
-        self.stack, self.schedule = stack, schedule
+        self.stack = stack
+        self.schedule = schedule
         self.text = text.learned.to(theta.device)
         self.window = torch.arange(stack.architecture.context, device=theta.device)
         self.starts = torch.zeros(
             len(stack.seeds), schedule.batch, dtype=torch.long, device=theta.device
         )
-        self.factor, self.count = (
-            torch.zeros((), device=theta.device),
-            torch.zeros((), device=theta.device),
-        )
+        self.factor = torch.zeros((), device=theta.device)
+        self.count = torch.zeros((), device=theta.device)
         self.seen = torch.zeros(3, len(stack.seeds), device=theta.device)
-        self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
+        self.first = torch.zeros_like(theta)
+        self.second = torch.zeros_like(theta)
         self.run: Callable[[], None] = self._advance
         if theta.is_cuda:
             self._capture()
 
     def _advance(self) -> None:
-        theta, rows = self.stack.theta, self.starts[..., None] + self.window
+        theta = self.stack.theta
+        rows = self.starts[..., None] + self.window
         losses = self.stack.losses(theta, self.text[rows], self.text[rows + 1])
         (gradient,) = torch.autograd.grad(losses.sum(), theta)
         with torch.no_grad():

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from lipscope.papers.charlm.training import CurvePoint
 
-CSV, PNG = "curves.csv", "curves.png"
+CSV = "curves.csv"
+PNG = "curves.png"
 
 
 def write_curves(curve: Sequence[CurvePoint], directory: Path, unigram_loss: float) -> None:

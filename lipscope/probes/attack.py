@@ -260,10 +260,12 @@ def attack_model(
             clock.done = searches * number
             clock.report(0)
             site = seen.site("attention", layer)
-            f, X = site.f, site.X[0]
+            f = site.f
+            X = site.X[0]
             # Searches need accurate singular vectors: float64, whatever the model is measured in.
             if isinstance(f, SelfAttention):
-                f, X = for_one_sequence(f).double(), X.double()
+                f = for_one_sequence(f).double()
+                X = X.double()
             with threads_for(tokens=1):
                 scene = Scene(model=model, plan=plan, layer=layer, ids=ids, f=f, X=X, clock=clock)
                 found = KINDS[plan.kind](scene)
@@ -330,8 +332,10 @@ def _construction(scene: Scene) -> list[Line]:
 
 
 def _ascent(scene: Scene) -> list[Line]:
-    f, climb = scene.plain(), Climb(QUICK.steps, QUICK.restarts, scene.plan.seed)
-    ball, near = scene.ball, Around(scene.X, NEAR * scene.ball.R)
+    f = scene.plain()
+    climb = Climb(QUICK.steps, QUICK.restarts, scene.plan.seed)
+    ball = scene.ball
+    near = Around(scene.X, NEAR * scene.ball.R)
     return [
         scene.line(
             "in the ball",
@@ -369,7 +373,8 @@ TOKEN_SEARCHES: dict[str, Callable[..., Swapped]] = {
 
 
 def _tokens(scene: Scene) -> list[Line]:
-    plan, clock = scene.plan, scene.clock
+    plan = scene.plan
+    clock = scene.clock
     target = layer_sigma(scene.model, scene.layer, seed=plan.seed)
     found: dict[str, Swapped] = {}
     for name, search in TOKEN_SEARCHES.items():

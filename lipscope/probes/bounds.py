@@ -31,8 +31,11 @@ from lipscope.study.work import survey, threads_for
 from lipscope.theorems.registry import REGISTRY, enclosing, evaluate, failed_hypothesis
 from lipscope.theorems.statement import NO_QUERY_BIAS
 
-BOUND, WORST, REGIME = "bound: ", "worst found", "regime"
-REFERENCE, LEFT_OUT = "reference", ", query bias left out"
+BOUND = "bound: "
+WORST = "worst found"
+REGIME = "regime"
+REFERENCE = "reference"
+LEFT_OUT = ", query bias left out"
 """Kind and name suffix of a number that would be a bound if the head had no query bias."""
 
 LENGTHS = (64,)
@@ -216,20 +219,26 @@ def _bound_rows(at: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
     """The bounds at the sample and on its ball around the origin, and why others do not apply."""
     sigma, f, X, R = at
     # Bounds are evaluated in float64 whatever the model is measured in: a rounded bound is none.
-    f, rows, refused = f.double(), [], {}
+    f = f.double()
+    rows = []
+    refused = {}
     for bound in REGISTRY:
         domain = enclosing(
             Point(X) if bound.domain is Point else Ball(R, sigma.n), bound.domain, bound.kind
         )
         if bound.norm != "2" or domain is None:
             continue
-        name, kind, layer = bound.name, bound.kind, f
+        name = bound.name
+        kind = bound.kind
+        layer = f
         why = failed_hypothesis(bound, f, domain)
         if why is not None:
             refused[name] = why
             # Papers assume no query bias, and most models have one: what the theorem would give
             # without it is kept as a reference, never as a bound.
-            name, kind, layer = name + LEFT_OUT, REFERENCE, replace(f, biases=None)
+            name = name + LEFT_OUT
+            kind = REFERENCE
+            layer = replace(f, biases=None)
             if (
                 why != NO_QUERY_BIAS.says
                 or bound.kind == "lower"

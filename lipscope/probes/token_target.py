@@ -31,7 +31,8 @@ def layer_sigma(model: Model, layer: int, *, tol: float = 1e-2, seed: int = 0) -
         raise UserError(
             f"layer {layer} does not exist: {model.card.name} has layers 0 to {model.layers - 1}"
         )
-    rows, solver = token_rows(model), Solver(seed=seed)
+    rows = token_rows(model)
+    solver = Solver(seed=seed)
 
     def measure(ids: Tensor) -> Tensor:
         return torch.cat(
@@ -57,9 +58,12 @@ def output_change(
     instead: the direction in which a small step changes the output most. `reader` may add special
     tokens around the text.
     """
-    reader, solver = reader or TextReader(model, len(ids)), Solver(seed=seed)
-    rows, text = reader.rows, torch.tensor(list(ids))
-    start, origin = rows[text], reader.hidden_of(text[None])
+    reader = reader or TextReader(model, len(ids))
+    solver = Solver(seed=seed)
+    rows = reader.rows
+    text = torch.tensor(list(ids))
+    start = rows[text]
+    origin = reader.hidden_of(text[None])
 
     def measure(texts: Tensor) -> Tensor:
         return (reader.hidden_of(texts) - origin).norm(dim=(1, 2)).double()

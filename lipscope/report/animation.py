@@ -23,7 +23,8 @@ def animate(simulation: Simulation, path: Path, progress: Progress | None = None
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.4, 4.6))
-    ax, times = figure.subplots(), simulation.flow.times
+    ax = figure.subplots()
+    times = simulation.flow.times
     if isinstance(simulation.found, Moments) and simulation.dim > 1:
         move = moving_cloud(ax, simulation, simulation.found)
     else:

@@ -68,7 +68,8 @@ def _heads(heads: dict[Head, dict[str, Row]], letters: dict[str, str]) -> Table:
     for name in ("head", "n", "R", "σ", "worst", "regime", *shown.values()):
         table.add_column(name, justify="left" if name == "regime" else "right", no_wrap=True)
     for (layer, head, n, _), rows in heads.items():
-        sigma, worst = rows[SIGMA], rows[WORST]
+        sigma = rows[SIGMA]
+        worst = rows[WORST]
         ratios = [_short(_ratio(rows, name)) if name in rows else "-" for name in shown]
         place = (f"{layer}.{head}", str(n), f"{worst.radius:.3g}")
         table.add_row(*place, f"{sigma.value:.3g}", f"{worst.value:.3g}", _regime(rows, n), *ratios)

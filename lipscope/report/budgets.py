@@ -185,7 +185,8 @@ def _name(by: str, key: Any) -> str:
 def _draw(budget: ErrorBudget, ax: Axes, marks: Marks) -> None:
     """One curve per format over the layers; a dotted line where the format was run."""
     ax.set_yscale("log")
-    curves, values = [], []
+    curves = []
+    values = []
     for i, name in enumerate(budget.formats):
         total = budget.total(name).value
         shares = {k: v for k, v in budget.shares(name).items() if k is not None and v > 0}

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FONT = 13.0
-GUIDES, GUIDE_START = ((0.25, ":"), (0.5, "--")), 0.85
+GUIDES = ((0.25, ":"), (0.5, "--"))
+GUIDE_START = 0.85
 """Powers of n to compare with and their line styles (Castin et al. 2024); both start at this share
 of the smallest value.
 """
@@ -177,7 +178,8 @@ def curves(ax: Axes, found: Sequence[Curve], marks: Marks) -> None:
     """Curves with points, spreads and fitted laws; the caller chooses the scales first."""
     for i, curve in enumerate(found):
         tint = colour(curve.colour)
-        x, y = list(curve.x), list(curve.y)
+        x = list(curve.x)
+        y = list(curve.y)
         if curve.spread is not None:
             low, high = curve.spread
             ax.vlines(x, low, high, color=tint, linewidth=1.2, gid=f"spread-{i}")
@@ -297,7 +299,8 @@ def log_ticks(axis: Axis, values: Sequence[float], margin: float = 1.12) -> None
     known = [x for x in values if 0 < x < math.inf]
     if not known:
         return
-    low, high = min(known) / margin, max(known) * margin
+    low = min(known) / margin
+    high = max(known) * margin
     decades = math.log10(high / low)
     # Few decades have room for 1, 2 and 5; many for powers of ten, or only every few of them.
     steps = (1, 2, 5) if decades < 3 else (1,)

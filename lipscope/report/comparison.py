@@ -214,8 +214,10 @@ def verdict(found: Comparison) -> str:
     if not found.maps:
         return f"At n = {found.n:,} the studies have no map with a positive σ in common."
     ranked = [i for i in found.ranked() if found.mean(i) is not None]
-    top, last = ranked[0], ranked[-1]
-    high, low = found.mean(top), found.mean(last)
+    top = ranked[0]
+    last = ranked[-1]
+    high = found.mean(top)
+    low = found.mean(last)
     assert high is not None and low is not None
     over = f"at n = {found.n:,}, over the {counted(len(found.maps), 'map')} that all studies have"
     # Three digits would show such a ratio as 1.00.
@@ -263,7 +265,8 @@ def comparison_table(found: Comparison) -> RenderableType:
 
 def line(found: Comparison, i: int) -> tuple[str, str, str, str]:
     """Mean sigma, its ratio to the first study, the largest median and the exponent of study i."""
-    mean, first = found.mean(i), found.mean(found.first)
+    mean = found.mean(i)
+    first = found.mean(found.first)
     ratio = "–" if mean is None or not first else digits(mean / first)
     own = found.digests[i]
     here = {on: v[found.n] for on, v in own.medians.items() if found.n in v}

@@ -113,7 +113,8 @@ def _studies(found: Comparison) -> str:
     lines = []
     for i in found.ranked():
         own = found.digests[i]
-        first, note = " (first)" if i == found.first else "", f" {own.note}" if own.note else ""
+        first = " (first)" if i == found.first else ""
+        note = f" {own.note}" if own.note else ""
         name = f"{_name(found, i)}{first}{note}"
         lines.append([name, *line(found, i), f"{own.rows:,}", f"{own.failed:,}"])
     return table(head, lines, "Studies by mean σ")
@@ -146,7 +147,8 @@ def _growth(found: Comparison, chosen: Sequence[int]) -> str:
 def _curves(
     found: Comparison, chosen: Sequence[int], maps: Sequence[Map], name: str, k: int
 ) -> str:
-    lines, legend = [], []
+    lines = []
+    legend = []
     for j, i in enumerate(chosen):
         points = found.curve(i, maps)
         # A single map has the law of its study, which was fitted to all samples, not to medians.
@@ -248,7 +250,8 @@ def _frames(found: Comparison, chosen: Sequence[int]) -> tuple[list[Grid], float
     ) -> Cell | None:
         if (layer, column) not in common:
             return None
-        mine, first = own[layer, column], cells[0][layer, column]
+        mine = own[layer, column]
+        first = cells[0][layer, column]
         where = f"head {column}" if column.isdigit() else column
         title = (
             f"{layer_name(layer)}, {where}, n = {found.n:,}\n"

@@ -17,13 +17,15 @@ from lipscope.study.growth import Growth
 from lipscope.study.records import COLUMNS, SIGMA, Row
 from lipscope.study.study import Study
 
-STRIP_TOKENS, ALL_STRIPS = 2048, 300_000
+STRIP_TOKENS = 2048
+ALL_STRIPS = 300_000
 """Maximum number of tokens shown per sample, and of token norms in all."""
 
 NORM_UNIT = 1000
 """Norms of tokens are stored as whole numbers of this fraction of 1."""
 
-SMALLEST, LARGEST = 1e-100, 1e100
+SMALLEST = 1e-100
+LARGEST = 1e100
 """Numbers on a page, besides zero and infinity: ratios and powers of them must not overflow."""
 
 MOST_CELLS = 1_000_000
@@ -33,7 +35,8 @@ TEXT_COLUMNS = ("probe", "scope", "kind", "norm", "status", "dtype", "device")
 FEW_DIGITS = {"residual": 2, "seconds": 2, "radius": 4}
 """Columns that readers need to fewer digits than the rest."""
 
-BOUND, WORST = "bound: ", "worst found"
+BOUND = "bound: "
+WORST = "worst found"
 """Probes of `lipscope.probes.bounds`, spelled here because that module imports torch."""
 
 Map = tuple[str, int | None]
@@ -94,7 +97,8 @@ class Scale:
     @classmethod
     def of(cls, values: Iterable[float]) -> Scale:
         known = [x for x in values if 0 < x < math.inf] or [1.0]
-        low, high = min(known), max(known)
+        low = min(known)
+        high = max(known)
         return cls(low, high, True) if high > 50 * low else cls(0.0, high, False)
 
     def level(self, value: float) -> int:
@@ -126,7 +130,8 @@ def require_drawable(study: Study) -> None:
                     f"a page shows numbers from {SMALLEST:g} to {LARGEST:g}, and a row at n = "
                     f"{row.n} has {x:g}; `lipscope export` writes all numbers"
                 )
-    lengths, layers = {row.n for row in study.sigma}, {row.layer for row in study.sigma}
+    lengths = {row.n for row in study.sigma}
+    layers = {row.layer for row in study.sigma}
     cells = len(lengths) * len(layers) * len({(row.scope, row.head) for row in study.sigma})
     if cells > MOST_CELLS:
         raise UserError(
@@ -154,7 +159,8 @@ def heat(study: Study) -> Heat:
     def cell(n: int, layer: int | None, column: str) -> Cell | None:
         if (layer, column) not in measured:
             return None
-        where, spread = f"{layer_name(layer)}, {column}", spreads.get((n, layer, column))
+        where = f"{layer_name(layer)}, {column}"
+        spread = spreads.get((n, layer, column))
         # A cell without a value at this length is drawn all the same: it has one at another.
         if spread is None:
             return Cell("–", 0, f"{where}\nnot measured at n = {n:,}")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCRIPTS = ("core.js", "charts.js", "tokens.js", "table.js", "main.js")
-WIDE, NARROW = 900, 358
+WIDE = 900
+NARROW = 358
 """Widths in pixels for which every chart is drawn: a window, and a telephone of 390 pixels."""
 
 Draw = Callable[[int, Marks], "Figure"]

@@ -34,7 +34,8 @@ def heatmap(study: Study, ax: Axes | None = None, n: int | None = None) -> Axes:
     if n is not None and n not in found.lengths:
         raise UserError(f"nothing was measured at n = {n}; choose one of {found.lengths}")
     at = len(found.lengths) - 1 if n is None else found.lengths.index(n)
-    ax, grid = new_axes(ax), found.grids[at]
+    ax = new_axes(ax)
+    grid = found.grids[at]
     charts.style(ax, SIZE)
     few = len(grid.columns) <= 14 and len(grid.rows) <= 24
     charts.heat_map(ax, grid, {}, texts=few, size=7.0)
@@ -150,7 +151,8 @@ def draw_readings(readings: Sequence[Reading], ax: Axes | None) -> Axes:
 def constants_by_step(ax: Axes, found: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
     """Curves of constants by step, on log axes if they differ much; a gap where there is none."""
     for i, (name, (steps, sigmas)) in enumerate(found.items()):
-        tint, mark = colour(series(i, len(found))), "." if len(steps) == 1 else None
+        tint = colour(series(i, len(found)))
+        mark = "." if len(steps) == 1 else None
         ax.plot(steps, sigmas, label=name, color=tint, marker=mark)
     ax.set_xlabel("step")
     values = [x for _, sigmas in found.values() for x in sigmas if 0 < x < math.inf]

@@ -39,7 +39,9 @@ BELOW: dict[str, Any] = {
     "ncols": 2,
     "frameon": False,
 }
-BLUE, ORANGE, GREY = colour("s0"), colour("s1"), colour("muted")
+BLUE = colour("s0")
+ORANGE = colour("s1")
+GREY = colour("muted")
 
 
 def draw(simulation: Simulation) -> Figure:
@@ -107,7 +109,8 @@ def frame_axes(ax: Axes, z: Tensor) -> None:
     """Axis limits that contain every token of z [..., d], with a margin."""
     ax.set_adjustable("box")  # keep the limits; equal scales change the shape
     flat = z.reshape(-1, z.shape[-1])
-    low, high = flat.amin(dim=0), flat.amax(dim=0)
+    low = flat.amin(dim=0)
+    high = flat.amax(dim=0)
     pad = 0.05 * (high - low).clamp_min(1e-9 * max(1.0, flat.abs().max().item()))
     ax.set_xlim((low - pad)[0].item(), (high + pad)[0].item())
     if z.shape[-1] > 1:
@@ -152,7 +155,8 @@ def _paths(ax: Axes, flow: Flow, renormalised: bool) -> None:
 def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
     """Centres of clusters or groups, filled where they are vertices of their convex hull."""
     what = "limit points" if found.clear else "centres of groups"
-    centres, extreme = found.centres.numpy(), found.extreme.numpy()
+    centres = found.centres.numpy()
+    extreme = found.extreme.numpy()
     end = simulation.flow.times[-1].item()
     for which, face, name in ((extreme, ORANGE, "vertices"), (~extreme, "white", "not vertices")):
         if not which.any():
@@ -207,9 +211,12 @@ def _cloud(ax: Axes, simulation: Simulation, found: Moments) -> None:
         ax.set_title(f"t = {simulation.flow.times[last].item():.3g}", fontsize="medium")
         return
     x = simulation.shown[-1, :, 0]
-    low, high, room = x.min().item(), x.max().item(), 1e-6 * x.abs().max().item()
+    low = x.min().item()
+    high = x.max().item()
+    room = 1e-6 * x.abs().max().item()
     if high - low < room:  # tokens that have all but met leave no space for bins between them
-        low, high = low - room, high + room
+        low = low - room
+        high = high + room
     ax.hist(x.numpy(), bins=40, range=(low, high), density=True, color=BLUE, alpha=0.5)
     ax.set_xlabel("x")
     ax.set_ylabel("density of particles")
@@ -217,7 +224,8 @@ def _cloud(ax: Axes, simulation: Simulation, found: Moments) -> None:
 
 def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
     """Particles and both ellipses; the returned function moves them to a frame."""
-    x, closed = simulation.shown, found.closed
+    x = simulation.shown
+    closed = found.closed
     dots = ax.scatter(x[0, :, 0], x[0, :, 1], s=4, c=BLUE, alpha=0.4, label="particles")
     (own,) = ax.plot([], [], color=BLUE, linewidth=1, label="their mean and covariance, 2 sd")
     (exact,) = ax.plot([], [], color=ORANGE, linestyle="--", label="closed equation, 2 sd")
@@ -239,7 +247,8 @@ def moving_cloud(ax: Axes, simulation: Simulation, found: Moments) -> Move:
 
 def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
     """Standard deviations along depth, by particles and by the closed equation."""
-    closed, x = found.beyond, simulation.flow.positions.cpu()
+    closed = found.beyond
+    x = simulation.flow.positions.cpu()
     ours = closed.covariances.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().cpu()
     # One token has no spread to compare with.
     theirs = x.std(dim=1) if simulation.n > 1 else torch.full_like(x[:, 0], torch.nan)
@@ -252,7 +261,8 @@ def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
             ax, closed.times, ours[:, i], color=tint, label=f"coordinate {i + 1}, closed equation"
         )
         if simulation.n > 1:
-            times, values = simulation.flow.times[::4], theirs[::4, i]
+            times = simulation.flow.times[::4]
+            values = theirs[::4, i]
             _curve(
                 ax,
                 times,

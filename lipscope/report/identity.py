@@ -15,7 +15,8 @@ PRETRAINED = "pretrained"
 
 def facts(study: Study) -> Facts:
     """What was measured, in words, the most telling fact first."""
-    about, identity = study.info.about, study.info.identity
+    about = study.info.about
+    identity = study.info.identity
     seed = random_seed(study)
     found = {
         "model": shown(about.model),

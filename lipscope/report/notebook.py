@@ -29,7 +29,8 @@ def summary_html(study: Study) -> str:
 
 
 def _cells(study: Study, scope: str, layer: int | None) -> tuple[str, ...]:
-    rows, law = study.largest(scope, layer), study.law(scope, layer)
+    rows = study.largest(scope, layer)
+    law = study.law(scope, layer)
     # Maps may have been measured at different lengths: each line names its own.
     n = max(row.n for row in rows)
     values = [row.value for row in rows if row.n == n]

@@ -98,13 +98,15 @@ def html(study: Study, against: Study | None = None) -> str:
     for one in (study, against):
         if one is not None:
             require_drawable(one)
-    about, identity = study.info.about, study.info.identity
+    about = study.info.about
+    identity = study.info.identity
     data: dict[str, object] = {"table": columns(study)}
     priced = any(row.probe == BUDGET for row in study.rows)
     smooth = section("smooth", "How smooth is this model?", *_smooth(study, against))
     body = [] if priced and not study.sigma else [smooth]
     if study.sigma:
-        found, every = heat(study), strips(study)
+        found = heat(study)
+        every = strips(study)
         data["heat"] = {
             "label": "length n",
             "names": [f"{n:,}" for n in found.lengths],
@@ -171,7 +173,8 @@ def _measured(
     study: Study, against: Study | None, found: Heat, every: Sequence[Strip]
 ) -> list[str]:
     """The sections that need values."""
-    curves, row = length_curves(study), study.peak()
+    curves = length_curves(study)
+    row = study.peak()
     others = [] if against is None else length_curves(against)
     name = "" if against is None else labels([study, against])[1]
     scope = main_scope([curve.scope for curve in curves])
@@ -236,7 +239,8 @@ def _again(study: Study) -> str:
 
 def _random(study: Study) -> str:
     """The commands that measure random weights and show them; empty if the input was no text."""
-    told, place = _told(study), _directory(study)
+    told = _told(study)
+    place = _directory(study)
     if told[:2] != ["lipscope", "measure"]:
         return ""
     measure = shlex.join([*told, "--random-init", "0", "--out", f"{place}-random"])
@@ -282,7 +286,8 @@ def _facts(study: Study) -> str:
 
 
 def _box(study: Study) -> list[tuple[str, str]]:
-    identity, about = study.info.identity, study.info.about
+    identity = study.info.identity
+    about = study.info.about
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     facts = {
         "model": f"{about.model} ({about.architecture}, {about.layers} layers, "

@@ -52,7 +52,8 @@ Rgb = tuple[int, int, int]
 def colours(dark: bool = False) -> dict[str, str]:
     """Every colour by name: ink, s0 (series), c0 to c31 (ramp), v0 to v31 (ratios)."""
     scheme = "dark" if dark else "light"
-    ramp, ratio = _RAMPS[scheme].split(), _RATIOS[scheme].split()
+    ramp = _RAMPS[scheme].split()
+    ratio = _RATIOS[scheme].split()
     return {
         **(DARK if dark else LIGHT),
         **{f"s{i}": c for i, c in enumerate(SERIES_DARK if dark else SERIES_LIGHT)},
@@ -136,7 +137,8 @@ def _rgb(text: str) -> Rgb:
 def _mix(stops: list[str], share: float) -> str:
     at = share * (len(stops) - 1)
     i = min(int(at), len(stops) - 2)
-    low, high = _rgb(stops[i]), _rgb(stops[i + 1])
+    low = _rgb(stops[i])
+    high = _rgb(stops[i + 1])
     return "#" + "".join(
         f"{round(a + (at - i) * (b - a)):02x}" for a, b in zip(low, high, strict=True)
     )

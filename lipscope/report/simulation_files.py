@@ -24,7 +24,10 @@ from lipscope.report.flow_figures import draw
 
 CLUSTER = ("centres", "masses", "radii", "formed", "margins", "extreme")
 GROWTH = ("times", "sigma", "product", "gronwall", "local")
-ANIMATION, FIGURE, NUMBERS, SERIES = "animation.gif", "figure.png", "simulation.json", "series.csv"
+ANIMATION = "animation.gif"
+FIGURE = "figure.png"
+NUMBERS = "simulation.json"
+SERIES = "series.csv"
 
 
 def write_simulation(
@@ -63,7 +66,8 @@ def check_simulation_folder(out: Path) -> None:
 
 def summary(simulation: Simulation) -> list[tuple[str, str]]:
     """The rows of the summary table, as (name, text)."""
-    found, flow = simulation.found, simulation.flow
+    found = simulation.found
+    flow = simulation.flow
     lines = [
         ("preset", f"{simulation.name}: {simulation.preset.about}"),
         (
@@ -82,10 +86,8 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
         end = len(flow.times) - 1
         lines += [("moments", found.closed.summary)]
         if found.closed.ok and flow.ok and simulation.n > 1:
-            ours, theirs = (
-                found.closed.covariances[end].trace().item(),
-                flow.positions[end].var(dim=0).sum().item(),
-            )
+            ours = found.closed.covariances[end].trace().item()
+            theirs = flow.positions[end].var(dim=0).sum().item()
             lines += [
                 ("variance", f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles")
             ]
@@ -102,7 +104,8 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
 
 def numbers_of(simulation: Simulation) -> dict[str, Any]:
     """Settings and results as plain data; infinite numbers become None."""
-    flow, found = simulation.flow, simulation.found
+    flow = simulation.flow
+    found = simulation.found
     packages = {name: version(name) for name in ("torch", "torchdiffeq")}
     numbers: dict[str, Any] = {
         "preset": simulation.name,
@@ -160,7 +163,8 @@ def _write_series(simulation: Simulation, path: Path) -> None:
 
 def _series(simulation: Simulation) -> list[list[Any]]:
     """A header, and a row per time."""
-    flow, found = simulation.flow, simulation.found
+    flow = simulation.flow
+    found = simulation.found
     if isinstance(found, Clusters):
         return [
             ["t", "groups"],

@@ -98,7 +98,8 @@ def ranking(
         head += [f"median σ, {other}", "ratio"]
     lines = []
     for curve in ranked:
-        spread, law = curve.spreads[n], curve.law
+        spread = curve.spreads[n]
+        law = curve.law
         line = [
             layer_name(curve.layer),
             digits(spread.middle),
@@ -249,7 +250,8 @@ def _laws(curves: Sequence[LengthCurve]) -> str:
     ]
     lines = []
     for k, curve in enumerate(curves):
-        law, ends = curve.law, (min(curve.radius), max(curve.radius))
+        law = curve.law
+        ends = (min(curve.radius), max(curve.radius))
         fitted = (
             ["–", "–", "–"]
             if law is None

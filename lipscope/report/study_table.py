@@ -19,13 +19,15 @@ from lipscope.study.growth import MIN_LENGTHS, Growth
 from lipscope.study.records import BUDGET, Identity, Row
 from lipscope.study.study import Study, Token
 
-TOP_TOKENS, TOP_LAYERS = 3, 12
+TOP_TOKENS = 3
+TOP_LAYERS = 12
 IMPRECISE = "imprecise"
 
 
 def summary(study: Study) -> RenderableType:
     """The output of `lipscope measure` and `lipscope show`, within 80 columns."""
-    about, dtype = study.info.about, for_terminal(study.info.identity.dtype)
+    about = study.info.about
+    dtype = for_terminal(study.info.identity.dtype)
     parts: list[RenderableType] = [
         Text(f"{for_terminal(about.model)} on {for_terminal(about.text)}, {dtype}\n", style="bold")
     ]
@@ -176,7 +178,8 @@ def joint(study: Study) -> str:
     """The probability with which all upper bounds hold together; empty if there are none."""
     if not study.certified:
         return ""
-    count, odds = len(study.certified), _rounded_up(study.joint_failure)
+    count = len(study.certified)
+    odds = _rounded_up(study.joint_failure)
     who = f"All {count} upper bounds hold together" if count > 1 else "The upper bound holds"
     return f"\n{who} with probability at least 1 - {odds}."
 
@@ -222,7 +225,8 @@ def _missed(study: Study) -> str:
     if not rows:
         return ""
     # The first reason stands for all: most often it is the same.
-    asked, reason = study.info.identity.gap, for_terminal(rows[0].status, 200)
+    asked = study.info.identity.gap
+    reason = for_terminal(rows[0].status, 200)
     gap = "the requested gap" if asked is None else f"the gap of {asked:g}"
     return f"\n{len(rows)} of {len(study.sigma)} rows miss {gap}; the first reason: {reason}."
 

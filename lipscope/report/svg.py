@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-SVG, XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
+SVG = "{http://www.w3.org/2000/svg}"
+XLINK = "{http://www.w3.org/1999/xlink}"
 DECIMAL = re.compile(r"-?\d*\.\d+")
 PLAIN = re.compile(r"rotate\(-?0(\.0)? [^)]*\)")
 DROPPED = {"font-family", "stroke-linejoin", "stroke-linecap", "stroke-miterlimit"}

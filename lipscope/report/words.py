@@ -90,7 +90,8 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
         return []
     row, layers = most_sensitive(study)
     name, value = next(iter(layers.items()))
-    law, gap = law_of(study, row.scope, name), widest(study)
+    law = law_of(study, row.scope, name)
+    gap = widest(study)
     have = "lower" if any(math.isinf(r.upper) for r in study.sigma) else "upper"
     # Every map is measured at the same samples, so that the first one counts them.
     samples = sum(r.n == row.n for r in study.largest(*study.maps[0]))
@@ -146,7 +147,8 @@ def compared(mine: dict[str, float], theirs: dict[str, float], name: str) -> str
         return f"{name} has no layer, map and length in common with this study."
     # Ratios are averaged geometrically: twice and half as large cancel.
     mean = math.exp(math.fsum(map(math.log, ratios.values())) / len(ratios))
-    low, high = min(ratios.values()), max(ratios.values())
+    low = min(ratios.values())
+    high = max(ratios.values())
     verdict = (
         f"{digits(mean)} times as large as" if mean >= 1 else f"smaller by {digits(1 / mean)} than"
     )
@@ -282,8 +284,10 @@ def _at(item: Surrounded) -> str:
 
 
 def _range(ratios: dict[str, float], unit: str) -> str:
-    least, most = min(ratios, key=lambda at: ratios[at]), max(ratios, key=lambda at: ratios[at])
-    low, high = digits(ratios[least]), digits(ratios[most])
+    least = min(ratios, key=lambda at: ratios[at])
+    most = max(ratios, key=lambda at: ratios[at])
+    low = digits(ratios[least])
+    high = digits(ratios[most])
     if len(ratios) == 1:
         return f"{low} {unit} ({least})"
     if low == high:

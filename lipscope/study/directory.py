@@ -55,7 +55,8 @@ SCHEMA = (
     "CREATE UNIQUE INDEX records_key ON records (kind, key)",
 )
 
-MOST_BYTES, MOST_COPIED = 4 * 2**30, 2**30
+MOST_BYTES = 4 * 2**30
+MOST_COPIED = 2**30
 """Larger files are refused: a study is read into memory, and copied there if its schema is not
 ours. Zeros at the end of a file cost its sender nothing."""
 
@@ -186,7 +187,8 @@ def claim(directory: Path, noun: str = "a study", marks: Collection[str] = ()) -
 
 def _settle(directory: Path) -> None:
     """Remove drafts, and roll back or remove the journal of a killed run; needs the lock."""
-    path, journal = directory / FILE, directory / JOURNAL
+    path = directory / FILE
+    journal = directory / JOURNAL
     try:
         remove_drafts(path)
         for each in (path, journal):

@@ -183,11 +183,14 @@ class _Run:
         except _WorkerLostError:
             yield from self.bury(worker)
             return
-        job, worker.future, worker.job = worker.job, None, None
+        job = worker.job
+        worker.future = None
+        worker.job = None
         if job is None:
             if isinstance(found, Exception):
                 raise UserError(f"a worker cannot be set up: {reason(found)}")
-            self.failed_starts, worker.ready = 0, True
+            self.failed_starts = 0
+            worker.ready = True
         elif isinstance(found, Outcome):
             yield found
         elif isinstance(found, Exception):
@@ -200,7 +203,8 @@ class _Run:
         """What a task returned, or the exception it ended with."""
         from distributed import KilledWorker, TimeoutError
 
-        patience, future = LOOK_EVERY, worker.future
+        patience = LOOK_EVERY
+        future = worker.future
         assert future is not None
         while future.status in ("finished", "pending"):
             try:

@@ -16,7 +16,8 @@ CONFIDENCE = 0.95
 LEVEL = 1.2816
 """Quantile of the normal distribution at 0.9: one test in ten of independent residuals fails."""
 
-PRIOR_FACTOR, PRIOR_FREEDOM = 3.0, 2
+PRIOR_FACTOR = 3.0
+PRIOR_FREEDOM = 2
 """What correlation makes of the variance before samples are compared, and its weight.
 
 Three samples show their variance with two degrees of freedom: their own interval would be up to
@@ -88,7 +89,8 @@ def fit(
     # Centred sums in fsum: the textbook formula n sum(xy) - sum(x) sum(y) cancels, and a plain sum
     # would depend on the order of rows.
     count = len(xy)
-    mean_x, mean_y = math.fsum(x for x, _ in xy) / count, math.fsum(y for _, y in xy) / count
+    mean_x = math.fsum(x for x, _ in xy) / count
+    mean_y = math.fsum(y for _, y in xy) / count
     sxx = math.fsum((x - mean_x) ** 2 for x, _ in xy)
     alpha = math.fsum((x - mean_x) * (y - mean_y) for x, y in xy) / sxx
     intercept = mean_y - alpha * mean_x

@@ -63,7 +63,8 @@ class Job(NamedTuple):
 
     def failed_rows(self, reason: str, dtype: str, device: str) -> tuple[Row, ...]:
         """The rows of a job that failed, with the reason in their status."""
-        nan, status = math.nan, f"{FAILED}: {' '.join(reason.split())[:MOST_REASON]}"
+        nan = math.nan
+        status = f"{FAILED}: {' '.join(reason.split())[:MOST_REASON]}"
         return tuple(
             Row(
                 SIGMA,
@@ -120,7 +121,8 @@ class Request:
 
     def jobs(self, done: Collection[RowKey]) -> list[Job]:
         """The remaining jobs, shortest samples first."""
-        jobs, places = [], self.places()
+        jobs = []
+        places = self.places()
         for n, samples in self.groups:
             for layer, scopes, heads in places:
                 # Samples that lack the same rows stay together.

@@ -55,7 +55,8 @@ def joined(device: str | None) -> Iterator[tuple[World, str]]:
     """Join the other processes; yields them, and the kind of device, on which each has its own."""
     device = torch.device(device or "cpu").type
     # On a machine with fewer GPUs than processes, several share one, which NCCL refuses.
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    local = int(os.environ["LOCAL_RANK"])
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
     apart = device == "cuda" and torch.cuda.device_count() >= here
     if device == "cuda":
         torch.cuda.set_device(local % torch.cuda.device_count())

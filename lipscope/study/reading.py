@@ -149,11 +149,14 @@ def read(
         )
     parts: list[str] | None = None
     if text is None:
-        parts, name = [default_text()], "Python's help topics"
+        parts = [default_text()]
+        name = "Python's help topics"
     elif _is_text(text):
-        parts, name = [content(text)], _text_name(text)
+        parts = [content(text)]
+        name = _text_name(text)
     elif isinstance(text, Sequence) and text and all(map(_is_text, text)):
-        parts, name = [content(part) for part in text], f"{len(text)} texts"
+        parts = [content(part) for part in text]
+        name = f"{len(text)} texts"
     if parts is None:
         rows = _id_rows(text)
         ids = tuple(i for row in rows for i in row)
@@ -218,7 +221,8 @@ def check_vocabulary(model: Model, ids: Sequence[int]) -> None:
 def special_frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The special tokens that the tokenizer adds before and after a text."""
     # Found by encoding one letter both ways: tokenizers expose the frame under many names.
-    bare, framed = tuple(model.encode("a")), tuple(model.encode("a", special_tokens=True))
+    bare = tuple(model.encode("a"))
+    framed = tuple(model.encode("a", special_tokens=True))
     starts = [i for i in range(len(framed) - len(bare) + 1) if framed[i : i + len(bare)] == bare]
     if not starts:
         raise UserError(
@@ -294,7 +298,8 @@ def _id_rows(text: Text) -> list[list[int]]:
 
 def _lengths(model: Model, tokens: int, frame: int, asked: Sequence[int] | None) -> tuple[int, ...]:
     """The requested lengths, or those default lengths that the text and the model allow."""
-    limit, available = model.max_positions, tokens + frame
+    limit = model.max_positions
+    available = tokens + frame
     if asked is None:
         fitting = tuple(n for n in DEFAULT_LENGTHS if frame < n <= available and n <= (limit or n))
         asked = fitting or DEFAULT_LENGTHS[:1]

@@ -11,7 +11,9 @@ T = TypeVar("T")
 SIGMA = "sigma"
 """The probe that measures the local Lipschitz constant."""
 
-BUDGET, OBSERVED, WORST_CASE = "budget", "observed error", "worst case"
+BUDGET = "budget"
+OBSERVED = "observed error"
+WORST_CASE = "worst case"
 """The probes of predicted and observed numerical errors; the scope of their rows is a format."""
 
 FAILED = "failed"

@@ -281,7 +281,9 @@ def store_outcomes(
     What is stored stays, whatever happens next; a KeyboardInterrupt passes with a note on how much
     that is and how to resume.
     """
-    total, done, kept = sum(job.weight for job in jobs), 0.0, 0
+    total = sum(job.weight for job in jobs)
+    done = 0.0
+    kept = 0
     try:
         if progress is not None:
             progress(done, total)
@@ -290,7 +292,8 @@ def store_outcomes(
                 if failure is not None:
                     rows = job.failed_rows(failure, info.identity.dtype, info.about.device)
                 store.write(rows, sensitivities)
-                done, kept = done + job.weight, kept + 1
+                done = done + job.weight
+                kept = kept + 1
                 if progress is not None:
                     progress(done, total)
     except KeyboardInterrupt as stop:
@@ -444,7 +447,8 @@ def _line(
         if options["--samples"] != 1 or options["--heads"] is not None:
             return ""  # only Python can ask for this
         options = {name: value for name, value in options.items() if name not in fixed}
-        options, last = {**options, **verb.options}, []
+        options = {**options, **verb.options}
+        last = []
     words = ["lipscope", verb.name, *model.card.option, *inputs.option]
     words += [
         word for name, value in options.items() if value is not None for word in (name, str(value))

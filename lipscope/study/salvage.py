@@ -197,8 +197,11 @@ def _salvage(db: sqlite3.Connection, table: Table) -> Found:
     """Read a damaged table from both ends and row by row, through the table and its index."""
     # Damaged text must not stop a read; its checksum will not match.
     db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
-    name, width, limit = table.name, len(table.key), _Limit(db)
-    keys, rows = dict[int, Record](), dict[int, Record]()
+    name = table.name
+    width = len(table.key)
+    limit = _Limit(db)
+    keys = dict[int, Record]()
+    rows = dict[int, Record]()
     through = [False, False]
     for way in ("ASC", "DESC"):
         order = ", ".join(f"{column} {way}" for column in table.key)

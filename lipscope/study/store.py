@@ -349,7 +349,8 @@ def _name(table: Table, key: Record) -> str:
     """A lost row or record, in a few words."""
     where = _parsed(key[1]) if len(key) == len(RECORDS.key) else None
     if len(key) == len(ROWS.key):
-        what, where = key[0], key[1:6]
+        what = key[0]
+        where = key[1:6]
     elif key and key[0] == NORMS and isinstance(where, list) and len(where) == 5:
         what = NORMS
     else:

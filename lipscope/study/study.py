@@ -215,7 +215,8 @@ class Study:
         """Per map and (n, sample), the row with the largest sigma (for heads, of all heads)."""
         table: dict[tuple[str, int | None], dict[tuple[int, int], Row]] = defaultdict(dict)
         for row in self.sigma:
-            cell, key = table[row.scope, row.layer], (row.n, row.sample)
+            cell = table[row.scope, row.layer]
+            key = (row.n, row.sample)
             if key not in cell or row.value > cell[key].value:
                 cell[key] = row
         return table
@@ -327,7 +328,8 @@ class Study:
 
     def token_records(self) -> Iterator[tuple[Any, ...]]:
         """(scope, layer, head, n, sample, position, token, right, left) of every token and map."""
-        sample_of, every = cache(self._store.sample), self._store.sensitivities()
+        sample_of = cache(self._store.sample)
+        every = self._store.sensitivities()
         self._warn()
         for found in every:
             sample = sample_of(found.n, found.sample)
@@ -340,7 +342,8 @@ class Study:
     @property
     def subject(self) -> tuple[str, ...]:
         """Model, revision, weights (the first digits of their digest) and text."""
-        identity, about = self.info.identity, self.info.about
+        identity = self.info.identity
+        about = self.info.about
         return about.model, identity.revision, identity.weights[:12], about.text
 
     def to_dataframe(self) -> pd.DataFrame:

@@ -17,20 +17,29 @@ from typing import Any
 from lipscope.study.jobs import Command
 from lipscope.study.records import BUDGET, FAILING, WORST_CASE, About, Identity, well_typed
 
-INFO, TOKENS, NORMS, CLAIM = "info", "tokens", "token norms", "claim"
+INFO = "info"
+TOKENS = "tokens"
+NORMS = "token norms"
+CLAIM = "claim"
 """Kinds of records: facts about the study, the tokens of a sample, the token norms of a row, and
 what a claim of `lipscope reproduce` measured."""
 
-IDENTITY, ABOUT, COMMANDS = "identity", "about", "commands"
+IDENTITY = "identity"
+ABOUT = "about"
+COMMANDS = "commands"
 """Keys of facts."""
 
-MOST_NAME, MOST_TEXT = 1_000, 100_000
+MOST_NAME = 1_000
+MOST_TEXT = 100_000
 """Characters of a name, and of a status, a token or a command line."""
 
-MOST_PLACES, MOST_TOKENS, MOST_SAMPLES = 100_000, 2**31, 2**53
+MOST_PLACES = 100_000
+MOST_TOKENS = 2**31
+MOST_SAMPLES = 2**53
 """Layers and heads of a model, tokens of a sample, samples of a length."""
 
-MOST_COMMANDS, MOST_JOBS = 1_000, 1_000_000
+MOST_COMMANDS = 1_000
+MOST_JOBS = 1_000_000
 """Commands of a study, and jobs that they ask for together."""
 
 
@@ -172,7 +181,8 @@ def _norms(key: str, value: str | bytes) -> bool:
 def _budget(key: str, value: str | bytes) -> bool:
     metric, probes, embeddings, observe, seed, b, n, format = json.loads(key)
     part = json.loads(value)
-    sites, products = part["sites"], part["q"]
+    sites = part["sites"]
+    products = part["q"]
     return (
         _is_text(metric, MOST_NAME)
         and _is_text(format, MOST_NAME)
@@ -209,7 +219,8 @@ def _worst_case(key: str, value: str | bytes) -> bool:
 def _claim(key: str, value: str | bytes) -> bool:
     record = json.loads(value)
     texts = [record.pop(name) for name in ("id", "device", "code", "version")]
-    used, numbers = record.pop("used"), record.pop("numbers")
+    used = record.pop("used")
+    numbers = record.pop("numbers")
     return (
         all(_is_text(text, MOST_NAME) for text in texts)
         and type(record.pop("quick")) is bool

@@ -51,7 +51,8 @@ class SigmaWork:
             if self.surveyed is None or self.surveyed[0] != job.group:
                 self.surveyed = None  # free the old activations before new ones are computed
                 self.surveyed = job.group, survey(self.model, self.inputs, *job.group)
-            rows, sensitivities = [], []
+            rows = []
+            sensitivities = []
             for scope in job.scopes:
                 site = self.surveyed[1].site(scope, job.layer, job.heads)
                 found = sigma(site, job.n, job.samples, self.identity)
@@ -141,10 +142,14 @@ def sigma(
     seconds = (time.perf_counter() - began) / len(site.members)
     # Token norms: [B, n, d] -> [B, n].
     right, left = (x.double().norm(dim=-1) for x in (estimates.right, estimates.left))
-    radii, rows, sensitivities = site.radius, [], []
+    radii = site.radius
+    rows = []
+    sensitivities = []
     for i, (member, head) in enumerate(site.members):
-        e, where = estimates[i], (site.scope, site.layer, head, n, samples[member])
-        known, status = not math.isnan(e.value), e.status.name.lower()
+        e = estimates[i]
+        where = (site.scope, site.layer, head, n, samples[member])
+        known = not math.isnan(e.value)
+        status = e.status.name.lower()
         row = Row(
             SIGMA,
             *where,
@@ -168,7 +173,9 @@ def sigma(
     return rows, sensitivities
 
 
-_counting, _users, _usual = Lock(), 0, 0
+_counting = Lock()
+_users = 0
+_usual = 0
 """How many batches use a number of threads of their own now, and what torch's was before them."""
 
 

@@ -37,7 +37,8 @@ def theorem_upper(f: SelfAttention, domain: Domain) -> float:
     Without a query bias a_b = a = ||A|| R^2, as published.
     """
     assert isinstance(domain, Ball)
-    n, R = domain.n, domain.R
+    n = domain.n
+    R = domain.R
 
     def head(h: Head) -> float:
         a = reach(h, R)
@@ -90,10 +91,12 @@ def theorem_witness(f: SelfAttention, domain: Domain) -> Tensor:
 
 def _theorem_case(h: Head, domain: Domain) -> tuple[float, Tensor]:
     assert isinstance(domain, Ball)
-    n, R = domain.n, domain.R
+    n = domain.n
+    R = domain.R
     # A is not symmetric; only real eigenvalues have a direction u for the construction.
     values, vectors = real_eigenpairs(h.A)
-    lowest, highest = values.argmin(), values.argmax()
+    lowest = values.argmin()
+    highest = values.argmax()
     opposite = -values[lowest] >= values[highest] / 8
     u = vectors[:, lowest if opposite else highest]
     u = u / length_up(u)
@@ -133,7 +136,8 @@ def tuned_witness(f: SelfAttention, domain: Domain) -> Tensor:
 def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
     """Tokens R u and c u, |c| <= R: G = <A c u + beta, R u - c u>, u an eigenvector of A + A'."""
     assert isinstance(domain, Ball)
-    n, R = domain.n, domain.R
+    n = domain.n
+    R = domain.R
     special, others = sight(f, n).most_seen()
     # Without a mask all rows see equally many keys: each distinct count is computed only once.
     crowd, times = others.double().unique(return_counts=True)
@@ -148,14 +152,16 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     # Coarser for many distinct counts, to bound the memory of the table below.
     grid = max(17, min(257, (1 << 18) // len(crowd)))
     c = torch.linspace(-R, R, grid, dtype=torch.float64, device=units.device)
-    quotients, tilts = ((units @ h.A.T) * units).sum(1), units @ h.beta
+    quotients = ((units @ h.A.T) * units).sum(1)
+    tilts = units @ h.beta
     G = ((quotients[:, None] * c + tilts[:, None]) * (R - c)).clamp(-700, 700)
     gains = crowd_gain(G, crowd, times).sqrt()
     lengths = units.new_tensor([_value_length(h, u) for u in units])
     # For G < 0, 1 + (1 - p) G is a difference whose rounding the slack below does not cover.
     gains = gains * lengths[:, None] * (G >= 0)
     best = int(gains.argmax())
-    u, where = units[best // grid], c[best % grid]
+    u = units[best // grid]
+    where = c[best % grid]
     X = where * u.repeat(n, 1)
     X[special] = R * u
     value = h.factor * gains.flatten()[best].item() * max(0.0, 1 - 4 * _gap_error(h, R))

@@ -57,11 +57,14 @@ class Base:
 
 def base(h: Head, X: Tensor) -> Base:
     seen = features(h, X)
-    s, n = h.scale, len(X)
+    s = h.scale
+    n = len(X)
     K, K_off = narrow(h.one.K)
     Q, Q_off = narrow(h.one.Q)
-    K_size, Q_size = frobenius_up(h.one.K), frobenius_up(h.one.Q)
-    b, a = s * (seen.q @ K), s * (seen.k @ Q)
+    K_size = frobenius_up(h.one.K)
+    Q_size = frobenius_up(h.one.Q)
+    b = s * (seen.q @ K)
+    a = s * (seen.k @ Q)
     b_slack = (
         abs(s)
         * K_size
@@ -93,7 +96,8 @@ def base(h: Head, X: Tensor) -> Base:
 
 def weights_within(x: Base, rho: float) -> Tensor:
     """P-bar: upper bounds of the weights P_ij(Z) over all Z with ||Z - X||_F <= rho."""
-    seen, A = x.seen, x.h.A_norm
+    seen = x.seen
+    A = x.h.A_norm
     n = len(seen.P)
     delta = rho * torch.sqrt(x.b_long[:, None].square() + x.a_far.square()) + A * rho * rho / 2
     # On the diagonal query and key are one token, and both derivatives act together.
@@ -137,7 +141,8 @@ class Spread:
 
 
 def spread(x: Base, rho: float) -> Spread:
-    A, V = x.h.A_norm, x.h.V_norm
+    A = x.h.A_norm
+    V = x.h.V_norm
     P = weights_within(x, rho)
     n = len(P)
     root = P.sqrt() * (1 + 4 * U)
@@ -145,7 +150,8 @@ def spread(x: Base, rho: float) -> Spread:
     b = (x.b_long + A * rho) * (1 + 8 * U)
     v_size = _weighted_norm(root, x.v)
     a_size = _weighted_norm(root, x.a)
-    sigma, q = v_size + V * pi * rho, a_size + A * pi * rho
+    sigma = v_size + V * pi * rho
+    q = a_size + A * pi * rho
     tau = torch.sqrt((pi * b).square() + (root.diagonal() * b + q).square()) * (1 + 16 * U)
     columns = norm_up(root.T[..., None] * x.b)
     columns = columns + length_up(root.T * (x.b_slack + 4 * U * x.b_long)) * (1 + gamma(n + 8))
@@ -176,8 +182,10 @@ def _weighted_norm(root: Tensor, y: Centred) -> Tensor:
 
 def third_cumulant(x: Base, s: Spread, rho: float) -> Tensor:
     """lambda_i: a bound of the norm of kappa_3(s, V z, A' z) for scores s of unit variance."""
-    A, V = x.h.A_norm, x.h.V_norm
-    v_max, a_max = x.v_far.amax(dim=1), x.a_far.amax(dim=1)
+    A = x.h.A_norm
+    V = x.h.V_norm
+    v_max = x.v_far.amax(dim=1)
+    a_max = x.a_far.amax(dim=1)
     core = torch.minimum(v_max * s.a_size, a_max * s.v_size)
     if len(s.P) <= GRAM:
         core = torch.minimum(core, _gram(x, s))
@@ -200,9 +208,11 @@ def _gram(x: Base, s: Spread) -> Tensor:
 
 def second_derivative(x: Base, rho: float) -> float:
     """B(rho): an upper bound of ||D^2 f|| at every Z with ||Z - X||_F <= rho (V scaled)."""
-    A, V = x.h.A_norm, x.h.V_norm
+    A = x.h.A_norm
+    V = x.h.V_norm
     s = spread(x, rho)
-    n, d = len(s.P), x.h.d
+    n = len(s.P)
+    d = x.h.d
     # One term per way in which D f depends on X: queries, values, keys (through scores, through
     # tokens), and the dependence of b_i on its own token.
     query = (V * s.pi * s.q + s.sigma * s.pi * A + s.tau * third_cumulant(x, s, rho)).max()
@@ -245,9 +255,11 @@ def _keys_through_tokens(s: Spread) -> Tensor:
 
 def interval(x: Base, rho: float) -> float:
     """The three blocks of D_Z f bounded over the whole ball at once (V scaled)."""
-    A, V = x.h.A_norm, x.h.V_norm
+    A = x.h.A_norm
+    V = x.h.V_norm
     s = spread(x, rho)
-    n, d = len(s.P), x.h.d
+    n = len(s.P)
+    d = x.h.d
     weight = (s.root * s.sigma[:, None]).T
     columns = norm_up(weight[..., None] * x.b) + length_up(weight * (x.b_slack + 8 * U * x.b_long))
     keys = columns.max() + A * rho * (s.sigma * s.pi).max()
@@ -259,7 +271,8 @@ def interval(x: Base, rho: float) -> float:
 def certified_upper(f: SelfAttention, domain: Domain) -> float:
     """The smaller of the Taylor and the interval bound; ||D_X f|| enters by its upper bound."""
     assert isinstance(domain, Around)
-    X, r = domain.X, domain.r
+    X = domain.X
+    r = domain.r
     radii = [r * (i + 1) / STEPS * (1 + 4 * U) for i in range(STEPS)]
 
     known: dict[Head, Base] = {}

@@ -176,7 +176,8 @@ class Chain:
         total = 1.0
         # Each part is bounded on the ball that the parts before it map into.
         for part in self.parts:
-            total, R = up(total * part.lipschitz(R, n)), part.radius(R)
+            total = up(total * part.lipschitz(R, n))
+            R = part.radius(R)
         # 0 * inf: a constant map after one without a constant.
         return math.inf if math.isnan(total) else total
 

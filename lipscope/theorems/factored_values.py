@@ -197,7 +197,8 @@ def _is_product(V: Tensor, M: Tensor, Q: Tensor, power: int) -> bool:
     if bool((rough > gamma(2 * M.shape[1] + 8) * (M.abs() @ Q.abs()) + TINY).any()):
         return False
     (v, shift_v), (m, shift_m), (q, shift_q) = (_integers(W) for W in (V, M, Q.T))
-    left, right = shift_v, shift_m + shift_q + power
+    left = shift_v
+    right = shift_m + shift_q + power
     least = min(left, right)
     # Row r of V is row r of M times the columns of Q; stop at the first entry that differs.
     for row, values in zip(m, v, strict=True):

@@ -77,7 +77,8 @@ class Sight:
     @cached_property
     def seen(self) -> Tensor:
         """[n, n] boolean: i attends to j."""
-        n, mask = self.n, self.mask
+        n = self.n
+        mask = self.mask
         boolean = mask if mask is None or mask.dtype == torch.bool else mask > -math.inf
         pattern = Pattern(
             causal=self.causal,
@@ -346,19 +347,22 @@ def reach(head: Head, R: float) -> Reach:
     """a = ||A|| R^2, a_b = R (||A|| R + |beta|) and 2 a_b."""
     # Computed from Q and K separately where A does not determine the scores: with rope they depend
     # on the positions, and under a softcap the key bias no longer cancels.
-    kernel, bk = head.one.kernel, head.one.biases[1] if head.one.biases else None
-    rotated, capped = (
-        isinstance(kernel, Dot) and kernel.rope is not None,
-        kernel.softcap is not None,
-    )
+    kernel = head.one.kernel
+    bk = head.one.biases[1] if head.one.biases else None
+    rotated = isinstance(kernel, Dot) and kernel.rope is not None
+    capped = kernel.softcap is not None
     if rotated or (capped and bk is not None):
         s = abs(head.scale) * (rope_stretch(head.one) or 1.0) ** 2
-        q, k = norm_up(head.one.Q).item(), norm_up(head.one.K).item()
+        q = norm_up(head.one.Q).item()
+        k = norm_up(head.one.K).item()
         far_q = q * R + length_up(head.query_bias).item()
         far_k = k * R + (0.0 if bk is None else length_up(bk).item())
-        query, key, score_range = s * q * far_k * R, s * far_q * k * R, 2 * s * far_q * far_k
+        query = s * q * far_k * R
+        key = s * far_q * k * R
+        score_range = 2 * s * far_q * far_k
     else:
-        query, key = head.A_norm * R * R, R * (head.A_norm * R + head.beta_norm)
+        query = head.A_norm * R * R
+        key = R * (head.A_norm * R + head.beta_norm)
         score_range = 2 * key
     score_range = (
         min(score_range, 2 * kernel.softcap) if kernel.softcap is not None else score_range

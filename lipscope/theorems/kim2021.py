@@ -124,7 +124,8 @@ def quadratic_witness(f: SelfAttention, domain: Domain) -> Tensor:
 
 def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
     assert isinstance(domain, Ball)
-    n, R = domain.n, domain.R
+    n = domain.n
+    R = domain.R
     u = _reactive_direction(h)
     # The covariance of 0 and n - 1 tokens +-R u; an odd one out moves the mean off 0.
     odd = (n - 1) % 2
@@ -142,7 +143,8 @@ def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, T
 
 def _reactive_direction(h: Head) -> Tensor:
     """A unit vector u with large |Vu| |A'u|."""
-    v, a = torch.linalg.svd(h.V)[2][0], torch.linalg.svd(h.A)[0][:, 0]
+    v = torch.linalg.svd(h.V)[2][0]
+    a = torch.linalg.svd(h.A)[0][:, 0]
     candidates = [v, a, *(x / x.norm() for x in (v + a, v - a) if x.norm() > 1e-3)]
     best = max(candidates, key=lambda u: ((h.V @ u).norm() * (h.A.T @ u).norm()).item())
     # Slightly shorter than one, so that R u is in the ball whatever the rounding.

@@ -51,7 +51,8 @@ class Features:
 @once
 def features(h: Head, X: Float[Tensor, "n d"]) -> Features:
     """Queries and keys (rotated), values and attention weights of one head, with error bounds."""
-    n, stretch = len(X), rope_stretch(h.one) or 1.0
+    n = len(X)
+    stretch = rope_stretch(h.one) or 1.0
     q, k, _ = (x[0] for x in h.one.project(X))
     long = length_up(X)
     bk = h.one.biases[1] if h.one.biases else None
@@ -119,7 +120,9 @@ def terms(h: Head, X: Float[Tensor, "n d"]) -> tuple[float, float, float]:
 def _query_term(h: Head, seen: Features, v: Centred) -> float:
     """max_i ||Cov_i(v, k) R_i Q|| / sqrt(k)."""
     k = centred(seen, seen.k, seen.k_slack)
-    n, stretch, rope = len(seen.P), rope_stretch(h.one) or 1.0, _rope(h)
+    n = len(seen.P)
+    stretch = rope_stretch(h.one) or 1.0
+    rope = _rope(h)
     M = torch.einsum("ij,ijm,ijk->imk", seen.P, v.y, k.y)
     # Errors of P, of the centred vectors, of the sum, and of the centres, in this order.
     size = v.length * k.length
@@ -139,7 +142,9 @@ def _query_term(h: Head, seen: Features, v: Centred) -> float:
 
 def _key_term(h: Head, seen: Features, v: Centred) -> float:
     """max_j || sum_i P_ij ||V C_i V'|| b_ij b_ij' ||^(1/2), b_ij = K' R_j' q_i / sqrt(k)."""
-    n, stretch, rope = len(seen.P), rope_stretch(h.one) or 1.0, _rope(h)
+    n = len(seen.P)
+    stretch = rope_stretch(h.one) or 1.0
+    rope = _rope(h)
     spread = norm_up(seen.P.sqrt()[..., None] * v.y).square() * (1 + gamma(16))
     spread = spread + (
         (seen.P_slack * v.length.square()).sum(1)

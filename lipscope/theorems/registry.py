@@ -121,7 +121,8 @@ class BoundRows(list[BoundRow]):
 
     def __repr__(self) -> str:
         """A table: one line per bound, and the number of theorems that do not apply."""
-        table, count = text_table([HEAD, *map(_cells, self)]), len(self.not_offered)
+        table = text_table([HEAD, *map(_cells, self)])
+        count = len(self.not_offered)
         more = f"{count} theorem{'' if count == 1 else 's'} not applicable: see not_offered"
         return f"{table}\n{more}" if count else table
 
@@ -169,7 +170,8 @@ def bounds(f: SelfAttention, domain: Domain, norm: str | float = "2") -> BoundRo
     # copies also keep what the theorems find out about them, each fact once per call.
     f = f.double()
     domain = _in_float64(domain)
-    rows, refused = [], []
+    rows = []
+    refused = []
     for bound in REGISTRY:
         within = enclosing(domain, bound.domain, bound.kind)
         if bound.norm != norm or within is None:

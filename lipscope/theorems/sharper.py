@@ -31,7 +31,8 @@ from lipscope.theorems.statement import Bound
 COORDINATE = 0.5 * math.log(4 / 3)
 """ln(2 / sqrt 3), the price of one more coordinate for the logarithm of a column sum."""
 
-PAST, PAST_SQUARE = 0.75 - 0.5 * math.log(2.5), 19 / 12 + 0.5 * math.log(0.576)
+PAST = 0.75 - 0.5 * math.log(2.5)
+PAST_SQUARE = 19 / 12 + 0.5 * math.log(0.576)
 """What a coordinate adds to 1 + ln n under a causal mask, plainly and where t^2 is summed."""
 
 
@@ -49,7 +50,8 @@ def largest_share(others: int, power: float) -> float:
     """
     if others < 1:
         return 0.0
-    low, high = 0.0, min(float(others), 1 / (power - 1) if power > 1 else math.inf)
+    low = 0.0
+    high = min(float(others), 1 / (power - 1) if power > 1 else math.inf)
     for _ in range(128):
         a = (low + high) / 2
         # Bisection: the derivative is positive below its only root.
@@ -87,7 +89,8 @@ def key_reaction(seen: Sight, size: int) -> float:
 
     The least of phi rho, N beta / e and sqrt(2 N) alpha / e.
     """
-    N, keys = seen.others, seen.most_keys - 1
+    N = seen.others
+    keys = seen.most_keys - 1
     if N < 1 or keys < 1:
         return 0.0
     mean, rooted, divided = (largest_share(keys, power) for power in (1, 1.5, 2))
@@ -132,7 +135,8 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
     ||O|| (sum_h ||E_h||^2 (sqrt(kappa) + 2 (sqrt(phi) + sqrt(rho)) sqrt(s) ||Q_h|| R)^2)^(1/2),
     rho bounds sum_i P_ij t_i^2 (`column_square`). Every M gives a bound; V Q^+ and 0 are tried.
     """
-    seen, size = sight(f, domain.n), query_size(f)
+    seen = sight(f, domain.n)
+    size = query_size(f)
     found = [math.inf]
     for way in splits(f, domain):
         # Values that factor through the queries, plus what is left over.
@@ -162,9 +166,13 @@ def _left_over(f: SelfAttention, domain: Domain, seen: Sight, way: Way) -> float
 def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
     """||O diag(M_h / m_h)|| ||diag(m_h) Q|| for all heads, as s and p of s 2^p."""
     # Powers of two are kept apart as integers: weights of any size neither under- nor overflow.
-    rights, lefts, powers, rest = [], [], [], 0.0
+    rights = []
+    lefts = []
+    powers = []
+    rest = 0.0
     for h, split in way:
-        M, drift = split.M, split.drift
+        M = split.M
+        drift = split.drift
         m = up(spectral(M) + drift)
         if math.inf in (m, h.factor):
             return math.inf, 0

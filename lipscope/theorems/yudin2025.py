@@ -49,7 +49,8 @@ def centred_upper(f: SelfAttention, domain: Domain) -> float:
 
     def head(h: Head) -> float:
         seen = features(h, X)
-        size, long = frobenius_up(Xc).item(), frobenius_up(X).item()
+        size = frobenius_up(Xc).item()
+        long = frobenius_up(X).item()
         spread = norm_up(Xc).item() + gamma(4) * size
         queries = norm_up(Xc @ h.A).item() + gamma(h.steps) * h.A_size * size
         b = X @ h.A.T + h.beta

@@ -99,18 +99,22 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
 
     class Measuring(Callback):
         def __init__(self) -> None:
-            self._steps, self._seen, self._resumed = 0, 0, False
+            self._steps = 0
+            self._seen = 0
+            self._resumed = False
 
         def state_dict(self) -> dict[str, Any]:
             return {"steps": self._steps}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self._steps, self._resumed = state_dict["steps"], True
+            self._steps = state_dict["steps"]
+            self._resumed = True
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             # A checkpoint written without this callback only has the steps of all optimizers.
             self._steps = self._steps if self._resumed else trainer.global_step
-            self._seen, self._resumed = trainer.global_step, False
+            self._seen = trainer.global_step
+            self._resumed = False
 
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -125,7 +129,8 @@ def lightning_callback(monitor: SmoothnessMonitor) -> Callback:
             # one batch more than once: a step is over when global_step has changed.
             if not trainer.is_global_zero or trainer.global_step == self._seen:
                 return
-            self._steps, self._seen = self._steps + 1, trainer.global_step
+            self._steps = self._steps + 1
+            self._seen = trainer.global_step
             readings = monitor.step(self._steps)
             for logger in trainer.loggers if readings else ():
                 logger.log_metrics(_finite(logged(readings)), step=_logged_step(trainer))

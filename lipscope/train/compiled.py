@@ -116,7 +116,8 @@ class _TappedCall:
     """The compiled call of a module, shown to taps first; several monitors share one."""
 
     def __init__(self, part: nn.Module, inner: Callable[..., Any]) -> None:
-        self.part, self.inner = part, inner
+        self.part = part
+        self.inner = inner
         self.taps: list[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -194,7 +194,8 @@ def _real_tokens(mask: Tensor, causal: bool) -> Tensor:
 
 def _slot(survey: Survey, i: int, target: Target) -> Slot:
     parts = survey.layers[i]
-    core, projection = parts.core, parts.projection
+    core = parts.core
+    projection = parts.projection
     what = f"layer {i} ({type(core or parts.block).__name__})"
     try:
         site = survey.site("attention", i)

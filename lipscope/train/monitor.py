@@ -132,8 +132,11 @@ class SmoothnessMonitor:
                 "not to SmoothnessMonitor"
             )
         self.watch: Watch = ModuleWatch(model, layers) if isinstance(model, nn.Module) else model
-        self.every, self.tol = every, tol
-        self.log, self.max_sigma, self.stop = log, max_sigma, stop
+        self.every = every
+        self.tol = tol
+        self.log = log
+        self.max_sigma = max_sigma
+        self.stop = stop
         self.alarm = alarm or _warn
         self.table = None if csv is None else SigmaTable(csv)
         self.readings: list[Reading] = []
@@ -156,7 +159,8 @@ class SmoothnessMonitor:
             number: The number of the step that begins.
         """
         _check_step(number)
-        self._announced, self._next = True, number
+        self._announced = True
+        self._next = number
         self._look(number)
 
     @unaffected
@@ -194,7 +198,8 @@ class SmoothnessMonitor:
         return draw_readings(self.readings, ax)
 
     def __repr__(self) -> str:
-        layers, count = self.watch.names, len(self.readings)
+        layers = self.watch.names
+        count = len(self.readings)
         last = f", the last at step {self.readings[-1].step}" if count else ""
         often = "step" if self.every == 1 else f"{self.every} steps"
         return (

@@ -47,7 +47,9 @@ class TorchReplacement(Replacement):
 
     def __init__(self, layer: AttentionLayer, bias: Tensor | None, batch_first: bool) -> None:
         super().__init__(layer, bias)
-        self.batch_first, self.embed_dim, self.num_heads = batch_first, layer.dim, layer.heads
+        self.batch_first = batch_first
+        self.embed_dim = layer.dim
+        self.num_heads = layer.heads
 
     def forward(
         self,
@@ -69,7 +71,8 @@ class TorchReplacement(Replacement):
         X = query.transpose(0, 1) if swap else query
         check_mask(self.layer, attn_mask, is_causal, X.shape[-2])
         real = None if key_padding_mask is None else real_tokens(key_padding_mask)
-        Y, P = self.attended(X, real), None
+        Y = self.attended(X, real)
+        P = None
         if need_weights:
             P = self.layer.weights(X, real)
             P = P.mean(dim=-3) if average_attn_weights else P

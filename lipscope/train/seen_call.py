@@ -93,7 +93,8 @@ def _first_of_torch(
     batched = query.ndim == 3
     if batched and not module.batch_first:
         query = query.transpose(0, 1)
-    padding, mask = given.get("key_padding_mask"), given.get("attn_mask")
+    padding = given.get("key_padding_mask")
+    mask = given.get("attn_mask")
     if mask is not None and mask.ndim == 3:
         if not (mask[: module.num_heads] == mask[0]).all():
             raise UserError("attn_mask differs from head to head; use one mask for all heads")

@@ -58,7 +58,8 @@ class SigmaTable:
         """Append the readings of one step; return the number of rows they replaced."""
         if not readings:
             return 0
-        step, replaced = readings[0].step, 0
+        step = readings[0].step
+        replaced = 0
         if not self.path.exists():
             self._replace([])
         elif step <= self.last or not self._ends_well():
@@ -86,7 +87,8 @@ class SigmaTable:
             lines = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
         except (UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{foreign} ({error})") from error
-        header, rows = (lines or [[]])[0], lines[1:]
+        header = (lines or [[]])[0]
+        rows = lines[1:]
         if header != HEADER or any(
             len(row) != len(HEADER) or not row[0].isdecimal() for row in rows
         ):

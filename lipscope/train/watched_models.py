@@ -58,7 +58,8 @@ def watch(
         >>> [(reading.layer, reading.tokens) for reading in monitor.step()]
         [('attention.0', 8), ('attention.1', 8)]
     """
-    called, model = model, unwrapped(model) if isinstance(model, nn.Module) else model
+    called = model
+    model = unwrapped(model) if isinstance(model, nn.Module) else model
     if not isinstance(model, PreTrainedModel):
         raise UserError(
             f"watch takes a transformers model, got {type(model).__name__}; "
@@ -113,7 +114,9 @@ class ModelWatch:
     def _start(
         self, model: Model | None, called: nn.Module | None, layers: tuple[int, ...], scope: str
     ) -> None:
-        self.model, self.called, self.scope = model, called, scope
+        self.model = model
+        self.called = called
+        self.scope = scope
         self._layers = {f"{scope}.{i}": i for i in layers}
         self.names = tuple(self._layers)
         self._hooks = ExitStack()
@@ -135,7 +138,8 @@ class ModelWatch:
     def arm(self) -> None:
         self.release()
         self._tap = _InputTap()
-        model, called = self.model, self.called
+        model = self.model
+        called = self.called
         if model is None:
             return
         compiled = () if called is None else entries(called)
@@ -165,7 +169,8 @@ class ModelWatch:
     def release(self) -> None:
         self._hooks.close()
         self._kept.close()
-        self._survey, self._tap = None, _InputTap()
+        self._survey = None
+        self._tap = _InputTap()
 
 
 class _InputTap:

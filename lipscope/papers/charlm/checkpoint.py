@@ -13,7 +13,8 @@ from torch import Tensor
 from lipscope._files import whole_file
 from lipscope._types import UserError
 
-FILE, LOCK = "training.safetensors", "training.lock"
+FILE = "training.safetensors"
+LOCK = "training.lock"
 FACTS = "lipscope.training"
 """The key of the facts in the metadata of the file."""
 

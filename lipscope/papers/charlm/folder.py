@@ -12,7 +12,8 @@ from lipscope.papers.charlm.characters import UNKNOWN
 from lipscope.papers.charlm.checkpoint import write_tensors
 from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer
 
-MODEL_TYPE, MODEL_CLASS = "lipscope_character", "CharacterModel"
+MODEL_TYPE = "lipscope_character"
+MODEL_CLASS = "CharacterModel"
 """The names transformers knows it by; lipscope.papers.charlm.pretrained defines both."""
 
 NAMES = {

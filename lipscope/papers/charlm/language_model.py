@@ -121,7 +121,8 @@ class CharacterTransformer(nn.Module):
         return self.readout(self.norm(self.trunk(self.embed(ids))))
 
     def embed(self, ids: Tensor) -> Tensor:
-        n, context = ids.shape[-1], self.architecture.context
+        n = ids.shape[-1]
+        context = self.architecture.context
         if n > context:
             raise UserError(f"{n} characters are more than the {context} positions of this model")
         return self.embedding(ids) + self.position.weight[:n]
@@ -160,7 +161,8 @@ class Block(nn.Module):
     def __init__(self, a: Architecture, attention: AttentionLayer) -> None:
         super().__init__()
         norm = nn.Identity if a.norm == "none" else nn.LayerNorm
-        self.attention_norm, self.mlp_norm = norm(a.width), norm(a.width)
+        self.attention_norm = norm(a.width)
+        self.mlp_norm = norm(a.width)
         self.attention = attention
         self.mlp = nn.Sequential(
             nn.Linear(a.width, EXPANSION * a.width),

@@ -109,7 +109,10 @@ class Training:
                 f"vocabulary of {architecture.vocabulary}; make them equal"
             )
         _check_memory(architecture, recipe, device)
-        self.text, self.architecture, self.recipe, self.device = text, architecture, recipe, device
+        self.text = text
+        self.architecture = architecture
+        self.recipe = recipe
+        self.device = device
         self.generator = torch.Generator().manual_seed(recipe.seed)
         # Layers draw their weights from the global generator: seed it, and leave it as it was.
         with torch.random.fork_rng(devices=[]), float32_by_default():
@@ -206,7 +209,8 @@ class Training:
         names = [name for name, _ in self.model.named_parameters()]
         restore_optimizer(self.optimizer, names, _under("optimizer.", tensors))
         self.generator.set_state(tensors["generator"])
-        self.step, self._losses = facts["step"], []
+        self.step = facts["step"]
+        self._losses = []
         self.curve = [
             CurvePoint(**{**r, "constants": tuple(r["constants"])}) for r in facts["curve"]
         ]
@@ -388,7 +392,8 @@ def _check_memory(a: Architecture, recipe: Recipe, device: torch.device) -> None
     # Lower bounds: weights, gradients and Adam's two moments; the activations of the blocks.
     weights = a.depth * 12 * a.width**2 + (2 * a.vocabulary + a.context) * a.width
     tokens = recipe.batch * a.context * (a.vocabulary + 6 * a.width * a.depth)
-    needed, total = 4 * (4 * weights + tokens), memory_of(device)
+    needed = 4 * (4 * weights + tokens)
+    total = memory_of(device)
     if needed > total:
         raise UserError(
             f"this training needs more than {needed / 2**30:.3g} GiB and {device} has "

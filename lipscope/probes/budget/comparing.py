@@ -251,14 +251,17 @@ def check_run(
         run = _runner(b, reference, format, inputs)
         name = format or _format_of(run.dtype)
         runs = [_states_of(run, row) for row in reference.sequences]
-        found, before = [states for states, _ in runs], not all(final for _, final in runs)
+        found = [states for states, _ in runs]
+        before = not all(final for _, final in runs)
         own = run.attention
         buffers = {key: x.dtype for key, x in run.module.named_buffers() if is_float(x)}
     else:
         name = format or _known(recorded.format)
         _check_recorded(reference, recorded, expected)
         found = [[h[i : i + 1] for h in recorded.states] for i in range(len(recorded.states[0]))]
-        own, before, buffers = reference.own, True, None
+        own = reference.own
+        before = True
+        buffers = None
     _check_shapes(expected, found)
     low = replace(reference, own=own).in_dtype(DTYPES[name], buffers)
     budgets, exact = state_budgets(

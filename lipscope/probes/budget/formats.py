@@ -91,7 +91,8 @@ def symmetric(x: Tensor, bits: int, group: int = 0) -> Tensor:
 
 def affine(x: Tensor, bits: int) -> Tensor:
     """2^bits evenly spaced values from the smallest to the largest entry of each row."""
-    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    low = x.amin(dim=-1, keepdim=True)
+    high = x.amax(dim=-1, keepdim=True)
     step = (high - low) / (2**bits - 1)
     step = torch.where(step == 0, 1, step)
     return ((x - low) / step).round() * step + low

@@ -85,7 +85,8 @@ def degrees_of_freedom(q: Tensor) -> float:
     is the one that its estimate stays below with a confidence of 90 %.
     """
     K, B = q.shape
-    mean, deviation = float(q.mean(dim=0).sum()), float(q.std(dim=0).sum())
+    mean = float(q.mean(dim=0).sum())
+    deviation = float(q.std(dim=0).sum())
     samples = B * (K - 1)
     variance = deviation**2 * samples / float(chdtri(samples, 0.9))
     return 2 * mean**2 / variance if variance > 0 else float("inf")

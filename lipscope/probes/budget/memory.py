@@ -72,8 +72,10 @@ def overwritten(x: Tensor, exact: Tensor, written: Tensor, values: Tensor) -> Te
             overwritten(torch.view_as_real(x), torch.view_as_real(exact), written, values)
         )
     if written.is_complex():
-        written, values = torch.view_as_real(written), torch.view_as_real(values)
-    own, theirs = _places(x), _places(written)
+        written = torch.view_as_real(written)
+        values = torch.view_as_real(values)
+    own = _places(x)
+    theirs = _places(written)
     if not x.numel() or not written.numel():
         return exact
     found = theirs.new_full((int(max(own.max(), theirs.max())) + 1,), -1)

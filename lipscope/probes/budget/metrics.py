@@ -56,10 +56,12 @@ class Metric:
 
         Twice the divergence, or the squared norm: what E <v, dy>^2 predicts.
         """
-        y, other = y.detach().double(), other.detach().double()
+        y = y.detach().double()
+        other = other.detach().double()
         if not self.divergence:
             return float((other - y).square().sum())
-        p, q = y.log_softmax(dim=-1), other.log_softmax(dim=-1)
+        p = y.log_softmax(dim=-1)
+        q = other.log_softmax(dim=-1)
         return 2 * float((p.exp() * (p - q)).sum())
 
     def size(self, y: Tensor) -> float:

@@ -106,7 +106,8 @@ def error_budget(
         True
     """
     check_probes(probes, least=2)
-    wanted, measure = read_formats(formats), read_metric(metric)
+    wanted = read_formats(formats)
+    measure = read_metric(metric)
     if out is not None and not (isinstance(metric, str) and not isinstance(formats, Mapping)):
         raise UserError(
             "a saved budget needs formats and a metric with names: functions cannot be recognised "
@@ -206,7 +207,8 @@ def _price_sequence(
     lows: Mapping[str, Subject],
 ) -> dict[str, Part]:
     """The parts of some formats at sequence b, the only one of `subject`."""
-    probes, seed = settings.probes, settings.seed_of(b)
+    probes = settings.probes
+    seed = settings.seed_of(b)
     (exact,) = exact_outputs(subject, metric)
     stored = [f for f in wanted if f.dtype is None]
     embeddings = settings.embeddings
@@ -214,7 +216,8 @@ def _price_sequence(
     found = {}
     for f in wanted:
         if f.dtype is None:
-            sites, q = products[f.name].sites, products[f.name].t[:, 0]
+            sites = products[f.name].sites
+            q = products[f.name].t[:, 0]
             # At every sequence: a single token that goes to another expert may be most of it.
             curved = second_order(subject, f, metric, q.sum(dim=1), seed, embeddings)
         else:

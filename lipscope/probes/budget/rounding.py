@@ -88,7 +88,8 @@ class RoundingTrace(TorchFunctionMode):
 
     def __init__(self, low: torch.dtype, high: torch.dtype) -> None:
         super().__init__()
-        self.low, self.high = low, high
+        self.low = low
+        self.high = high
         self.noted: list[Rounding] = []
         self.layer: int | None = None
         self._paused = False
@@ -441,7 +442,8 @@ def squared_errors(
     """
     found = gradients(outputs, probes, [r.exact for r in roundings])
     none = probes[0].new_zeros(len(probes[0]))
-    squares, sums = [], []
+    squares = []
+    sums = []
     for r, g in zip(roundings, found, strict=True):
         product = none[:, None] if g is None else _parts(g) * _parts(r.error[None])
         sums.append(product.sum(dim=1))

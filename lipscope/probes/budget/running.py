@@ -102,7 +102,8 @@ def first_order_errors(
     """J e per sequence: what a format adds to the output to first order, by central differences."""
     found = []
     for sample in subject.sequences:
-        one, kept = replace(subject, sequences=(sample,)), dict[int, Tensor]()
+        one = replace(subject, sequences=(sample,))
+        kept = dict[int, Tensor]()
         _outputs(one, format, metric, only, 0.0, kept)
         (up,), (down,) = (_outputs(one, format, metric, only, s, kept) for s in (step, -step))
         found.append((up - down) / (2 * step))

@@ -119,7 +119,8 @@ def compare_scores(
         sigma: Whether to measure sigma of all that follows each site, which takes longest.
         seed: Seed of the probes.
     """
-    wanted, measure = read_formats(formats), read_metric(metric)
+    wanted = read_formats(formats)
+    measure = read_metric(metric)
     for f in wanted:
         if f.dtype is not None or f.activation is not None:
             raise UserError(f"scores are of weights or of keys and values, not of {f.name}")
@@ -270,7 +271,8 @@ def _add_local(
                 whole, local = (x[:, i] if site.head is not None else x for x in (place.values, e))
                 add = {"local output error": float(local.norm() / whole.norm()) / count}
                 if place.weight is not None:
-                    W, errors = place.weight[0].detach(), place.weight[1]
+                    W = place.weight[0].detach()
+                    errors = place.weight[1]
                     z = (W - W.mean()) / W.std()
                     add["weight error"] = float(errors[name].norm() / W.norm()) / count
                     add["kurtosis"] = float(z.pow(4).mean()) / count

@@ -146,5 +146,6 @@ def _peak(error: Tensor) -> float:
     mean = error.square().mean()
     if not bool(mean > 0):
         return 1.0
-    rows, columns = error.square().mean(dim=-1), error.square().mean(dim=-2)
+    rows = error.square().mean(dim=-1)
+    columns = error.square().mean(dim=-2)
     return float((torch.maximum(rows.max(), columns.max()) / mean).sqrt())

@@ -134,7 +134,8 @@ class BudgetStore:
             for r in found.rows
         ]
         second = math.nan if part.curved is None else found.second_order
-        low, high = found.total.low, found.total.high
+        low = found.total.low
+        high = found.total.high
         values.append((BUDGET, None, None, "total", (found.total.value, low, high), second))
         if found.observed is not None:
             values.append((OBSERVED, None, None, "total", (found.observed,) * 3, math.nan))

@@ -176,9 +176,14 @@ def read_subject(
     if inputs is not None and text is not None:
         raise UserError("give a text or inputs, not both")
     if isinstance(source, nn.Module) and not hasattr(source, "base_model_prefix"):
-        module, model = source, None
-        own, routed, wanted = "eager", False, dtype or torch.float64
-        name, encode, limit = type(source).__name__, None, None
+        module = source
+        model = None
+        own = "eager"
+        routed = False
+        wanted = dtype or torch.float64
+        name = type(source).__name__
+        encode = None
+        limit = None
         rows = [] if inputs is None else _rows_of(inputs)
     else:
         model, module = _opened(source, head)
@@ -189,8 +194,11 @@ def read_subject(
                 f"{model.card.name} reads {model.trunk.main_input_name}, not text; give it from "
                 "Python, with inputs=tensor or inputs={name: tensor, ...}"
             )
-        routed, wanted = model.preflight.routed, dtype or model.dtype
-        name, encode, limit = model.card.name, model.encode, model.max_positions
+        routed = model.preflight.routed
+        wanted = dtype or model.dtype
+        name = model.card.name
+        encode = model.encode
+        limit = model.max_positions
     module = copied(module).eval().requires_grad_(False)
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point():
@@ -231,7 +239,8 @@ def _check_repeatable(subject: Subject) -> None:
         first, again = (subject.run(subject.sequences[0]) for _ in range(2))
     if not has_tokens(first):
         return  # an output of its owner's kind, which only a metric can read
-    first, again = first_tensor(first), first_tensor(again)
+    first = first_tensor(first)
+    again = first_tensor(again)
     tolerance = torch.finfo(first.dtype).eps ** 0.5 * first.norm()
     if first.shape != again.shape or bool((again - first).norm() > tolerance):
         raise UserError(
@@ -285,7 +294,8 @@ def read_sequences(
     if isinstance(text, str | Path | TextColumn | None):
         ids = encode(default_text() if text is None else content(text))
         n = min(length, len(ids))
-        last, count = len(ids) - n, max(1, min(samples, len(ids) // max(n, 1)))
+        last = len(ids) - n
+        count = max(1, min(samples, len(ids) // max(n, 1)))
         starts = [round(i * last / max(count - 1, 1)) for i in range(count)]
         rows = [ids[start : start + n] for start in starts]
     else:

@@ -95,11 +95,13 @@ class _View:
         """The dimensions of the parameter that dimension d of a tensor in this memory runs over."""
         known = {stride: (size, dim) for stride, size, dim in self.layout}
         found: list[int] = []
-        stride, covered = x.stride(d), 1
+        stride = x.stride(d)
+        covered = 1
         while covered < x.shape[d] and stride in known:
             size, dim = known[stride]
             found.insert(0, dim)
-            covered, stride = covered * size, stride * size
+            covered = covered * size
+            stride = stride * size
         return tuple(found)
 
 
@@ -183,7 +185,9 @@ class ProductTrace(TorchDispatchMode):
 def _operands(name: str, args: list[Any]) -> Iterator[tuple[Tensor, Dims, Dims]]:
     """The operands of a product, each with the dimensions of its outputs and of its sum."""
     if name == "convolution":
-        x, w, transposed = args[0], args[1], args[6]
+        x = args[0]
+        w = args[1]
+        transposed = args[6]
         out = 1 if transposed else 0
         yield x, (), ()
         yield w, (out,), tuple(d for d in range(w.ndim) if d != out)
