@@ -51,6 +51,7 @@ PLAIN: dict[str, tuple[str, Callable[[object], bool]]] = {
     "torch.device": ("a device", lambda x: _is_named("device")(x)),
     "torch.dtype": ("a dtype", lambda x: _is_named("dtype")(x)),
     "Map": ("a map of tokens", callable),
+    "Measure": ("a DiscreteMeasure", lambda x: _is_named("DiscreteMeasure")(x)),
     "Progress": ("a function of (done, total)", callable),
     "Kernel": ("Dot(...) or L2(...)", lambda x: _is_named("Dot")(x) or _is_named("L2")(x)),
     "Domain": (

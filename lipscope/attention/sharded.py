@@ -26,7 +26,6 @@ from lipscope.fused.backend import HALF
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.primitive import Rules, attend_by_rules
 from lipscope.fused.reference import Triple, Weights
-from lipscope.linalg.differentiate import check_input
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.ranks import TokenShards, chunks_of, from_all
 
@@ -147,12 +146,12 @@ def on_all(check: Callable[[], T], mesh: Any) -> T:
     return result  # type: ignore[return-value]  # without an error there is a result
 
 
-def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
+def sharded_jacobian(f: SelfAttention | HeadsApart, X: Tensor, mesh: Any) -> LinearOperator:
     """The Jacobian of f, whose tokens X are spread over the ranks of a mesh.
 
     Args:
         f: A `SelfAttention`, or its `heads_apart()`; masks, padding and rotary tables are those of
-            all n tokens. Or a block of a model, the `f` of a `Site`.
+            all n tokens.
         X: This rank's tokens, `shard(X, mesh)`.
         mesh: A one-dimensional `torch.distributed.DeviceMesh`, or a process group.
 
@@ -160,7 +159,7 @@ def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
         The operator; its products, and the vectors of a solve, are those of this rank's tokens.
 
     Raises:
-        UserError: On every rank, if an input of any rank is invalid or f is not attention.
+        UserError: On every rank, if an input of any rank is invalid.
 
     Example:
         >>> import lipscope as ls
@@ -174,21 +173,26 @@ def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
         True
         >>> dist.destroy_process_group()
     """
-    on_all(lambda: _check_place(X, mesh), mesh)
-    shards = _shards_here(X, mesh)
-    if hasattr(f, "linearize_on"):
-        on_all(lambda: check_input(X), mesh)
-        _check_spread(X, shards)
-        return f.linearize_on(X, shards)
     layer = f.layer if isinstance(f, HeadsApart) else f
-    on_all(lambda: _check_layer(layer, X, shards.n), mesh)
-    _check_spread(X, shards)
+    shards = spread_of(X, mesh, lambda n: _check_layer(layer, X, n))
     kernel = layer.kernel
     if isinstance(kernel, Dot) and kernel.rope is not None:
         # Rotary positions are those of the tokens that are here.
         rope = Rope(*(shards.cut(x[: shards.n], 0) for x in (kernel.rope.cos, kernel.rope.sin)))
         layer = replace(layer, kernel=replace(kernel, rope=rope))
     return linearize(layer, X, isinstance(f, HeadsApart), kind=ShardedState, ranks=shards)
+
+
+def spread_of(X: Tensor, mesh: Any, check: Callable[[int], None]) -> TokenShards:
+    """The spread of tokens of which X is this rank's part; `check` gets their number.
+
+    An error on one rank is raised on all.
+    """
+    on_all(lambda: _check_place(X, mesh), mesh)
+    shards = _shards_here(X, mesh)
+    on_all(lambda: check(shards.n), mesh)
+    _check_spread(X, shards)
+    return shards
 
 
 def _check_place(X: Any, mesh: Any) -> None:
@@ -202,13 +206,7 @@ def _check_place(X: Any, mesh: Any) -> None:
         )
 
 
-def _check_layer(f: Any, X: Tensor, n: int) -> None:
-    if not isinstance(f, SelfAttention):
-        raise UserError(
-            f"mesh spreads the tokens of a SelfAttention or of its heads_apart(), "
-            f"and f is {type(f).__name__}, which is not known to act token by token otherwise; "
-            "omit mesh, or measure its attention alone"
-        )
+def _check_layer(f: SelfAttention, X: Tensor, n: int) -> None:
     check_tokens(f, X, n)
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
     if rope is not None and len(rope.cos) < n:

@@ -176,7 +176,7 @@ def _layer_by_layer(
     alone = []
     operators = []
     for k, x in enumerate(path.positions):
-        J = f.linearize(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
+        J = f.jacobian(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
         both = _residual(J, step)
         found = [as_single(spectral_norm(j, tol, solver=Solver(seed=0))) for j in (J, both)]
         if not all(math.isfinite(float(e.value)) for e in found):

@@ -35,7 +35,7 @@ MIXED = 1e-9
 def jacobian(f: Map, X: Tensor) -> LinearOperator:
     """The derivative of a map at an input, as a linear operator.
 
-    ``f.linearize(X)`` is used where f has it, as :class:`SelfAttention` does. Any other f is
+    ``f.jacobian(X)`` is used where f has it, as :class:`SelfAttention` does. Any other f is
     differentiated by autograd: it is run once, and each product costs one backward pass through
     the graph that is kept.
 
@@ -58,9 +58,10 @@ def jacobian(f: Map, X: Tensor) -> LinearOperator:
     """
     check_input(X)
     check_map(f)
-    linearize = getattr(f, "linearize", None)
+    if hasattr(f, "jacobian"):
+        return f.jacobian(X)
     f = ordinary_module(f) if isinstance(f, nn.Module) else f
-    return linearize(X) if linearize is not None else steady(_autograd_jacobian(f, X))
+    return steady(_autograd_jacobian(f, X))
 
 
 def check_input(X: Tensor) -> None:

@@ -74,7 +74,7 @@ def test_a_map_that_counts_in_floating_point_has_no_bounds():
     model.layers[0].mlp.act_fn = Counts()
     site = load(model).sites([1, 2, 3], scopes=["block"], layers=[0])[0]
     # Whether a repetition counts too few depends on its directions: look at many.
-    J = site.f.linearize(site.X[0])
+    J = site.f.jacobian(site.X[0])
     with pytest.raises(UnseenRoundingError, match="it fails when its numbers move"):
         for i in range(20):
             J.perturbed(i)
