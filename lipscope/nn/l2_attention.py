@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lipscope._checks import explained, norm_name
 from lipscope._types import UserError
+from lipscope.attention.factored import FactoredAttention
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import L2, augment
 from lipscope.fused._torch_internals import is_wrapped
@@ -34,7 +35,6 @@ from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_leng
 from lipscope.nn.matrix_norms import FLOOR, spectral_upper, unit, widened
 from lipscope.nn.query_ball import BALL, QueryBall, radius
 from lipscope.nn.row_sums import RowSums
-from lipscope.theorems.factored_values import FactoredAttention
 from lipscope.theorems.heads import sight
 
 F = TypeVar("F", bound=Callable[..., Any])
