@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipscope._ambient import unaffected
-from lipscope._checks import check_fields, shown
+from lipscope._checks import abbreviate, check_fields
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.linearization import linearize
@@ -242,7 +242,7 @@ def _check_weights(f: SelfAttention) -> None:
             raise UserError(f"{name} is {W.dtype} and Q is {f.Q.dtype}; give all weights one dtype")
     check_fields(f)
     if f.biases is not None and (not isinstance(f.biases, tuple | list) or len(f.biases) != 3):
-        raise UserError(f"biases must be three, (bq, bk, bv), got {shown(f.biases)}")
+        raise UserError(f"biases must be three, (bq, bk, bv), got {abbreviate(f.biases)}")
     d = f.Q.shape[1]
     if not 1 <= f.groups <= f.heads or f.heads % f.groups:
         raise UserError(f"heads={f.heads} must be a multiple of kv_heads={f.groups}")
@@ -265,7 +265,7 @@ def _check_weights(f: SelfAttention) -> None:
     ):
         if b is not None:
             if not isinstance(b, Tensor):
-                raise UserError(f"{name} must be a tensor or None, got {shown(b)}")
+                raise UserError(f"{name} must be a tensor or None, got {abbreviate(b)}")
             if b.shape != W.shape[:1]:
                 raise UserError(f"{name} must have shape [{W.shape[0]}], got {tuple(b.shape)}")
             check_tensor(name, b)

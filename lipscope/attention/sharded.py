@@ -27,7 +27,7 @@ from lipscope.fused.pattern import Pattern
 from lipscope.fused.primitive import Rules, attend_by_rules
 from lipscope.fused.reference import Triple, Weights
 from lipscope.linalg.operator import LinearOperator
-from lipscope.linalg.ranks import TokenShards, chunks_of, from_all
+from lipscope.linalg.space import TokenShards, chunks_of, from_all
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def shard(X: Tensor, mesh: Any) -> Tensor:
         True
         >>> dist.destroy_process_group()
     """
-    return shards_of(X.shape[-2], mesh).cut(X, -2)
+    return shards_of(X.shape[-2], mesh).shard(X, -2)
 
 
 def unshard(x: Tensor, mesh: Any) -> Tensor:
@@ -178,9 +178,9 @@ def sharded_jacobian(f: SelfAttention | HeadsApart, X: Tensor, mesh: Any) -> Lin
     kernel = layer.kernel
     if isinstance(kernel, Dot) and kernel.rope is not None:
         # Rotary positions are those of the tokens that are here.
-        rope = Rope(*(shards.cut(x[: shards.n], 0) for x in (kernel.rope.cos, kernel.rope.sin)))
+        rope = Rope(*(shards.shard(x[: shards.n], 0) for x in (kernel.rope.cos, kernel.rope.sin)))
         layer = replace(layer, kernel=replace(kernel, rope=rope))
-    return linearize(layer, X, isinstance(f, HeadsApart), kind=ShardedState, ranks=shards)
+    return linearize(layer, X, isinstance(f, HeadsApart), kind=ShardedState, space=shards)
 
 
 def spread_of(X: Tensor, mesh: Any, check: Callable[[int], None]) -> TokenShards:
@@ -272,21 +272,21 @@ class ShardedState(State):
             ),
         )
 
-    def push(self, tangent: Triple) -> Tensor:
+    def jvp(self, tangent: Triple) -> Tensor:
         dq, dk, dv = tangent
-        if self.ranks.size > 1:
+        if self.space.size > 1:
             dk, dv = self._shards.gather(torch.cat([dk, dv], dim=-1)).split(_widths(dk, dv), dim=-1)
         pushed = [
-            self._state(part).push(
+            self._state(part).jvp(
                 (dq[..., part.rows, :], dk[..., part.cols, :], dv[..., part.cols, :])
             )
             for part in self.parts
         ]
         return pushed[0] if len(pushed) == 1 else torch.cat(pushed, dim=-2)
 
-    def pull(self, g: Tensor) -> Triple:
-        if self.ranks.size == 1:
-            return self._state(self.parts[0]).pull(g)
+    def vjp(self, g: Tensor) -> Triple:
+        if self.space.size == 1:
+            return self._state(self.parts[0]).vjp(g)
         n = self.k.shape[-2]
         widths = _widths(self.k, self.v)
         onto_queries = []
@@ -294,7 +294,7 @@ class ShardedState(State):
         for part in self.parts:
             gq = torch.zeros((), dtype=g.dtype, device=g.device)
             for piece in _pieces(part, g):
-                onto, gk, gv = self._state(piece).pull(g[..., part.rows, :])
+                onto, gk, gv = self._state(piece).vjp(g[..., part.rows, :])
                 gq = gq + onto
                 onto_keys[..., piece.cols, :] += torch.cat([gk, gv], dim=-1)
             onto_queries.append(gq)
@@ -331,8 +331,8 @@ class ShardedState(State):
 
     @property
     def _shards(self) -> TokenShards:
-        assert isinstance(self.ranks, TokenShards)
-        return self.ranks
+        assert isinstance(self.space, TokenShards)
+        return self.space
 
     def _state(self, part: Part) -> State:
         """The state of a part; until `evaluated` there are neither outputs nor log-sum-exps."""
@@ -356,7 +356,7 @@ def _parts(pattern: Pattern, shards: TokenShards) -> tuple[Part, ...]:
     n = shards.n
     first = 0
     if not (pattern.causal or pattern.window or pattern.mask is not None):
-        queries = None if pattern.queries is None else shards.cut(pattern.queries, -1)
+        queries = None if pattern.queries is None else shards.shard(pattern.queries, -1)
         everything = slice(0, len(shards.positions)), slice(0, n)
         return (Part(*everything, replace(pattern, queries=queries)),)
     (start, middle), (second, stop) = shards.chunks

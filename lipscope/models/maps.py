@@ -66,11 +66,11 @@ def _differentiated(
     with graph_of_any_digits() as digits:
         J = jacobian(value, X)
     scores = largest_score(X)
-    J = replace(J, condition=scores)
+    J = replace(J, rounding=replace(J.rounding, condition=scores))
     if not (digits.used and _takes_long(X) and scores.max() <= ROUGH_SCORES):
         return J
-    rough = replace(J, mv=digits.rough(J.mv), rmv=digits.rough(J.rmv))
-    return replace(J, mv=digits.exact(J.mv), rmv=digits.exact(J.rmv), rough=rough)
+    low = replace(J, mv=digits.in_low_precision(J.mv), rmv=digits.in_low_precision(J.rmv))
+    return replace(J, mv=digits.exact(J.mv), rmv=digits.exact(J.rmv), low_precision=low)
 
 
 def _takes_long(X: Tensor) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import explained, norm_name
+from lipscope._checks import name_bad_argument, norm_name
 from lipscope._types import UserError
 from lipscope.attention.factored import FactoredAttention
 from lipscope.attention.layer import SelfAttention
@@ -72,14 +72,14 @@ class L2SelfAttention(AttentionLayer):
 
     ball: QueryBall | None
 
-    @explained
+    @name_bad_argument
     def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
         super().__init__(dim, heads, causal)
         self.query, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.ball = None
 
     @classmethod
-    @explained
+    @name_bad_argument
     @torch.no_grad()
     def from_kim2021(
         cls, W_Q: Tensor, W_V: Tensor, W_O: Tensor, causal: bool = False
@@ -225,7 +225,7 @@ class BallL2Attention(L2SelfAttention):
         True
     """
 
-    @explained
+    @name_bad_argument
     def __init__(
         self,
         dim: int,
