@@ -58,7 +58,7 @@ def operator(case: Case) -> ls.LinearOperator:
     Q, K, V, O = torch.randn(4, d, d, generator=g, dtype=case.dtype) / math.sqrt(d)
     X = torch.randn(case.inputs, case.n, d, generator=g, dtype=case.dtype)
     f = ls.SelfAttention(Q, K, V, None if case.apart else O, heads=HEADS)
-    J = (f.heads_apart() if case.apart else f).linearize(X)
+    J = (f.heads_apart() if case.apart else f).jacobian(X)
     return J if J.compressed is None else J.compressed.core
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 import lipscope as ls
 from lipscope.attention.linearization import linearize
 from lipscope.attention.sharded import ShardedState, shard, sharded_jacobian
-from lipscope.linalg.ranks import TokenShards
+from lipscope.linalg.space import TokenShards
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, WIDTH, RANKS = 12, 768, 8
@@ -120,10 +120,10 @@ def _share(rank: int, n: int, device: str, folder: str) -> None:
         lambda: ls.local_lipschitz(f, mine, tol=1e-2, solver=ls.Solver(seed=0), mesh=mesh), device
     )
     J = sharded_jacobian(f, mine, mesh)
-    assert isinstance(J.ranks, TokenShards)
-    before = dict(J.ranks.sent)
+    assert isinstance(J.space, TokenShards)
+    before = dict(J.space.sent)
     J.mv(mine)
-    sent = J.ranks.sent["gather"] - before["gather"]
+    sent = J.space.sent["gather"] - before["gather"]
     torch.save((e.value, seconds, sent), f"{folder}/{rank}")
     dist.destroy_process_group()
 
@@ -153,7 +153,7 @@ class Imagined(TokenShards):
         return torch.cat([x] * (self.size + 1), dim=-2)[..., : self.n, :].contiguous()
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        return self.cut(x, -2)
+        return self.shard(x, -2)
 
     def _reduced(self, x: Tensor, op: Any) -> Tensor:
         return x
@@ -164,7 +164,7 @@ def products(J: ls.LinearOperator, device: str, times: int) -> dict[str, float]:
     found = {}
     E = torch.randn(J.in_shape, device=device)
     U = torch.randn(J.out_shape, device=device)
-    for name, op in (("float32", J), ("bfloat16", J.rough)):
+    for name, op in (("float32", J), ("bfloat16", J.low_precision)):
         if op is not None:
             for side, product, x in (("J", op.mv, E), ("J'", op.rmv, U)):
                 taken = [timed(partial(product, x), device)[0] for _ in range(times + 1)]
@@ -179,7 +179,7 @@ def balance(n: int, causal: bool, device: str, times: int) -> dict[str, Any]:
     ranks = []
     for rank in range(RANKS):
         shards = Imagined(n, RANKS, rank)
-        J = linearize(f, shards.cut(X, -2), apart=False, kind=ShardedState, ranks=shards)
+        J = linearize(f, shards.shard(X, -2), apart=False, kind=ShardedState, space=shards)
         ranks.append(products(J, device, times))
         del J
     return {
@@ -201,11 +201,14 @@ def agreement(n: int, device: str) -> dict[str, float]:
     """Products in bfloat16 against float32 on an imagined rank: the same map, to bfloat16."""
     f, X = layer(n, causal=True, device=device)
     shards = Imagined(n, RANKS, 2)
-    J = linearize(f, shards.cut(X, -2), apart=False, kind=ShardedState, ranks=shards)
+    J = linearize(f, shards.shard(X, -2), apart=False, kind=ShardedState, space=shards)
     found = {}
-    if J.rough is not None:
+    if (low := J.low_precision) is not None:
         E, U = torch.randn(J.in_shape, device=device), torch.randn(J.out_shape, device=device)
-        for name, exact, rough, x in (("J", J.mv, J.rough.mv, E), ("J'", J.rmv, J.rough.rmv, U)):
+        for name, exact, rough, x in (
+            ("J", J.mv, low.mv, E),
+            ("J'", J.rmv, low.rmv, U),
+        ):
             y = exact(x)
             found[name] = float((rough(x) - y).norm() / y.norm())
     return found

@@ -46,7 +46,7 @@ _CONTENTS = {
     "jacobian": "linalg.differentiate",
     "lightning_callback": "train.callbacks",
     "load": "models.loading",
-    "local_lipschitz": "mean_field.local",
+    "local_lipschitz": "linalg.local",
     "mean_field": "",
     "measure": "study.run",
     "nn": "",
@@ -139,11 +139,11 @@ if TYPE_CHECKING:
     from lipscope.linalg.differentiate import jacobian as jacobian
     from lipscope.linalg.estimate import BatchEstimate as BatchEstimate
     from lipscope.linalg.estimate import Estimate as Estimate
+    from lipscope.linalg.local import local_lipschitz as local_lipschitz
     from lipscope.linalg.operator import LinearOperator as LinearOperator
     from lipscope.linalg.spectral import Solver as Solver
     from lipscope.linalg.spectral import spectral_norm as spectral_norm
     from lipscope.linalg.triplets import singular_triplets as singular_triplets
-    from lipscope.mean_field.local import local_lipschitz as local_lipschitz
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
     from lipscope.papers.attack_comparison import compare_attacks as compare_attacks

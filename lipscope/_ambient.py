@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope._checks import explained
+from lipscope._checks import name_bad_argument
 from lipscope._torch_internals import autocasts, default_device
 from lipscope._types import UserError
 from lipscope.fused._torch_internals import is_transformed
@@ -48,9 +48,9 @@ _measuring: ContextVar[bool] = ContextVar("lipscope_measuring", default=False)
 def entry_point(function: Callable[P, T]) -> Callable[P, T]:
     """Make a public function independent of the caller's torch settings, and its errors helpful.
 
-    See `unaffected` and `explained`.
+    See `unaffected` and `name_bad_argument`.
     """
-    inner = unaffected(explained(function))
+    inner = unaffected(name_bad_argument(function))
 
     @wraps(function)
     def entering(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -51,6 +51,7 @@ PLAIN: dict[str, tuple[str, Callable[[object], bool]]] = {
     "torch.device": ("a device", lambda x: _is_named("device")(x)),
     "torch.dtype": ("a dtype", lambda x: _is_named("dtype")(x)),
     "Map": ("a map of tokens", callable),
+    "Measure": ("a DiscreteMeasure", lambda x: _is_named("DiscreteMeasure")(x)),
     "Progress": ("a function of (done, total)", callable),
     "Kernel": ("Dot(...) or L2(...)", lambda x: _is_named("Dot")(x) or _is_named("L2")(x)),
     "Domain": (
@@ -79,7 +80,7 @@ CLASSES = {
 """Classes that annotations may name; they are recognised by name, so that none is imported here."""
 
 
-def explained(function: Callable[P, T]) -> Callable[P, T]:
+def name_bad_argument(function: Callable[P, T]) -> Callable[P, T]:
     """Make a public function name the argument of a wrong type that it failed on.
 
     Python's own error comes from somewhere below and speaks of what is there. A call that works
@@ -151,10 +152,10 @@ def _check_type(
     kinds = _accepted(named)
     if kinds is not None and not any(accepts(value) for _, accepts in kinds):
         expected = " or ".join(words for words, _ in kinds)
-        raise UserError(f"{name} must be {expected}, got {shown(value)}") from cause
+        raise UserError(f"{name} must be {expected}, got {abbreviate(value)}") from cause
 
 
-def shown(value: object) -> str:
+def abbreviate(value: object) -> str:
     """A value in an error message: on one line, short, and without an error of its own."""
     if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to print the longest
         return "an integer of more than 64 bits"
@@ -170,7 +171,9 @@ def shown(value: object) -> str:
 def check_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> None:
     """Raise unless `value` is an integer from `least` to `most`."""
     if not _is_integer(value) or not least <= value <= most:
-        raise UserError(f"{name} must be a whole number from {least} to {most}, got {shown(value)}")
+        raise UserError(
+            f"{name} must be a whole number from {least} to {most}, got {abbreviate(value)}"
+        )
 
 
 def check_positive(name: str, value: object) -> None:

@@ -180,7 +180,7 @@ def _jacobian(t: SimpleNamespace) -> object:
     field = ls.mean_field.derivative(t.f.to(torch.float32), t.mu32)
     return (
         [closed.mv(t.E), closed.rmv(t.E), closed.to_dense(), plain.mv(t.X4), plain.T.to_dense()],
-        [field.mv(t.E.float()), t.f.to(torch.float32).linearize(t.X.float()).mv(t.E.float())],
+        [field.mv(t.E.float()), t.f.to(torch.float32).jacobian(t.X.float()).mv(t.E.float())],
         both.to_dense(),
         ls.spectral_norm(both).upper,
     )
@@ -300,7 +300,7 @@ CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
         ls.Normed(torch.ones_like(t.X[0]), n=4),
         ls.attack.Climb(steps=2, restarts=1),
     ),
-    "SelfAttention": lambda t: (t.f(t.X), t.f.linearize(t.X).to_dense(), t.f.double()(t.X)),
+    "SelfAttention": lambda t: (t.f(t.X), t.f.jacobian(t.X).to_dense(), t.f.double()(t.X)),
     "SmoothnessMonitor": _monitor,
     "Study": _study,
     "attack.ascend": lambda t: [

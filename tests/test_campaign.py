@@ -24,7 +24,7 @@ def check(kind: str, seed: int) -> None:
     assert e.status.ok, f"{kind} {seed}: {e}"
     assert abs(e.value - exact) <= MISS * exact, f"{kind} {seed}: {e.value} against {exact}"
     # The dense Jacobian is computed in float64 too, and has an error of its own of the stated size.
-    slack = float(ls.jacobian(f, X).rounding) * exact
+    slack = float(ls.jacobian(f, X).stated_rounding) * exact
     assert e.lower <= exact + slack and exact - slack <= e.upper, (
         f"{kind} {seed}: {exact} not in {e}"
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lipscope as ls
-from lipscope._checks import check_whole, explained, shown
+from lipscope._checks import abbreviate, check_whole, name_bad_argument
 from lipscope._files import for_spreadsheet, for_terminal
 
 W, X = torch.eye(3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_the_wrong_argument_is_named():
 
 
 def test_errors_that_are_not_about_types_are_left_alone():
-    @explained
+    @name_bad_argument
     def divide(a: float, b: float = 1.0) -> float:
         return a / b
 
@@ -80,7 +80,7 @@ def test_errors_that_are_not_about_types_are_left_alone():
 
 
 def test_memory_that_is_not_there_is_said_so():
-    @explained
+    @name_bad_argument
     def ask(n: int) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
 
@@ -104,15 +104,15 @@ class Wordless:
 
 @given(st.from_type(object) | st.text() | st.integers() | st.floats())
 def test_any_value_can_be_shown(value):
-    words = shown(value)
+    words = abbreviate(value)
     assert "\n" not in words and len(words) <= 80
 
 
 def test_values_that_cannot_show_themselves_are_shown():
-    assert shown(Wordless()) == "a value of type Wordless"
-    assert shown(HUGE) == "an integer of more than 64 bits"
-    assert shown(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
-    assert shown(math.nan) == "nan" and shown(Path("a")) == "PosixPath('a')"
+    assert abbreviate(Wordless()) == "a value of type Wordless"
+    assert abbreviate(HUGE) == "an integer of more than 64 bits"
+    assert abbreviate(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
+    assert abbreviate(math.nan) == "nan" and abbreviate(Path("a")) == "PosixPath('a')"
 
 
 @given(st.text())

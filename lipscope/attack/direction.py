@@ -13,10 +13,10 @@ from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, as_single
+from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.operator import lengths
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver
-from lipscope.mean_field.local import local_lipschitz
 
 ETAS = tuple(10.0**e for e in range(-6, 1))
 

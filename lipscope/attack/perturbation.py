@@ -15,9 +15,9 @@ from lipscope._ambient import callers_device
 from lipscope._types import UserError
 from lipscope.attack.line_search import Search
 from lipscope.linalg.differentiate import Map
+from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.operator import lengths
 from lipscope.linalg.spectral import Solver
-from lipscope.mean_field.local import local_lipschitz
 
 TOL = 1e-3
 """Relative residual of the singular vector, far below the effect of a finite step."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from lipscope._display import Displayed
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, as_batch
+from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver
-from lipscope.mean_field.local import local_lipschitz
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope.attention.scores import L2, Dot, augment, default_scale
 from lipscope.fused.primitive import attend
-from lipscope.linalg.ranks import ALONE, Ranks
+from lipscope.linalg.space import LOCAL, Space
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -31,7 +31,7 @@ Comparison = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def compare(
-    f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None, ranks: Ranks = ALONE
+    f: SelfAttention, X: Tensor, apart: bool, basis: Tensor | None, space: Space = LOCAL
 ) -> Comparison:
     """A function of tangents [B, n, r], products [B, n, m] and a seed that returns error norms [B].
 
@@ -47,18 +47,18 @@ def compare(
         E = tangent.double().reshape(product.shape[0], n, -1)
         E = E if basis is None else E @ basis.double().mT
         E = E.reshape(members, -1, n, X.shape[-1])  # one tangent for all heads, or one per head
-        size = ranks.gather(product.double().square().sum(dim=-1, keepdim=True))[..., 0]
+        size = space.gather(product.double().square().sum(dim=-1, keepdim=True))[..., 0]
         index, share = _rows(size, seed)
         per_head = index.reshape(members, -1, index.shape[-1])  # [M, H | 1, rows]
-        cuts = _cuts(f, members * ranks.whole((n,))[0])
+        cuts = _cuts(f, members * space.global_shape((n,))[0])
         with torch.no_grad():
-            heads = torch.cat([_head_rows(f, X, E, cut, per_head, ranks) for cut in cuts], dim=1)
+            heads = torch.cat([_head_rows(f, X, E, cut, per_head, space) for cut in cuts], dim=1)
             if apart:
                 exact = heads.flatten(0, 1)
             else:
                 exact = heads.transpose(1, 2).flatten(-2)
                 exact = exact if f.O is None else exact @ f.O.double().T
-        off = (exact - ranks.rows(product, index).double()).square().sum(dim=-1)
+        off = (exact - space.rows(product, index).double()).square().sum(dim=-1)
         return (off * share).sum(dim=-1).sqrt().cpu()
 
     return difference
@@ -88,14 +88,14 @@ def _cuts(f: SelfAttention, tokens: int) -> list[slice]:
 
 
 def _head_rows(
-    f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor, ranks: Ranks
+    f: SelfAttention, X: Tensor, E: Tensor, cut: slice, index: Tensor, space: Space
 ) -> Tensor:
     """Rows `index` [M, H | 1, rows] of J E before the output projection, in float64.
 
     Returns [M, heads in cut, rows, m].
     """
     index = index if index.shape[1] == 1 else index[:, cut]
-    X = X if f.padding is None else X * ranks.cut(f.padding, -1)[..., None]
+    X = X if f.padding is None else X * space.shard(f.padding, -1)[..., None]
     tokens = X.double()[:, None]
     shared = E.shape[1] == 1
     E = E if shared else E[:, cut]
@@ -115,8 +115,8 @@ def _head_rows(
         x = tokens
         dx = E
         if name == "q" and rope is None:  # which rotates all rows
-            x = ranks.rows(x, index)
-            dx = ranks.rows(dx, index)
+            x = space.rows(x, index)
+            dx = space.rows(dx, index)
         W = heads(W.double(), name)
         x = _projected(x, W)
         dx = _projected(dx, W)
@@ -126,11 +126,11 @@ def _head_rows(
             x = rope.turn(x)
             dx = rope.turn(dx)
         if name != "q":
-            x = ranks.gather(x)
-            dx = ranks.gather(dx)
+            x = space.gather(x)
+            dx = space.gather(dx)
         elif rope is not None:
-            x = ranks.rows(x, index)
-            dx = ranks.rows(dx, index)
+            x = space.rows(x, index)
+            dx = space.rows(dx, index)
         point.append(x)
         tangent.append(dx)
     sinks = None if f.kernel.sinks is None else f.kernel.sinks.double()[cut]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipscope._ambient import unaffected
-from lipscope._checks import check_fields, shown
+from lipscope._checks import abbreviate, check_fields
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.linearization import linearize
@@ -56,7 +57,7 @@ class SelfAttention(Displayed):
         >>> X = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
         >>> f(X)[0].tolist()  # the first token sees only itself
         [1.0, 0.0]
-        >>> f.linearize(X).in_shape
+        >>> f.jacobian(X).in_shape
         (2, 2)
     """
 
@@ -130,13 +131,25 @@ class SelfAttention(Displayed):
         return weight_norms(self)
 
     @unaffected
-    def linearize(self, X: Tensor) -> LinearOperator:
+    def jacobian(self, X: Tensor) -> LinearOperator:
         """Return the Jacobian of the layer at `X` as a linear operator, in closed form.
 
         A product takes O(n^2) time and, for long sequences, O(n d) memory.
         """
         check_tokens(self, X)
         return steady(linearize(self, X, apart=False))
+
+    def jacobian_on(self, X: Tensor, mesh: Any) -> LinearOperator:
+        """Return the Jacobian at this process's tokens `X`, which the processes of a mesh share."""
+        from lipscope.attention.sharded import sharded_jacobian  # which is built on this class
+
+        return sharded_jacobian(self, X, mesh)
+
+    def measure_of(self, X: Tensor) -> Any:
+        """Return the uniform measure of the tokens of `X`, on which copies may move apart."""
+        # By name: measures stand above this package and are built on it.
+        import_module("lipscope.mean_field.attention_on_measures").check_liftable(self)
+        return import_module("lipscope.mean_field.measures").as_measure(X, self.causal)
 
     def head(self, h: int) -> SelfAttention:
         """Return head `h` as a layer of its own, without the output projection."""
@@ -204,9 +217,14 @@ class HeadsApart(Displayed):
         return joined.unflatten(-1, (self.layer.heads, -1)).transpose(-3, -2)
 
     @unaffected
-    def linearize(self, X: Tensor) -> LinearOperator:
+    def jacobian(self, X: Tensor) -> LinearOperator:
         check_tokens(self.layer, X)
         return steady(linearize(self.layer, X, apart=True))
+
+    def jacobian_on(self, X: Tensor, mesh: Any) -> LinearOperator:
+        from lipscope.attention.sharded import sharded_jacobian  # which is built on this class
+
+        return sharded_jacobian(self, X, mesh)
 
     def double(self) -> HeadsApart:
         return HeadsApart(self.layer.double())
@@ -224,7 +242,7 @@ def _check_weights(f: SelfAttention) -> None:
             raise UserError(f"{name} is {W.dtype} and Q is {f.Q.dtype}; give all weights one dtype")
     check_fields(f)
     if f.biases is not None and (not isinstance(f.biases, tuple | list) or len(f.biases) != 3):
-        raise UserError(f"biases must be three, (bq, bk, bv), got {shown(f.biases)}")
+        raise UserError(f"biases must be three, (bq, bk, bv), got {abbreviate(f.biases)}")
     d = f.Q.shape[1]
     if not 1 <= f.groups <= f.heads or f.heads % f.groups:
         raise UserError(f"heads={f.heads} must be a multiple of kv_heads={f.groups}")
@@ -247,7 +265,7 @@ def _check_weights(f: SelfAttention) -> None:
     ):
         if b is not None:
             if not isinstance(b, Tensor):
-                raise UserError(f"{name} must be a tensor or None, got {shown(b)}")
+                raise UserError(f"{name} must be a tensor or None, got {abbreviate(b)}")
             if b.shape != W.shape[:1]:
                 raise UserError(f"{name} must have shape [{W.shape[0]}], got {tuple(b.shape)}")
             check_tensor(name, b)

@@ -29,8 +29,8 @@ from lipscope.attention.scores import L2, Dot, Rope, augment, common_centre, def
 from lipscope.fused import backend, reference, tiled
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.reference import Triple, Weights
-from lipscope.linalg.operator import Compression, LinearOperator, Product
-from lipscope.linalg.ranks import ALONE, Ranks
+from lipscope.linalg.operator import Compression, LinearOperator, Product, Rounding
+from lipscope.linalg.space import LOCAL, Space
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -66,9 +66,9 @@ class State:
     tiles: bool = False
     rope: Rope | None = None
     distance: tuple[Tensor, Tensor, float] | None = None  # centred q, k and scale of an L2 kernel
-    ranks: Ranks = ALONE  # with several, q, o and lse are those of this rank's tokens
+    space: Space = LOCAL  # with several, q, o and lse are those of this rank's tokens
 
-    def read(self, E: Tensor) -> Triple:
+    def project(self, E: Tensor) -> Triple:
         """dX [M, n, r] -> dq, dk, dv."""
         H = self.q.shape[1]
         G = self.k.shape[1]
@@ -85,18 +85,18 @@ class State:
         if self.distance is not None:
             # d(2s q, -s |q|^2, 1) and d(k, 1, -s |k|^2)
             q, k, s = self.distance
-            k = self.ranks.cut(k, -2)
+            k = self.space.shard(k, -2)
             none_q = torch.zeros_like(dq[..., :1])
             none_k = torch.zeros_like(dk[..., :1])
             dq = torch.cat([2 * s * dq, -2 * s * (q * dq).sum(-1, keepdim=True), none_q], dim=-1)
             dk = torch.cat([dk, none_k, -2 * s * (k * dk).sum(-1, keepdim=True)], dim=-1)
         return dq, dk, dv
 
-    def write_back(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        """The adjoint of `read`."""
+    def project_adjoint(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The adjoint of `project`."""
         if self.distance is not None:
             q, k, s = self.distance
-            k = self.ranks.cut(k, -2)
+            k = self.space.shard(k, -2)
             gq = 2 * s * (gq[..., :-2] - q * gq[..., -2:-1])
             gk = gk[..., :-2] - 2 * s * k * gk[..., -1:]
         if self.rope is not None:
@@ -109,7 +109,7 @@ class State:
         return G @ (self.W[0] if self.W.shape[0] == 1 else self.W)
 
     def mv(self, E: Tensor) -> Tensor:
-        do = self.push(self.read(E.to(self.W.dtype)))
+        do = self.jvp(self.project(E.to(self.W.dtype)))
         joined = _side_by_side(do)
         return joined if self.O is None else joined @ self.O.T
 
@@ -117,9 +117,9 @@ class State:
         U = U.to(self.W.dtype)
         U = U if self.O is None else U @ self.O
         g = U.unflatten(-1, (self.q.shape[1], -1)).transpose(-3, -2)
-        return self.write_back(*self.pull(g))
+        return self.project_adjoint(*self.vjp(g))
 
-    def push(self, tangent: Triple) -> Tensor:
+    def jvp(self, tangent: Triple) -> Tensor:
         """dq, dk, dv -> do, through the softmax."""
         if self.weights is not None:
             products = (
@@ -130,8 +130,8 @@ class State:
             return tiled.jvp(self.q, self.k, self.v, self.lse, tangent, self.pattern)
         return backend.jvp(self.q, self.k, self.v, self.o, self.lse, tangent, self.pattern)
 
-    def pull(self, g: Tensor) -> Triple:
-        """The adjoint of `push`: g [M, H, n, m] -> gq, gk, gv."""
+    def vjp(self, g: Tensor) -> Triple:
+        """The adjoint of `jvp`: g [M, H, n, m] -> gq, gk, gv."""
         if self.weights is not None:
             products = dense_products if dense_products.usable(self.weights, g) else reference
             return products.vjp(self.weights, self.q, self.k, self.v, g)
@@ -200,7 +200,7 @@ class State:
         spread = replace(p, sinks=None).each(lambda x: x.repeat_interleave(heads, dim=0))
         return replace(replace(self, weights=w, pattern=Pattern())._each(split), pattern=spread)
 
-    def rough(self) -> State:
+    def low_precision(self) -> State:
         """The state in bfloat16, for steps that only search for the direction.
 
         Output and log-sum-exp keep their precision: the weights exp(S - lse) depend on the latter.
@@ -234,35 +234,22 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x.transpose(-3, -2).flatten(-2)
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """How rounding grows, per member; LinearOperator documents the three fields."""
-
-    condition: Tensor
-    worst: Tensor
-    size: Tensor | None
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Rounding:
-        size = None if self.size is None else change(self.size)
-        return Rounding(change(self.condition), change(self.worst), size)
-
-
 def linearize(
     f: SelfAttention,
     X: Tensor,
     apart: bool,
     weights: Tensor | None = None,
     kind: type[State] = State,
-    ranks: Ranks = ALONE,
+    space: Space = LOCAL,
 ) -> LinearOperator:
     """The Jacobian of f at X; with `apart`, of each head separately, as a batch (member-major).
 
     weights: token weights, [n] or [B, n], if rounding is to be stated for W^(1/2) J W^(-1/2).
-    kind:    the State of several ranks, if `ranks` share the tokens; X is then this rank's part
+    kind:    the State of several ranks, if they share the tokens; X is then this rank's part
     """
     tokens = X if X.ndim == 3 else X[None]
     with torch.no_grad():
-        state, (condition, worst), blocks = _state(f, tokens, weights, apart, kind, ranks)
+        state, (condition, worst), blocks = _state(f, tokens, weights, apart, kind, space)
         if apart:
             state = state.apart(f.heads)
             size = None if blocks is None else blocks.heads()
@@ -287,7 +274,8 @@ def linearize(
     if basis is not None:
         basis = basis.repeat(copies, 1, 1)
     if X.dtype != torch.float64:
-        core = replace(core, compared=compare(f, tokens, apart, basis, ranks))
+        compared = compare(f, tokens, apart, basis, space)
+        core = replace(core, rounding=replace(core.rounding, compared=compared))
     return core if basis is None else _uncompressed(core, basis, X.shape[-1])
 
 
@@ -318,18 +306,20 @@ def _state(
     token_weights: Tensor | None,
     apart: bool,
     kind: type[State] = State,
-    ranks: Ranks = ALONE,
+    space: Space = LOCAL,
 ) -> tuple[State, tuple[Tensor, Tensor], BlockNorms | None]:
     """Queries, keys, values and output at X, and how rounding grows (infinite after overflow)."""
     norms = f.weight_norms
     if f.padding is not None:
-        X = X * ranks.cut(f.padding, -1)[..., None]  # the content of padded tokens must not matter
+        X = (
+            X * space.shard(f.padding, -1)[..., None]
+        )  # the content of padded tokens must not matter
     if f.kernel.sinks is None and f.biases is not None:
         # The value bias shifts all outputs alike, and the Jacobian does not depend on it.
         f = replace(f, biases=(*f.biases[:2], None))
     q, k, v = (x.contiguous() for x in f.project(X))
-    k = ranks.gather(k)
-    v = ranks.gather(v)
+    k = space.gather(k)
+    v = space.gather(v)
     distance = None
     if isinstance(f.kernel, L2):
         centre = common_centre(k)
@@ -364,20 +354,20 @@ def _state(
         pattern=pattern,
         rope=rope,
         distance=distance,
-        ranks=ranks,
+        space=space,
     )
-    summed = _summed(f, ranks.largest(largest(X[:, None])), norms)
+    summed = _summed(f, space.largest(largest(X[:, None])), norms)
     condition, worst = _rounding_growth(f, summed, state)
-    numbers = q.shape[0] * f.heads * -(-k.shape[2] // ranks.size) * k.shape[2]
+    numbers = q.shape[0] * f.heads * -(-k.shape[2] // space.size) * k.shape[2]
     state = state.evaluated(condition, keep=numbers * q.element_size() <= CACHE)
     out = state.o.transpose(-3, -2).flatten(-2).to(v.dtype)
     out = out if state.O is None else out @ state.O.T
     finite = out.isfinite().all(dim=(1, 2)) & v.isfinite().all(dim=(1, 2, 3))
-    lost = ranks.largest((~finite).double()) > 0
+    lost = space.largest((~finite).double()) > 0
     condition = torch.where(lost[:, None].cpu(), torch.inf, condition)
     stretch = 1.0
     if rope is not None:
-        stretch = float(ranks.largest((rope.cos.abs() + rope.sin.abs()).max()))
+        stretch = float(space.largest((rope.cos.abs() + rope.sin.abs()).max()))
     stretch_q = stretch * (1.0 if distance else abs(default_scale(f.kernel, q.shape[-1])))
     norms = replace(norms, q=stretch_q * norms.q, k=stretch * norms.k)
     if rope is not None:  # every key is rotated by a different angle: only lengths remain
@@ -415,9 +405,9 @@ def _rounding_growth(f: SelfAttention, summed: Lengths, state: State) -> tuple[T
     beyond what a whole row shares, counts as a term of the score.
     """
     q, k, s = state.distance or (state.q, state.k, 1.0)
-    ranks = state.ranks
+    space = state.space
     softcap = state.pattern.softcap
-    long_q, long_k = (per_head(ranks.largest(largest(x)), f.heads) for x in (q, k))
+    long_q, long_k = (per_head(space.largest(largest(x)), f.heads) for x in (q, k))
     wide_q = summed.q
     wide_k = summed.k
     if isinstance(f.kernel, L2):
@@ -427,7 +417,7 @@ def _rounding_growth(f: SelfAttention, summed: Lengths, state: State) -> tuple[T
         condition = long_q * long_k
         worst = condition + wide_q * long_k + long_q * wide_k
     largest_score = condition if softcap is None else condition.clamp_max(softcap)
-    added = ranks.largest(state.bias_left(largest_score.to(q.device))).cpu()
+    added = space.largest(state.bias_left(largest_score.to(q.device))).cpu()
     return condition + added, worst + added
 
 
@@ -470,10 +460,8 @@ def _operator(
         batch=batch,
         dtype=state.q.dtype,
         device=state.q.device,
-        condition=drop(rounding.condition),
-        worst=drop(rounding.worst),
-        size=None if rounding.size is None else drop(rounding.size),
-        ranks=state.ranks,
+        rounding=rounding.each(drop),
+        space=state.space,
         take=None
         if batch is None
         else lambda m: _operator(state.take(m), in_shape, len(m), rounding.each(lambda x: x[m])),
@@ -482,10 +470,10 @@ def _operator(
     kernels = (
         kernels and state.q.dtype == torch.float32 and not state.keeps_weights and not state.tiles
     )
-    if not (kernels and rounding.condition.max() <= ROUGH_SCORES):
+    if not (kernels and torch.as_tensor(rounding.condition).max() <= ROUGH_SCORES):
         return exact
-    mv, rmv = products(state.rough())
-    return replace(exact, rough=replace(exact, mv=mv, rmv=rmv, take=None))
+    mv, rmv = products(state.low_precision())
+    return replace(exact, low_precision=replace(exact, mv=mv, rmv=rmv, take=None))
 
 
 def _uncompressed(core: LinearOperator, basis: Tensor, d: int) -> LinearOperator:
@@ -503,6 +491,6 @@ def _uncompressed(core: LinearOperator, basis: Tensor, d: int) -> LinearOperator
         rmv=lambda U: core.rmv(U) @ basis.mT,
         in_shape=(core.in_shape[0], d),
         take=None if take is None else restrict,
-        compared=None,
+        rounding=replace(core.rounding, compared=None),
         compressed=Compression(core, lambda E: E @ basis.mT),
     )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lipscope.fused.reference import Triple
-from lipscope.linalg.ranks import ALONE, Ranks
+from lipscope.linalg.space import LOCAL, Space
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -146,8 +146,8 @@ def block_norms(
     weights [M, n]: token weights, if the Jacobian is that of a measure, W^(1/2) J W^(-1/2)
     """
     q, k, scale = (s.q, s.k, 0.5) if s.distance is None else s.distance
-    H, ranks = q.shape[1], s.ranks  # ranks share the queries; each has all keys and values
-    top, off = _lengths((q, k, s.v), summed, growth, ranks)
+    H, space = q.shape[1], s.space  # ranks share the queries; each has all keys and values
+    top, off = _lengths((q, k, s.v), summed, growth, space)
     gain = 2 * scale
     # From here on q, k, v have longest vectors of length one, so that squares stay in range; `top`
     # multiplies the lengths back in.
@@ -163,7 +163,7 @@ def block_norms(
     queries = torch.zeros_like(q_row)
     columns = torch.zeros(*q_row.shape[:2], 3, k.shape[2], dtype=torch.float64)
     v_top = top.v + off.v
-    row_top = (ranks.largest(q_row.amax(dim=-1)) * v_top).clamp_min(TINY)
+    row_top = (space.largest(q_row.amax(dim=-1)) * v_top).clamp_min(TINY)
     w = None if weights is None else weights.detach().double().cpu()
     for rows, cols, P in s.blocks():
         # First and second moments of values and keys under each row of P, in one product.
@@ -185,7 +185,7 @@ def block_norms(
         into = torch.stack(shares, dim=-2).square()
         into = into if w is None else into * w[:, None, None, rows]
         columns[..., cols] += (into.to(P) @ P).double().cpu()
-    columns = ranks.sum(columns)
+    columns = space.sum(columns)
     columns = columns if w is None else columns / w[:, None, None, :]
     of_values, of_keys, of_distances = columns.unbind(dim=-2)
     keys = gain * row_top * of_keys.amax(dim=-1).sqrt()
@@ -193,12 +193,12 @@ def block_norms(
         keys = keys + gain * v_top * (of_distances.sqrt() * k_column).amax(dim=-1)
     # Exactly zero: a row that sees no key (its log-sum-exp is infinite), and values of 0.
     seen = s.lse.cpu() < torch.inf
-    any_seen = ranks.largest(seen.any(dim=-1).double()) > 0
+    any_seen = space.largest(seen.any(dim=-1).double()) > 0
     moved = (summed.v > 0) & any_seen
     values = (norms.v * of_values.amax(dim=-1).sqrt()).clamp_min(TINY)
     queries = torch.where(moved[..., None] & seen, norms.q[:, None] * queries, 0.0)
-    if ranks is not ALONE:
-        queries = ranks.largest(queries.amax(dim=-1, keepdim=True))
+    if space is not LOCAL:
+        queries = space.largest(queries.amax(dim=-1, keepdim=True))
     return BlockNorms(
         values=torch.where((norms.v > 0) & any_seen, values, 0.0),
         queries=queries,
@@ -207,11 +207,11 @@ def block_norms(
 
 
 def _lengths(
-    parts: Triple, summed: Lengths, growth: Tensor, ranks: Ranks
+    parts: Triple, summed: Lengths, growth: Tensor, space: Space
 ) -> tuple[Lengths, Lengths]:
     """The longest vectors, and their errors divided by the growth of the weights P_ij."""
     heads = parts[0].shape[1]
-    top = [per_head(ranks.largest(largest(x)), heads) for x in parts]
+    top = [per_head(space.largest(largest(x)), heads) for x in parts]
     total = (a + b for a, b in zip(top, (summed.q, summed.k, summed.v), strict=True))
     off = [(x / growth).nan_to_num(nan=torch.inf, posinf=torch.inf) for x in total]
     return Lengths(*top), Lengths(*off)

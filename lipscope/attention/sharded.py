@@ -26,9 +26,8 @@ from lipscope.fused.backend import HALF
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.primitive import Rules, attend_by_rules
 from lipscope.fused.reference import Triple, Weights
-from lipscope.linalg.differentiate import check_input
 from lipscope.linalg.operator import LinearOperator
-from lipscope.linalg.ranks import TokenShards, chunks_of, from_all
+from lipscope.linalg.space import TokenShards, chunks_of, from_all
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ def shard(X: Tensor, mesh: Any) -> Tensor:
         True
         >>> dist.destroy_process_group()
     """
-    return shards_of(X.shape[-2], mesh).cut(X, -2)
+    return shards_of(X.shape[-2], mesh).shard(X, -2)
 
 
 def unshard(x: Tensor, mesh: Any) -> Tensor:
@@ -147,12 +146,12 @@ def on_all(check: Callable[[], T], mesh: Any) -> T:
     return result  # type: ignore[return-value]  # without an error there is a result
 
 
-def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
+def sharded_jacobian(f: SelfAttention | HeadsApart, X: Tensor, mesh: Any) -> LinearOperator:
     """The Jacobian of f, whose tokens X are spread over the ranks of a mesh.
 
     Args:
         f: A `SelfAttention`, or its `heads_apart()`; masks, padding and rotary tables are those of
-            all n tokens. Or a block of a model, the `f` of a `Site`.
+            all n tokens.
         X: This rank's tokens, `shard(X, mesh)`.
         mesh: A one-dimensional `torch.distributed.DeviceMesh`, or a process group.
 
@@ -160,7 +159,7 @@ def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
         The operator; its products, and the vectors of a solve, are those of this rank's tokens.
 
     Raises:
-        UserError: On every rank, if an input of any rank is invalid or f is not attention.
+        UserError: On every rank, if an input of any rank is invalid.
 
     Example:
         >>> import lipscope as ls
@@ -174,21 +173,26 @@ def sharded_jacobian(f: Any, X: Tensor, mesh: Any) -> LinearOperator:
         True
         >>> dist.destroy_process_group()
     """
-    on_all(lambda: _check_place(X, mesh), mesh)
-    shards = _shards_here(X, mesh)
-    if hasattr(f, "linearize_on"):
-        on_all(lambda: check_input(X), mesh)
-        _check_spread(X, shards)
-        return f.linearize_on(X, shards)
     layer = f.layer if isinstance(f, HeadsApart) else f
-    on_all(lambda: _check_layer(layer, X, shards.n), mesh)
-    _check_spread(X, shards)
+    shards = spread_of(X, mesh, lambda n: _check_layer(layer, X, n))
     kernel = layer.kernel
     if isinstance(kernel, Dot) and kernel.rope is not None:
         # Rotary positions are those of the tokens that are here.
-        rope = Rope(*(shards.cut(x[: shards.n], 0) for x in (kernel.rope.cos, kernel.rope.sin)))
+        rope = Rope(*(shards.shard(x[: shards.n], 0) for x in (kernel.rope.cos, kernel.rope.sin)))
         layer = replace(layer, kernel=replace(kernel, rope=rope))
-    return linearize(layer, X, isinstance(f, HeadsApart), kind=ShardedState, ranks=shards)
+    return linearize(layer, X, isinstance(f, HeadsApart), kind=ShardedState, space=shards)
+
+
+def spread_of(X: Tensor, mesh: Any, check: Callable[[int], None]) -> TokenShards:
+    """The spread of tokens of which X is this rank's part; `check` gets their number.
+
+    An error on one rank is raised on all.
+    """
+    on_all(lambda: _check_place(X, mesh), mesh)
+    shards = _shards_here(X, mesh)
+    on_all(lambda: check(shards.n), mesh)
+    _check_spread(X, shards)
+    return shards
 
 
 def _check_place(X: Any, mesh: Any) -> None:
@@ -202,13 +206,7 @@ def _check_place(X: Any, mesh: Any) -> None:
         )
 
 
-def _check_layer(f: Any, X: Tensor, n: int) -> None:
-    if not isinstance(f, SelfAttention):
-        raise UserError(
-            f"mesh spreads the tokens of a SelfAttention or of its heads_apart(), "
-            f"and f is {type(f).__name__}, which is not known to act token by token otherwise; "
-            "omit mesh, or measure its attention alone"
-        )
+def _check_layer(f: SelfAttention, X: Tensor, n: int) -> None:
     check_tokens(f, X, n)
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
     if rope is not None and len(rope.cos) < n:
@@ -274,21 +272,21 @@ class ShardedState(State):
             ),
         )
 
-    def push(self, tangent: Triple) -> Tensor:
+    def jvp(self, tangent: Triple) -> Tensor:
         dq, dk, dv = tangent
-        if self.ranks.size > 1:
+        if self.space.size > 1:
             dk, dv = self._shards.gather(torch.cat([dk, dv], dim=-1)).split(_widths(dk, dv), dim=-1)
         pushed = [
-            self._state(part).push(
+            self._state(part).jvp(
                 (dq[..., part.rows, :], dk[..., part.cols, :], dv[..., part.cols, :])
             )
             for part in self.parts
         ]
         return pushed[0] if len(pushed) == 1 else torch.cat(pushed, dim=-2)
 
-    def pull(self, g: Tensor) -> Triple:
-        if self.ranks.size == 1:
-            return self._state(self.parts[0]).pull(g)
+    def vjp(self, g: Tensor) -> Triple:
+        if self.space.size == 1:
+            return self._state(self.parts[0]).vjp(g)
         n = self.k.shape[-2]
         widths = _widths(self.k, self.v)
         onto_queries = []
@@ -296,7 +294,7 @@ class ShardedState(State):
         for part in self.parts:
             gq = torch.zeros((), dtype=g.dtype, device=g.device)
             for piece in _pieces(part, g):
-                onto, gk, gv = self._state(piece).pull(g[..., part.rows, :])
+                onto, gk, gv = self._state(piece).vjp(g[..., part.rows, :])
                 gq = gq + onto
                 onto_keys[..., piece.cols, :] += torch.cat([gk, gv], dim=-1)
             onto_queries.append(gq)
@@ -333,8 +331,8 @@ class ShardedState(State):
 
     @property
     def _shards(self) -> TokenShards:
-        assert isinstance(self.ranks, TokenShards)
-        return self.ranks
+        assert isinstance(self.space, TokenShards)
+        return self.space
 
     def _state(self, part: Part) -> State:
         """The state of a part; until `evaluated` there are neither outputs nor log-sum-exps."""
@@ -358,7 +356,7 @@ def _parts(pattern: Pattern, shards: TokenShards) -> tuple[Part, ...]:
     n = shards.n
     first = 0
     if not (pattern.causal or pattern.window or pattern.mask is not None):
-        queries = None if pattern.queries is None else shards.cut(pattern.queries, -1)
+        queries = None if pattern.queries is None else shards.shard(pattern.queries, -1)
         everything = slice(0, len(shards.positions)), slice(0, n)
         return (Part(*everything, replace(pattern, queries=queries)),)
     (start, middle), (second, stop) = shards.chunks

@@ -25,7 +25,7 @@ def on_ranks(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # not started by torchrun
             return command(*args, **kwargs)
-        from lipscope.linalg.ranks import LostRankError
+        from lipscope.linalg.space import LostRankError
         from lipscope.study.ranks import follow, joined
 
         if os.environ["RANK"] != "0":

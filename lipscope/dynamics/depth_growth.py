@@ -176,7 +176,7 @@ def _layer_by_layer(
     alone = []
     operators = []
     for k, x in enumerate(path.positions):
-        J = f.linearize(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
+        J = f.jacobian(x) if isinstance(X, Tensor) else derivative(f, replace(X, points=x))
         both = _residual(J, step)
         found = [as_single(spectral_norm(j, tol, solver=Solver(seed=0))) for j in (J, both)]
         if not all(math.isfinite(float(e.value)) for e in found):
@@ -191,15 +191,10 @@ def _layer_by_layer(
 
 def _residual(J: LinearOperator, step: float) -> LinearOperator:
     """I + step J."""
-    return replace(
-        J,
-        mv=lambda E: E + step * J.mv(E),
-        rmv=lambda U: U + step * J.rmv(U),
-        size=None if J.size is None else 1 + step * torch.as_tensor(J.size),
-        compared=None,  # with J, not with this operator
-        take=None,
-        compressed=None,
-        rough=None,
+    size = J.rounding.size
+    return J.changed(
+        lambda pair: (lambda E: E + step * pair[0](E), lambda U: U + step * pair[1](U)),
+        size=None if size is None else 1 + step * torch.as_tensor(size),
     )
 
 
@@ -218,20 +213,14 @@ def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> Lin
             U = J.rmv(U)
         return U
 
-    worst = [J.condition if J.worst is None else J.worst for J in operators]
     sizes = [
-        float(norm if J.size is None else J.size) for J, norm in zip(operators, norms, strict=True)
+        float(norm if J.rounding.size is None else J.rounding.size)
+        for J, norm in zip(operators, norms, strict=True)
     ]
-    return replace(
-        operators[0],
-        mv=forward,
-        rmv=backward,
-        compared=None,  # with J, not with this operator
-        take=None,
-        compressed=None,
-        rough=None,
-        condition=torch.stack([torch.as_tensor(J.condition) for J in operators]).max(),
-        worst=torch.stack([torch.as_tensor(w) for w in worst]).max(),
+    return operators[0].changed(
+        lambda pair: (forward, backward),
+        condition=torch.stack([torch.as_tensor(J.rounding.condition) for J in operators]).max(),
+        worst=torch.stack([torch.as_tensor(J.rounding.pessimistic) for J in operators]).max(),
         size=math.fsum(
             size * math.prod(norms[:k]) * math.prod(norms[k + 1 :]) for k, size in enumerate(sizes)
         ),

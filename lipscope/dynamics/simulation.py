@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lipscope._ambient import entry_point
-from lipscope._checks import shown, usable_device
+from lipscope._checks import abbreviate, usable_device
 from lipscope._display import Displayed
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
@@ -133,7 +133,8 @@ def simulate(
     check_count("dim, the size of a token,", dim)
     if max(n, dim) > MOST_TOKENS:
         raise UserError(
-            f"n and dim must be at most {MOST_TOKENS}, got {shown(n)} and {shown(dim)}: every step "
+            f"n and dim must be at most {MOST_TOKENS}, got {abbreviate(n)} and {abbreviate(dim)}: "
+            "every step "
             "computes n x n attention weights, and a layer has dim x dim weights"
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:

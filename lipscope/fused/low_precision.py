@@ -23,26 +23,26 @@ class Digits:
     """
 
     def __init__(self) -> None:
-        self.few = False
+        self.low_precision = False
         self.used = False
         self._lock = RLock()
 
     def exact(self, product: Product) -> Product:
-        return self._with(product, few=False)
+        return self._with(product, low_precision=False)
 
-    def rough(self, product: Product) -> Product:
-        return self._with(product, few=True)
+    def in_low_precision(self, product: Product) -> Product:
+        return self._with(product, low_precision=True)
 
-    def _with(self, product: Product, few: bool) -> Product:
+    def _with(self, product: Product, low_precision: bool) -> Product:
         # Set for the graph, not for the thread: autograd computes on threads of its own.
         def chosen(x: Tensor) -> Tensor:
             with self._lock:
-                before = self.few
-                self.few = few
+                before = self.low_precision
+                self.low_precision = low_precision
                 try:
                     return product(x)
                 finally:
-                    self.few = before
+                    self.low_precision = before
 
         return chosen
 
@@ -70,7 +70,7 @@ def digits_of_graph() -> Digits | None:
 
 
 def with_digits(digits: Digits | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The operands of a derivative, in bfloat16 if few digits of float32 are to be used."""
-    if digits is None or not digits.few or tensors[0].dtype != torch.float32:
+    """The operands of a derivative, in bfloat16 instead of float32 in low precision."""
+    if digits is None or not digits.low_precision or tensors[0].dtype != torch.float32:
         return tensors
     return tuple(x.to(torch.bfloat16) for x in tensors)

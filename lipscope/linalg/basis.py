@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.linalg.ranks import ALONE, Ranks
+from lipscope.linalg.space import LOCAL, Space
 
 STORAGES = ("native", "bfloat16", "host")
 
@@ -32,12 +32,12 @@ def memory_of(device: torch.device) -> int:
 
 
 def make_basis(
-    storage: str, room: int, like: Float[Tensor, "B N"], ranks: Ranks = ALONE
+    storage: str, room: int, like: Float[Tensor, "B N"], space: Space = LOCAL
 ) -> Native | Blocks:
     """An empty basis of vectors like this one; `room` is where a native one starts."""
     if storage == "native":
-        return Native(room, like, ranks)
-    return Blocks(like, rounded=storage == "bfloat16", ranks=ranks)
+        return Native(room, like, space)
+    return Blocks(like, rounded=storage == "bfloat16", space=space)
 
 
 class Native:
@@ -45,9 +45,9 @@ class Native:
     products want it.
     """
 
-    def __init__(self, room: int, like: Float[Tensor, "B N"], ranks: Ranks = ALONE):
+    def __init__(self, room: int, like: Float[Tensor, "B N"], space: Space = LOCAL):
         self.vectors = like.new_empty(room, *like.shape)
-        self.ranks = ranks
+        self.space = space
 
     def __getitem__(self, k: int | slice) -> Tensor:
         return self.vectors[k]
@@ -68,7 +68,7 @@ class Native:
         """w less its part in the span of the first k vectors, and the coefficients [B, k] of that
         part.
         """
-        return _project_out(w, self.vectors[:k], self.ranks)
+        return _project_out(w, self.vectors[:k], self.space)
 
     def combine(
         self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY
@@ -86,14 +86,14 @@ class Blocks:
     In bfloat16 the first vector keeps all its digits: a search started from a good guess changes
     that guess little, and only the change is rounded."""
 
-    def __init__(self, like: Float[Tensor, "B N"], rounded: bool, ranks: Ranks = ALONE):
+    def __init__(self, like: Float[Tensor, "B N"], rounded: bool, space: Space = LOCAL):
         self.shape = like.shape
         self.dtype = like.dtype
         self.device = like.device
         self.rounded = rounded
         # The same on all ranks: they reduce their inner products block by block.
-        self.height = ranks.smallest(max(1, BLOCK // (like.numel() * like.element_size())))
-        self.ranks = ranks
+        self.height = space.smallest(max(1, BLOCK // (like.numel() * like.element_size())))
+        self.space = space
         self.blocks: list[Tensor] = []
 
     def put(self, k: int, x: Float[Tensor, "B N"]) -> Tensor:
@@ -143,7 +143,7 @@ class Blocks:
         """
         coefficients = torch.zeros(w.shape[0], k, dtype=w.dtype, device=w.device)
         for cut, rows in self._brought(k):
-            w, coefficients[:, cut] = _project_out(w, rows, self.ranks)
+            w, coefficients[:, cut] = _project_out(w, rows, self.space)
         return w, coefficients
 
     def combine(
@@ -167,11 +167,11 @@ class Blocks:
 
 
 def _project_out(
-    w: Float[Tensor, "B N"], basis: Float[Tensor, "k B N"], ranks: Ranks
+    w: Float[Tensor, "B N"], basis: Float[Tensor, "k B N"], space: Space
 ) -> tuple[Tensor, Tensor]:
     # As row vectors: the column form of the same products is an order of magnitude slower on a CPU.
     Q = basis.transpose(0, 1)
-    c = ranks.sum(torch.bmm(w[:, None], Q.mT))
+    c = space.sum(torch.bmm(w[:, None], Q.mT))
     return torch.baddbmm(w[:, None], c, Q, alpha=-1)[:, 0], c[:, 0]
 
 

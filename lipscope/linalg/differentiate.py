@@ -20,10 +20,10 @@ from lipscope._ambient import (
 from lipscope._files import on_one_line
 from lipscope._torch_internals import is_dropout
 from lipscope._types import UserError
-from lipscope.linalg.operator import LinearOperator, Pair, Product, steady
-from lipscope.linalg.ranks import ALONE, Ranks
+from lipscope.linalg.operator import LinearOperator, Pair, Product, Rounding, steady
 from lipscope.linalg.roots import uses_distances, with_distances
 from lipscope.linalg.rounding_noise import RoundingNoise, UnseenRoundingError
+from lipscope.linalg.space import LOCAL, Space
 
 Map = Callable[[Tensor], Tensor]
 
@@ -35,7 +35,7 @@ MIXED = 1e-9
 def jacobian(f: Map, X: Tensor) -> LinearOperator:
     """The derivative of a map at an input, as a linear operator.
 
-    ``f.linearize(X)`` is used where f has it, as :class:`SelfAttention` does. Any other f is
+    ``f.jacobian(X)`` is used where f has it, as :class:`SelfAttention` does. Any other f is
     differentiated by autograd: it is run once, and each product costs one backward pass through
     the graph that is kept.
 
@@ -58,9 +58,10 @@ def jacobian(f: Map, X: Tensor) -> LinearOperator:
     """
     check_input(X)
     check_map(f)
-    linearize = getattr(f, "linearize", None)
+    if hasattr(f, "jacobian"):
+        return f.jacobian(X)
     f = ordinary_module(f) if isinstance(f, nn.Module) else f
-    return linearize(X) if linearize is not None else steady(_autograd_jacobian(f, X))
+    return steady(_autograd_jacobian(f, X))
 
 
 def check_input(X: Tensor) -> None:
@@ -135,21 +136,21 @@ def device_of(f: Map, *others: Tensor) -> torch.device:
     return next((x.device for x in (*own, *others)), torch.device("cpu"))
 
 
-def jacobian_on(f: Map, X: Tensor, ranks: Ranks) -> LinearOperator:
+def jacobian_on(f: Map, X: Tensor, space: Space) -> LinearOperator:
     """The derivative by autograd of a map whose tokens are spread over ranks, X being this one's.
 
     f must gather what it needs of other tokens by functions that autograd knows.
     """
-    return _autograd_jacobian(f, X, ranks)
+    return _autograd_jacobian(f, X, space)
 
 
-def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperator:
+def _autograd_jacobian(f: Map, X: Tensor, space: Space = LOCAL) -> LinearOperator:
     x, y, mv, rmv = _products(f, X)
     if uses_distances(y):
         f = with_distances(f)
         x, y, mv, rmv = _products(f, X)
-    _check_adjoint(mv, rmv, x, y, ranks)
-    if X.ndim == 3 and len(X) > 1 and ranks is ALONE:
+    _check_adjoint(mv, rmv, x, y, space)
+    if X.ndim == 3 and len(X) > 1 and space is LOCAL:
         _check_members_apart(f, mv, rmv, x, y)
 
     def perturbed(i: int) -> Pair:
@@ -174,9 +175,8 @@ def _autograd_jacobian(f: Map, X: Tensor, ranks: Ranks = ALONE) -> LinearOperato
         batch=batch,
         dtype=X.dtype,
         device=X.device,
-        size=0.0 if constant else None,
-        perturbed=None if constant else perturbed,
-        ranks=ranks,
+        rounding=Rounding(size=0.0) if constant else Rounding(perturbed=perturbed),
+        space=space,
     )
 
 
@@ -254,7 +254,7 @@ def _gradient(y: Tensor, x: Tensor, u: Tensor, create_graph: bool = False) -> Te
     return found
 
 
-def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks) -> None:
+def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, space: Space) -> None:
     """<u, J v> = <J' u, v>, or f's own backward cannot be differentiated: then J v is not what it
     seems.
     """
@@ -262,9 +262,9 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks
     v, u = (torch.randn(z.shape, generator=g, dtype=torch.float32).to(z) for z in (x, y))
     Jv = mv(v)
     Ju = rmv(u)
-    left, right = ranks.sum(torch.stack([(u * Jv).sum(), (Ju * v).sum()]).double())
+    left, right = space.sum(torch.stack([(u * Jv).sum(), (Ju * v).sum()]).double())
     lengths = torch.stack([z.double().norm() for z in (u, Jv, Ju, v)])
-    long_u, long_Jv, long_Ju, long_v = ranks.norm(lengths)
+    long_u, long_Jv, long_Ju, long_v = space.norm(lengths)
     size = long_u * long_Jv + long_Ju * long_v
     # A derivative that vanishes up to rounding has nothing to compare.
     noise = (
@@ -272,8 +272,8 @@ def _check_adjoint(mv: Product, rmv: Product, x: Tensor, y: Tensor, ranks: Ranks
         * torch.finfo(x.dtype).eps
         * long_u
         * long_v
-        * ranks.largest(y.abs().max())
-        / ranks.largest(x.abs().max())
+        * space.largest(y.abs().max())
+        / space.largest(x.abs().max())
     )
     if (left - right).abs() > 0.02 * size + noise.nan_to_num(nan=torch.inf):
         raise UserError(

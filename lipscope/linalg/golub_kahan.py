@@ -10,17 +10,17 @@ from torch import Tensor
 
 from lipscope.linalg.basis import EVERY, Blocks, Native, make_basis
 from lipscope.linalg.operator import LinearOperator, Product
-from lipscope.linalg.ranks import ALONE, Ranks
+from lipscope.linalg.space import LOCAL, Space
 
 FIRST_ROOM = 16
 """Basis vectors allocated at first; doubled when full."""
 
 
-def norms(x: Float[Tensor, "B N"], ranks: Ranks = ALONE) -> Float[Tensor, "B"]:
+def norms(x: Float[Tensor, "B N"], space: Space = LOCAL) -> Float[Tensor, "B"]:
     """Norms of the members, summed in float64: a float32 sum of a long vector is off by more than
     it should be.
     """
-    return ranks.norm(torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)).cpu()
+    return space.norm(torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)).cpu()
 
 
 class GolubKahan:
@@ -40,14 +40,14 @@ class GolubKahan:
     ):
         self.J = J
         self.members = start.shape[0]
-        self.ranks = J.ranks
+        self.space = J.space
         most = 1 + min(J.domain_size, J.range_size)
-        self.capacity = max(4, min(J.ranks.smallest(capacity), most))
+        self.capacity = max(4, min(J.space.smallest(capacity), most))
         self.k = 0
         room = min(self.capacity, FIRST_ROOM)
-        self.V = make_basis(storage, room + 1, start, J.ranks)
+        self.V = make_basis(storage, room + 1, start, J.space)
         image = start.new_empty(1).expand(self.members, J.out_size)
-        self.U = make_basis(storage, room, image, J.ranks)
+        self.U = make_basis(storage, room, image, J.space)
         self.H = torch.zeros(self.members, room, room, dtype=torch.float64)
         self.b = torch.zeros(self.members, dtype=torch.float64)
         self.scale = torch.ones(self.members, dtype=torch.float64)
@@ -55,7 +55,7 @@ class GolubKahan:
         self.coefficients: list[tuple[Tensor, Tensor]] = []
         self.restarted = False
         self.rounded = storage == "bfloat16"
-        self.v = self.V.put(0, start / J.ranks.norm(start.norm(dim=1, keepdim=True)))
+        self.v = self.V.put(0, start / J.space.norm(start.norm(dim=1, keepdim=True)))
         self.u = self.v[:, :0]
 
     def step(self) -> None:
@@ -97,7 +97,7 @@ class GolubKahan:
         finite = H.isfinite().all(dim=(1, 2))
         H = torch.where(finite[:, None, None], H, 0.0)
         p, _, qh = torch.linalg.svd(H)
-        q = self.ranks.agreed(qh[:, 0])  # all ranks must stop at the same step
+        q = self.space.broadcast(qh[:, 0])  # all ranks must stop at the same step
         image = (H @ q[:, :, None])[:, :, 0]
         theta = torch.linalg.vector_norm(image, dim=1)
         p = torch.where(theta[:, None] > 0, image / theta[:, None], p[:, :, 0])
@@ -135,7 +135,7 @@ class GolubKahan:
         overflows.
         """
         limit = 1000 if w.dtype == torch.float64 else 120
-        largest = self.ranks.largest(w.abs().amax(dim=1).double()).cpu()
+        largest = self.space.largest(w.abs().amax(dim=1).double()).cpu()
         usable = largest.isfinite() & (largest > 0)
         exponent = torch.frexp(torch.where(usable, largest, 1.0)).exponent.clamp(-limit, limit)
         self.scale = torch.ldexp(torch.ones_like(largest), -exponent)
@@ -145,7 +145,7 @@ class GolubKahan:
         """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is
         invariant.
         """
-        norm = norms(w, self.ranks)
+        norm = norms(w, self.space)
         floor = (
             8 * torch.finfo(w.dtype).eps * self.H[:, : self.k, : self.k].abs().amax(dim=(1, 2))
             if self.k
@@ -198,7 +198,7 @@ class GolubKahan:
         """
         H = self.H[:, : self.k, : self.k]
         finite = H.isfinite().all(dim=(1, 2))[:, None, None]
-        p, theta, qh = map(self.ranks.agreed, torch.linalg.svd(torch.where(finite, H, 0.0)))
+        p, theta, qh = map(self.space.broadcast, torch.linalg.svd(torch.where(finite, H, 0.0)))
         kept = max(1, self.k // 3)
         V = self.V.combine(qh[:, :kept])
         U = self.U.combine(p.mT[:, :kept])

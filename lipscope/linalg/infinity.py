@@ -88,13 +88,12 @@ def _repetitions(J: LinearOperator) -> tuple[list[Product], str]:
     """J' once more with its rounding moved, for maps that state none; and why rounding is not
     known, if so.
     """
-    core = J if J.compressed is None else J.compressed.core
-    if core.compared is not None:
+    if J.is_compared:
         return [], COARSE.format(dtype=str(J.dtype).removeprefix("torch."))
-    if J.perturbed is None:
+    if J.rounding.perturbed is None:
         return [], ""
     try:
-        return [J.perturbed(i)[1] for i in range(DRAWS)], ""
+        return [J.rounding.perturbed(i)[1] for i in range(DRAWS)], ""
     except torch.OutOfMemoryError:
         return [], "no memory to repeat it"
     except UnseenRoundingError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipscope._ambient import unaffected
 from lipscope._types import UserError
-from lipscope.linalg.ranks import ALONE, Ranks
+from lipscope.linalg.space import LOCAL, Space
 
 Product = Callable[[Tensor], Tensor]
 Pair = tuple[Product, Product]  # with J and with J'
@@ -20,6 +20,45 @@ Shape = tuple[int, ...]
 
 MOST_ROUNDING = 0.5
 """Above this relative rounding, first-order error estimates are meaningless."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far the products of an operator may be off.
+
+    Attributes:
+        condition: Rounding amplification: a product is typically off by ``8 eps (1 + condition)``
+            times `size`. Not finite where something overflows.
+        worst: The same without the luck of cancelling errors: bounds are widened by
+            ``32 eps (1 + worst)`` times `size`. Default: `condition`.
+        size: What the terms that make up J would add up to if none of them cancelled, a number of
+            at least ||J||_2; rounding is relative to it. None: ||J||_2 itself.
+        perturbed: ``perturbed(i)`` gives the products once more, with every operation behind them
+            moved by units in the last place; for maps whose rounding can only be measured.
+        compared: ``compared(v, J v, seed)`` is how far a product in low precision is from float64,
+            per member, by rows drawn with that seed; it takes the place of what `worst` and `size`
+            state.
+    """
+
+    condition: Tensor | float = 0.0
+    worst: Tensor | float | None = None
+    size: Tensor | float | None = None
+    perturbed: Callable[[int], Pair] | None = None
+    compared: Callable[[Tensor, Tensor, int], Tensor] | None = None
+
+    @property
+    def pessimistic(self) -> Tensor | float:
+        """`worst`, which is `condition` by default."""
+        return self.condition if self.worst is None else self.worst
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Rounding:
+        """Apply a change to the three numbers, which have one entry per member."""
+        numbers: dict[str, Any] = {
+            name: change(torch.as_tensor(x))
+            for name in ("condition", "worst", "size")
+            if (x := getattr(self, name)) is not None
+        }
+        return replace(self, **numbers)
 
 
 @dataclass(frozen=True)
@@ -46,23 +85,13 @@ class LinearOperator:
         batch: Number of members B, or None for a single operator.
         dtype: Type of inputs and outputs.
         device: Where they live.
-        condition: Rounding amplification: a product is typically off by ``8 eps (1 + condition)``
-            times `size`. Not finite where something overflows.
-        worst: The same without the luck of cancelling errors: bounds are widened by
-            ``32 eps (1 + worst)`` times `size`. Default: `condition`.
-        size: What the terms that make up J would add up to if none of them cancelled, a number of
-            at least ||J||_2; rounding is relative to it. None: ||J||_2 itself.
-        perturbed: ``perturbed(i)`` gives the products once more, with every operation behind them
-            moved by units in the last place; for maps whose rounding can only be measured.
-        compared: ``compared(v, J v, seed)`` is how far a product in low precision is from float64,
-            per member, by rows drawn with that seed; it takes the place of what `worst` and `size`
-            state.
+        rounding: How far products may be off.
         take: The operator restricted to some members, where that is cheaper than the whole.
         compressed: The same operator through fewer input dimensions.
-        rough: A cheaper operator close to this one, good enough to find the singular vectors but
-            not to measure them.
-        ranks: The processes that share the operator. With more than one, products, shapes and
-            vectors are those of this process's tokens.
+        low_precision: A cheaper operator close to this one, good enough to find the singular
+            vectors but not to measure them.
+        space: Where vectors live. If several processes share them, products, shapes and vectors
+            are those of this process's tokens.
 
     Example:
         >>> import torch, lipscope as ls
@@ -80,15 +109,11 @@ class LinearOperator:
     batch: int | None = None
     dtype: torch.dtype = torch.float64
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    condition: Tensor | float = 0.0
-    worst: Tensor | float | None = None
-    size: Tensor | float | None = None
-    perturbed: Callable[[int], Pair] | None = None
-    compared: Callable[[Tensor, Tensor, int], Tensor] | None = None
+    rounding: Rounding = Rounding()
     take: Callable[[Tensor], LinearOperator] | None = None
     compressed: Compression | None = None
-    rough: LinearOperator | None = None
-    ranks: Ranks = ALONE
+    low_precision: LinearOperator | None = None
+    space: Space = LOCAL
 
     def __repr__(self) -> str:
         each = "" if self.batch is None else f"{self.batch} of "
@@ -106,12 +131,12 @@ class LinearOperator:
     @property
     def domain_size(self) -> int:
         """Number of entries of an input, over all ranks."""
-        return math.prod(self.ranks.whole(self.in_shape))
+        return math.prod(self.space.global_shape(self.in_shape))
 
     @property
     def range_size(self) -> int:
         """Number of entries of an output, over all ranks."""
-        return math.prod(self.ranks.whole(self.out_shape))
+        return math.prod(self.space.global_shape(self.out_shape))
 
     @property
     def leading(self) -> Shape:
@@ -121,33 +146,31 @@ class LinearOperator:
     @property
     def resolution(self) -> Tensor:
         """Accuracy of one product relative to `size`, 8 eps (1 + condition), per member."""
-        return 8 * self._amplified(self.condition)
+        return 8 * self._amplified(self.rounding.condition)
 
     @property
-    def rounding(self) -> Tensor:
+    def stated_rounding(self) -> Tensor:
         """Stated rounding of a norm computed with these products, relative to `size`."""
-        return 32 * self._amplified(self.condition if self.worst is None else self.worst)
+        return 32 * self._amplified(self.rounding.pessimistic)
 
     @property
-    def _states(self) -> bool:
-        """Whether rounding is stated by `worst` and `size`, not seen in a comparison."""
+    def is_compared(self) -> bool:
+        """Whether rounding is seen in a comparison with float64, not stated."""
         core = self if self.compressed is None else self.compressed.core
-        return core.compared is None
+        return core.rounding.compared is not None
 
-    def uncancelled(self, norm: Tensor) -> Tensor:
+    def rounding_scale(self, norm: Tensor) -> Tensor:
         """`size` per member; the norm of J, where nothing else is stated."""
-        if self.size is None:
+        if self.rounding.size is None:
             return norm
-        return torch.as_tensor(self.size, dtype=torch.float64, device="cpu").expand(
+        return torch.as_tensor(self.rounding.size, dtype=torch.float64, device="cpu").expand(
             self.leading or (1,)
         )
 
     def error(self, norm: Tensor) -> Tensor:
-        """How far a computed norm of J may be off, per member: absolute; infinite where nothing can
-        be said.
-        """
-        rounding = self.rounding.reshape(norm.shape)
-        size = self.uncancelled(norm)
+        """Absolute error bound on a computed norm of J, per member; infinite if unknown."""
+        rounding = self.stated_rounding.reshape(norm.shape)
+        size = self.rounding_scale(norm)
         # A weight that is off by a factor e^rounding is off by the rounding itself only while that
         # is small.
         known = rounding < MOST_ROUNDING
@@ -160,22 +183,39 @@ class LinearOperator:
         growth = 1 + torch.as_tensor(factor, dtype=torch.float64, device="cpu")
         return (torch.finfo(self.dtype).eps * growth).expand(self.leading)
 
+    def changed(self, change: Callable[[Pair], Pair], **stated: Any) -> LinearOperator:
+        """An operator with changed products, and perturbed products changed in the same way.
+
+        `stated` replaces fields of `rounding`. Nothing is known of members, of fewer dimensions, of
+        low precision, or of a comparison with float64.
+        """
+        mv, rmv = change((self.mv, self.rmv))
+        perturbed = self.rounding.perturbed
+        rounding = replace(
+            self.rounding,
+            perturbed=None if perturbed is None else lambda i: change(perturbed(i)),
+            **{"compared": None, **stated},
+        )
+        return replace(
+            self,
+            mv=mv,
+            rmv=rmv,
+            rounding=rounding,
+            take=None,
+            compressed=None,
+            low_precision=None,
+        )
+
     @property
     def T(self) -> LinearOperator:
         take = self.take
+        # Only products with J were compared with float64; of J' nothing is known then.
+        size = math.inf if self.is_compared else self.rounding.size
         return replace(
-            self,
-            mv=self.rmv,
-            rmv=self.mv,
+            self.changed(lambda pair: (pair[1], pair[0]), size=size),
             in_shape=self.out_shape,
             out_shape=self.in_shape,
-            perturbed=_changed(self.perturbed, lambda pair: (pair[1], pair[0])),
-            # Only products with J were compared with float64; of J' nothing is known then.
-            size=self.size if self._states else math.inf,
-            compared=None,
             take=None if take is None else lambda members: take(members).T,
-            compressed=None,
-            rough=None,
         )
 
     @unaffected
@@ -186,16 +226,19 @@ class LinearOperator:
                 f"cannot compose: the outer operator reads {self.leading + self.in_shape}, "
                 f"the inner one gives {other.leading + other.out_shape}"
             )
-        condition, worst = _both(self, other, torch.add)
-        return _made_of(
-            self,
+        one = _size(self)
+        other_size = _size(other)
+        # 0 only where one of the two is, not where the product underflows.
+        least = torch.finfo(torch.float64).tiny
+        size = torch.where((one > 0) & (other_size > 0), (one * other_size).clamp_min(least), 0.0)
+        return self._joined(
             other,
-            _one_after_the_other,
-            in_shape=other.in_shape,
-            out_shape=self.out_shape,
-            condition=1 + condition,
-            worst=1 + worst,
-            size=_product_size(_size(self), _size(other)),
+            lambda outer, inner: (
+                lambda E: outer[0](inner[0](E)),
+                lambda U: inner[1](outer[1](U)),
+            ),
+            lambda a, b: 1 + (a + b),
+            size,
         )
 
     @unaffected
@@ -213,39 +256,77 @@ class LinearOperator:
                 f"{self.leading + self.out_shape}, the other {other.leading + other.in_shape} to "
                 f"{other.leading + other.out_shape}"
             )
-        condition, worst = _both(self, other, torch.maximum)
-        return _made_of(
-            self,
+        return self._joined(
             other,
-            _side_by_side,
-            in_shape=self.in_shape,
+            lambda one, two: (
+                lambda E: one[0](E) + two[0](E),
+                lambda U: one[1](U) + two[1](U),
+            ),
+            torch.maximum,
+            _size(self) + _size(other),
+        )
+
+    def _joined(
+        self,
+        other: LinearOperator,
+        join: Callable[[Pair, Pair], Pair],
+        combine: Callable[[Tensor, Tensor], Tensor],
+        size: Tensor,
+    ) -> LinearOperator:
+        """The operator whose products, and perturbed products, are those of both joined."""
+        mv, rmv = join((self.mv, self.rmv), (other.mv, other.rmv))
+        parts = (self, other)
+
+        def perturbed(i: int) -> Pair:
+            one, two = (
+                (J.mv, J.rmv) if J.rounding.perturbed is None else J.rounding.perturbed(i)
+                for J in parts
+            )
+            return join(one, two)
+
+        def both(numbers: Iterable[Tensor | float]) -> Tensor:
+            return combine(*(torch.as_tensor(x, dtype=torch.float64) for x in numbers))
+
+        measured = any(J.rounding.perturbed is not None for J in parts)
+        return LinearOperator(
+            mv=mv,
+            rmv=rmv,
+            in_shape=other.in_shape,
             out_shape=self.out_shape,
-            condition=condition,
-            worst=worst,
-            size=_size(self) + _size(other),
+            batch=self.batch,
+            dtype=self.dtype,
+            device=self.device,
+            rounding=Rounding(
+                condition=both(J.rounding.condition for J in parts),
+                worst=both(J.rounding.pessimistic for J in parts),
+                size=size,
+                perturbed=perturbed if measured else None,
+            ),
+            space=self.space,
         )
 
     @unaffected
     def __mul__(self, factor: float) -> LinearOperator:
         take = self.take
         small = self.compressed
-        compared = self.compared
+        size = self.rounding.size
+        compared = self.rounding.compared
 
         def scaled(product: Product) -> Product:
             return lambda x: factor * product(x)
 
+        def still_compared(v: Tensor, w: Tensor, seed: int) -> Tensor:
+            assert compared is not None
+            return abs(factor) * compared(v, w / factor if factor else w, seed)
+
         return replace(
-            self,
-            mv=scaled(self.mv),
-            rmv=scaled(self.rmv),
-            size=None if self.size is None else abs(factor) * torch.as_tensor(self.size),
-            perturbed=_changed(self.perturbed, lambda pair: (scaled(pair[0]), scaled(pair[1]))),
-            compared=None
-            if compared is None
-            else lambda v, w, seed: abs(factor) * compared(v, w / factor if factor else w, seed),
+            self.changed(
+                lambda pair: (scaled(pair[0]), scaled(pair[1])),
+                size=None if size is None else abs(factor) * torch.as_tensor(size),
+                compared=None if compared is None else still_compared,
+            ),
             take=None if take is None else lambda members: take(members) * factor,
             compressed=None if small is None else Compression(small.core * factor, small.lift),
-            rough=None,
         )
 
     __rmul__ = __mul__
@@ -263,81 +344,18 @@ class LinearOperator:
         return torch.stack(columns, dim=-1)
 
 
-def _one_after_the_other(outer: Pair, inner: Pair) -> Pair:
-    return lambda E: outer[0](inner[0](E)), lambda U: inner[1](outer[1](U))
-
-
-def _side_by_side(one: Pair, other: Pair) -> Pair:
-    return lambda E: one[0](E) + other[0](E), lambda U: one[1](U) + other[1](U)
-
-
-def _made_of(
-    A: LinearOperator, B: LinearOperator, join: Callable[[Pair, Pair], Pair], **stated: Any
-) -> LinearOperator:
-    """The operator whose products, and perturbed products, are those of A and B joined."""
-    mv, rmv = join((A.mv, A.rmv), (B.mv, B.rmv))
-    return LinearOperator(
-        mv=mv,
-        rmv=rmv,
-        batch=A.batch,
-        dtype=A.dtype,
-        device=A.device,
-        perturbed=_joined(A, B, join),
-        ranks=A.ranks,
-        **stated,
-    )
-
-
-def _both(
-    A: LinearOperator, B: LinearOperator, combine: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """condition and worst of an operator made of A and B."""
-    typical = (torch.as_tensor(J.condition, dtype=torch.float64) for J in (A, B))
-    worst = (
-        torch.as_tensor(J.condition if J.worst is None else J.worst, dtype=torch.float64)
-        for J in (A, B)
-    )
-    return combine(*typical), combine(*worst)
-
-
 def _size(J: LinearOperator) -> Tensor:
-    """What rounding in J is relative to; where nothing is stated that is its norm, and it has to be
-    found.
-    """
-    if not J._states:
+    """What rounding in J is relative to; its norm, which has to be found, if nothing is stated."""
+    if J.is_compared:
         return torch.tensor(math.inf, dtype=torch.float64)
-    if J.size is not None:
-        return torch.as_tensor(J.size, dtype=torch.float64)
+    if J.rounding.size is not None:
+        return torch.as_tensor(J.rounding.size, dtype=torch.float64)
     from lipscope.linalg.spectral import Solver, spectral_norm  # the solver is built on operators
 
     e = spectral_norm(J, tol=0.1, solver=Solver(seed=0, failure=1e-12))
     value = torch.as_tensor(e.value)
     upper = torch.as_tensor(e.upper)
     return torch.where(upper.isfinite(), upper, 2 * value).double()
-
-
-def _product_size(a: Tensor, b: Tensor) -> Tensor:
-    """a b, which is 0 only where a or b is, not where it underflows."""
-    return torch.where((a > 0) & (b > 0), (a * b).clamp_min(torch.finfo(torch.float64).tiny), 0.0)
-
-
-def _changed(
-    perturbed: Callable[[int], Pair] | None, change: Callable[[Pair], Pair]
-) -> Callable[[int], Pair] | None:
-    return None if perturbed is None else lambda i: change(perturbed(i))
-
-
-def _joined(
-    A: LinearOperator, B: LinearOperator, join: Callable[[Pair, Pair], Pair]
-) -> Callable[[int], Pair] | None:
-    """The perturbed products of an operator made of A and B, where either has any."""
-    if A.perturbed is None and B.perturbed is None:
-        return None
-
-    def pair(J: LinearOperator, i: int) -> Pair:
-        return (J.mv, J.rmv) if J.perturbed is None else J.perturbed(i)
-
-    return lambda i: join(pair(A, i), pair(B, i))
 
 
 def steady(J: LinearOperator) -> LinearOperator:
@@ -355,7 +373,8 @@ def dense_operator(M: Tensor) -> LinearOperator:
         batch=M.shape[0] if M.ndim == 3 else None,
         dtype=M.dtype,
         device=M.device,
-        size=lengths(M.double().flatten(-2)).cpu(),  # what a product with M sums up
+        # The size is what a product with M sums up.
+        rounding=Rounding(size=lengths(M.double().flatten(-2)).cpu()),
         take=(lambda members: dense_operator(M[members])) if M.ndim == 3 else None,
     )
 

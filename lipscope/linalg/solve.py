@@ -24,8 +24,8 @@ from lipscope.linalg.certificate import (
 from lipscope.linalg.estimate import BatchEstimate
 from lipscope.linalg.golub_kahan import GolubKahan, norms
 from lipscope.linalg.operator import LinearOperator, Product
-from lipscope.linalg.ranks import Ranks
 from lipscope.linalg.rounding_noise import DRAWS, UNITS, WIDENED, UnseenRoundingError
+from lipscope.linalg.space import Space
 
 if TYPE_CHECKING:
     from lipscope.linalg.spectral import Solver
@@ -143,7 +143,7 @@ class Run:
         """
         # Weights that are off are off in all products alike and do not keep the residual up; scores
         # that react to a tangent before they cancel do, and so do blocks.
-        cancelled = 8 * torch.finfo(self.J.dtype).eps * self.J.uncancelled(norm) / norm
+        cancelled = 8 * torch.finfo(self.J.dtype).eps * self.J.rounding_scale(norm) / norm
         noise = torch.maximum(self.resolution, cancelled.nan_to_num(posinf=0.0))[index]
         goal = torch.clamp(noise.nan_to_num(nan=1.0, posinf=1.0), max=COARSEST).clamp_min(self.tol)
         if not self.rounded or q.shape[1] == 1:
@@ -244,10 +244,10 @@ class Run:
         w = _product(J, J.mv, right, J.in_shape, scale)
         # Products with J' enter the upper bound. Nothing is stated of those that are measured, so
         # that residual and status rest on what is seen of them.
-        both = self.certify or J.perturbed is not None
+        both = self.certify or J.rounding.perturbed is not None
         z = _product(J, J.rmv, left, J.out_shape, scale) if both else back
-        forward = norms(w - theta.to(w)[:, None] * left, J.ranks)
-        noise = torch.maximum(forward, norms(z - back, J.ranks)) / theta
+        forward = norms(w - theta.to(w)[:, None] * left, J.space)
+        noise = torch.maximum(forward, norms(z - back, J.space)) / theta
         self.noise[members] = torch.where(theta.isnan(), 0.0, noise)
         if len(members) == B:
             self.images = w, z
@@ -280,7 +280,7 @@ class Run:
         (w, z), noise, scale = self.images, self.noise, self._scales
         rescale = scale.to(w)[:, None]
         finite = ~self.theta.isnan()
-        sigma = norms(w, J.ranks) / norms(self.right, J.ranks).clamp_min(0.5)
+        sigma = norms(w, J.space) / norms(self.right, J.space).clamp_min(0.5)
         left = torch.where(sigma.to(w)[:, None] > 0, w / sigma.to(w)[:, None], self.left)
         residual = torch.where(sigma == 0, 0.0, self.residual + noise)
         value = sigma / scale
@@ -289,7 +289,7 @@ class Run:
         finite = finite & value.isfinite()
         value = torch.where(finite, value, torch.nan)
         # What the operator states, what was seen in its products, and what repeating them shows.
-        stated = J.error(value) if J.compared is None else self._compared(w / rescale)
+        stated = J.error(value) if J.rounding.compared is None else self._compared(w / rescale)
         stated = stated.nan_to_num(nan=torch.inf, posinf=torch.inf)
         error = torch.maximum(stated, 4 * noise.nan_to_num() * value)
         measured, unknown = self._measured(w, z, scale)
@@ -309,7 +309,7 @@ class Run:
             note = OVERWHELMED
         elif self.certify and not certified:
             note = NO_BOUND if self.ratio is None else NO_BOUND_AT_ALL
-        if J.perturbed is not None and not unknown:
+        if J.rounding.perturbed is not None and not unknown:
             note += MEASURED
         coarse = error > IMPRECISE * value
         if J.dtype in (torch.bfloat16, torch.float16):
@@ -340,14 +340,14 @@ class Run:
         digits.
         """
         J = self.J
-        assert J.compared is not None
+        assert J.rounding.compared is not None
         shape = J.leading
-        off = J.compared(
+        off = J.rounding.compared(
             self.right.reshape((*shape, *J.in_shape)),
             product.reshape((*shape, *J.out_shape)),
-            drawn_seed(self.solver.seed, "rows", J.ranks),
+            drawn_seed(self.solver.seed, "rows", J.space),
         )
-        size = norms(product, J.ranks)
+        size = norms(product, J.space)
         return 4 * off.reshape(-1) + 4 * torch.finfo(J.dtype).eps * size
 
     def _measured(self, w: Tensor, z: Tensor, scale: Tensor) -> tuple[Tensor, str]:
@@ -357,15 +357,15 @@ class Run:
         """
         J = self.J
         spread = torch.zeros_like(scale)
-        if J.perturbed is None:
+        if J.rounding.perturbed is None:
             return spread, ""
         try:
             for i in range(DRAWS):
-                mv, rmv = J.perturbed(i)
-                off = norms(_product(J, mv, self.right, J.in_shape, scale) - w, J.ranks)
+                mv, rmv = J.rounding.perturbed(i)
+                off = norms(_product(J, mv, self.right, J.in_shape, scale) - w, J.space)
                 if self.certify:
                     back = _product(J, rmv, self.left, J.out_shape, scale) - z
-                    off = torch.maximum(off, norms(back, J.ranks))
+                    off = torch.maximum(off, norms(back, J.space))
                 spread = torch.maximum(spread, off.nan_to_num(torch.inf, torch.inf))
         except torch.OutOfMemoryError:
             return torch.full_like(scale, torch.inf), "no memory to repeat it"
@@ -401,12 +401,12 @@ class Run:
         return upper
 
 
-def drawn_seed(seed: int | None, purpose: str, ranks: Ranks) -> int:
+def drawn_seed(seed: int | None, purpose: str, space: Space) -> int:
     """A seed for one purpose, from that of the user or, without one, a fresh one; the same on all
     ranks.
     """
     number = secrets.randbits(63) if seed is None else fresh_seed(seed, purpose)
-    return int(ranks.agreed(torch.tensor(number)))
+    return int(space.broadcast(torch.tensor(number)))
 
 
 def fresh_seed(seed: int, purpose: str) -> int:

@@ -110,8 +110,8 @@ def spectral_norm(
         small: Any = spectral_norm(J.compressed.core, tol, gap=gap, solver=solver)
         return replace(small, right=J.compressed.lift(small.right))
     found = torch.zeros(J.batch or 1, dtype=torch.float64)  # steps with the rough operator
-    if J.rough is not None and start is None:
-        start, found = _rough_start(J.rough, tol, solver)
+    if J.low_precision is not None and start is None:
+        start, found = _rough_start(J.low_precision, tol, solver)
     run, taken = _iterate(J, tol, gap, start, solver)
     note = ROUNDED_BASIS if run.rounded else CERTIFIED if start is None else NOT_RANDOM
     estimate = run.evaluate(note if J.dtype == torch.float64 else NOT_FLOAT64)
@@ -146,7 +146,7 @@ def _rough_start(J: LinearOperator, tol: float, solver: Solver) -> tuple[Tensor 
     """The right vector that a rough operator finds, and in how many steps."""
     near, steps = _iterate(J, MARGIN * max(tol, ROUGH), None, None, solver)
     # A rough operator may overflow where the exact one does not: then it has nothing to say.
-    size = norms(near.right, J.ranks)
+    size = norms(near.right, J.space)
     return near.right if (size.isfinite() & (size > 0)).all() else None, steps
 
 
@@ -156,11 +156,13 @@ def random_start(J: LinearOperator, members: int, seed: int | None) -> Tensor:
     The seed is hashed: an input that was itself drawn with it must not be the start.
     """
     # One draw for all ranks, of which each keeps its part: the same start as a single process has.
-    number = drawn_seed(seed, "start", J.ranks)
+    number = drawn_seed(seed, "start", J.space)
     generator = torch.Generator(device=J.device).manual_seed(number)
     dtype = torch.float64 if J.device.type == "cpu" else J.dtype
     start = torch.randn(members, J.domain_size, generator=generator, dtype=dtype, device=J.device)
-    return J.ranks.cut(start.to(J.dtype).view(-1, *J.ranks.whole(J.in_shape)), 1).flatten(1)
+    return J.space.shard(start.to(J.dtype).view(-1, *J.space.global_shape(J.in_shape)), 1).flatten(
+        1
+    )
 
 
 def _check_options(
@@ -192,6 +194,6 @@ def _check_options(
     if start is not None and start.numel() != (J.batch or 1) * J.in_size:
         raise UserError(f"start must have shape {J.leading + J.in_shape}, got {tuple(start.shape)}")
     if start is not None and not (
-        start.isfinite().all() and J.ranks.norm(start.reshape(J.batch or 1, -1).norm(dim=1)).all()
+        start.isfinite().all() and J.space.norm(start.reshape(J.batch or 1, -1).norm(dim=1)).all()
     ):
         raise UserError("start must be finite and not zero")

@@ -57,7 +57,7 @@ def singular_triplets(
     solver = solver or Solver()
     # The vectors found so far depend on their starts, so every search needs a start of its own.
     first = secrets.randbits(63) if solver.seed is None else solver.seed
-    first = int(J.ranks.agreed(torch.tensor(first)))
+    first = int(J.space.broadcast(torch.tensor(first)))
     found: list[Any] = []
     blur: Any = 0.0
     least: Any = math.inf
@@ -98,12 +98,12 @@ def _orthonormal(J: LinearOperator, x: Tensor, others: list[Tensor], seed: int) 
     def purified(y: Tensor) -> tuple[Tensor, Tensor]:
         """Unit vectors, and which of them were orthogonal to the others to begin with."""
         y = y.reshape(members, -1).double()
-        y = y / J.ranks.norm(y.norm(dim=1))[:, None]
+        y = y / J.space.norm(y.norm(dim=1))[:, None]
         usable = torch.ones(members, dtype=torch.bool, device=y.device)
         for _ in range(2):  # the second time takes out what the first one rounded
             for v in rows:
-                y = y - J.ranks.sum((y * v).sum(dim=1, keepdim=True)) * v
-            size = J.ranks.norm(y.norm(dim=1))
+                y = y - J.space.sum((y * v).sum(dim=1, keepdim=True)) * v
+            size = J.space.norm(y.norm(dim=1))
             usable &= size > 0.5
             y = y / size[:, None]
         return y, usable
@@ -130,7 +130,7 @@ def _deflated(J: LinearOperator, found: list[Any]) -> LinearOperator:
     def without(x: Tensor, vectors: list[Tensor]) -> Tensor:
         for v in vectors:
             inner = tuple(range(len(J.leading), x.ndim))
-            x = x - J.ranks.sum((x * v).sum(dim=inner, keepdim=True)) * v
+            x = x - J.space.sum((x * v).sum(dim=inner, keepdim=True)) * v
         return x
 
     left = [e.left for e in found]
@@ -142,20 +142,6 @@ def _deflated(J: LinearOperator, found: list[Any]) -> LinearOperator:
             rmv(without(U, left)), right
         )
 
-    mv, rmv = deflated((J.mv, J.rmv))
-    perturbed = J.perturbed
-    return LinearOperator(
-        mv=mv,
-        rmv=rmv,
-        in_shape=J.in_shape,
-        out_shape=J.out_shape,
-        batch=J.batch,
-        dtype=J.dtype,
-        device=J.device,
-        condition=J.condition,
-        worst=J.worst,
-        # What was taken out was of the size of the largest: rounding still is.
-        size=found[0].value if J.size is None else J.size,
-        perturbed=None if perturbed is None else lambda i: deflated(perturbed(i)),
-        ranks=J.ranks,
-    )
+    # What was taken out was of the size of the largest: rounding still is.
+    size = found[0].value if J.rounding.size is None else J.rounding.size
+    return J.changed(deflated, size=size)

@@ -22,7 +22,7 @@ from lipscope.attention.linearization import linearize, query_rounding
 from lipscope.attention.scores import L2, Dot, augment, default_scale
 from lipscope.fused.primitive import attend
 from lipscope.linalg.differentiate import check_one_device, jacobian
-from lipscope.linalg.operator import Compression, LinearOperator, steady
+from lipscope.linalg.operator import Compression, LinearOperator, Rounding, steady
 from lipscope.mean_field.measures import DiscreteMeasure, check_measure
 
 
@@ -109,8 +109,7 @@ def query_derivative(f: SelfAttention, mu: DiscreteMeasure) -> LinearOperator:
     For dot products it is V C_i A.
     """
     J = query_blocks(lifted(f, mu), mu.points[None])
-    extra = _log_range(mu.weights)
-    return replace(J, condition=J.condition + extra, worst=_plus(J.worst, extra))
+    return replace(J, rounding=_with_weights(J.rounding, mu.weights))
 
 
 def lifted(f: SelfAttention, mu: DiscreteMeasure) -> SelfAttention:
@@ -192,16 +191,8 @@ def query_blocks(lift: SelfAttention, X: Float[Tensor, "B n d"]) -> LinearOperat
         return respond(lift, Z.reshape(B, n, d), X, lift.mask).reshape(B * n, 1, -1)
 
     J = jacobian(rows, X.reshape(B * n, 1, d))
-    rounding = query_rounding(lift, X)
     # No `take`: each row of the mask belongs to its own query, and a subset would mismatch them.
-    return replace(
-        J,
-        condition=rounding.condition,
-        worst=rounding.worst,
-        size=rounding.size,
-        perturbed=None,
-        take=None,
-    )
+    return replace(J, rounding=query_rounding(lift, X), take=None)
 
 
 def stacked(
@@ -220,25 +211,20 @@ def stacked(
 def in_l2(J: LinearOperator, weights: Tensor) -> LinearOperator:
     """W^{1/2} J W^{-1/2} for weights [n], or [B, n] with a batch of B."""
     roots = weights.detach().sqrt()[..., None]
-    extra = _log_range(weights)
     take = J.take
     small = J.compressed
     return replace(
         J,
         mv=lambda E: roots * J.mv(E / roots),
         rmv=lambda U: J.rmv(roots * U) / roots,
-        compared=None,  # with J, not with this operator
-        condition=J.condition + extra,
-        worst=_plus(J.worst, extra),
+        rounding=replace(_with_weights(J.rounding, weights), compared=None),  # only J was compared
         take=None if take is None else lambda members: in_l2(take(members), weights[members]),
         compressed=None if small is None else Compression(in_l2(small.core, weights), small.lift),
     )
 
 
-def _log_range(weights: Tensor) -> Tensor:
-    """The largest |log w_j|: a score contains it, and its rounding grows accordingly."""
-    return weights.detach().log().abs().amax(dim=-1).double().cpu()
-
-
-def _plus(x: Tensor | float | None, extra: Tensor) -> Tensor | None:
-    return None if x is None else x + extra
+def _with_weights(rounding: Rounding, weights: Tensor) -> Rounding:
+    """Add the largest |log w_j|: a score contains it, and its rounding grows accordingly."""
+    extra = weights.detach().log().abs().amax(dim=-1).double().cpu()
+    worst = None if rounding.worst is None else rounding.worst + extra
+    return replace(rounding, condition=rounding.condition + extra, worst=worst)

@@ -160,11 +160,8 @@ def _side_by_side(J: LinearOperator) -> LinearOperator:
         in_shape=inner,
         out_shape=outer,
         batch=None,
-        condition=torch.as_tensor(J.condition).max(),
-        worst=None if J.worst is None else torch.as_tensor(J.worst).max(),
         # Below float64 rounding is seen member by member, and no upper bound is drawn from this.
-        size=None if J.size is None else torch.as_tensor(J.size).max(),
-        compared=None,
+        rounding=replace(J.rounding.each(torch.max), compared=None),
     )
 
 

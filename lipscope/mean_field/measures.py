@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_one_device, check_tensor
+from lipscope.linalg.estimate import Estimate
+from lipscope.linalg.operator import LinearOperator
+from lipscope.linalg.spectral import Solver
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +124,20 @@ class DiscreteMeasure(Displayed):
         kept = first[order]
         s = None if self.positions is None else self.positions[kept]
         return DiscreteMeasure(self.points[kept], weights[order], s)
+
+    def jacobian_of(self, f: Any) -> LinearOperator:
+        """Return `mean_field.derivative(f, self)`."""
+        from lipscope.mean_field.attention_on_measures import derivative  # built on measures
+
+        return derivative(f, self)
+
+    def split_constant_of(
+        self, f: Any, tol: float, gap: float | None, solver: Solver | None
+    ) -> Estimate:
+        """Return the constant of `f` at this measure if copies of a token may move apart."""
+        from lipscope.mean_field.duplication import split_estimate, splitting  # built on measures
+
+        return split_estimate(splitting(f, self, tol, gap=gap, solver=solver))
 
     def index_of(self, point: Tensor, position: Tensor | None = None) -> int:
         """Return the index of the first atom at this point (and position)."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
+from lipscope.attention.factored import FactoredAttention
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, Rope
 from lipscope.models.plug import AttentionCall
 from lipscope.models.running import Host, ModuleCall, attention_call, run_to
 from lipscope.models.trace import Seen
-from lipscope.theorems.factored_values import FactoredAttention
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error of q, k, v and the output; dtypes not listed are too coarse to decide."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lipscope._files import on_one_line
 from lipscope._types import UserError
 from lipscope.attention.linearization import ROUGH_SCORES
+from lipscope.attention.sharded import spread_of
 from lipscope.fused.low_precision import graph_of_any_digits
-from lipscope.linalg.differentiate import jacobian
+from lipscope.linalg.differentiate import check_input, jacobian
 from lipscope.linalg.operator import LinearOperator
-from lipscope.linalg.ranks import TokenShards
 from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import Host, ModuleCall, Tap, attention_call, run_to
 from lipscope.models.sharded import linearize_on
@@ -66,11 +66,11 @@ def _differentiated(
     with graph_of_any_digits() as digits:
         J = jacobian(value, X)
     scores = largest_score(X)
-    J = replace(J, condition=scores)
+    J = replace(J, rounding=replace(J.rounding, condition=scores))
     if not (digits.used and _takes_long(X) and scores.max() <= ROUGH_SCORES):
         return J
-    rough = replace(J, mv=digits.rough(J.mv), rmv=digits.rough(J.rmv))
-    return replace(J, mv=digits.exact(J.mv), rmv=digits.exact(J.rmv), rough=rough)
+    low = replace(J, mv=digits.in_low_precision(J.mv), rmv=digits.in_low_precision(J.rmv))
+    return replace(J, mv=digits.exact(J.mv), rmv=digits.exact(J.rmv), low_precision=low)
 
 
 def _takes_long(X: Tensor) -> bool:
@@ -150,12 +150,12 @@ class Rerun:
     def of_members(self, members: Tensor) -> Rerun:
         return replace(self, call=self.call.of_members(members, self.single))
 
-    def linearize(self, X: Tensor) -> LinearOperator:
+    def jacobian(self, X: Tensor) -> LinearOperator:
         return linearize(self, X)
 
-    def linearize_on(self, X: Tensor, shards: TokenShards) -> LinearOperator:
-        """The Jacobian at this rank's tokens, where several ranks share them."""
-        return linearize_on(self, X, shards)
+    def jacobian_on(self, X: Tensor, mesh: Any) -> LinearOperator:
+        """The Jacobian at this rank's tokens, where the ranks of a mesh share them."""
+        return linearize_on(self, X, spread_of(X, mesh, lambda n: check_input(X)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ class Heads:
             return self(X[None])[0]
         return attention_call(self.host, self.module, self.call.at(X)).output()[:, list(self.heads)]
 
-    def linearize(self, X: Tensor) -> LinearOperator:
+    def jacobian(self, X: Tensor) -> LinearOperator:
         X = X if X.ndim == 3 else X[None]
         # One copy of the sample per head, so that each head has its own independent Jacobian.
         samples = torch.arange(X.shape[0], device=X.device).repeat_interleave(len(self.heads))

@@ -18,7 +18,7 @@ from lipscope._types import UserError
 from lipscope.attention.sharded import attend_on_ranks
 from lipscope.linalg.differentiate import jacobian_on
 from lipscope.linalg.operator import LinearOperator
-from lipscope.linalg.ranks import TokenShards
+from lipscope.linalg.space import TokenShards
 from lipscope.models.masks import PlainMask
 from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import ModuleCall, run_to
@@ -44,7 +44,7 @@ def linearize_on(f: Rerun, X: Tensor, shards: TokenShards) -> LinearOperator:
     here = _Local(f, _local_call(f.call, name, shards), shards)
     with torch.no_grad():
         whole = f.value(shards.gather(X))
-        off = here.value(X) - shards.cut(whole, -2)
+        off = here.value(X) - shards.shard(whole, -2)
     size = shards.norm(off.double().norm()) / whole.double().norm()
     if not size <= AGREE.get(X.dtype, 0.1):
         raise UserError(
@@ -52,7 +52,7 @@ def linearize_on(f: Rerun, X: Tensor, shards: TokenShards) -> LinearOperator:
             "be spread over ranks; measure it in one process"
         )
     J = jacobian_on(here.value, X, shards)
-    return replace(J, condition=here.largest_score(X))
+    return replace(J, rounding=replace(J.rounding, condition=here.largest_score(X)))
 
 
 def _local_call(call: ModuleCall, name: str, shards: TokenShards) -> ModuleCall:
@@ -61,7 +61,7 @@ def _local_call(call: ModuleCall, name: str, shards: TokenShards) -> ModuleCall:
     def cut(x: Any, dim: int) -> Any:
         if isinstance(x, tuple | list):
             return type(x)(cut(y, dim) for y in x)
-        return shards.cut(x, dim) if isinstance(x, Tensor) else x
+        return shards.shard(x, dim) if isinstance(x, Tensor) else x
 
     def kept(key: str, x: Any) -> Any:
         if key in TOKENS:
@@ -98,7 +98,7 @@ class _Local:
         def note(call: AttentionCall) -> Tensor:
             mask = call.mask
             if mask is not None and mask.shape[-2] > 1:
-                mask = self.shards.cut(mask, -2)
+                mask = self.shards.shard(mask, -2)
             k = self.shards.gather(call.k)
             # By the mask alone: more is visible, and the bound no smaller.
             rows = replace(call, k=k, mask=mask, causal=False, window=None)

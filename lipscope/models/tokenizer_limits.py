@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lipscope._checks import shown
+from lipscope._checks import abbreviate
 from lipscope._files import for_terminal
 from lipscope._types import UserError
 
@@ -182,7 +182,8 @@ def check_tokenizer(content: dict[str, Any], name: str, file: str) -> None:
             largest = MOST_SPECIAL if key in COUNTS else LARGEST_ID
             if abs(value) > largest:
                 raise UserError(
-                    f"{where} has {for_terminal(key, 80)!r} = {shown(value)}, outside {-largest} "
+                    f"{where} has {for_terminal(key, 80)!r} = {abbreviate(value)}, outside "
+                    f"{-largest} "
                     f"to {largest}; pass another tokenizer (tokenizer=, --tokenizer)"
                 )
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import unaffected
-from lipscope._checks import explained, norm_name, shown
+from lipscope._checks import abbreviate, name_bad_argument, norm_name
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.fused.primitive import attend
@@ -40,7 +40,7 @@ class AttentionLayer(nn.Module):
 
     out: nn.Linear
 
-    @explained
+    @name_bad_argument
     def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()
         for name, size in (("dim", dim), ("heads", heads)):
@@ -225,4 +225,4 @@ def check_length(n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UserError(f"n, the number of tokens, must be an integer of at least 1, got {n!r}")
     if n > MOST_TOKENS:
-        raise UserError(f"n, the number of tokens, must be below 2^63, got {shown(n)}")
+        raise UserError(f"n, the number of tokens, must be below 2^63, got {abbreviate(n)}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-from lipscope._checks import check_positive, explained, norm_name
+from lipscope._checks import check_positive, name_bad_argument, norm_name
 from lipscope._types import UserError
 from lipscope.nn.l2_attention import (
     L2SelfAttention,
@@ -52,7 +52,7 @@ class ContractiveL2Attention(L2SelfAttention):
         (0.9, 0.9)
     """
 
-    @explained
+    @name_bad_argument
     def __init__(
         self,
         dim: int,
@@ -171,7 +171,7 @@ class ContractiveMLP(nn.Module):
         True
     """
 
-    @explained
+    @name_bad_argument
     def __init__(self, dim: int, hidden: int, constant: float) -> None:
         super().__init__()
         check_positive("constant", constant)

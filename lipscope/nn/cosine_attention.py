@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import check_positive, explained
+from lipscope._checks import check_positive, name_bad_argument
 from lipscope.nn.attention_layer import AttentionLayer, check_finite
 from lipscope.nn.matrix_norms import spectral_upper
 
@@ -46,7 +46,7 @@ class CosineSelfAttention(AttentionLayer):
         True
     """
 
-    @explained
+    @name_bad_argument
     def __init__(
         self, dim: int, heads: int, causal: bool = False, tau: float = 10.0, eps: float = 1e-6
     ) -> None:

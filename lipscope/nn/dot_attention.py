@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from lipscope._checks import check_positive, explained
+from lipscope._checks import check_positive, name_bad_argument
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot
 from lipscope.nn.attention_layer import AttentionLayer, check_length
@@ -34,7 +34,7 @@ class DotSelfAttention(AttentionLayer):
         inf
     """
 
-    @explained
+    @name_bad_argument
     def __init__(
         self,
         dim: int,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import entry_point, unaffected
-from lipscope._checks import check_positive, explained, norm_name
+from lipscope._checks import check_positive, name_bad_argument, norm_name
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
@@ -106,7 +106,7 @@ class InvertibleResidual(nn.Module):
         True
     """
 
-    @explained
+    @name_bad_argument
     def __init__(self, g: nn.Module, constant: float | None = None) -> None:
         super().__init__()
         _check_map(g)

@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import explained, norm_name
+from lipscope._checks import name_bad_argument, norm_name
 from lipscope._types import UserError
+from lipscope.attention.factored import FactoredAttention
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import L2, augment
 from lipscope.fused._torch_internals import is_wrapped
@@ -34,7 +35,6 @@ from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_leng
 from lipscope.nn.matrix_norms import FLOOR, spectral_upper, unit, widened
 from lipscope.nn.query_ball import BALL, QueryBall, radius
 from lipscope.nn.row_sums import RowSums
-from lipscope.theorems.factored_values import FactoredAttention
 from lipscope.theorems.heads import sight
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,14 +72,14 @@ class L2SelfAttention(AttentionLayer):
 
     ball: QueryBall | None
 
-    @explained
+    @name_bad_argument
     def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
         super().__init__(dim, heads, causal)
         self.query, self.value, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.ball = None
 
     @classmethod
-    @explained
+    @name_bad_argument
     @torch.no_grad()
     def from_kim2021(
         cls, W_Q: Tensor, W_V: Tensor, W_O: Tensor, causal: bool = False
@@ -225,7 +225,7 @@ class BallL2Attention(L2SelfAttention):
         True
     """
 
-    @explained
+    @name_bad_argument
     def __init__(
         self,
         dim: int,

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import callers_device, entry_point, live_modules, plain_attention
-from lipscope._checks import explained
+from lipscope._checks import name_bad_argument
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input, check_map, jacobian
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.nn.evaluating import attributes_kept
 
 
-@explained
+@name_bad_argument
 def jasmin(P: Tensor, k: int = 0) -> Tensor:
     """The penalty JaSMin_k on attention weights (Yudin et al. 2025).
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lipscope._ambient import entry_point
-from lipscope._checks import shown
+from lipscope._checks import abbreviate
 from lipscope._files import whole_file
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
@@ -193,7 +193,7 @@ def _default_texts() -> list[str]:
 
 def _samples(model: Model, given: Sequence[str | Path], contest: Contest) -> list[AttackedText]:
     if isinstance(given, str | Path):
-        raise UserError(f"texts must be a list of texts, got {shown(given)}")
+        raise UserError(f"texts must be a list of texts, got {abbreviate(given)}")
     texts = [content(text) for text in given]
     before, after = special_frame(model)
     # Texts that agree after truncation count once: each would be the other's neighbour for ever.

@@ -21,7 +21,7 @@ from lipscope.attack.perturbation import (
 )
 from lipscope.attack.tokens import duplicated_tokens, guided_swaps
 from lipscope.attention.layer import SelfAttention
-from lipscope.mean_field.local import local_lipschitz
+from lipscope.linalg.local import local_lipschitz
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load
 from lipscope.models.model import Model

@@ -18,8 +18,8 @@ from torch import Generator, Tensor
 from lipscope._types import Ball
 from lipscope.attack.constructions import explicit_inputs, regime
 from lipscope.attention.layer import SelfAttention
+from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
-from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.model import Model
 from lipscope.papers.castin_text import released_statistic
 from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, castin_claim, judged

@@ -17,10 +17,10 @@ from lipscope.attention.scores import Dot
 from lipscope.dynamics.clusters import find_clusters
 from lipscope.dynamics.gaussian import gaussian_flow
 from lipscope.dynamics.particles import flow, layered
+from lipscope.linalg.local import local_lipschitz
 from lipscope.mean_field.attention_on_measures import push
 from lipscope.mean_field.dirac_families import transition, two_diracs
 from lipscope.mean_field.hardy import averaging
-from lipscope.mean_field.local import local_lipschitz
 from lipscope.mean_field.masked import conditional_distance
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein

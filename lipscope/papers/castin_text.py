@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import jacobian
-from lipscope.mean_field.local import local_lipschitz
+from lipscope.linalg.local import local_lipschitz
 from lipscope.models.model import Model
 from lipscope.models.sites import Site
 from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged

@@ -17,7 +17,7 @@ from lipscope.attack.constructions import explicit_inputs
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import L2
 from lipscope.linalg.differentiate import jacobian
-from lipscope.mean_field.local import local_lipschitz
+from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Line, Picture

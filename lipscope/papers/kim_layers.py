@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.mean_field.local import local_lipschitz
+from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.dot_attention import DotSelfAttention

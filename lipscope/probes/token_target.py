@@ -13,8 +13,8 @@ from lipscope.attack.ascent import sigma_gradient
 from lipscope.attack.tokens import TextTarget
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.estimate import as_batch
+from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.mean_field.local import local_lipschitz
 from lipscope.models.model import Model
 from lipscope.models.running import ModuleCall, Tap, run_to
 from lipscope.models.sites import Survey

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from lipscope._checks import explained
+from lipscope._checks import name_bad_argument
 from lipscope._files import whole_file
 from lipscope._types import UserError
 from lipscope.report import words
@@ -35,7 +35,7 @@ SHORT = 64
 """The length at which bounds are suggested: the search for the worst input takes long beyond."""
 
 
-@explained
+@name_bad_argument
 def write_report(
     study: Study | Sequence[Study],
     path: str | os.PathLike[str],

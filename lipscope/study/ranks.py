@@ -24,9 +24,9 @@ from lipscope._types import UserError
 from lipscope.attention.sharded import shard, unshard
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import BatchEstimate, Estimate
-from lipscope.linalg.ranks import LostRankError, rank_lost
+from lipscope.linalg.local import local_lipschitz
+from lipscope.linalg.space import LostRankError, rank_lost
 from lipscope.linalg.spectral import Solver
-from lipscope.mean_field.local import local_lipschitz
 from lipscope.study.engines import Start
 from lipscope.study.jobs import Job, Outcome, Work, reason
 

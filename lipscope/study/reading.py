@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._checks import shown
+from lipscope._checks import abbreviate
 from lipscope._types import UserError
 from lipscope.models.embedded import default_text
 from lipscope.models.model import Model
@@ -134,7 +134,9 @@ def read(
 ) -> Windows | WholeInputs:
     """The inputs described by `text` or `inputs`, with samples drawn as the options say."""
     if samples > MOST_SAMPLES:
-        raise UserError(f"samples must be at most {MOST_SAMPLES} per length, got {shown(samples)}")
+        raise UserError(
+            f"samples must be at most {MOST_SAMPLES} per length, got {abbreviate(samples)}"
+        )
     if inputs is not None:
         if text is not None:
             raise UserError("give a text or inputs, not both")
@@ -340,7 +342,8 @@ def _read_inputs(model: Model, inputs: Any) -> WholeInputs:
     for name, values in given.items():
         if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != count:
             raise UserError(
-                f"inputs[{name!r}] must be a tensor with one row per sample, got {shown(values)}"
+                f"inputs[{name!r}] must be a tensor with one row per sample, got "
+                f"{abbreviate(values)}"
             )
         if not count or not values.isfinite().all():
             raise UserError("inputs must be finite, and contain at least one sample")

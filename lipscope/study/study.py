@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lipscope._checks import explained
+from lipscope._checks import name_bad_argument
 from lipscope._types import UserError
 from lipscope.study.directory import FILE
 from lipscope.study.frames import data_frame
@@ -86,7 +86,7 @@ class Study:
         return _from_memory, (self._store.to_bytes(),)
 
     @classmethod
-    @explained
+    @name_bad_argument
     def open(cls, directory: str | os.PathLike[str]) -> Study:
         """Open the study that `measure(..., out=directory)` saved."""
         return cls(Store.open(Path(directory)))
@@ -409,7 +409,7 @@ class Study:
         return f"Study({self.info.about.model}: {counts}{span}{at})"
 
 
-@explained
+@name_bad_argument
 def merge(studies: Sequence[Study]) -> Study:
     """Join studies of one model, text and set of options, as several machines measure them.
 

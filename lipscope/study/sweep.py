@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lipscope._checks import check_arguments, shown
+from lipscope._checks import abbreviate, check_arguments
 from lipscope._files import whole_file
 from lipscope._types import UserError
 from lipscope.models.loading import check_loading, load
@@ -162,7 +162,7 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path}: settings are tables with names, as in [settings.short]")
     out = asked.get("out", path.stem)
     if not _is_path(out):
-        raise UserError(f"{path}: out must be the name of a directory, got {shown(out)}")
+        raise UserError(f"{path}: out must be the name of a directory, got {abbreviate(out)}")
     # Everything in the file is checked before the first study begins, which may take hours.
     chosen = {
         name: _settings(table, f"{path}, settings.{name}")
@@ -198,7 +198,8 @@ def _settings(table: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dic
         check_loading(loading.get("dtype"), loading.get("random_init"))
         if not _is_path(loading.get("tokenizer", "the model's own")):
             raise UserError(
-                f"tokenizer must be the name or folder of one, got {shown(loading['tokenizer'])}"
+                f"tokenizer must be the name or folder of one, got "
+                f"{abbreviate(loading['tokenizer'])}"
             )
         if isinstance(measuring["scopes"], str):
             measuring["scopes"] = [measuring["scopes"]]
@@ -212,12 +213,13 @@ def _check_name(name: str, path: Path) -> None:
     """Raise UserError unless a study of this name lies directly in the directory of the sweep."""
     if name in ("", ".", "..") or not name.isprintable() or {"/", "\\"} & set(name):
         raise UserError(
-            f"{path}: a study cannot be called {shown(name)}; the names of settings, models and "
+            f"{path}: a study cannot be called {abbreviate(name)}; the names of settings, models "
+            "and "
             "texts may not contain slashes or control characters"
         )
     if len(os.fsencode(name)) > 255:
         raise UserError(
-            f"{path}: {shown(name)} is too long for the name of a directory; shorten its parts"
+            f"{path}: {abbreviate(name)} is too long for the name of a directory; shorten its parts"
         )
 
 
@@ -234,7 +236,9 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> N
 def _models(given: Any, folder: Path) -> dict[str, str]:
     """Models by name: folders, and names on the hub."""
     if not isinstance(given, list) or not given or not all(map(_is_path, given)):
-        raise UserError(f"models must be a list of model ids and directories, got {shown(given)}")
+        raise UserError(
+            f"models must be a list of model ids and directories, got {abbreviate(given)}"
+        )
     found = [(folder / one).absolute() if (folder / one).is_dir() else one for one in given]
     names = _names([_parts(Path(one)) for one in found])
     return dict(zip(names, map(str, found), strict=True))
@@ -251,7 +255,7 @@ def _texts(given: Any, folder: Path) -> dict[str, Path | TextColumn | None]:
         else:
             raise UserError(
                 f'texts are files, or tables {{file = "news.csv", column = "title"}}; got '
-                f"{shown(one)}"
+                f"{abbreviate(one)}"
             )
     names = _names(
         [(*_parts(t.path), t.column) if isinstance(t, TextColumn) else _parts(t) for t in found]

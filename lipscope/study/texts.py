@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lipscope._checks import shown
+from lipscope._checks import abbreviate
 from lipscope._types import UserError
 
 
@@ -100,12 +100,13 @@ def content(text: object) -> str:
     if isinstance(text, Path):
         return read_file(text)
     if not isinstance(text, str):
-        raise UserError(f"a text must be a string or a file (Path), got {shown(text)}")
+        raise UserError(f"a text must be a string or a file (Path), got {abbreviate(text)}")
     # A directory is not a text that could be meant, and its name ("data", ".") may well be one.
     # os.path.exists is False for strings that cannot be paths: too long, or with NUL characters.
     if not isinstance(text, Prose) and os.path.exists(text) and not os.path.isdir(text):
         raise UserError(
-            f"the text {shown(text)} is the name of a file; give Path({shown(text)}) to read the "
+            f"the text {abbreviate(text)} is the name of a file; give Path({abbreviate(text)}) to "
+            "read the "
             "file, or add a line break to use the name as a text"
         )
     return text

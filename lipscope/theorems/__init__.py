@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from lipscope.attention.factored import FactoredAttention as FactoredAttention
     from lipscope.theorems.composition import network_bound as network_bound
-    from lipscope.theorems.factored_values import FactoredAttention as FactoredAttention
     from lipscope.theorems.registry import REGISTRY as REGISTRY
     from lipscope.theorems.registry import BoundRow as BoundRow
     from lipscope.theorems.registry import BoundRows as BoundRows

@@ -14,7 +14,7 @@ from lipscope._display import html_table, text_table
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate, as_single
-from lipscope.mean_field.local import local_lipschitz
+from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.evaluating import evaluating
 from lipscope.nn.l2_attention import L2SelfAttention

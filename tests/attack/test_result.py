@@ -25,7 +25,7 @@ def seeds(monkeypatch) -> list[int | None]:
             used.append(None if solver is None else solver.seed)
         return spectral_norm(J, tol, gap=gap, start=start, solver=solver)
 
-    for place in ("lipscope.attack.ascent", "lipscope.mean_field.local"):
+    for place in ("lipscope.attack.ascent", "lipscope.linalg.local"):
         monkeypatch.setattr(f"{place}.spectral_norm", recording)
     return used
 

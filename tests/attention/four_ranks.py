@@ -24,7 +24,7 @@ import lipscope as ls
 from lipscope.attention import linearization
 from lipscope.attention.sharded import shard, sharded_jacobian, unshard
 from lipscope.fused import tiled
-from lipscope.linalg.ranks import LostRankError
+from lipscope.linalg.space import LostRankError
 from tests.cases import KINDS, problem
 
 SIZES = (1, 2, 3, 4)
@@ -76,16 +76,16 @@ def solved(f: Any, X: Tensor, options: dict[str, Any], mesh: Any) -> dict[str, A
     here = X if mesh is None else shard(X, mesh)
     J = ls.jacobian(f, X) if mesh is None else sharded_jacobian(f, here, mesh)
     g = torch.Generator().manual_seed(1)
-    whole = [(*J.leading, *J.ranks.whole(shape)) for shape in (J.in_shape, J.out_shape)]
+    whole = [(*J.leading, *J.space.global_shape(shape)) for shape in (J.in_shape, J.out_shape)]
     E, U = (torch.randn(shape, generator=g, dtype=torch.float64).to(J.dtype) for shape in whole)
-    sent = [dict(getattr(J.ranks, "sent", {}))]
-    JE = J.mv(J.ranks.cut(E, -2))
-    sent.append(dict(getattr(J.ranks, "sent", {})))
-    JU = J.rmv(J.ranks.cut(U, -2))
-    sent.append(dict(getattr(J.ranks, "sent", {})))
+    sent = [dict(getattr(J.space, "sent", {}))]
+    JE = J.mv(J.space.shard(E, -2))
+    sent.append(dict(getattr(J.space, "sent", {})))
+    JU = J.rmv(J.space.shard(U, -2))
+    sent.append(dict(getattr(J.space, "sent", {})))
     e: Any = ls.spectral_norm(J, **{"solver": SOLVER, **options})
     names = ("value", "lower", "upper", "residual", "steps", "status", "confidence", "missed")
-    gather = J.ranks.gather
+    gather = J.space.gather
     return {
         **{name: getattr(e, name) for name in names},
         "right": gather(e.right),

@@ -30,7 +30,7 @@ def test_float32_on_the_gpu_against_float64_on_the_cpu(kind, monkeypatch):
         # A random start misses the top vector of such small problems once in a thousand times.
         e = ls.spectral_norm(J, tol=1e-5, solver=ls.Solver(seed=seed))
         assert e.status.ok, f"{kind} {seed}: {e}"
-        assert abs(e.value - exact) <= max(float(J.rounding), 1e-5) * exact, (
+        assert abs(e.value - exact) <= max(float(J.stated_rounding), 1e-5) * exact, (
             f"{kind} {seed}: {e.value} and {exact}"
         )
         assert e.right.is_cuda and e.right.dtype == torch.float32
@@ -72,7 +72,7 @@ def test_rough_steps_then_exact_ones():
         torch.randn(6000, 128, generator=g, device="cuda"),
     )
     J = ls.jacobian(f, X)
-    assert J.rough is not None
+    assert J.low_precision is not None
     e = ls.spectral_norm(J, tol=1e-4)
     exact = ls.local_lipschitz(f, X, tol=1e-8, precision="exact")
     assert e.status.ok and abs(e.value / exact.value - 1) < 1e-5
@@ -184,7 +184,7 @@ def test_scores_beyond_the_kernels_resolution_go_through_tiles(factor, monkeypat
         assert e.value < 10 * truth.value, f"{e} and {truth}"
     else:
         assert e.value == pytest.approx(
-            truth.value, rel=max(1e-4, float(ls.jacobian(f, X).rounding))
+            truth.value, rel=max(1e-4, float(ls.jacobian(f, X).stated_rounding))
         )
 
 

@@ -90,7 +90,7 @@ NAN = draw(5, 4).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(torc
     ("build", "message"),
     [
         (lambda: layer()(NAN), r"X holds nan at index \[3, 1\] \(shape \(5, 4\)\)"),
-        (lambda: layer().linearize(draw(5, 4) / 0), r"X holds -?inf at index \[0, 0\]"),
+        (lambda: layer().jacobian(draw(5, 4) / 0), r"X holds -?inf at index \[0, 0\]"),
         (lambda: layer()(draw(4)), r"X must have shape \[n, d\] or \[B, n, d\], got \(4,\)"),
         (lambda: layer()(draw(0, 4)), "X is empty"),
         (lambda: layer()(draw(5, 3)), "X has token size 3"),

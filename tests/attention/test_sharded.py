@@ -17,9 +17,8 @@ import pytest
 import torch
 
 import lipscope as ls
-from benchmarks import ranks
 from lipscope.attention import sharded
-from lipscope.linalg.ranks import TokenShards, chunks_of
+from lipscope.linalg.space import TokenShards, chunks_of
 from tests.attention.four_ranks import SIZES, long_enough, more
 from tests.cases import KINDS
 from tests.naive import dense_jacobian
@@ -57,7 +56,7 @@ def truth(name):
     f, X = case(name)
     D = dense_jacobian(f.double(), X.double())
     true, tol = torch.linalg.matrix_norm(D, 2), 1e-12 if X.dtype == torch.float64 else 1e-5
-    return D, true, max(tol, float(ls.jacobian(f, X).rounding.max())) * float(true)
+    return D, true, max(tol, float(ls.jacobian(f, X).stated_rounding.max())) * float(true)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -208,12 +207,12 @@ def test_every_token_belongs_to_one_rank_and_work_is_even(size):
 
 
 def test_the_model_on_the_page_is_what_the_benchmark_prints(capsys):
-    ranks.show_model()
+    space.show_model()
     assert capsys.readouterr().out in (ROOT / "docs" / "scaling.md").read_text()
 
 
 def test_the_model_has_the_traffic_of_the_formula():
-    sent = ranks.modelled(1, 8, width=14)["GB_per_float32_product"]
+    sent = space.modelled(1, 8, width=14)["GB_per_float32_product"]
     assert sent == 4 * (8 - 1) * 2 * (2**20 / 16) * 14 / 1e9
 
 

@@ -22,7 +22,11 @@ def operator(dtype: torch.dtype) -> tuple[ls.LinearOperator, ls.LinearOperator, 
     with graph_of_any_digits() as digits:
         J = ls.jacobian(layer, X)
     exact = replace(J, mv=digits.exact(J.mv), rmv=digits.exact(J.rmv))
-    return exact, replace(J, mv=digits.rough(J.mv), rmv=digits.rough(J.rmv)), X
+    return (
+        exact,
+        replace(J, mv=digits.in_low_precision(J.mv), rmv=digits.in_low_precision(J.rmv)),
+        X,
+    )
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -56,7 +60,7 @@ def test_threads_that_share_a_graph_get_the_digits_they_ask_for():
 
 def test_the_value_is_that_of_the_exact_operator():
     exact, rough, X = operator(torch.float32)
-    e = ls.spectral_norm(replace(exact, rough=rough), tol=1e-3, solver=ls.Solver(seed=0))
+    e = ls.spectral_norm(replace(exact, low_precision=rough), tol=1e-3, solver=ls.Solver(seed=0))
     truth = torch.linalg.svdvals(ls.jacobian(layer, X.double()).to_dense())[0]
     assert e.value == pytest.approx(float(truth), rel=1e-5) and e.status.ok
 
@@ -73,7 +77,7 @@ def test_a_graph_is_exact_between_its_products():
         J = ls.jacobian(keeping, X)
     assert digits.used
     (x, y), truth = kept[0], ls.jacobian(layer, X.double()).rmv(X.double())
-    rough = digits.rough(J.rmv)
+    rough = digits.in_low_precision(J.rmv)
     for E in (X, X[:3]):
         with nullcontext() if E is X else pytest.raises(ls.UserError, match="shape"):
             rough(E)
@@ -91,7 +95,7 @@ def test_products_inside_products_have_the_digits_they_ask_for():
         inner.append(digits.exact(J.mv)(E))
         return J.mv(E)
 
-    assert distance(digits.rough(outer)(X), rough.mv(X)) < 1e-6
+    assert distance(digits.in_low_precision(outer)(X), rough.mv(X)) < 1e-6
     assert distance(inner[0], expected) < 1e-6
 
 

@@ -56,7 +56,7 @@ def test_a_sum_of_operators():
     J = dense_operator(A) + dense_operator(B)
     assert torch.allclose(J.to_dense(), A + B)
     assert_adjoint(J)
-    assert float(J.size) == pytest.approx(float(A.norm() + B.norm()))
+    assert float(J.rounding.size) == pytest.approx(float(A.norm() + B.norm()))
     with pytest.raises(ls.UserError, match="cannot add"):
         dense_operator(A) + dense_operator(B.T)
 
@@ -65,8 +65,8 @@ def test_the_size_of_a_product_is_what_its_parts_sum_up():
     """A rotation by a right angle and its inverse, each through an operator that states no size."""
     turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
     J = ls.LinearOperator(lambda x: turn @ x, lambda x: turn.T @ x, (2,), (2,))
-    assert 1 <= float((J @ J.T).size) <= 4
-    assert float((3 * dense_operator(turn)).size) == pytest.approx(3 * 2**0.5)
+    assert 1 <= float((J @ J.T).rounding.size) <= 4
+    assert float((3 * dense_operator(turn)).rounding.size) == pytest.approx(3 * 2**0.5)
 
 
 def test_an_operator_shows_its_shapes_and_how_many_members_it_has():

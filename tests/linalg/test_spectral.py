@@ -7,7 +7,7 @@ import torch
 
 import lipscope as ls
 from lipscope.linalg import solve, spectral
-from lipscope.linalg.operator import dense_operator
+from lipscope.linalg.operator import Rounding, dense_operator
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -155,7 +155,7 @@ def test_a_rough_operator_finds_the_vector_and_never_the_value(noise):
         return J.mv(E)
 
     e = ls.spectral_norm(
-        replace(J, mv=counted, rough=rough, take=None), tol=1e-4, solver=ls.Solver(seed=0)
+        replace(J, mv=counted, low_precision=rough, take=None), tol=1e-4, solver=ls.Solver(seed=0)
     )
     assert torch.allclose(e.value, alone.value, rtol=1e-6) and all(s.ok for s in e.status)
     assert noise != 1e-3 or calls < alone.steps.max()
@@ -234,7 +234,8 @@ def test_rounding_of_a_measured_adjoint_is_seen_in_residual_and_status(bits, sta
         exponent = 2.0 ** y.abs().log2().floor()
         return (y / (unit * exponent)).round() * unit * exponent
 
-    K = replace(J, rmv=rounded, perturbed=lambda i: (J.mv, rounded), size=None, take=None)
+    rounding = Rounding(perturbed=lambda i: (J.mv, rounded))
+    K = replace(J, rmv=rounded, rounding=rounding, take=None)
     e = ls.spectral_norm(K, tol=1e-3, solver=ls.Solver(seed=0))
     right, left = e.right.double(), e.left.double()
     residual = float((M.double().T @ left - e.value * right).norm() / e.value)

@@ -8,9 +8,9 @@ import torch
 from torch import Generator
 
 import lipscope as ls
+from lipscope.linalg.local import local_lipschitz
 from lipscope.mean_field.attention_on_measures import derivative, push, velocity
 from lipscope.mean_field.duplication import jump_ratio, split_estimate, splitting
-from lipscope.mean_field.local import local_lipschitz
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
 from tests.mean_field.weighted import (

@@ -61,9 +61,9 @@ def test_a_search_in_bfloat16_ends_at_the_same_number():
     ids = torch.randint(100, (1, LONG), generator=torch.Generator().manual_seed(0))
     (site,) = model.sites(ids, scopes=["block"], layers=[1])
     J = jacobian(site.f, site.X)
-    assert J.rough is not None
+    assert J.low_precision is not None
     found, alone = (
-        spectral_norm(j, 1e-4, solver=Solver(seed=0)) for j in (J, replace(J, rough=None))
+        spectral_norm(j, 1e-4, solver=Solver(seed=0)) for j in (J, replace(J, low_precision=None))
     )
     torch.testing.assert_close(found.value, alone.value, rtol=1e-5, atol=0.0)
     assert all(status.ok for status in found.status)

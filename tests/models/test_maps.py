@@ -38,7 +38,7 @@ def test_a_map_hidden_from_autograd_is_refused(shape):
     J = linearize(Cube(0), X)
     E = torch.rand_like(X)
     torch.testing.assert_close(J.mv(E), 3 * X.square() * E)
-    assert bool((torch.as_tensor(J.condition) == 7.0).all())
+    assert bool((torch.as_tensor(J.rounding.condition) == 7.0).all())
     for hidden in (1, 2, 3):
         with pytest.raises(UserError, match="hidden from autograd"):
             linearize(Cube(hidden), X)
@@ -56,7 +56,7 @@ def test_a_model_that_cuts_its_own_gradient_is_refused():
 def test_the_size_of_the_scores_is_passed_on_as_rounding_amplification():
     heads, attention = load(make("qwen3")).sites(**sample("qwen3"), layers=[0])
     each, together = (
-        torch.as_tensor(jacobian(site.f, site.X).condition) for site in (heads, attention)
+        torch.as_tensor(jacobian(site.f, site.X).rounding.condition) for site in (heads, attention)
     )
     assert each.shape == (4,) and bool((together > 0.1).all())
     torch.testing.assert_close(each.view(2, 2).amax(dim=1), together)
@@ -74,10 +74,10 @@ def test_a_map_that_counts_in_floating_point_has_no_bounds():
     model.layers[0].mlp.act_fn = Counts()
     site = load(model).sites([1, 2, 3], scopes=["block"], layers=[0])[0]
     # Whether a repetition counts too few depends on its directions: look at many.
-    J = site.f.linearize(site.X[0])
+    J = site.f.jacobian(site.X[0])
     with pytest.raises(UnseenRoundingError, match="it fails when its numbers move"):
         for i in range(20):
-            J.perturbed(i)
+            J.rounding.perturbed(i)
 
 
 def blocks(dtype: str):
@@ -88,18 +88,18 @@ def blocks(dtype: str):
 
 
 def test_vectors_of_a_block_are_searched_for_roughly_and_its_products_stay_exact(monkeypatch):
-    assert blocks("float32").rough is None  # too short
+    assert blocks("float32").low_precision is None  # too short
     monkeypatch.setattr(maps, "_takes_long", lambda X: True)
     J, truth = blocks("float32"), blocks("float64")
-    assert J.rough is not None
+    assert J.low_precision is not None
     E = torch.randn(2, *J.in_shape)
     for name in ("mv", "rmv"):
         expected = getattr(truth, name)(E.double())
-        exact, rough = (getattr(j, name)(E).double() - expected for j in (J, J.rough))
+        exact, rough = (getattr(j, name)(E).double() - expected for j in (J, J.low_precision))
         assert exact.norm() < 1e-5 * expected.norm()
         assert 1e-4 * expected.norm() < rough.norm() < 0.1 * expected.norm()
     found, alone = (
-        spectral_norm(j, 1e-4, solver=Solver(seed=0)) for j in (J, replace(J, rough=None))
+        spectral_norm(j, 1e-4, solver=Solver(seed=0)) for j in (J, replace(J, low_precision=None))
     )
     torch.testing.assert_close(found.value, alone.value, rtol=1e-5, atol=0.0)
 
@@ -108,12 +108,12 @@ def test_vectors_of_a_block_are_searched_for_roughly_and_its_products_stay_exact
 def test_scores_too_large_for_bfloat16_are_not_searched_with_it(score, monkeypatch):
     monkeypatch.setattr(maps, "_takes_long", lambda X: True)
     monkeypatch.setattr(maps.Rerun, "largest_score", lambda f, x: torch.tensor([1.0, score]))
-    assert blocks("float32").rough is None
+    assert blocks("float32").low_precision is None
 
 
 def test_a_map_without_attention_is_not_searched_roughly(monkeypatch):
     monkeypatch.setattr(maps, "_takes_long", lambda X: True)
-    assert linearize(Cube(0), torch.rand(2, 3, 2)).rough is None
+    assert linearize(Cube(0), torch.rand(2, 3, 2)).low_precision is None
 
 
 def test_few_digits_are_for_long_inputs_on_a_gpu_only():

@@ -48,9 +48,9 @@ def test_the_constant_holds_beside_a_far_token(far, causal):
     X = 10 * torch.randn(16, 4)
     X[-1] = far
     J = torch.autograd.functional.jacobian(layer, X).reshape(64, 64).double()
-    exact = layer.double().as_map(16).linearize(X.double()).to_dense()
+    exact = layer.double().as_map(16).jacobian(X.double()).to_dense()
     assert (J - exact).norm() < 1e-4 * exact.norm()
-    closed = layer.float().as_map(16).linearize(X).to_dense().double()
+    closed = layer.float().as_map(16).jacobian(X).to_dense().double()
     assert (closed - exact).norm() < 1e-4 * exact.norm()
 
 

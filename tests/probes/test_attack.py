@@ -14,8 +14,8 @@ from lipscope._types import UserError
 from lipscope.attack.result import fresh_seed
 from lipscope.attack.tokens import guided_swaps, random_swaps
 from lipscope.cli import main
+from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import spectral_norm
-from lipscope.mean_field.local import local_lipschitz
 from lipscope.probes.attack import KINDS, PROBE, TOKEN_SEARCHES, AttackPlan, attack_model
 from lipscope.probes.token_target import layer_sigma, output_change
 from lipscope.study.study import Study
@@ -69,7 +69,7 @@ def test_a_text_is_not_measured_with_a_seed_it_was_found_with(model, prose, monk
         used.append((J.batch, tol, None if solver is None else solver.seed))
         return spectral_norm(J, tol, gap=gap, start=start, solver=solver)
 
-    for place in ("lipscope.probes.token_target", "lipscope.mean_field.local"):
+    for place in ("lipscope.probes.token_target", "lipscope.linalg.local"):
         monkeypatch.setattr(f"{place}.spectral_norm", recording)
     plan = AttackPlan("tokens", length=5, swaps=1, layers=[0], seed=3)
     study, lines = attack_model(model, prose, plan)

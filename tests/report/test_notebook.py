@@ -2,7 +2,7 @@
 
 import torch
 
-from lipscope.mean_field.local import local_lipschitz
+from lipscope.linalg.local import local_lipschitz
 from tests.report.made import HOSTILE, failed, grid, study
 
 

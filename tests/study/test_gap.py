@@ -10,7 +10,7 @@ import torch
 from lipscope._types import UserError
 from lipscope.linalg.certificate import NOISE
 from lipscope.linalg.differentiate import jacobian
-from lipscope.mean_field.local import local_lipschitz
+from lipscope.linalg.local import local_lipschitz
 from lipscope.models.loading import load
 from lipscope.study.reading import Windows
 from lipscope.study.run import measure

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from lipscope._types import UserError
-from lipscope.mean_field.local import local_lipschitz
+from lipscope.linalg.local import local_lipschitz
 from lipscope.models._transformers_internals import random_model
 from lipscope.models.loading import load
 from lipscope.study import reading

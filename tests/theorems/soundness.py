@@ -152,7 +152,7 @@ def members(
 
 def relative_slack(f: ls.SelfAttention, X: Tensor) -> float:
     """The rounding error of the dense Jacobian itself, in float64."""
-    rounding = float(ls.jacobian(f, X).rounding)
+    rounding = float(ls.jacobian(f, X).stated_rounding)
     return rounding if math.isfinite(rounding) else math.inf
 
 

@@ -240,7 +240,7 @@ def test_the_factored_map_is_the_layer_it_stands_for():
     X = randn(g, 4, 6)
     torch.testing.assert_close(f(X), plain(f)(X), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(
-        f.linearize(X).to_dense(), dense_jacobian(f, X), rtol=1e-11, atol=1e-11
+        f.jacobian(X).to_dense(), dense_jacobian(f, X), rtol=1e-11, atol=1e-11
     )
     parts = [f.head(h)(X) for h in range(f.heads)]
     torch.testing.assert_close(torch.cat(parts, dim=-1) @ f.O.T, f(X), rtol=1e-13, atol=1e-13)

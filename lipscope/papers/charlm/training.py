@@ -18,8 +18,8 @@ from lipscope._files import claim_folder
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.linalg.basis import memory_of
+from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
-from lipscope.mean_field.local import local_lipschitz
 from lipscope.nn.variants import CONTRACTIVE
 from lipscope.papers.charlm.characters import CharacterText, read_characters
 from lipscope.papers.charlm.checkpoint import (

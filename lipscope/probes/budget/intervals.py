@@ -19,7 +19,7 @@ from typing import NamedTuple
 from scipy.special import chdtri, fdtri, stdtrit
 from torch import Tensor
 
-from lipscope._checks import check_positive, shown
+from lipscope._checks import abbreviate, check_positive
 from lipscope._types import UserError
 
 MOST_PROBES = 10_000
@@ -99,7 +99,8 @@ def check_probes(probes: int, least: int) -> None:
         raise UserError(f"probes must be at least {least}, one probe has no interval")
     if not isinstance(probes, int) or probes > MOST_PROBES:
         raise UserError(
-            f"probes must be a whole number up to {MOST_PROBES}, got {shown(probes)}: each is a "
+            f"probes must be a whole number up to {MOST_PROBES}, got {abbreviate(probes)}: each "
+            "is a "
             "backward pass, and as many give a total to 1 % already"
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import live_modules
-from lipscope._checks import shown
+from lipscope._checks import abbreviate
 from lipscope._torch_internals import tree_leaves
 from lipscope._types import UserError
 from lipscope.models._transformers_internals import buffer_dtypes
@@ -282,7 +282,7 @@ def read_sequences(
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(
                 "text must be a string, a file (Path), a list of these, or token ids, "
-                f"got {shown(text)}"
+                f"got {abbreviate(text)}"
             ) from error
         if given.dtype.is_floating_point or given.ndim not in (1, 2) or not given.numel():
             raise UserError(
@@ -325,7 +325,7 @@ def _rows_of(inputs: Any) -> list[Sample]:
     if len(sizes) != 1 or 0 in sizes:
         raise UserError(
             "inputs must be a tensor with one row per sample, or such tensors by name, "
-            f"got {', '.join(f'{name}: {shown(x)}' for name, x in given.items()) or 'none'}"
+            f"got {', '.join(f'{name}: {abbreviate(x)}' for name, x in given.items()) or 'none'}"
         )
     if not isinstance(inputs, Mapping):
         return [row[None] for row in inputs]

@@ -53,16 +53,16 @@ def from_all(x: Any, group: Any) -> list[Any]:
     return found
 
 
-class Ranks:
+class Space:
     """One process that holds whole vectors; what `TokenShards` exchanges is here already."""
 
     size = 1
 
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a vector of all ranks, from the shape of this rank's part."""
         return shape
 
-    def cut(self, x: Tensor, dim: int) -> Tensor:
+    def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's tokens, of all n along `dim`."""
         return x
 
@@ -92,15 +92,15 @@ class Ranks:
     def smallest(self, x: int) -> int:
         return x
 
-    def agreed(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """What rank 0 has."""
         return x
 
 
-ALONE = Ranks()
+LOCAL = Space()
 
 
-class TokenShards(Ranks):
+class TokenShards(Space):
     """Tokens spread over the processes of a group in zigzag order, and the traffic between them.
 
     Attributes:
@@ -142,10 +142,10 @@ class TokenShards(Ranks):
                 found[start:stop] = torch.arange(first, first + stop - start)
         return found
 
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.n, *shape[1:])
 
-    def cut(self, x: Tensor, dim: int) -> Tensor:
+    def shard(self, x: Tensor, dim: int) -> Tensor:
         return x.index_select(dim, self.positions.to(x.device))
 
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class TokenShards(Ranks):
     def smallest(self, x: int) -> int:
         return -int(self._reduced(torch.tensor(-x), dist.ReduceOp.MAX))
 
-    def agreed(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         return self.sum(x if self.rank == 0 else torch.zeros_like(x))
 
     def gather(self, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,22 +15,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from lipscope._ambient import entry_point, live_modules
 from lipscope._checks import norm_name
 from lipscope._types import Status, UserError
-from lipscope.attention.layer import SelfAttention
-from lipscope.attention.sharded import sharded_jacobian
 from lipscope.linalg.differentiate import Map, check_input, jacobian
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.infinity import infinity_norm
+from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.roots import not_finite_in
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.mean_field import duplication
-from lipscope.mean_field.attention_on_measures import check_liftable, derivative
-from lipscope.mean_field.measures import DiscreteMeasure, as_measure
+
+
+@runtime_checkable
+class Measure(Protocol):
+    """A point that is not a tensor and differentiates maps itself, as a `DiscreteMeasure` does."""
+
+    def jacobian_of(self, f: Any) -> LinearOperator: ...
+
+    def split_constant_of(
+        self, f: Any, tol: float, gap: float | None, solver: Solver | None
+    ) -> Estimate:
+        """Return the constant if copies of a token may move apart."""
+        ...
+
+    def double(self) -> Measure: ...
 
 
 @entry_point
 def local_lipschitz(
     f: Map,
-    X: Tensor | DiscreteMeasure,
+    X: Tensor | Measure,
     tol: float = 1e-6,
     *,
     norm: str | float = "2",
@@ -86,7 +98,7 @@ def local_lipschitz(
         raise UserError(
             f"precision must be 'native' (the dtype of X) or 'exact' (float64), got {precision!r}"
         )
-    if not isinstance(X, Tensor | DiscreteMeasure):
+    if not isinstance(X, Tensor | Measure):
         raise UserError(
             f"X must be a tensor of tokens [n, d] or [B, n, d], got {type(X).__name__}; "
             "torch.as_tensor makes one of an array"
@@ -98,20 +110,27 @@ def local_lipschitz(
             )
         if mesh is not None:
             raise UserError("mesh spreads tokens, not measures, and no splitting; omit mesh")
-        return _on_measure(f, X, tol, precision, gap, solver, splitting)
+        return _at_measure(f, X, tol, precision, gap, solver, splitting)
     if mesh is None:
         check_input(X)
     elif norm != "2":
         raise UserError(f"mesh solves for norm='2' only, got norm={norm!r}; omit mesh")
+    elif not hasattr(f, "jacobian_on"):
+        raise UserError(
+            f"mesh spreads the tokens of a SelfAttention or of its heads_apart(), "
+            f"and f is {type(f).__name__}, which is not known to act token by token otherwise; "
+            "omit mesh, or measure its attention alone"
+        )
     dtype = torch.float64 if precision == "exact" else X.dtype
     # Numbers in low precision are exact in float64, and a row costs as many products there: closed
     # forms need no statement about the rounding of low precision.
-    rows_in_float64 = norm == "inf" and hasattr(f, "linearize") and hasattr(f, "double")
+    rows_in_float64 = norm == "inf" and hasattr(f, "jacobian") and hasattr(f, "double")
     if precision == "exact" or rows_in_float64:
         f = in_float64(f)
         X = X.double()
+    layer: Any = f
     try:
-        J = jacobian(f, X) if mesh is None else sharded_jacobian(f, X, mesh)
+        J = jacobian(f, X) if mesh is None else layer.jacobian_on(X, mesh)
         e = infinity_norm(J) if norm == "inf" else spectral_norm(J, tol, gap=gap, solver=solver)
     except torch.OutOfMemoryError as error:
         # The frames of the error still hold everything, so this is what was in use when it came.
@@ -119,32 +138,33 @@ def local_lipschitz(
         total = torch.cuda.get_device_properties(X.device).total_memory
         raise UserError(too_large(X, str(error), held, total)) from error
     failed = Status.NON_FINITE in ((e.status,) if isinstance(e, Estimate) else e.status)
-    by_autograd = mesh is None and not hasattr(f, "linearize")
+    by_autograd = mesh is None and not hasattr(f, "jacobian")
     if failed and by_autograd and (why := not_finite_in(f, X)):
         e = replace(e, note=f"no bounds: {why}")
     return replace(e, left=e.left.to(dtype), right=e.right.to(dtype))
 
 
-def _on_measure(
-    f: Map,
-    X: Tensor | DiscreteMeasure,
+def _at_measure(
+    f: Any,
+    X: Tensor | Measure,
     tol: float,
     precision: str,
     gap: float | None,
     solver: Solver | None,
     splitting: bool,
 ) -> Estimate | BatchEstimate:
-    """The constant on L2(mu), for tokens that of their uniform measure."""
-    check_liftable(f)
-    assert isinstance(f, SelfAttention)
-    mu = as_measure(X, f.causal)
+    """The constant on L2(mu); tokens stand for their uniform measure."""
+    if isinstance(X, Tensor):
+        if not hasattr(f, "measure_of"):
+            raise UserError(f"f must be a SelfAttention to act on measures, got {type(f).__name__}")
+        X = f.measure_of(X)
+    assert isinstance(X, Measure)
     if precision == "exact":
-        f = f.double()
-        mu = mu.double()
+        X = X.double()
+        f = in_float64(f) if hasattr(f, "double") else f  # any other f is refused by the measure
     if splitting:
-        found = duplication.splitting(f, mu, tol, gap=gap, solver=solver)
-        return duplication.split_estimate(found)
-    return spectral_norm(derivative(f, mu), tol, gap=gap, solver=solver)
+        return X.split_constant_of(f, tol, gap, solver)
+    return spectral_norm(X.jacobian_of(f), tol, gap=gap, solver=solver)
 
 
 def too_large(X: Tensor, message: str, held: int, total: int) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.mean_field.local import local_lipschitz, too_large
+from lipscope.linalg.local import local_lipschitz, too_large
 from lipscope.mean_field.measures import DiscreteMeasure
 from tests.cases import problem
 from tests.mean_field.weighted import dense_derivative, line, norm, one_head, random_case
