@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._types import Ball, Domain, UserError
-from lipscope.attack.result import Found, measured
+from lipscope.attack.search import Found, measured
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, default_scale
 from lipscope.theorems.castin2024 import crowd_gain, tuned_witness
