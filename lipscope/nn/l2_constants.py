@@ -50,7 +50,7 @@ from lipscope._checks import check_positive
 from lipscope.attention.layer import SelfAttention
 from lipscope.fused._torch_internals import is_wrapped
 from lipscope.nn.matrix_norms import FLOOR, spectral_upper, unit, widened
-from lipscope.theorems.heads import sight
+from lipscope.theorems.statement import visibility
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -172,7 +172,7 @@ def _reaction(n: int, size: int, causal: bool, norm: str) -> float:
     from lipscope.theorems.sharper import distance_reaction
 
     one = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
-    seen = sight(SelfAttention(one, one, one, causal=causal), n)
+    seen = visibility(SelfAttention(one, one, one, causal=causal), n)
     return 4 * mean_distance(seen.most_keys) if norm == "inf" else distance_reaction(seen, size)
 
 

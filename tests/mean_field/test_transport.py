@@ -17,7 +17,8 @@ from lipscope.mean_field.transport import conditional_distance, distances, wasse
 from lipscope.mean_field.upper_bounds import d_p_bound, w_inf_bound
 from tests.mean_field.weighted import line, norm, one_head, randn, random_weights
 
-EXPONENTS = [1, 1.1, 1.5, 2, 4, math.inf]
+EXPONENTS = [1, 1.5, 2, 4, math.inf]
+CONDITIONAL = [1, 1.1, 2, 4, math.inf]
 LARGE = [1, 2, 8, 20, 40, 120, 1000, 1e6, 1e15, 1e300, math.inf]
 
 
@@ -189,7 +190,7 @@ def lengths_norm(w, lengths, p):
     return lengths.max().item() if math.isinf(p) else ((w * lengths**p).sum() ** (1 / p)).item()
 
 
-@pytest.mark.parametrize("p", EXPONENTS)
+@pytest.mark.parametrize("p", CONDITIONAL)
 def test_without_ties_the_distance_is_token_by_token(p):
     g = Generator().manual_seed(0)
     X, Y, w = randn(g, 7, 2), randn(g, 7, 2), random_weights(g, 7)
@@ -202,7 +203,7 @@ def test_without_ties_the_distance_is_token_by_token(p):
     )
 
 
-@pytest.mark.parametrize("p", EXPONENTS)
+@pytest.mark.parametrize("p", CONDITIONAL)
 def test_at_one_position_the_distance_is_wasserstein(p):
     g = Generator().manual_seed(1)
     mu, nu = (DiscreteMeasure(randn(g, n, 2), random_weights(g, n)) for n in (4, 6))
