@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import lipscope as ls
+from lipscope.nn.l2_constants import BALL
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
-from lipscope.nn.query_ball import BALL
 from lipscope.papers.charlm.characters import CharacterText, read_characters
 from lipscope.papers.charlm.language_model import Architecture
 from lipscope.papers.charlm.training import Recipe, Training

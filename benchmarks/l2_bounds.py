@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.theorems.heads import sight
 from lipscope.theorems.kim2021 import mean_distance
 from lipscope.theorems.sharper import distance_reaction
+from lipscope.theorems.statement import visibility
 
 LENGTHS, SIZES = (8, 32, 128, 1024, 131_072), (1, 4, 8, 16, 32)
 FOUND_LENGTHS, FOUND_SIZES = (2, 8, 32, 128, 512), (1, 2, 4, 8, 16, 64)
@@ -34,7 +34,7 @@ def attention(k: int, causal: bool) -> ls.SelfAttention:
 
 def promised(n: int, k: int, causal: bool) -> float:
     """The bound for n tokens and heads of size k; scale and weights of size one."""
-    return distance_reaction(sight(attention(1, causal), n), k)
+    return distance_reaction(visibility(attention(1, causal), n), k)
 
 
 def table() -> str:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 import lipscope as ls
-from lipscope.mean_field.splitting_maps import Row, splitting_map, splitting_table
+from lipscope.mean_field.duplication import Row, splitting_map, splitting_table
 from lipscope.report import mean_field_figures as figures
 
 

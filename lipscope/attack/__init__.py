@@ -8,10 +8,10 @@ from lipscope._contents import contents
 
 _CONTENTS = {
     "Climb": "ascent",
-    "Found": "result",
+    "Found": "search",
     "ascend": "ascent",
     "explicit_inputs": "constructions",
-    "singular_response": "direction",
+    "singular_response": "perturbation",
 }
 
 __getattr__, __dir__ = contents(__name__, _CONTENTS)
@@ -21,5 +21,5 @@ if TYPE_CHECKING:
     from lipscope.attack.ascent import Climb as Climb
     from lipscope.attack.ascent import ascend as ascend
     from lipscope.attack.constructions import explicit_inputs as explicit_inputs
-    from lipscope.attack.direction import singular_response as singular_response
-    from lipscope.attack.result import Found as Found
+    from lipscope.attack.perturbation import singular_response as singular_response
+    from lipscope.attack.search import Found as Found

@@ -1,6 +1,6 @@
 """The papers' explicit inputs, where sigma grows like sqrt(n), like sqrt(n) log(n), or like R^2.
 
-All of them see one head through A = K'Q/sqrt(k) and V, with O multiplied in. They ignore soft
+All of them read one head through A = K'Q/sqrt(k) and V, with O multiplied in. They ignore soft
 caps, sinks, rotary positions and additive masks, and all biases but the query's in the tuned gap;
 sigma is measured on the actual layer. The special token is placed where most tokens see it: first
 under a causal mask.
@@ -9,6 +9,7 @@ under a causal mask.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,20 +17,23 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._types import Ball, Domain, UserError
-from lipscope.attack.result import Found, measured
+from lipscope.attack.search import Found, measured
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, default_scale
-from lipscope.theorems.castin2024 import crowd_gain, tuned_witness
-from lipscope.theorems.heads import real_eigenpairs, sight
+from lipscope.theorems.castin2024 import Adversary, adversaries, crowd_gain, tuned_witness
+from lipscope.theorems.heads import once
 from lipscope.theorems.kim2021 import quadratic_witness
+from lipscope.theorems.statement import visibility
 
 OPPOSITE = "opposite crowd"
 HALF_WAY = "crowd half way"
-TUNED = "tuned gap"
 SPREAD = "token at zero"
 
 GRID = 513
 """Number of positions of the crowd that are tried."""
+
+
+Construction = Callable[[SelfAttention, Ball], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -80,52 +84,64 @@ def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Fo
     inputs = []
     for h in range(f.heads):
         mark = f", head {h}" if f.heads > 1 else ""
-        inputs += [(name + mark, X) for name, X in _of_head(_plain(f, h), ball).items()]
+        one = _plain(f, h)
+        found = ((name, construct(one, ball)) for name, construct in CONSTRUCTIONS.items())
+        inputs += [(name + mark, X) for name, X in found if X is not None]
     return measured(f, inputs, seed)
 
 
 def regime(f: SelfAttention, R: float) -> Regime:
-    """The regime of a single head in the ball B_R."""
+    """Return the regime of a single head in the ball B_R."""
     if f.heads != 1 or not isinstance(f.kernel, Dot):
         raise UserError(
             "a regime is defined for one head with dot-product scores, got "
             f"{f.heads} heads and the kernel {type(f.kernel).__name__}; use f.head(h)"
         )
-    low, high = _extreme_directions(_plain(f.double(), 0))
-    gamma = max(-low[0], high[0] / 8, 0.0)
+    gamma = max([0.0, *(worst.gamma for worst in _adversaries(_plain(f.double(), 0)))])
     return Regime(gamma, 2 * gamma * R * R)
 
 
-def _of_head(one: SelfAttention, ball: Ball) -> dict[str, Tensor]:
-    n = ball.n
-    R = ball.R
-    found = {}
-    (low, opposite), (high, along) = _extreme_directions(one)
-    if opposite is not None and low < 0:
-        found[OPPOSITE] = _two_places(one, n, R * opposite, -R * opposite)
-        found[f"{OPPOSITE}, tuned"] = _tuned(one, n, R, opposite, low)
-    if along is not None and high > 0:
-        found[HALF_WAY] = _two_places(one, n, R * along, R / 2 * along)
-        found[f"{HALF_WAY}, tuned"] = _tuned(one, n, R, along, high)
-    found[TUNED] = tuned_witness(one, ball)
-    if bool((sight(one, n).counts == n).any()):
-        found[SPREAD] = quadratic_witness(replace(one, biases=None), ball)
-    return found
+def _crowd(family: str, tuned: bool) -> Construction:
+    """Place one token at Ru, and the crowd as the family does or where the score gap suits n."""
+
+    def construct(one: SelfAttention, ball: Ball) -> Tensor | None:
+        n = ball.n
+        R = ball.R
+        worst = next((w for w in _adversaries(one) if w.family == family), None)
+        if worst is None or worst.gamma <= 0:
+            return None
+        u = worst.u / worst.u.norm().clamp_min(1e-300)
+        special, others = visibility(one, n).most_seen()
+        place: float | Tensor = worst.crowd * R
+        if tuned:
+            # G = eigenvalue c (R - c) is the gap between the scores of the special token and the
+            # crowd at c u.
+            c = torch.linspace(-R, R, GRID, dtype=torch.float64, device=u.device)
+            G = (worst.eigenvalue * c * (R - c)).clamp_min(0.0)
+            gains = crowd_gain(G, *others.double().unique(return_counts=True))
+            place = c[int(gains.argmax())]
+        X = (place * u).repeat(n, 1)
+        X[special] = R * u
+        return X
+
+    return construct
 
 
-def _two_places(one: SelfAttention, n: int, special: Tensor, crowd: Tensor) -> Tensor:
-    X = crowd.repeat(n, 1)
-    X[sight(one, n).most_seen()[0]] = special
-    return X
+def _token_at_zero(one: SelfAttention, ball: Ball) -> Tensor | None:
+    if not bool((visibility(one, ball.n).counts == ball.n).any()):
+        return None
+    return quadratic_witness(replace(one, biases=None), ball)
 
 
-def _tuned(one: SelfAttention, n: int, R: float, u: Tensor, eigenvalue: float) -> Tensor:
-    """The special token at Ru and the crowd at the c u, -R <= c <= R, that tunes the score gap."""
-    # G = eigenvalue c (R - c) is the gap between the scores of the special token and the crowd.
-    c = torch.linspace(-R, R, GRID, dtype=torch.float64, device=u.device)
-    G = (eigenvalue * c * (R - c)).clamp_min(0.0)
-    others, rows = sight(one, n).most_seen()[1].double().unique(return_counts=True)
-    return _two_places(one, n, R * u, c[int(crowd_gain(G, others, rows).argmax())] * u)
+CONSTRUCTIONS: dict[str, Construction] = {
+    OPPOSITE: _crowd("opposite", tuned=False),
+    f"{OPPOSITE}, tuned": _crowd("opposite", tuned=True),
+    HALF_WAY: _crowd("same side", tuned=False),
+    f"{HALF_WAY}, tuned": _crowd("same side", tuned=True),
+    "tuned gap": tuned_witness,
+    SPREAD: _token_at_zero,
+}
+"""The constructions by name: one head and a ball to an input [n, d], None if it has none there."""
 
 
 def _plain(f: SelfAttention, h: int) -> SelfAttention:
@@ -142,27 +158,15 @@ def _plain(f: SelfAttention, h: int) -> SelfAttention:
     )
 
 
-def _extreme_directions(
-    one: SelfAttention,
-) -> tuple[tuple[float, Tensor | None], tuple[float, Tensor | None]]:
-    """The smallest and largest real eigenvalue of A = s K'Q, with unit eigenvectors.
-
-    (0, None) where there is no real eigenvalue.
-    """
+@once
+def _adversaries(one: SelfAttention) -> tuple[Adversary, ...]:
+    """The families of A = s K'Q."""
     # s Q K' w = g w implies A K'w = g K'w: the small matrix has the nonzero eigenvalues of A.
     k, d = one.Q.shape
     s = default_scale(one.kernel, k)
     if k < d:
-        values, vectors = real_eigenpairs(s * one.Q @ one.K.T)
-        vectors = one.K.T @ vectors
-    else:
-        values, vectors = real_eigenpairs(s * one.K.T @ one.Q)
-    if len(values) == 0:
-        return (0.0, None), (0.0, None)
-    directions = vectors.T / vectors.T.norm(dim=1, keepdim=True).clamp_min(1e-300)
-    low = int(values.argmin())
-    high = int(values.argmax())
-    return (values[low].item(), directions[low]), (values[high].item(), directions[high])
+        return adversaries(s * one.Q @ one.K.T, lift=one.K.T)
+    return adversaries(s * one.K.T @ one.Q)
 
 
 def check_constructible(f: SelfAttention, ball: Domain) -> None:

@@ -8,12 +8,12 @@ from lipscope._contents import contents
 
 _CONTENTS = {
     "DiscreteMeasure": "measures",
-    "conditional_distance": "masked",
+    "conditional_distance": "transport",
     "derivative": "attention_on_measures",
-    "largest_gain": "splitting_maps",
+    "largest_gain": "duplication",
     "push": "attention_on_measures",
     "splitting": "duplication",
-    "splitting_map": "splitting_maps",
+    "splitting_map": "duplication",
     "transition": "dirac_families",
     "two_diracs": "dirac_families",
     "wasserstein": "transport",
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from lipscope.mean_field.attention_on_measures import push as push
     from lipscope.mean_field.dirac_families import transition as transition
     from lipscope.mean_field.dirac_families import two_diracs as two_diracs
+    from lipscope.mean_field.duplication import largest_gain as largest_gain
     from lipscope.mean_field.duplication import splitting as splitting
-    from lipscope.mean_field.masked import conditional_distance as conditional_distance
+    from lipscope.mean_field.duplication import splitting_map as splitting_map
     from lipscope.mean_field.measures import DiscreteMeasure as DiscreteMeasure
-    from lipscope.mean_field.splitting_maps import largest_gain as largest_gain
-    from lipscope.mean_field.splitting_maps import splitting_map as splitting_map
+    from lipscope.mean_field.transport import conditional_distance as conditional_distance
     from lipscope.mean_field.transport import wasserstein as wasserstein

@@ -10,7 +10,7 @@ At p = p_R = e^{-2 gamma R^2} the crowd gives the few half of its weight, and ||
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative, stacked
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.upper_bounds import check_scores
-from lipscope.theorems.heads import heads_of, real_eigenpairs
+from lipscope.theorems.castin2024 import Adversary, adversaries
+from lipscope.theorems.heads import heads_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +95,15 @@ def two_diracs(f: SelfAttention, R: float, family: str | None = None) -> TwoDira
     """
     if not (math.isfinite(R) and R > 0):
         raise UserError(f"R must be a positive radius, got {R!r}")
-    gamma, u, crowd, stretch = _direction(f, family)
+    worst, stretch = _direction(f, family)
+    gamma = worst.gamma
     p = math.exp(-2 * gamma * R * R)
     if p < torch.finfo(f.Q.dtype).tiny:
         raise UserError(
             f"p_R = e^(-2 gamma R^2) = e^({-2 * gamma * R * R:.0f}) underflows {f.Q.dtype}; "
             "reduce R"
         )
-    points = R * torch.stack([u, crowd * u])
+    points = R * torch.stack([worst.u, worst.crowd * worst.u])
     measure = DiscreteMeasure(points, points.new_tensor([p, -math.expm1(-2 * gamma * R * R)]))
     return TwoDiracs(
         measure=measure,
@@ -173,8 +175,8 @@ def _repeated(f: SelfAttention, atoms: Tensor, counts: list[int], few: list[int]
     return torch.maximum(together, torch.where(copied, apart.reshape(-1, 2), 0.0).amax(dim=1))
 
 
-def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, float, float]:
-    """gamma, its unit eigenvector u, the coordinate of the crowd on it (over R), and |Vu|."""
+def _direction(f: SelfAttention, family: str | None) -> tuple[Adversary, float]:
+    """Find the worst family, with a unit vector u, and |Vu|."""
     if family not in (None, "opposite", "same side"):
         raise UserError(
             f'family must be "opposite", "same side", or None for the worse of the two, '
@@ -186,18 +188,13 @@ def _direction(f: SelfAttention, family: str | None) -> tuple[float, Tensor, flo
             "the two-Dirac families need one head without mask and query bias; use f.head(h)"
         )
     (head,) = heads_of(f.double(), folded=True)
-    values, vectors = real_eigenpairs(head.A)
-    if len(values) == 0:
+    found = adversaries(head.A)
+    if not found:
         raise UserError("A = K'Q/sqrt(k) has no real eigenvalue; the two-Dirac families need one")
-    low = values.argmin()
-    high = values.argmax()
-    found = {
-        "opposite": (-values[low].item(), vectors[:, low], -1.0),
-        "same side": (values[high].item() / 8, vectors[:, high], 0.5),
-    }
-    gamma, u, crowd = found[family] if family else max(found.values(), key=lambda entry: entry[0])
-    if gamma <= 0:
+    chosen = (one for one in found if family in (None, one.family))
+    worst = max(chosen, key=lambda one: one.gamma)
+    if worst.gamma <= 0:
         sign = {"opposite": "negative", "same side": "positive"}.get(family or "", "non-zero")
         raise UserError(f"A has no {sign} real eigenvalue; this family needs one")
-    u = u / u.norm()
-    return gamma, u.to(f.Q.dtype), crowd, head.factor * (head.V @ u).norm().item()
+    u = worst.u / worst.u.norm()
+    return replace(worst, u=u.to(f.Q.dtype)), head.factor * (head.V @ u).norm().item()

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from lipscope._contents import contents
 
 _CONTENTS = {
-    "ATTENTIONS": "variants",
+    "ATTENTIONS": "contractive",
     "AttentionLayer": "attention_layer",
     "BallL2Attention": "l2_attention",
     "ContractiveL2Attention": "contractive",
     "ContractiveMLP": "contractive",
-    "CosineSelfAttention": "cosine_attention",
-    "DotSelfAttention": "dot_attention",
+    "CosineSelfAttention": "attention_layer",
+    "DotSelfAttention": "attention_layer",
     "Inverse": "invertible",
     "InvertibleResidual": "invertible",
     "L2SelfAttention": "l2_attention",
@@ -49,10 +49,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lipscope.nn.attention_layer import AttentionLayer as AttentionLayer
+    from lipscope.nn.attention_layer import CosineSelfAttention as CosineSelfAttention
+    from lipscope.nn.attention_layer import DotSelfAttention as DotSelfAttention
+    from lipscope.nn.contractive import ATTENTIONS as ATTENTIONS
     from lipscope.nn.contractive import ContractiveL2Attention as ContractiveL2Attention
     from lipscope.nn.contractive import ContractiveMLP as ContractiveMLP
-    from lipscope.nn.cosine_attention import CosineSelfAttention as CosineSelfAttention
-    from lipscope.nn.dot_attention import DotSelfAttention as DotSelfAttention
     from lipscope.nn.invertible import Inverse as Inverse
     from lipscope.nn.invertible import InvertibleResidual as InvertibleResidual
     from lipscope.nn.invertible import LogDet as LogDet
@@ -63,5 +64,4 @@ if TYPE_CHECKING:
     from lipscope.nn.parametrize import spectrally_normalise as spectrally_normalise
     from lipscope.nn.regularize import jasmin as jasmin
     from lipscope.nn.regularize import measured_sigma as measured_sigma
-    from lipscope.nn.variants import ATTENTIONS as ATTENTIONS
     from lipscope.nn.wrapped import unwrapped as unwrapped

@@ -1,4 +1,16 @@
-"""The base class of the attention layers: sizes, checks, padding, and the call of `attend`."""
+"""Attention layers as modules: the base class, dot products, and cosines.
+
+The base class has the sizes, checks, padding, and the call of `attend`. Dot-product attention has
+no Lipschitz constant, even with QK-norm; cosine attention (Qi et al., LipsFormer) has one. With
+N(y) = y / sqrt(|y|^2 + eps), ||DN|| <= 1 / sqrt(eps) and |N| < 1. For P the softmax of
+tau <N(q_i), N(k_j)>, and kappa the largest column sum P can have, the output of a head changes by
+at most
+
+    sqrt(kappa) ||dv|| + tau (||dq|| + sqrt(kappa) ||dk||),
+
+where dv, dq, dk are the changes of the normalised vectors: the covariance of vectors in the unit
+ball has norm at most 1, and Cauchy-Schwarz over P bounds the contribution of the keys.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import unaffected
-from lipscope._checks import abbreviate, name_bad_argument, norm_name
+from lipscope._checks import (
+    abbreviate,
+    check_positive,
+    name_bad_argument,
+    norm_name,
+)
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot
 from lipscope.fused.primitive import attend
+from lipscope.nn.matrix_norms import spectral_upper
 
 
 class AttentionLayer(nn.Module):
@@ -226,3 +245,145 @@ def check_length(n: int) -> None:
         raise UserError(f"n, the number of tokens, must be an integer of at least 1, got {n!r}")
     if n > MOST_TOKENS:
         raise UserError(f"n, the number of tokens, must be below 2^63, got {abbreviate(n)}")
+
+
+class DotSelfAttention(AttentionLayer):
+    """Multi-head dot-product attention without biases or dropout.
+
+    Args:
+        dim: Dimension of a token, a multiple of heads.
+        heads: Number of heads.
+        causal: Whether a token attends to itself and earlier tokens only.
+        qk_norm: Apply an RMSNorm with a learned gain to the queries and keys of every head. This
+            bounds the scores but not the Lipschitz constant: the direction of a query near 0 still
+            changes fast, and the values it selects may be far apart.
+        temperature: Divides the scores.
+
+    Example:
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = ls.nn.DotSelfAttention(8, heads=2, causal=True)
+        >>> layer(torch.zeros(5, 8)).shape
+        torch.Size([5, 8])
+        >>> layer.lipschitz_bound(n=5)
+        inf
+    """
+
+    @name_bad_argument
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        causal: bool = False,
+        qk_norm: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(dim, heads, causal)
+        check_positive("temperature", temperature)
+        self.qk_norm = qk_norm
+        self.temperature = float(temperature)
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
+        self.query_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else nn.Identity()
+
+    @property
+    def scale(self) -> float:
+        return 1 / (math.sqrt(self.head_size) * self.temperature)
+
+    def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.split(part(X)) for part in (self.query, self.key, self.value))
+        return self.query_norm(q) * self.scale, self.key_norm(k), v
+
+    def as_map(self, n: int) -> SelfAttention:
+        check_length(n)
+        if self.qk_norm:
+            return super().as_map(n)
+        Q, K, V, O = (
+            part.weight.detach().clone() for part in (self.query, self.key, self.value, self.out)
+        )
+        return SelfAttention(
+            Q, K, V, O, heads=self.heads, causal=self.causal, kernel=Dot(self.scale)
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, qk_norm={self.qk_norm}, temperature={self.temperature:g}"
+
+
+class CosineSelfAttention(AttentionLayer):
+    """Multi-head cosine attention with a learned inverse temperature tau per head.
+
+    eps smooths the normalisation: at eps = 0 the direction of a token near 0 changes infinitely
+    fast; the Lipschitz constant decreases like 1 / sqrt(eps).
+
+    Args:
+        dim: Dimension of a token, a multiple of heads.
+        heads: Number of heads.
+        causal: Whether a token attends to itself and earlier tokens only.
+        tau: Initial inverse temperature.
+        eps: Added to the squared norm of queries, keys and values.
+
+    Example:
+        >>> import math
+        >>> import torch
+        >>> import lipscope as ls
+        >>> layer = ls.nn.CosineSelfAttention(8, heads=2, eps=1e-2)
+        >>> layer(torch.zeros(5, 8)).shape
+        torch.Size([5, 8])
+        >>> math.isfinite(layer.lipschitz_bound(n=5))
+        True
+    """
+
+    @name_bad_argument
+    def __init__(
+        self, dim: int, heads: int, causal: bool = False, tau: float = 10.0, eps: float = 1e-6
+    ) -> None:
+        super().__init__(dim, heads, causal)
+        check_positive("tau", tau)
+        check_positive("eps", eps)
+        self.eps = float(eps)
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
+        self.log_tau = nn.Parameter(torch.full((heads,), math.log(tau)))
+
+    def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (
+            self._normalise(self.split(part(X))) for part in (self.query, self.key, self.value)
+        )
+        return q * self.log_tau.exp()[:, None, None].to(q.dtype), k, v
+
+    def _normalise(self, y: Tensor) -> Tensor:
+        # In 16 bits the squares would overflow, and eps would vanish beside them.
+        wide = y if y.dtype in (torch.float32, torch.float64) else y.float()
+        return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + self.eps)).to(y.dtype)
+
+    def _bound(self, n: int, norm: str) -> float:
+        check_finite(self)
+        tau = self.log_tau.double().exp()
+        q, k, v = (
+            part.weight.double().unflatten(0, (self.heads, -1))
+            for part in (self.query, self.key, self.value)
+        )
+        O = self.out.weight.double()
+        if norm == "inf":
+            # |W x| <= (sum of the column norms of W) |x|_inf; a row of P sums to one, so no kappa.
+            q, k, v = (W.norm(dim=-2).sum(dim=-1) for W in (q, k, v))
+            rows = O.unflatten(1, (self.heads, -1)).norm(dim=-1)
+            bound = (rows @ (v + tau * (q + k))).max()
+        else:
+            kappa = self._largest_column(n, tau)
+            q, k, v = (spectral_upper(W) for W in (q, k, v))
+            bound = spectral_upper(O) * (kappa.sqrt() * v + tau * (q + kappa.sqrt() * k)).norm()
+        return bound.item() / math.sqrt(self.eps) * (1 + 1e-12)
+
+    def _largest_column(self, n: int, tau: Tensor) -> Tensor:
+        """The largest sum of a column of P, per head."""
+        # Scores lie in [-tau, tau]: a weight among m keys is at most 1 / (1 + (m - 1) e^(-2 tau)).
+        seen = torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
+        others = (seen.double() - 1).to(tau.device)
+        return (1 / (1 + others * torch.exp(-2 * tau)[:, None])).sum(dim=1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, eps={self.eps:g}"

@@ -1,9 +1,10 @@
-"""Layers that are contractions for any weights: L2 attention, and a feed-forward layer."""
+"""Layers that are contractions for any weights, and the table of all attention layers by name."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,9 @@ from torch.nn.functional import gelu, linear
 
 from lipscope._checks import check_positive, name_bad_argument, norm_name
 from lipscope._types import UserError
-from lipscope.nn.l2_attention import (
-    L2SelfAttention,
-    balanced_factors,
-    reaction,
-    reactions,
-    weight_factor,
-)
+from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention, DotSelfAttention
+from lipscope.nn.l2_attention import BallL2Attention, L2SelfAttention
+from lipscope.nn.l2_constants import BALL, balanced_factors, reaction, reactions, weight_factor
 from lipscope.nn.matrix_norms import of_norm, widened
 
 STEEPEST = 0.5 * (1 + math.erf(1)) + math.exp(-1) / math.sqrt(math.pi)
@@ -186,3 +183,30 @@ class ContractiveMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"constant={self.constant:g}"
+
+
+Factory = Callable[[int, int, bool], AttentionLayer]
+
+CONSTANT = 0.9
+"""The constant of a contractive layer if only its name is given."""
+
+CONTRACTIVE: dict[str, float | None] = {"contractive": None, "contractive-ball": BALL}
+"""The layers that take a constant: name -> the ball that their queries are projected onto."""
+
+
+def make_contractive(
+    name: str, dim: int, heads: int, causal: bool, constant: float = CONSTANT
+) -> ContractiveL2Attention:
+    """The layer of this name in CONTRACTIVE."""
+    return ContractiveL2Attention(dim, heads, constant, causal=causal, ball=CONTRACTIVE[name])
+
+
+ATTENTIONS: dict[str, Factory] = {
+    "dot": DotSelfAttention,
+    "l2": L2SelfAttention,
+    "ball": BallL2Attention,
+    "contractive": lambda *sizes: make_contractive("contractive", *sizes),
+    "contractive-ball": lambda *sizes: make_contractive("contractive-ball", *sizes),
+    "cosine": CosineSelfAttention,
+}
+"""The attention layers by name: name -> factory(dim, heads, causal)."""

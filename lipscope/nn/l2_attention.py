@@ -1,26 +1,14 @@
-"""L2 attention (Kim, Papamakarios, Mnih 2021) and its Lipschitz constant.
+"""L2 attention (Kim, Papamakarios, Mnih 2021) as a layer; its constant: l2_constants.py.
 
 f^h(X) = P X A_h W_V with A_h = W_Q W_Q' / sqrt(k) and P the softmax of
 -|W_Q'(x_i - x_j)|^2 / sqrt(k). Queries and keys are tied: untied, a query may be far from its own
 key, and no constant holds (docs/lipschitz_layers.md).
-
-A head is M_h m(Q_h x), where m is L2 attention with identity weights, whose constant c(n) is a
-theorem. All heads together are the composition of Q, m in each head, and O diag(M_h), so that
-
-    Lip <= c(n) ||O diag(M_h / ||M_h||)|| ||diag(||M_h||) Q||
-
-in norm 2, because scalars commute with M_h. It is at most the theorem's
-||O|| (sum_h ||M_h||^2 ||Q_h||^2)^(1/2), since that bounds the two factors. For the largest
-coordinate the rows of O diag(M_h / ||M_h||) are taken one by one: row_sums.py.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +18,18 @@ from lipscope._types import UserError
 from lipscope.attention.factored import FactoredAttention
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import L2, augment
-from lipscope.fused._torch_internals import is_wrapped
 from lipscope.nn.attention_layer import AttentionLayer, check_finite, check_length
-from lipscope.nn.matrix_norms import FLOOR, spectral_upper, unit, widened
-from lipscope.nn.query_ball import BALL, QueryBall, radius
-from lipscope.nn.row_sums import RowSums
-from lipscope.theorems.heads import sight
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-GAIN = 3.0
-"""W_V of the paper is GAIN sqrt(dim) times the weight of `value`."""
-
-TINY = torch.finfo(torch.float32).tiny
-
-Measure = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Two factors, from the rows of O diag(M_h / m_h) [rows, heads, k], diag(m_h) Q [heads, k, dim] and
-the slack of the former."""
+from lipscope.nn.l2_constants import (
+    BALL,
+    GAIN,
+    QueryBall,
+    RowSums,
+    radius,
+    reaction,
+    value_factors,
+    weight_factor,
+)
+from lipscope.nn.matrix_norms import widened
 
 
 class L2SelfAttention(AttentionLayer):
@@ -236,115 +219,3 @@ class BallL2Attention(L2SelfAttention):
     ) -> None:
         super().__init__(dim, heads, causal)
         self._project_queries(ball, learn_ball)
-
-
-def value_factors(Q: Tensor, V: Tensor) -> Tensor:
-    """M [heads, k, k] such that the values are M_h times the queries: M_h = W_V' W_Q / sqrt(k)."""
-    return V @ Q.mT * _gain(Q)
-
-
-def _gain(Q: Tensor) -> float:
-    return GAIN * math.sqrt(Q.shape[-1] / Q.shape[-2])
-
-
-def spectral_factors(left: Tensor, right: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:
-    """||O diag(M_h / m_h)|| and ||diag(m_h) Q||, rounded up."""
-    return spectral_upper(left.flatten(1)) + slack, spectral_upper(right.flatten(0, 1))
-
-
-def weight_factor(Q: Tensor, V: Tensor, O: Tensor, measure: Measure = spectral_factors) -> Tensor:
-    """The factor of the weights Q, V [heads, k, dim], O [dim, heads k]; rounded up, never 0."""
-    with torch.autocast(O.device.type, enabled=False):
-        (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
-        left, right = measure(*_halves(Q, V, O, Q.new_full((), TINY)))
-        return (left * right * q * (q * v) * o).clamp_min(TINY)
-
-
-def balanced_factors(
-    Q: Tensor, V: Tensor, O: Tensor, measure: Measure = spectral_factors
-) -> Tensor:
-    """M divided by the factor of the weights: with O and Q unchanged, the layer has the factor 1.
-
-    In float64, for weights of any size; [..., heads, k, k] if `measure` gives several factors.
-    """
-    # The result may be rounded to float32. It allows for that in every dtype, so that a layer and
-    # its copy in float64, with which errors are measured, are the same map.
-    eps = torch.finfo(torch.float32).eps
-    # The sizes of V and O cancel before anything is multiplied, so nothing can overflow. Below
-    # FLOOR they no longer cancel: zero weights then give the zero map, with a finite gradient.
-    with torch.autocast(O.device.type, enabled=False):
-        (Q, q), (V, v), (O, o) = (_unit(W) for W in (Q, V, O))
-        long_q = Q.norm(dim=(1, 2)).clamp_min(FLOOR / q)
-        least = _gain(Q) * FLOOR / v * long_q
-        rows, queries, slack = _halves(Q, V, O, least)
-        # Rounding M moves O M by up to this share of |O| |M|, however small O M itself is.
-        slack = slack + 2 * math.sqrt(Q.shape[1]) * eps * O.norm()
-        left, right = measure(rows, queries, slack)
-        right = right.clamp_min((least * long_q).amin())
-        left = torch.maximum(left, FLOOR / o)[..., None, None, None]
-        return value_factors(Q, V) / right / left / q / o
-
-
-def _unit(W: Tensor) -> tuple[Tensor, Tensor]:
-    W, size = unit(widened(W), tuple(range(W.ndim)))
-    return W, size.flatten()[0]
-
-
-def _halves(Q: Tensor, V: Tensor, O: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """O diag(M_h / m_h) by heads, diag(m_h) Q, m_h = max(||M_h||, least), and slack for the first.
-
-    Each block of a row of the first is off by at most the slack in length.
-    """
-    # ||E||_F dim bounds a matrix E of rounding errors in both norms, and the Frobenius norms
-    # of the factors bound the rounding errors of their product.
-    rounding = 4 * O.shape[0] ** 2 * torch.finfo(O.dtype).eps
-    size = _gain(Q) * V.norm(dim=(1, 2)) * Q.norm(dim=(1, 2))
-    M = value_factors(Q, V)
-    own = spectral_upper(M) + rounding * size
-    m = torch.maximum(own, least)
-    left = O.unflatten(1, Q.shape[:2]).transpose(0, 1) @ (M / m[:, None, None])
-    # Where m_h exceeds ||M_h||, the left factor must not become smaller for it.
-    short = (1 - own / m).amax()
-    slack = O.norm() * (rounding * (size / m).norm() + short)
-    return left.transpose(0, 1), m[:, None, None] * Q, slack
-
-
-def _constant_for_the_compiler(function: F) -> F:
-    """Mark a function as torch.compiler.assume_constant_result does."""
-    # Calling that function here would import the compiler, and Triton with it.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by the compiler
-    return function
-
-
-@_constant_for_the_compiler
-def reaction(n: int, size: int, causal: bool, norm: str) -> float:
-    """c(n) in norm 2, for heads of this size; the largest reaction 4 phi of the scores in norm inf.
-
-    Both are theorems about identity weights.
-    """
-    return _reaction(n, size, causal, norm)
-
-
-@_constant_for_the_compiler
-def _every_reaction(n: int, size: int, causal: bool, norm: str) -> tuple[float, ...]:
-    return tuple(_reaction(max(m, 1), size, causal, norm) for m in range(n + 1))
-
-
-def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: str) -> Tensor:
-    """The `reaction` of each count from 0 to n, as a tensor of the shape of counts."""
-    # Under the compiler and in functorch the counts cannot be read: look them up in a table of all.
-    if not torch.compiler.is_compiling() and not is_wrapped(counts):
-        known = [reaction(max(m, 1), size, causal, norm) for m in counts.flatten().tolist()]
-        return torch.tensor(known, dtype=torch.float64).reshape(counts.shape).to(counts.device)
-    table = torch.tensor(_every_reaction(n, size, causal, norm), dtype=torch.float64)
-    return table.to(counts.device)[counts]
-
-
-@lru_cache(maxsize=4096)
-def _reaction(n: int, size: int, causal: bool, norm: str) -> float:
-    from lipscope.theorems.kim2021 import mean_distance  # loads SciPy
-    from lipscope.theorems.sharper import distance_reaction
-
-    one = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
-    seen = sight(SelfAttention(one, one, one, causal=causal), n)
-    return 4 * mean_distance(seen.most_keys) if norm == "inf" else distance_reaction(seen, size)

@@ -13,7 +13,7 @@ from lipscope._checks import name_bad_argument
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input, check_map, jacobian
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.nn.evaluating import attributes_kept
+from lipscope.nn.wrapped import attributes_kept
 
 
 @name_bad_argument

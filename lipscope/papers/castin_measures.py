@@ -20,11 +20,9 @@ from lipscope.dynamics.particles import flow, layered
 from lipscope.linalg.local import local_lipschitz
 from lipscope.mean_field.attention_on_measures import push
 from lipscope.mean_field.dirac_families import transition, two_diracs
-from lipscope.mean_field.hardy import averaging
-from lipscope.mean_field.masked import conditional_distance
 from lipscope.mean_field.measures import DiscreteMeasure
-from lipscope.mean_field.transport import wasserstein
-from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound_geshkovski2023
+from lipscope.mean_field.transport import conditional_distance, wasserstein
+from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound_geshkovski2023
 from lipscope.papers.claims import Numbers, Quoted, Verdict, castin_claim, judged
 from lipscope.papers.page import Line, Picture
 from lipscope.papers.regression import power_law

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
-from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.invertible import InvertibleResidual
 from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Line, Picture

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.linalg.local import local_lipschitz
-from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention
-from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.papers.character_models import VARIANTS
 from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Line, Picture

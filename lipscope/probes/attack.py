@@ -22,14 +22,14 @@ from lipscope._notebook_bar import with_bar
 from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attack.direction import singular_response
-from lipscope.attack.limited import search_until
+from lipscope.attack.perturbation import singular_response
 from lipscope.attack.tokens import (
     Swapped,
     duplicated_tokens,
     guided_swaps,
     projected_swaps,
     random_swaps,
+    search_until,
 )
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map

@@ -15,10 +15,9 @@ from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.dirac_families import Transition, two_diracs
-from lipscope.mean_field.hardy import averaging
+from lipscope.mean_field.duplication import SplittingMap
 from lipscope.mean_field.measures import DiscreteMeasure
-from lipscope.mean_field.splitting_maps import SplittingMap
-from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w2_bound_geshkovski2023
+from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound, w2_bound_geshkovski2023
 from lipscope.report.palette import colour, series
 from lipscope.theorems.geshkovski2023 import masked_wasserstein_upper
 

@@ -6,13 +6,15 @@ Their bounds from above and below, sharper versions of both, and the limit of la
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope._types import Ball, Domain, Point
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, Sight, heads_of, over_heads, reach, real_eigenpairs, sight
+from lipscope.theorems.heads import Head, best_head, heads_of, over_heads, reach
 from lipscope.theorems.local import features, terms
 from lipscope.theorems.rounding import TINY, U, down, gamma, length_up, norm_up, up
 from lipscope.theorems.statement import (
@@ -28,6 +30,8 @@ from lipscope.theorems.statement import (
     TWO_TOKENS,
     Bound,
     Hypothesis,
+    Visibility,
+    visibility,
 )
 
 
@@ -55,7 +59,7 @@ def compact_upper(f: SelfAttention, domain: Domain) -> float:
     It covers both regimes: kappa is at most n, and bounded as n grows (mean field).
     """
     assert isinstance(domain, Ball)
-    seen = sight(f, domain.n)
+    seen = visibility(f, domain.n)
 
     def head(h: Head) -> float:
         a = reach(h, domain.R)
@@ -66,7 +70,7 @@ def compact_upper(f: SelfAttention, domain: Domain) -> float:
     return over_heads(f, head)
 
 
-def column_mass(seen: Sight, score_range: float) -> float:
+def column_mass(seen: Visibility, score_range: float) -> float:
     """kappa, the largest column sum of P if scores within a row differ by at most score_range.
 
     kappa = max_j sum over the i that see j of 1 / (1 + (n_i - 1) e^(-range - spread_i)), where
@@ -79,66 +83,86 @@ def column_mass(seen: Sight, score_range: float) -> float:
     return up(seen.largest_column(most), seen.n + 16)
 
 
-def theorem_lower(f: SelfAttention, domain: Domain) -> float:
-    """|Vu| sqrt(n - 1) / (1 + (n - 1) e^(-2 gamma R^2)), gamma = max(-gamma_min, gamma_1 / 8)."""
-    return max(_theorem_case(h, domain)[0] for h in heads_of(f, folded=True))
+@dataclass(frozen=True, eq=False)
+class Adversary:
+    """A family of inputs: a token at R u, A u = eigenvalue u, against a crowd at `crowd` R u."""
+
+    family: str
+    eigenvalue: float
+    u: Tensor
+    crowd: float
+
+    @property
+    def gamma(self) -> float:
+        """Half the gap between the scores of token and crowd, over R^2."""
+        return self.crowd * (1 - self.crowd) / 2 * self.eigenvalue
 
 
-def theorem_witness(f: SelfAttention, domain: Domain) -> Tensor:
-    """One token at R u, placed first, and the crowd at -R u (or at R u / 2)."""
-    return max((_theorem_case(h, domain) for h in heads_of(f, folded=True)), key=lambda c: c[0])[1]
+def adversaries(
+    A: Float[Tensor, "k k"], lift: Float[Tensor, "d k"] | None = None
+) -> tuple[Adversary, ...]:
+    """Return the families of the least and the largest real eigenvalue of A; none if none is real.
+
+    Args:
+        A: A square matrix, not symmetric: only real eigenvalues have a direction u.
+        lift: If given, its products with the eigenvectors take their place.
+
+    Returns:
+        "opposite" and "same side", with vectors u of any length.
+    """
+    values, vectors = torch.linalg.eig(A)
+    # Eigenvalues come in floating point: a real one may carry a tiny imaginary part.
+    real = values.imag.abs() <= 1e-12 * values.abs().max()
+    values = values[real].real
+    vectors = vectors[:, real].real
+    if len(values) == 0:
+        return ()
+    vectors = vectors if lift is None else lift @ vectors
+    places = (("opposite", int(values.argmin()), -1.0), ("same side", int(values.argmax()), 0.5))
+    return tuple(
+        Adversary(family=family, eigenvalue=values[i].item(), u=vectors[:, i], crowd=crowd)
+        for family, i, crowd in places
+    )
 
 
-def _theorem_case(h: Head, domain: Domain) -> tuple[float, Tensor]:
+def _theorem_case(_: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
+    """|Vu| sqrt(n - 1) / (1 + (n - 1) e^(-2 gamma R^2)), gamma = max(-gamma_min, gamma_1 / 8).
+
+    The input is one token at R u, placed first, and the crowd at -R u (or at R u / 2).
+    """
     assert isinstance(domain, Ball)
     n = domain.n
     R = domain.R
-    # A is not symmetric; only real eigenvalues have a direction u for the construction.
-    values, vectors = real_eigenpairs(h.A)
-    lowest = values.argmin()
-    highest = values.argmax()
-    opposite = -values[lowest] >= values[highest] / 8
-    u = vectors[:, lowest if opposite else highest]
-    u = u / length_up(u)
+    worst = max(adversaries(h.A), key=lambda one: one.gamma)
+    u = worst.u / length_up(worst.u)
     # The proof uses A only through <u, A u>: a computed u does as well as an exact eigenvector.
-    quotient = (u @ h.A @ u).item()
-    gap = -2 * quotient * R * R if opposite else quotient * R * R / 4
-    X = (-R if opposite else R / 2) * u.repeat(n, 1)
+    gap = worst.crowd * (1 - worst.crowd) * (u @ h.A @ u).item() * R * R
+    X = worst.crowd * R * u.repeat(n, 1)
     X[0] = R * u
     p = 1 / (1 + (n - 1) * math.exp(min(-gap, 700.0)))
     slack = 1 - 4 * _gap_error(h, R)
     value = h.factor * _value_length(h, u) * math.sqrt(n - 1) * p * max(slack, 0.0)
-    value *= _least_reaction(gap)
+    # The theorem drops the factor 1 + (1 - p) gap, which is at least 1 for gap >= 0. Near 0,
+    # however, the sign of a computed eigenvalue need not be that of its quotient <u, A u>. Below
+    # -1/2 nothing is claimed, because rounding errors would be large relative to the factor.
+    value *= 1.0 if gap >= 0 else 1 + gap if gap >= -0.5 else 0.0
     return down(value, n + 64), X
 
 
-def _least_reaction(gap: float) -> float:
-    """A lower bound of 1 + (1 - p) gap over weights p in [0, 1]: the factor the theorem drops."""
-    # The theorem may drop it because it is at least 1 for gap >= 0. Near 0, however, the sign of a
-    # computed eigenvalue need not be that of its quotient <u, A u>. Below -1/2 nothing is claimed,
-    # because rounding errors would be large relative to the factor.
-    return 1.0 if gap >= 0 else 1 + gap if gap >= -0.5 else 0.0
-
-
-def tuned_lower(f: SelfAttention, domain: Domain) -> float:
-    """|Vu| max over G of (sum_i [p_i (1 + (1 - p_i) G)]^2)^(1/2), p_i = 1 / (1 + n_i e^(-G)).
-
-    The theorem's lower bound with the score gap G tuned to n.
-    """
-    return max(_tuned_case(f, h, domain)[0] for h in heads_of(f, folded=True))
-
-
-def tuned_witness(f: SelfAttention, domain: Domain) -> Tensor:
-    """The special token R u where most tokens see it, and the crowd where the gap is best."""
-    return max((_tuned_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda c: c[0])[1]
+theorem_lower, theorem_witness = best_head(_theorem_case)
 
 
 def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
-    """Tokens R u and c u, |c| <= R: G = <A c u + beta, R u - c u>, u an eigenvector of A + A'."""
+    """|Vu| max over G of (sum_i [p_i (1 + (1 - p_i) G)]^2)^(1/2), p_i = 1 / (1 + n_i e^(-G)).
+
+    The theorem's lower bound with the score gap G tuned to n: the special token R u where most
+    tokens see it, the crowd at c u, |c| <= R, G = <A c u + beta, R u - c u>, u an eigenvector of
+    A + A'.
+    """
     assert isinstance(domain, Ball)
     n = domain.n
     R = domain.R
-    special, others = sight(f, n).most_seen()
+    special, others = visibility(f, n).most_seen()
     # Without a mask all rows see equally many keys: each distinct count is computed only once.
     crowd, times = others.double().unique(return_counts=True)
     if crowd.numel() == 0:
@@ -166,6 +190,9 @@ def _tuned_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tenso
     X[special] = R * u
     value = h.factor * gains.flatten()[best].item() * max(0.0, 1 - 4 * _gap_error(h, R))
     return down(value, n + 64), X
+
+
+tuned_lower, tuned_witness = best_head(_tuned_case)
 
 
 def crowd_gain(G: Tensor, crowd: Tensor, times: Tensor) -> Tensor:
@@ -230,13 +257,10 @@ def _saturated(f: SelfAttention, domain: Domain) -> tuple[float, float, float]:
     return limit, up(query + h.V_norm * away + keys + excess), h.factor
 
 
-def _has_real_eigenvalue(f: SelfAttention, _: Domain) -> bool:
-    return all(len(real_eigenpairs(h.A)[0]) > 0 for h in heads_of(f, folded=True))
-
-
 ONE_HEAD = Hypothesis("one head", lambda f, _: f.heads == 1)
 REAL_EIGENVALUE = Hypothesis(
-    "A = K'Q/sqrt(k) has a real eigenvalue (in every head)", _has_real_eigenvalue
+    "A = K'Q/sqrt(k) has a real eigenvalue (in every head)",
+    lambda f, _: all(adversaries(h.A) for h in heads_of(f, folded=True)),
 )
 PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
 

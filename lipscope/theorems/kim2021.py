@@ -18,7 +18,7 @@ from torch import Tensor
 from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.factored_values import Split, splits
-from lipscope.theorems.heads import Head, Sight, heads_of, hypotenuse, sight
+from lipscope.theorems.heads import Head, best_head, heads_of, hypotenuse
 from lipscope.theorems.rounding import (
     TINY,
     down,
@@ -40,6 +40,8 @@ from lipscope.theorems.statement import (
     TWO_TOKENS,
     Bound,
     Hypothesis,
+    Visibility,
+    visibility,
 )
 
 
@@ -56,7 +58,7 @@ def distance_upper(f: SelfAttention, domain: Domain) -> float:
 
     Values V = M Q + E add ||E|| (1 + 4 sqrt(s phi_i) ||Q|| R) to the row of query i.
     """
-    means = [mean_distance(c) for c in sight(f, domain.n).counts.tolist() if c > 0] or [0.0]
+    means = [mean_distance(c) for c in visibility(f, domain.n).counts.tolist() if c > 0] or [0.0]
 
     def head(h: Head, split: Split) -> float:
         through = up((spectral(split.M) + split.drift) * spectral(h.one.Q))
@@ -90,7 +92,7 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
     Norms are largest absolute row sums. Values V = M Q + E add
     ||E_h||_inf + 4 sqrt(k s phi) ||Q_h||_inf R |E_h| to a head, |E_h| being the longest row of E_h.
     """
-    seen = sight(f, domain.n)
+    seen = visibility(f, domain.n)
     mean = mean_distance(seen.most_keys)
 
     def head(h: Head, split: Split) -> float:
@@ -105,24 +107,16 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
     return up(min(largest, default=math.inf) * output_norm(f, row_sum_up))
 
 
-def coordinate_reaction(seen: Sight, k: int) -> float:
+def coordinate_reaction(seen: Visibility, k: int) -> float:
     """The constant of L2 attention with identity weights, largest coordinate, heads of size k."""
     return up(4 * math.sqrt(k) * mean_distance(seen.most_keys) + 1)
 
 
-def quadratic_lower(f: SelfAttention, domain: Domain) -> float:
-    """||V (c R^2 u u' A + I / n)||, c about 1: a token at 0 among tokens at +-R u."""
-    return max(_quadratic_case(f, h, domain)[0] for h in heads_of(f, folded=True))
-
-
-def quadratic_witness(f: SelfAttention, domain: Domain) -> Tensor:
-    """0 for a token that sees all others, R u and -R u in turn for the rest."""
-    return max(
-        (_quadratic_case(f, h, domain) for h in heads_of(f, folded=True)), key=lambda case: case[0]
-    )[1]
-
-
 def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
+    """||V (c R^2 u u' A + I / n)||, c about 1.
+
+    The input is 0 for a token that sees all others, R u and -R u in turn for the rest.
+    """
     assert isinstance(domain, Ball)
     n = domain.n
     R = domain.R
@@ -134,11 +128,14 @@ def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, T
     M = h.V @ (covariance * torch.outer(u, u @ h.A) + one / n)
     slack = 4 * gamma(2 * h.steps + 32) * h.V_size * (covariance * h.A_size + 1)
     signs = 1 - 2 * (torch.arange(n - 1, device=u.device) % 2).double()
-    centre = int((sight(f, n).counts == n).nonzero()[0])
+    centre = int((visibility(f, n).counts == n).nonzero()[0])
     order = [i for i in range(n) if i != centre]
     X = u.new_zeros(n, h.d)
     X[order] = R * signs[:, None] * u
     return down(h.factor * (norm_down(M) - slack)), X
+
+
+quadratic_lower, quadratic_witness = best_head(_quadratic_case)
 
 
 def _reactive_direction(h: Head) -> Tensor:
@@ -176,7 +173,7 @@ FACTORED = Hypothesis(
     lambda f, domain: not isinstance(domain, Everywhere) or bool(splits(f, domain)),
 )
 ONE_SEES_ALL = Hypothesis(
-    "some token sees all tokens", lambda f, d: bool((sight(f, d.n).counts == d.n).any())
+    "some token sees all tokens", lambda f, d: bool((visibility(f, d.n).counts == d.n).any())
 )
 
 

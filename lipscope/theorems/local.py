@@ -18,9 +18,9 @@ from torch import Tensor
 from lipscope._types import Domain, Point
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, Rope
-from lipscope.theorems.heads import Head, once, over_heads, rope_stretch, sight
+from lipscope.theorems.heads import Head, once, over_heads, rope_stretch
 from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
-from lipscope.theorems.statement import DOT, PLAIN_SCORES, ROTATION, Bound
+from lipscope.theorems.statement import DOT, PLAIN_SCORES, ROTATION, Bound, visibility
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ def features(h: Head, X: Float[Tensor, "n d"]) -> Features:
     bk = h.one.biases[1] if h.one.biases else None
     far_q = stretch * (frobenius_up(h.one.Q) * long + length_up(h.query_bias))
     far_k = stretch * (frobenius_up(h.one.K) * long + (0.0 if bk is None else length_up(bk)))
-    seen = sight(h.one, n)
+    seen = visibility(h.one, n)
     S = h.scale * (q @ k.T)
     S = S if seen.additive is None else torch.where(seen.seen, S + seen.additive, 0.0)
     visible = torch.where(seen.seen, S, 0.0).abs().amax(dim=1)

@@ -22,9 +22,8 @@ from lipscope.theorems import (
     sharper,
     yudin2025,
 )
-from lipscope.theorems.heads import check_masks
 from lipscope.theorems.rounding import gamma, length_up
-from lipscope.theorems.statement import Bound, Kinds
+from lipscope.theorems.statement import Bound, Kinds, check_masks
 
 REGISTRY: tuple[Bound, ...] = (
     *local.BOUNDS,

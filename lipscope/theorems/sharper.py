@@ -16,7 +16,7 @@ import torch
 from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.factored_values import Way, splits, whole_rest
-from lipscope.theorems.heads import Sight, heads_of, hypotenuse, of_order_one, sight
+from lipscope.theorems.heads import heads_of, hypotenuse, of_order_one
 from lipscope.theorems.kim2021 import (
     L2_HYPOTHESES,
     RESIDUAL,
@@ -26,7 +26,7 @@ from lipscope.theorems.kim2021 import (
     spectral,
 )
 from lipscope.theorems.rounding import exp_up, frobenius_up, gamma, scaled_up, times_power, up
-from lipscope.theorems.statement import Bound
+from lipscope.theorems.statement import Bound, Visibility, visibility
 
 COORDINATE = 0.5 * math.log(4 / 3)
 """ln(2 / sqrt 3), the price of one more coordinate for the logarithm of a column sum."""
@@ -63,16 +63,16 @@ def largest_share(others: int, power: float) -> float:
     return up(high * math.log(others / low) / (1 + low) ** power)
 
 
-def column_sum(seen: Sight, size: int) -> float:
+def column_sum(seen: Visibility, size: int) -> float:
     """kappa, an upper bound of every column sum of P for queries of `size` coordinates.
 
     The least of 1 + N/2, sqrt(r (N + 1)) and (2 / sqrt 3)^k, where N other queries see a key.
     """
     N = seen.others
-    return up(min(1 + N / 2, math.sqrt(seen.regard * (N + 1)), _crowd(seen, size, PAST)))
+    return up(min(1 + N / 2, math.sqrt(seen.overlap * (N + 1)), _crowd(seen, size, PAST)))
 
 
-def column_square(seen: Sight, size: int) -> float:
+def column_square(seen: Visibility, size: int) -> float:
     """rho, an upper bound of every sum_i P_ij t_i^2, t_i the distance of query i along one line.
 
     The least of omega N, sqrt(2 r N) / e and (2/3) (2 / sqrt 3)^k.
@@ -80,11 +80,11 @@ def column_square(seen: Sight, size: int) -> float:
     N = seen.others
     if N < 1:
         return 0.0
-    gram = math.sqrt(2 * seen.regard * N) / math.e
+    gram = math.sqrt(2 * seen.overlap * N) / math.e
     return up(min(largest_share(1, 1) * N, gram, 2 / 3 * _crowd(seen, size, PAST_SQUARE)))
 
 
-def key_reaction(seen: Sight, size: int) -> float:
+def key_reaction(seen: Visibility, size: int) -> float:
     """tau, an upper bound of every sum_i D_i P_ij t_i^2, D_i the mean distance of query i.
 
     The least of phi rho, N beta / e and sqrt(2 N) alpha / e.
@@ -96,24 +96,24 @@ def key_reaction(seen: Sight, size: int) -> float:
     mean, rooted, divided = (largest_share(keys, power) for power in (1, 1.5, 2))
     # Cauchy-Schwarz over the queries that see a key: alpha bounds D / sqrt(Z) if all of them see
     # each other; if of two one sees the other, it is a geometric mean.
-    alpha = rooted if seen.regard == 1 else math.sqrt(seen.regard * mean * divided)
+    alpha = rooted if seen.overlap == 1 else math.sqrt(seen.overlap * mean * divided)
     gram = math.sqrt(2 * N) * alpha / math.e
     return up(min(mean * column_square(seen, size), N * divided / math.e, gram))
 
 
-def _crowd(seen: Sight, size: int, first: float) -> float:
+def _crowd(seen: Visibility, size: int, first: float) -> float:
     """(2 / sqrt 3)^k for queries that see each other; more, if each sees only those before it."""
     # N queries and the key that they see span at most N directions.
     k = min(size, seen.others)
     power = exp_up(k * COORDINATE)
-    if seen.regard == 1:
+    if seen.overlap == 1:
         return power
     if not seen.ordered:
         return math.inf
     return up(power * (1 + math.log(seen.others + 1) + first + (k - 1) * PAST))
 
 
-def distance_reaction(seen: Sight, size: int) -> float:
+def distance_reaction(seen: Visibility, size: int) -> float:
     """An upper bound of the 2-norm constant of L2 attention with identity weights.
 
     Args:
@@ -135,7 +135,7 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
     ||O|| (sum_h ||E_h||^2 (sqrt(kappa) + 2 (sqrt(phi) + sqrt(rho)) sqrt(s) ||Q_h|| R)^2)^(1/2),
     rho bounds sum_i P_ij t_i^2 (`column_square`). Every M gives a bound; V Q^+ and 0 are tried.
     """
-    seen = sight(f, domain.n)
+    seen = visibility(f, domain.n)
     size = query_size(f)
     found = [math.inf]
     for way in splits(f, domain):
@@ -149,7 +149,7 @@ def tighter_distance_upper(f: SelfAttention, domain: Domain) -> float:
     return up(min(value for value in found if not math.isnan(value)))
 
 
-def _left_over(f: SelfAttention, domain: Domain, seen: Sight, way: Way) -> float:
+def _left_over(f: SelfAttention, domain: Domain, seen: Visibility, way: Way) -> float:
     """What the values E x that do not factor through the queries add, for all heads together."""
     size = query_size(f)
     root = math.sqrt(column_sum(seen, size))

@@ -23,8 +23,7 @@ from lipscope._torch_internals import (
     unless_gone,
 )
 from lipscope._types import UserError
-from lipscope.nn.evaluating import evaluating
-from lipscope.nn.wrapped import is_compiled_copy, unwrapped
+from lipscope.nn.wrapped import evaluating, is_compiled_copy, unwrapped
 from lipscope.train.seen_call import to_be_kept
 
 

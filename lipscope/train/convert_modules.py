@@ -16,9 +16,9 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.evaluating import evaluating
+from lipscope.nn.contractive import ATTENTIONS, CONTRACTIVE
 from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.nn.variants import ATTENTIONS, CONTRACTIVE
+from lipscope.nn.wrapped import evaluating
 from lipscope.train.replacement import (
     TorchReplacement,
     constant_part,

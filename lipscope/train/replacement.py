@@ -11,10 +11,10 @@ from lipscope._ambient import float32_by_default
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, default_scale
-from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.cosine_attention import CosineSelfAttention
-from lipscope.nn.l2_attention import L2SelfAttention, value_factors
-from lipscope.nn.variants import ATTENTIONS, make_contractive
+from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention
+from lipscope.nn.contractive import ATTENTIONS, make_contractive
+from lipscope.nn.l2_attention import L2SelfAttention
+from lipscope.nn.l2_constants import value_factors
 from lipscope.train.seen_call import real_tokens
 
 SMALLEST = 1e-2

@@ -17,8 +17,7 @@ from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Survey
-from lipscope.nn.evaluating import attributes_kept, evaluating
-from lipscope.nn.wrapped import check_whole, unwrapped
+from lipscope.nn.wrapped import attributes_kept, check_whole, evaluating, unwrapped
 from lipscope.train.compiled import entries, hook, uncompiled
 from lipscope.train.seen_call import to_be_kept
 from lipscope.train.watched_modules import GoneError, Sight, WeakAttribute, listed, wide

@@ -20,8 +20,7 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.evaluating import evaluating
-from lipscope.nn.wrapped import check_whole, named_layers, unwrapped
+from lipscope.nn.wrapped import check_whole, evaluating, named_layers, unwrapped
 from lipscope.train.compiled import Entry, entries, uncompiled
 from lipscope.train.seen_call import Call, first_sample, real_tokens, to_be_kept
 

@@ -1,5 +1,7 @@
 """Token attacks on a number whose best text is known: they find it, and report what is measured."""
 
+import math
+import time
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -13,6 +15,7 @@ from lipscope.attack.tokens import (
     guided_swaps,
     projected_swaps,
     random_swaps,
+    search_until,
 )
 
 V, D, N = 12, 5, 6
@@ -144,3 +147,61 @@ def test_bad_input_is_refused(attack):
 def test_a_vocabulary_beyond_the_embedding_is_refused():
     with pytest.raises(UserError, match="different vocabularies"):
         guided_swaps(replace(target(), vocabulary=torch.tensor([3, 40])), IDS, 1)
+
+
+def test_a_search_without_a_limit_is_the_search_itself():
+    seen = []
+    found, interrupted = search_until(
+        lambda t, ids: guided_swaps(t, ids, 2), target(), IDS, report=seen.append
+    )
+    assert found == guided_swaps(target(), IDS, 2) and not interrupted
+    assert seen == sorted(seen) and seen[-1] == found.measured and len(seen) > 10
+
+
+def slow(seconds: float):
+    """A target whose every measurement is one step that takes this long, in many products."""
+    t = target()
+
+    def measure(texts):
+        start = time.monotonic()
+        while time.monotonic() < start + seconds:
+            with torch.no_grad():
+                torch.eye(2) @ torch.eye(2)
+        return t.measure(texts)
+
+    return type(t)(measure, t.slope, t.embedding)
+
+
+@pytest.mark.parametrize(("step", "texts"), [(0.05, 17), (60.0, None)])
+def test_the_time_is_kept_also_within_a_step(step, texts):
+    start = time.monotonic()
+    found, interrupted = search_until(
+        lambda t, ids: random_swaps(t, ids, 2, tries=1000), slow(step), IDS, until=start + 1.0
+    )
+    assert time.monotonic() - start < 3.0 and not interrupted
+    assert torch.is_grad_enabled()
+    if texts is None:
+        assert found is None  # not even the original text was measured
+    else:
+        assert found.stopped and texts <= found.measured < 1000
+        assert found.value == target().measure(torch.tensor([found.ids])).item() >= found.before
+
+
+def test_ctrl_c_keeps_the_best_text():
+    t, calls = target(), []
+
+    def measure(texts):
+        calls.append(texts)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return t.measure(texts)
+
+    found, interrupted = search_until(
+        lambda t, ids: random_swaps(t, ids, 2, tries=100),
+        type(t)(measure, t.slope, t.embedding),
+        IDS,
+    )
+    values = torch.cat([t.measure(texts) for texts in calls[:3]])
+    assert interrupted and found.stopped and found.measured == len(values) == 33
+    assert found.value == values.max().item() and found.before == values[0].item()
+    assert not math.isnan(found.factor)

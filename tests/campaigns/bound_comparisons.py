@@ -24,7 +24,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope._types import Around, Ball, Domain, Everywhere, Point
-from lipscope.nn.variants import ATTENTIONS
+from lipscope.nn.contractive import ATTENTIONS
 from lipscope.theorems.composition import Attention, Chain, Part, Residual, network_bound
 from lipscope.theorems.registry import REGISTRY, enclosing, evaluate, failed_hypothesis
 from lipscope.theorems.statement import Bound

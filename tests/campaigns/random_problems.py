@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.nn.variants import ATTENTIONS
+from lipscope.nn.contractive import ATTENTIONS
 from tests import enclosed
 from tests.campaigns.runner import Result, campaign
 from tests.cases import KINDS, problem

@@ -8,8 +8,8 @@ import torch
 import lipscope as ls
 from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.duplication import jump_ratio
-from lipscope.mean_field.hardy import averaging
-from lipscope.mean_field.splitting_maps import largest_gain, splitting_map
+from lipscope.mean_field.upper_bounds import averaging
+from lipscope.mean_field.duplication import largest_gain, splitting_map
 from lipscope.mean_field.upper_bounds import d_p_bound, w2_bound, w_p_bound
 
 one, other = torch.ones(1, 1), torch.nn.Linear(1, 1)

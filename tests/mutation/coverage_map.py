@@ -104,7 +104,6 @@ class Recorder:
         self.setup = 0.0
 
     def take(self) -> set[int]:
-        from lipscope._recorder import executed
 
         data = executed[:]
         executed[:] = bytes(SIZE)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import lipscope as ls
 from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.contractive import ATTENTIONS
 from lipscope.nn.parametrize import sigma_reparametrise, spectrally_normalise
-from lipscope.nn.variants import ATTENTIONS
 from lipscope.train.sigma_table import Reading
 from tests.nn.test_modules import compiled
 from tests.train.watched import trained

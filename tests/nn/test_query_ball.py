@@ -10,8 +10,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.nn.attention_layer import MOST_TOKENS
-from lipscope.nn.l2_attention import reaction
-from lipscope.nn.query_ball import LARGE, QueryBall, radius, score_limit
+from lipscope.nn.l2_constants import LARGE, QueryBall, radius, reaction, score_limit
 
 SIZES = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0)
 CPU = torch.device("cpu")

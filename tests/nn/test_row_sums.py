@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.nn.query_ball import radius, score_limit
-from lipscope.nn.row_sums import longest_image
+from lipscope.nn.l2_constants import longest_image, radius, score_limit
 from tests.nn.test_query_ball import configurations, dense, limit
 
 

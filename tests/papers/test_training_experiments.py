@@ -12,7 +12,7 @@ from benchmarks.training_figures import draw_breaking, draw_grid
 from benchmarks.training_grid import keep, settings
 from benchmarks.training_page import PAGE, RESULTS, filled
 from benchmarks.training_plans import PLANS, VARIANTS
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.papers.charlm.characters import CharacterText
 from lipscope.papers.stacked_training import History

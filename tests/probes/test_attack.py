@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from lipscope._types import UserError
-from lipscope.attack.result import fresh_seed
+from lipscope.attack.search import fresh_seed
 from lipscope.attack.tokens import guided_swaps, random_swaps
 from lipscope.cli import main
 from lipscope.linalg.local import local_lipschitz

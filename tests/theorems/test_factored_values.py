@@ -20,9 +20,10 @@ from lipscope.theorems.factored_values import (
     splits,
     whole_rest,
 )
-from lipscope.theorems.heads import heads_of, sight
+from lipscope.theorems.heads import heads_of
 from lipscope.theorems.kim2021 import distance_upper, largest_coordinate_upper, mean_distance
 from lipscope.theorems.sharper import distance_reaction, tighter_distance_upper
+from lipscope.theorems.statement import visibility
 from tests.naive import dense_jacobian
 from tests.theorems.soundness import ascended
 
@@ -123,7 +124,9 @@ def test_the_residual_enters_with_these_constants():
     column = 2 / math.sqrt(3)
     left = e * (math.sqrt(column) + 2 * (math.sqrt(phi) + math.sqrt(2 / 3 * column)) * far)
     stated = tighter_distance_upper(f, ball)
-    assert stated == pytest.approx(through * distance_reaction(sight(f, n), 1) + left, rel=1e-6)
+    assert stated == pytest.approx(
+        through * distance_reaction(visibility(f, n), 1) + left, rel=1e-6
+    )
 
 
 def test_small_tokens_need_no_factor():
@@ -225,7 +228,7 @@ def test_values_defined_by_m_have_the_theorems_constant_on_all_inputs():
     Q = torch.cat([I, 0 * I], dim=1)
     f = FactoredAttention(Q, Q, (2 + 2**-20) * Q, kernel=ls.L2(), M=2 * I[None])
     assert uppers(f, Everywhere(9))["L2 attention"] == pytest.approx(
-        2 * distance_reaction(sight(f, 9), 2), rel=1e-9
+        2 * distance_reaction(visibility(f, 9), 2), rel=1e-9
     )
     phi = mean_distance(9)
     coordinate = uppers(f, Everywhere(9), "inf")["Kim et al., L2 attention, largest coordinate"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.theorems.heads import heads_of, reach, sight
+from lipscope.theorems.heads import heads_of, reach
+from lipscope.theorems.statement import visibility
 
 EYE = torch.eye(4, dtype=torch.float64)
 NONE = torch.zeros(4, dtype=torch.float64)
@@ -40,7 +41,7 @@ def test_a_missing_bias_reaches_as_far_as_a_bias_of_zero(kernel):
 def test_the_spread_of_a_mask_is_that_of_the_keys_that_a_query_sees():
     mask = torch.tensor([[0.0, 3.0, -math.inf], [1.0, 1.0, 1.0], [-math.inf] * 3])
     f = ls.SelfAttention(EYE, EYE, EYE, mask=mask.double())
-    assert sight(f, 3).spread.tolist() == [3.0, 0.0, 0.0]
+    assert visibility(f, 3).spread.tolist() == [3.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("options", [{"window": 2}, {"padding": torch.arange(4) < 3}])
@@ -49,5 +50,5 @@ def test_the_largest_column_sums_the_weights_of_those_who_see_a_key(options):
     weights = torch.tensor([0.5, 0.25, 0.125, 1.0], dtype=torch.float64)
     # Keys of a window: rows 0 1, 1 2, 2 3, 3. With padding: rows 0 1 2, 1 2, 2.
     truth = 1.125 if "window" in options else 0.875
-    assert sight(f, 4).order is None
-    assert sight(f, 4).largest_column(weights) == truth
+    assert visibility(f, 4).order is None
+    assert visibility(f, 4).largest_column(weights) == truth

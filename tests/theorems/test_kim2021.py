@@ -10,7 +10,6 @@ from scipy.special import lambertw
 
 import lipscope as ls
 from lipscope._types import Ball, Everywhere
-from lipscope.theorems.heads import sight
 from lipscope.theorems.kim2021 import (
     distance_upper,
     largest_coordinate_upper,
@@ -18,6 +17,7 @@ from lipscope.theorems.kim2021 import (
     quadratic_lower,
 )
 from lipscope.theorems.sharper import column_sum, key_reaction, tighter_distance_upper
+from lipscope.theorems.statement import visibility
 from tests.cases import problem
 
 
@@ -38,7 +38,7 @@ def test_phi_inverts_and_the_formulas_are_these():
     assert distance_upper(f, Everywhere(N)) == pytest.approx(
         size**2 * math.sqrt(N) * (4 * phi(N) + 1), rel=1e-9
     )
-    seen = sight(f, N)
+    seen = visibility(f, N)
     tighter = math.sqrt(column_sum(seen, 1)) + 2 * phi(N) + 2 * math.sqrt(key_reaction(seen, 1))
     assert column_sum(seen, 1) == pytest.approx(2 / math.sqrt(3))
     assert tighter_distance_upper(f, Everywhere(N)) == pytest.approx(size**2 * tighter, rel=1e-9)

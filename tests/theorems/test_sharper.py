@@ -13,7 +13,6 @@ from torch import Tensor
 import lipscope as ls
 from benchmarks.l2_bounds import largest_found, promised, table
 from lipscope._types import Everywhere
-from lipscope.theorems.heads import sight
 from lipscope.theorems.kim2021 import distance_upper, mean_distance
 from lipscope.theorems.sharper import (
     column_square,
@@ -22,6 +21,7 @@ from lipscope.theorems.sharper import (
     key_reaction,
     largest_share,
 )
+from lipscope.theorems.statement import visibility
 
 
 def layer(
@@ -74,7 +74,7 @@ def test_the_largest_share_is_a_maximum(others: int, power: float):
 def test_climbing_finds_nothing_above(n: int, causal: bool):
     seen = torch.ones(n, n, dtype=torch.bool)
     seen = seen.tril() if causal else seen
-    sees = sight(layer(causal), n)
+    sees = visibility(layer(causal), n)
     for k in sorted({1, 2, n}):
         limits = (column_sum(sees, k), key_reaction(sees, k), column_square(sees, k))
         g = torch.Generator().manual_seed(n + k)
@@ -92,8 +92,8 @@ def test_few_coordinates_are_sharp():
     levels = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     Y = torch.special.ndtri(levels)[:, None] / math.sqrt(2)
     column = torch.softmax(-torch.cdist(Y, Y).square(), dim=1)[:, n // 2].sum().item()
-    assert 2 / math.sqrt(3) - 1e-6 < column < column_sum(sight(layer(), n), 1)
-    assert column_sum(sight(layer(), n), 1) == pytest.approx(2 / math.sqrt(3), rel=1e-12)
+    assert 2 / math.sqrt(3) - 1e-6 < column < column_sum(visibility(layer(), n), 1)
+    assert column_sum(visibility(layer(), n), 1) == pytest.approx(2 / math.sqrt(3), rel=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 8])
@@ -124,7 +124,7 @@ def test_the_integrals_behind_few_coordinates(k: int):
     # With this many tokens, the form for few coordinates is the smallest.
     others, n = totals[0] ** (k - 1), 10**9
     for causal in (False, True):
-        sees = sight(layer(causal), n)
+        sees = visibility(layer(causal), n)
         past = [0.0, 0.0]
         if causal:
             past = [math.log(n) + first + (k - 1) * logs[0] for first in logs]
@@ -138,7 +138,7 @@ def test_the_integrals_behind_few_coordinates(k: int):
 def test_a_causal_column_on_the_line_counts_the_key_once(n: int):
     """2 / sqrt 3 (1 + ln n + 3/4 + ln sqrt(2/5)): N = n - 1 queries after the key, and itself."""
     truth = 2 / math.sqrt(3) * (1 + math.log(n) + 0.75 + math.log(0.4) / 2)
-    assert column_sum(sight(layer(True), n), 1) == pytest.approx(truth, rel=1e-12)
+    assert column_sum(visibility(layer(True), n), 1) == pytest.approx(truth, rel=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -149,7 +149,7 @@ def test_any_number_of_coordinates(causal: bool):
     D = a * ((n - 1) / a).log() / (1 + a)
     phi, rooted, divided = D.max(), (D / (1 + a).sqrt()).max(), (D / (1 + a)).max()
     alpha = (2 * phi * divided).sqrt() if causal else rooted
-    sees, r = sight(layer(causal), n), 2 if causal else 1
+    sees, r = visibility(layer(causal), n), 2 if causal else 1
     assert column_sum(sees, many) == pytest.approx(math.sqrt(r * n), rel=1e-9)
     assert column_square(sees, many) == pytest.approx(math.sqrt(2 * r * 499) / math.e, rel=1e-9)
     assert key_reaction(sees, many) == pytest.approx(
@@ -157,23 +157,26 @@ def test_any_number_of_coordinates(causal: bool):
     )
     # Few tokens, and masks under which queries need not see each other: P_ij d_ij <= omega alone.
     omega = mean_distance(2)
-    assert column_square(sight(layer(causal), 3), many) == pytest.approx(2 * omega, rel=1e-12)
+    assert column_square(visibility(layer(causal), 3), many) == pytest.approx(2 * omega, rel=1e-12)
     strangers = torch.eye(n).bool()
     strangers[:, 0] = True
-    assert column_square(sight(layer(mask=strangers), n), 1) == pytest.approx(
+    assert column_square(visibility(layer(mask=strangers), n), 1) == pytest.approx(
         (n - 1) * omega, rel=1e-12
     )
-    assert column_square(sight(layer(), 1), 1) == key_reaction(sight(layer(), 1), 1) == 0
-    assert column_sum(sight(layer(), 1), 1) == pytest.approx(1)
+    assert column_square(visibility(layer(), 1), 1) == key_reaction(visibility(layer(), 1), 1) == 0
+    assert column_sum(visibility(layer(), 1), 1) == pytest.approx(1)
 
 
 def test_queries_that_see_each_other_in_circles_have_no_order():
-    """Three queries, each sees itself and the next: `regard` is 2, and no one is last."""
+    """Three queries, each sees itself and the next: `overlap` is 2, and no one is last."""
     circle = torch.eye(3).bool() | torch.eye(3).bool().roll(1, dims=1)
-    assert sight(layer(mask=circle), 3).regard == 2 and not sight(layer(mask=circle), 3).ordered
+    assert (
+        visibility(layer(mask=circle), 3).overlap == 2
+        and not visibility(layer(mask=circle), 3).ordered
+    )
     for f in (layer(True), layer(True, window=2), layer(mask=torch.ones(3, 3).tril().bool())):
-        assert sight(f, 3).ordered
-    assert not sight(layer(), 3).ordered
+        assert visibility(f, 3).ordered
+    assert not visibility(layer(), 3).ordered
 
 
 def test_who_sees_whom_is_read_from_any_mask():
@@ -189,21 +192,21 @@ def test_who_sees_whom_is_read_from_any_mask():
         (layer(mask=blocks), 1),
         (layer(mask=low), 2),
     ]
-    for f, regard in [*cases, (layer(mask=star), math.inf)]:
-        assert sight(f, n).regard == regard
+    for f, overlap in [*cases, (layer(mask=star), math.inf)]:
+        assert visibility(f, n).overlap == overlap
     # A key that does not see itself is one that others see all the same.
     deaf = torch.ones(n, n).bool()
     deaf[0] = False
-    assert sight(layer(mask=deaf), n).others == n - 1
+    assert visibility(layer(mask=deaf), n).others == n - 1
 
 
 def test_a_star_of_strangers_reaches_what_the_general_bound_allows():
-    """Queries that see only one key and themselves: column sums of order n/2 need `regard`."""
+    """Queries that see only one key and themselves: column sums of order n/2 need `overlap`."""
     n = 64
     seen = torch.eye(n).bool()
     seen[:, 0] = True
     found = columns(torch.zeros(n, 1, dtype=torch.float64), seen)[0].item()
-    assert math.sqrt(2 * n) < found <= column_sum(sight(layer(mask=seen), n), 1)
+    assert math.sqrt(2 * n) < found <= column_sum(visibility(layer(mask=seen), n), 1)
 
 
 def star(centres: int) -> Tensor:
@@ -226,10 +229,10 @@ def test_the_fourth_root_is_needed():
         )
         norm = torch.linalg.matrix_norm(sizes[:, None] * weights.double() * sizes, 2).item()
         n = m + m * m
-        assert math.sqrt(m) / 3 * 0.95 < norm <= math.sqrt(column_sum(sight(layer(), n), n))
+        assert math.sqrt(m) / 3 * 0.95 < norm <= math.sqrt(column_sum(visibility(layer(), n), n))
         if m == 4:
             sigma = ls.local_lipschitz(layer(k=m * m + 1), star(m)).value
-            assert norm * (1 - 1e-9) <= sigma <= distance_reaction(sight(layer(), n), n)
+            assert norm * (1 - 1e-9) <= sigma <= distance_reaction(visibility(layer(), n), n)
 
 
 def plain(n: int) -> float:
@@ -241,18 +244,18 @@ def plain(n: int) -> float:
 def test_long_sequences_gain_most():
     for n, factor in ((128, 1.9), (1024, 3.2), (131_072, 12.0)):
         for causal in (False, True):
-            assert plain(n) / distance_reaction(sight(layer(causal), n), n) > factor
+            assert plain(n) / distance_reaction(visibility(layer(causal), n), n) > factor
     # With a given head size and no mask the bound is 2 phi + O(sqrt phi), phi ~ ln n.
     for n in (10**3, 10**6, 10**9):
         phi = mean_distance(n)
-        assert distance_reaction(sight(layer(), n), 8) - 2 * phi < 2 + 3 * math.sqrt(phi)
+        assert distance_reaction(visibility(layer(), n), 8) - 2 * phi < 2 + 3 * math.sqrt(phi)
 
 
 def test_what_is_promised_at_given_lengths():
-    full, causal = sight(layer(), 128), sight(layer(True), 128)
+    full, causal = visibility(layer(), 128), visibility(layer(True), 128)
     assert distance_reaction(full, 8) < 12.3 and distance_reaction(full, 64) < 15.4
     assert distance_reaction(causal, 64) < 17.6
-    assert distance_reaction(sight(layer(), 131_072), 8) < 27.6
+    assert distance_reaction(visibility(layer(), 131_072), 8) < 27.6
 
 
 @pytest.mark.parametrize("causal", [False, True])

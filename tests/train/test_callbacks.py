@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.train.callbacks import lightning_callback, trainer_callback
 from lipscope.train.monitor import SmoothnessMonitor
 from lipscope.train.watched_models import watch

@@ -8,11 +8,9 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.contractive import ContractiveL2Attention
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
+from lipscope.nn.contractive import ATTENTIONS, ContractiveL2Attention
 from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.nn.variants import ATTENTIONS
 from lipscope.train.convert_models import convert_model
 
 DIM, HEADS, TOKENS = 8, 2, 6

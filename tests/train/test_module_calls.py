@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 from tests.train.watched import DIM, HEADS, TOKENS, batches, unchecked
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.train.monitor import RESTART_EVERY, SmoothnessMonitor, SmoothnessWarning
 from lipscope.train.sigma_table import HEADER

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lipscope as ls
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from tests.train.watched import DIM, HEADS, TOKENS
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(TOKENS)

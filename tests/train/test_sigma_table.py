@@ -5,7 +5,7 @@ import csv
 import pytest
 
 import lipscope as ls
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.train.monitor import SmoothnessMonitor, SmoothnessWarning
 from lipscope.train.sigma_table import HEADER, Reading, SigmaTable
 from tests.train.watched import DIM, HEADS, batches

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.train.monitor import SmoothnessMonitor, SmoothnessWarning
 from tests.train.watched import DIM, HEADS, Kept, batches, dense_norm, trained
 

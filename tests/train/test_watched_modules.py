@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lipscope.nn.attention_layer import CosineSelfAttention, DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention
-from lipscope.nn.cosine_attention import CosineSelfAttention
-from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.train.monitor import SmoothnessMonitor, SmoothnessWarning
 from tests.train.watched import DIM, HEADS, TOKENS, Small, batches, dense_norm

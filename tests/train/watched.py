@@ -6,8 +6,7 @@ import jaxtyping
 import torch
 from torch import nn
 
-from lipscope.nn.cosine_attention import CosineSelfAttention
-from lipscope.nn.dot_attention import DotSelfAttention
+from lipscope.nn.attention_layer import CosineSelfAttention, DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 
 DIM, HEADS, TOKENS = 8, 2, 6

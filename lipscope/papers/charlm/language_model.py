@@ -22,9 +22,14 @@ from torch import Tensor, nn
 from lipscope._checks import check_whole
 from lipscope._types import UserError
 from lipscope.nn.attention_layer import AttentionLayer
-from lipscope.nn.contractive import ContractiveMLP
+from lipscope.nn.contractive import (
+    ATTENTIONS,
+    CONSTANT,
+    CONTRACTIVE,
+    ContractiveMLP,
+    make_contractive,
+)
 from lipscope.nn.invertible import InvertibleResidual
-from lipscope.nn.variants import ATTENTIONS, CONSTANT, CONTRACTIVE, make_contractive
 
 INITIAL = 0.1
 """Initial standard deviation of embeddings; they train faster than with torch's default of 1."""

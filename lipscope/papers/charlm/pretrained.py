@@ -14,12 +14,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lipscope.attention.layer import SelfAttention
-from lipscope.nn.attention_layer import AttentionLayer
+from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention, DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention
-from lipscope.nn.cosine_attention import CosineSelfAttention
-from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import BallL2Attention, L2SelfAttention
-from lipscope.nn.query_ball import BALL
+from lipscope.nn.l2_constants import BALL
 from lipscope.papers.charlm.folder import MODEL_TYPE, NAMES, config_fields
 from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer, norm_in_words
 

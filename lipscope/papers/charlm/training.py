@@ -20,7 +20,7 @@ from lipscope._types import UserError
 from lipscope.linalg.basis import memory_of
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
-from lipscope.nn.variants import CONTRACTIVE
+from lipscope.nn.contractive import CONTRACTIVE
 from lipscope.papers.charlm.characters import CharacterText, read_characters
 from lipscope.papers.charlm.checkpoint import (
     FILE,

@@ -1,4 +1,4 @@
-"""The result of an attack: an input, and its sigma measured independently of the search."""
+"""What the searches share: the step rule of an ascent, and a result measured independently."""
 
 from __future__ import annotations
 
@@ -14,6 +14,36 @@ from lipscope.linalg.estimate import Estimate, as_batch
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import Solver
+
+LONGER = 1.5
+SHORTER = 0.4
+"""Factors for the stride after a trial that helped and after one that did not."""
+
+
+@dataclass
+class Search:
+    """Several independent ascents side by side, one per member.
+
+    value [B]:  the best value of each member so far
+    state:      what belongs to it, each tensor [B, ...]
+    stride [B]: the length of the next step; every member has its own, because one may creep along a
+                ridge while another still leaps
+    """
+
+    value: Tensor
+    state: tuple[Tensor, ...]
+    stride: Tensor
+
+    def judge(self, value: Tensor, *state: Tensor) -> Tensor:
+        """Keep the trials that are higher, adapt the strides, and return which were kept, [B]."""
+        higher = value > self.value
+        self.value = torch.where(higher, value, self.value)
+        self.state = tuple(
+            torch.where(higher.to(old.device).reshape(-1, *[1] * (old.ndim - 1)), new, old)
+            for new, old in zip(state, self.state, strict=True)
+        )
+        self.stride = torch.where(higher, LONGER * self.stride, SHORTER * self.stride)
+        return higher
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,9 @@ import torch
 import lipscope as ls
 from lipscope._types import Around, Ball
 from lipscope.attack.ascent import Climb, ascend
-from lipscope.attack.direction import singular_response
+from lipscope.attack.perturbation import singular_response
 from lipscope.attack.regions import Normed
-from lipscope.attack.result import measured
+from lipscope.attack.search import measured
 from lipscope.linalg.solve import fresh_seed
 from lipscope.linalg.spectral import spectral_norm
 
