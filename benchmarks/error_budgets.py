@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import lipscope as ls
+from benchmarks.budget_scores import compare_scores, spearman
 from benchmarks.error_budget_cases import blocks_of, bugs_of, make, model_bugs, rounded
 from benchmarks.error_budget_tables import store, write_page
 from lipscope.models.embedded import default_text
@@ -31,7 +32,6 @@ from lipscope.probes.budget.formats import read_formats
 from lipscope.probes.budget.intervals import of_squares
 from lipscope.probes.budget.metrics import read_metric
 from lipscope.probes.budget.running import exact_outputs, first_order_errors, outputs_in
-from lipscope.probes.budget.scores import compare_scores, spearman
 from lipscope.probes.budget.sites import collect_products
 from lipscope.probes.budget.subject import read_subject
 

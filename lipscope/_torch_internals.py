@@ -105,9 +105,8 @@ class _Additions:
         return (*reduced[:2], state, *reduced[3:])
 
 
-def hook_calls(module: nn.Module, hook: Callable[..., None]) -> Callable[[], None]:
-    """Register a forward pre-hook that copies of the module do not have; return its removal."""
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+def kept_out_of_copies(module: nn.Module, handle: Any) -> Callable[[], None]:
+    """Let copies of a module lack one of its forward pre-hooks; return the removal of the hook."""
     _Additions.to(module).hooks.add(handle.id)
 
     def remove(module: nn.Module) -> None:

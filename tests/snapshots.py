@@ -122,7 +122,8 @@ def translated(old: Flat) -> Flat:
             key = re.sub(before, after, key)
         if key == "names" or key.startswith("help."):
             value = sorted({table["words"].get(word, word) for word in value} - {""})
-        found[key] = value
+        if key:
+            found[key] = value
     return found
 
 

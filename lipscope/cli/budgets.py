@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,10 +42,6 @@ def budget(
     ] = "output",
     probes: Probes = 16,
     observe: Annotated[bool, typer.Option("--observe", help="Run every format as well.")] = False,
-    scores: Annotated[
-        bool,
-        typer.Option("--scores", help="Compare published scores of weights and key-value heads."),
-    ] = False,
     length: Length = 128,
     samples: Samples = 4,
     embeddings: Annotated[
@@ -64,13 +59,6 @@ def budget(
     seed: Seed = 0,
     out: StudyOut = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all rows as CSV.")] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the layers to keep high as JSON for llm-compressor, ModelOpt and MLX.",
-        ),
-    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -79,11 +67,9 @@ def budget(
     with progress("propagating", quiet=quiet) as report:
         from lipscope.models.loading import load, load_language_model
         from lipscope.probes.budget.formats import read_formats
-        from lipscope.probes.budget.layer_lists import layer_lists
         from lipscope.probes.budget.metrics import read_metric
         from lipscope.probes.budget.prediction import error_budget
-        from lipscope.probes.budget.scores import compare_scores
-        from lipscope.report.budgets import budget_table, score_table, shares_table
+        from lipscope.report.budgets import budget_table, shares_table
 
         read_formats(format)  # checked before a model is loaded, which may take a while
         opened = (load_language_model if read_metric(metric).head else load)(
@@ -109,38 +95,14 @@ def budget(
             out=out,
             progress=report,
         )
-        ranked = (
-            compare_scores(
-                opened,
-                words,
-                formats=[f for f in found.formats if f.startswith(("int", "fp8", "kv"))],
-                probes=probes,
-                metric=metric,
-                length=length,
-                samples=samples,
-                seed=seed,
-            )
-            if scores
-            else None
-        )
     if csv is not None:
         found.to_csv(csv)
-    if keep is not None:
-        from lipscope._files import whole_file
-
-        stored = [f for f in found.formats if f.startswith(("int", "fp8", "w"))]
-        lists = {name: layer_lists(found, name) for name in stored or found.formats}
-        with whole_file(keep, typed=True) as draft:
-            draft.write_text(json.dumps(lists, indent=1), encoding="utf-8")
     if as_json:
-        rows = [] if ranked is None else [row._asdict() for row in ranked.rows]
-        show_json({**found.as_dict(), "scores": rows})
+        show_json(found.as_dict())
     else:
-        tables: list[Any] = [budget_table(found), shares_table(found)]
-        tables += [] if ranked is None else [score_table(ranked)]
-        for i, table in enumerate(tables):
-            show_table("", quiet or i == 0)
-            show_table(table, quiet)
+        show_table(budget_table(found), quiet)
+        show_table("", quiet)
+        show_table(shares_table(found), quiet)
     if out is not None:
         write_page(out, quiet)
 

@@ -25,7 +25,6 @@ from lipscope.cli import (
     simulating,
     studies,
     training,
-    weights,
 )
 from lipscope.cli.terminal import ExitCode, tell, warn
 
@@ -50,7 +49,6 @@ for command in (
     budgets.check,
     reproducing.reproduce,
     training.train,
-    weights.to_safetensors,
     studies.doctor,
 ):
     app.command()(command)

@@ -18,9 +18,9 @@ from lipscope._types import UserError
 from lipscope.attention.factored import FactoredAttention
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, Rope
+from lipscope.models.capture import RecordedCall
 from lipscope.models.plug import AttentionCall
-from lipscope.models.running import Host, ModuleCall, attention_call, run_to
-from lipscope.models.trace import Seen
+from lipscope.models.running import ModelRunner, attention_call, run_to
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error of q, k, v and the output; dtypes not listed are too coarse to decide."""
@@ -49,7 +49,7 @@ class Projections:
 
 
 def closed_form(
-    host: Host, core: nn.Module, seen: Seen, known: Projections | None = None
+    runner: ModelRunner, core: nn.Module, call: RecordedCall, known: Projections | None = None
 ) -> tuple[SelfAttention, Projections | None] | None:
     """The attention module as a SelfAttention without O; None if its own q, k, v disagree.
 
@@ -60,11 +60,11 @@ def closed_form(
     Raises:
         LargeMaskError: If the rule of the mask would have to be written down for too many tokens.
     """
-    if host.dtype not in TOLERANCE:
+    if runner.dtype not in TOLERANCE:
         return None
-    X = seen.call.hidden
+    X = call.hidden
     with torch.no_grad():
-        own = attention_call(host, core, seen.call)
+        own = attention_call(runner, core, call)
         if hasattr(core, "closed_heads"):
             return _stated(core, own, X)
         # SelfAttention has one mask for all heads.
@@ -76,13 +76,15 @@ def closed_form(
             raise LargeMaskError
         try:
             probed = (
-                attention_call(host, core, seen.single.at(_probe(X))) if known is None else None
+                attention_call(runner, core, (call.single or call).at(_probe(X)))
+                if known is None
+                else None
             )
         except RuntimeError:  # another argument belongs to this sample, and the map is not plain
             return None
         # Rotary conventions (halves or pairs, full or half tables) do not differ in shape:
         # try each reading and keep the first whose projections reproduce q, k and v.
-        for layout, order, rope in _rotations(seen.call, own):
+        for layout, order, rope in _rotations(call, own):
             if probed is not None:
                 found = _solve(probed, X.shape[-1], layout, order, rope)
             elif known is not None and known.layout == layout:
@@ -108,13 +110,15 @@ def _stated(core: Any, own: AttentionCall, X: Tensor) -> tuple[SelfAttention, No
     return (f, None) if same(f.heads_apart()(X), own.output()) else None
 
 
-def projection_matrix(host: Host, projection: nn.Module, width: int) -> tuple[Tensor, Tensor]:
+def projection_matrix(
+    runner: ModelRunner, projection: nn.Module, width: int
+) -> tuple[Tensor, Tensor]:
     """O [d', width] and b of an output projection z -> O z + b."""
     device = next(projection.parameters()).device
     # z = 0 gives b, and the unit vectors give the columns of O, whatever class the module is.
-    tokens = torch.eye(width + 1, width, dtype=host.dtype, device=device).roll(1, dims=0)[None]
+    tokens = torch.eye(width + 1, width, dtype=runner.dtype, device=device).roll(1, dims=0)[None]
     with torch.no_grad():
-        y = run_to(host, projection, ModuleCall((tokens,), {}, tokens))[0]
+        y = run_to(runner, projection, RecordedCall((tokens,), {}))[0]
     return (y[1:] - y[0]).T.contiguous(), y[0]
 
 
@@ -152,7 +156,7 @@ def _probe(X: Tensor) -> Tensor:
 
 
 def _rotations(
-    call: ModuleCall, own: AttentionCall
+    call: RecordedCall, own: AttentionCall
 ) -> Iterator[tuple[str | None, Tensor, Rope | None]]:
     """Layout, order and tables: no rotation first, then every reading of a pair of tables."""
     n, size = own.q.shape[-2:]

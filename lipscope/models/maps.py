@@ -16,8 +16,9 @@ from lipscope.attention.sharded import spread_of
 from lipscope.fused.low_precision import graph_of_any_digits
 from lipscope.linalg.differentiate import check_input, jacobian
 from lipscope.linalg.operator import LinearOperator
+from lipscope.models.capture import RecordedCall
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import Host, ModuleCall, Tap, attention_call, run_to
+from lipscope.models.running import ModelRunner, Tap, attention_call, run_to
 from lipscope.models.sharded import linearize_on
 
 LONG = 8192
@@ -106,16 +107,14 @@ def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tenso
 class Rerun:
     """x -> the value at `tap` (by default the output) of `module`, called as before on tokens x.
 
-    call, single: the recorded calls for the whole batch and for a batch of one
-    entry:        if given, x replaces the tokens at a call of this module instead
-    entry_call:   which call, counted from 0; a module that serves several layers has several
-    then:         a module applied to the result
+    entry:      if given, x replaces the tokens at a call of this module instead
+    entry_call: which call, counted from 0; a module that serves several layers has several
+    then:       a module applied to the result
     """
 
-    host: Host
+    runner: ModelRunner
     module: nn.Module
-    call: ModuleCall
-    single: ModuleCall
+    call: RecordedCall
     tap: Tap | None = None
     entry: nn.Module | None = None
     entry_call: int = 0
@@ -127,11 +126,11 @@ class Rerun:
     def value(self, x: Tensor) -> Tensor:
         if self.entry is not None:
             entry = (self.entry, x)
-            return run_to(self.host, self.module, self.call, self.tap, entry, self.entry_call)
-        y = run_to(self.host, self.module, self.call.at(x), self.tap)
+            return run_to(self.runner, self.module, self.call, self.tap, entry, self.entry_call)
+        y = run_to(self.runner, self.module, self.call.at(x), self.tap)
         # Inside a block, samples may be flattened into one long sequence (OPT).
         y = y.unflatten(0, (x.shape[0], -1)) if y.ndim == 2 else y
-        return y if self.then is None else run_to(self.host, self.then, ModuleCall((y,), {}, y))
+        return y if self.then is None else run_to(self.runner, self.then, RecordedCall((y,), {}))
 
     def largest_score(self, x: Tensor) -> Tensor:
         largest = torch.zeros(x.shape[0], dtype=torch.float64)
@@ -148,7 +147,7 @@ class Rerun:
         return largest
 
     def of_members(self, members: Tensor) -> Rerun:
-        return replace(self, call=self.call.of_members(members, self.single))
+        return replace(self, call=self.call.of_members(members))
 
     def jacobian(self, X: Tensor) -> LinearOperator:
         return linearize(self, X)
@@ -165,26 +164,25 @@ class Heads:
     The Jacobian is a batch over samples, then heads.
     """
 
-    host: Host
+    runner: ModelRunner
     module: nn.Module
-    call: ModuleCall
-    single: ModuleCall
+    call: RecordedCall
     heads: tuple[int, ...]
 
     def __call__(self, X: Tensor) -> Tensor:
         if X.ndim == 2:
             return self(X[None])[0]
-        return attention_call(self.host, self.module, self.call.at(X)).output()[:, list(self.heads)]
+        return attention_call(self.runner, self.module, self.call.at(X)).output()[
+            :, list(self.heads)
+        ]
 
     def jacobian(self, X: Tensor) -> LinearOperator:
         X = X if X.ndim == 3 else X[None]
         # One copy of the sample per head, so that each head has its own independent Jacobian.
         samples = torch.arange(X.shape[0], device=X.device).repeat_interleave(len(self.heads))
         heads = torch.tensor(self.heads, device=X.device).repeat(X.shape[0])
-        call = self.call.of_members(samples, self.single)
-        f = _EachHead(
-            host=self.host, module=self.module, call=call, single=self.single, heads=heads
-        )
+        call = self.call.of_members(samples)
+        f = _EachHead(runner=self.runner, module=self.module, call=call, heads=heads)
         try:
             return linearize(f, X[samples])
         except torch.OutOfMemoryError:
@@ -200,10 +198,9 @@ class Heads:
 class _EachHead:
     """x [R, n, d] -> [R, n, m]: member r passes through head heads[r] only."""
 
-    host: Host
+    runner: ModelRunner
     module: nn.Module
-    call: ModuleCall
-    single: ModuleCall
+    call: RecordedCall
     heads: Tensor
 
     def value(self, x: Tensor) -> Tensor:
@@ -215,7 +212,7 @@ class _EachHead:
 
     def of_members(self, members: Tensor) -> _EachHead:
         heads = self.heads[members.to(self.heads.device)]
-        return replace(self, call=self.call.of_members(members, self.single), heads=heads)
+        return replace(self, call=self.call.of_members(members), heads=heads)
 
     def _alone(self, x: Tensor) -> AttentionCall:
-        return attention_call(self.host, self.module, self.call.at(x)).alone(self.heads)
+        return attention_call(self.runner, self.module, self.call.at(x)).alone(self.heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from lipscope._ambient import entry_point, live_modules, unaffected
 from lipscope._types import UserError
 from lipscope.models import encoding
+from lipscope.models.capture import RecordedCall
 from lipscope.models.plug import NAME
 from lipscope.models.preflight import Preflight, preflight
-from lipscope.models.running import Host, ModuleCall
+from lipscope.models.running import ModelRunner
 from lipscope.models.scopes import WITHOUT_ROUTE, check_scope_names
-from lipscope.models.sites import Memory, Site, Survey
-from lipscope.models.structure import Layer, bypassing_layers, routed_layers
-from lipscope.models.trace import record
+from lipscope.models.sites import Memory, Site, Survey, record
+from lipscope.models.structure import Layer, block_calls, routed_layers
 
 RANKS = {"inputs_embeds": 3, "pixel_values": 4}
 """Number of dimensions of an input, samples first."""
@@ -231,9 +231,10 @@ class Model:
         single = whole.of_first()
         with live_modules:
             self._prepare(single)
-            host = self._host(NAME if self.preflight.routed else "eager")
-            layers = self._known_layers()
-            return Survey(host, layers, record(host, layers, whole, single), self._memory)
+            runner = self._runner(NAME if self.preflight.routed else "eager")
+            if len(whole.hidden) > 1:
+                whole = replace(whole, single=single)
+            return record(runner, self._known_layers(), whole, self._memory)
 
     def check_scopes(self, scopes: Sequence[str]) -> None:
         """Raise UserError for a scope that does not exist, or not for this model."""
@@ -273,7 +274,7 @@ class Model:
                 )
         return range(self.layers) if layers is None else layers
 
-    def _call(self, inputs: Mapping[str, Any]) -> ModuleCall:
+    def _call(self, inputs: Mapping[str, Any]) -> RecordedCall:
         """The call of the trunk with these arguments, checked, on its device and in its dtype."""
         if not isinstance(inputs, Mapping) or not inputs:
             raise UserError(
@@ -285,8 +286,7 @@ class Model:
         if not tensors:
             raise UserError(f"inputs must contain a tensor, got {', '.join(map(repr, inputs))}")
         main = self.trunk.main_input_name
-        hidden = kwargs[main if main in tensors else tensors[0]]
-        return ModuleCall((), kwargs, hidden)
+        return RecordedCall((), kwargs, main=main if main in tensors else tensors[0])
 
     def _argument(self, name: str, value: Any) -> Any:
         if name == "input_ids":
@@ -335,22 +335,23 @@ class Model:
         except ValueError:  # several parts read tokens
             return self.trunk.config
 
-    def _host(self, implementation: str = NAME) -> Host:
-        return Host(self.trunk, self.dtype, self._owned, implementation)
+    def _runner(self, implementation: str = NAME) -> ModelRunner:
+        return ModelRunner(self.trunk, self.dtype, self._owned, implementation)
 
-    def _prepare(self, single: ModuleCall) -> None:
+    def _prepare(self, single: RecordedCall) -> None:
         """Run the preflight for inputs of this shape; the first time, also find the layers."""
         # Eager attention needs n^2 memory, so only the first tokens of a long text are compared.
         if single.kwargs.keys() <= LENGTHS_FIRST and single.hidden.shape[1] > COMPARED:
             single = single.at(single.hidden[:, :COMPARED])
         shape = tuple((name, getattr(x, "shape", x)) for name, x in single.kwargs.items())
         if shape not in self._checks:
-            check = preflight(self._host(), single)
-            if self._layers is None:
+            new = self._layers is None
+            check, events = preflight(self._runner(), single, self.trunk.modules() if new else ())
+            if new:
                 self._layers = (
-                    routed_layers(self._host(), single, check.cores)
+                    routed_layers(self.trunk, events)
                     if check.routed
-                    else bypassing_layers(self._host("eager"), single)
+                    else self._layers_without_route(single)
                 )
                 if not self._layers:
                     raise UserError(
@@ -361,6 +362,13 @@ class Model:
                 raise UserError(f"at {check.n} tokens: {check.reason}")
             self._checks[shape] = check
 
+    def _layers_without_route(self, single: RecordedCall) -> list[Layer]:
+        """The blocks of a model with its own attention code."""
+        runner = self._runner("eager")
+        with torch.no_grad(), runner.ready():
+            blocks, _ = block_calls(self.trunk, lambda: runner.run(self.trunk, single))
+        return [Layer(block, None, 0) for block in blocks]
+
     def _known_layers(self) -> list[Layer]:
         with live_modules:
             if self._layers is None:
@@ -368,7 +376,7 @@ class Model:
         assert self._layers is not None
         return self._layers
 
-    def _sample_input(self) -> ModuleCall:
+    def _sample_input(self) -> RecordedCall:
         """A short random input, for finding the layers before there is a real one."""
         config = self.trunk.config
         generator = torch.Generator().manual_seed(0)

@@ -188,7 +188,7 @@ AttentionMaskInterface.register(NAME, lipscope_mask)
 
 
 @contextmanager
-def plugged(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
+def using_attention(model: nn.Module, implementation: str = NAME) -> Iterator[None]:
     """Run the model on `implementation`, in evaluation mode without a cache; then restore it.
 
     Other threads that measure wait meanwhile. A thread that trains the model does not: what it

@@ -144,7 +144,8 @@ class Repository:
         if any(fnmatch(name, pattern) for name in others for pattern in PICKLES):
             raise UserError(
                 f"{self.name} has only pickled weights, which can run code when they are read; "
-                "convert them safely with `lipscope to-safetensors DIR`, or use random_init"
+                "if you trust them, write safetensors with transformers (save_pretrained), or use "
+                "random_init"
             )
         if any(name.endswith(".gguf") for name in others):
             raise UserError(

@@ -19,9 +19,10 @@ from lipscope.attention.sharded import attend_on_ranks
 from lipscope.linalg.differentiate import jacobian_on
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.space import TokenShards
+from lipscope.models.capture import RecordedCall
 from lipscope.models.masks import PlainMask
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import ModuleCall, run_to
+from lipscope.models.running import run_to
 
 if TYPE_CHECKING:
     from lipscope.models.maps import Rerun
@@ -55,7 +56,7 @@ def linearize_on(f: Rerun, X: Tensor, shards: TokenShards) -> LinearOperator:
     return replace(J, rounding=replace(J.rounding, condition=here.largest_score(X)))
 
 
-def _local_call(call: ModuleCall, name: str, shards: TokenShards) -> ModuleCall:
+def _local_call(call: RecordedCall, name: str, shards: TokenShards) -> RecordedCall:
     """The call of a block with the arguments of this rank's tokens."""
 
     def cut(x: Any, dim: int) -> Any:
@@ -77,7 +78,7 @@ def _local_call(call: ModuleCall, name: str, shards: TokenShards) -> ModuleCall:
 
     args = tuple(kept("an argument", x) if i else x for i, x in enumerate(call.args))
     kwargs = {key: kept(key, x) for key, x in call.kwargs.items()}
-    return ModuleCall(args, kwargs, call.hidden)
+    return RecordedCall(args, kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class _Local:
     """x [B, tokens, d] of this rank -> the block's value there."""
 
     block: Rerun
-    call: ModuleCall
+    call: RecordedCall
     shards: TokenShards
 
     def value(self, x: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class _Local:
 
     def _run(self, x: Tensor, listener: Callable[[AttentionCall], Tensor]) -> Tensor:
         with listening(listener):
-            return run_to(self.block.host, self.block.module, self.call.at(x), self.block.tap)
+            return run_to(self.block.runner, self.block.module, self.call.at(x), self.block.tap)
 
     def _output(self, call: AttentionCall) -> Tensor:
         n = self.shards.n

@@ -14,6 +14,7 @@ from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
+from lipscope.models.capture import RecordedCall, capture
 from lipscope.models.closed_form import (
     LargeMaskError,
     closed_form,
@@ -22,9 +23,8 @@ from lipscope.models.closed_form import (
     select_heads,
 )
 from lipscope.models.maps import Heads, Rerun
-from lipscope.models.running import Host, Tap
+from lipscope.models.running import ModelRunner, Tap
 from lipscope.models.structure import Layer
-from lipscope.models.trace import Seen, Trace
 
 NOT_PLAIN = "not plain self-attention"
 
@@ -88,11 +88,17 @@ class Site(Displayed):
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """The sites of one forward pass."""
+    """The sites of one forward pass.
 
-    host: Host
+    inputs:        the call of the model itself
+    cores, blocks: for each layer, the calls of its attention module and of its block
+    """
+
+    runner: ModelRunner
     layers: list[Layer]
-    trace: Trace
+    inputs: RecordedCall
+    cores: list[RecordedCall | None]
+    blocks: list[RecordedCall | None]
     memory: Memory
     _found: dict[int, SelfAttention | None] = field(default_factory=dict, repr=False)
 
@@ -102,41 +108,59 @@ class Survey:
     ) -> Site:
         """The map `scope` at a layer; `heads` restricts the scope heads to some of them."""
         with live_modules:  # another thread may have lent other weights to the modules
-            return self._site(scope, layer, heads)
+            if scope == "model":
+                # From the first block's tokens on: what precedes it looks up embeddings, which have
+                # no derivative with respect to token ids.
+                return replace(self._suffix(0), scope="model", layer=None)
+            assert layer is not None, f"scope {scope} needs a layer"
+            match scope:
+                case "heads":
+                    return self._heads(layer, heads)
+                case "attention":
+                    return self._attention(layer)
+                case "suffix":
+                    return self._suffix(layer)
+            block, call = self._block(layer)
+            tap = self._tap(scope, layer)
+            f = Rerun(self.runner, block, call=call, tap=tap)
+            return Site(scope=scope, layer=layer, members=call.samples, f=f, X=call.hidden)
 
-    def _site(self, scope: str, layer: int | None, heads: Sequence[int] | None) -> Site:
-        if scope == "model":
-            return self._model()
-        assert layer is not None, f"scope {scope} needs a layer"
-        match scope:
-            case "heads":
-                return self._heads(layer, heads)
-            case "attention":
-                return self._attention(layer)
-            case "normed":
-                return self._normed(layer)
-            case "residual":
-                return self._residual(layer)
-            case "block":
-                return self._rerun("block", layer, self._block(layer)[1])
-            case "suffix":
-                return self._suffix("suffix", layer)
-        raise AssertionError(scope)
+    def _tap(self, scope: str, i: int) -> Tap | None:
+        """Where in the block of layer i the value of a scope is read; None for its output."""
+        layer = self.layers[i]
+        what = f"{type(layer.block).__name__} (layer {i})"
+        if scope == "residual" and layer.residual is None:
+            raise UserError(
+                f"{what} does not run attention as a separate "
+                "sub-layer, so scope residual is not available; use block"
+            )
+        if scope != "normed":
+            return layer.residual if scope == "residual" else None
+        if not layer.prenorm or layer.projection is None:
+            raise UserError(
+                f"{what} does not normalise its input before "
+                "attention, so scope normed is not available; use residual"
+            )
+        core = self.cores[i]
+        if core is not None and layer.core is not None:
+            _check_tokens(layer.core, i, core)
+        return Tap(layer.projection, "output")
 
     def _heads(self, i: int, heads: Sequence[int] | None) -> Site:
-        core, seen = self._core(i)
+        core, call = self._core(i)
         chosen = tuple(range(self.layers[i].heads) if heads is None else heads)
         closed = self._closed(i)
         f = (
-            Heads(host=self.host, module=core, call=seen.call, single=seen.single, heads=chosen)
+            Heads(runner=self.runner, module=core, call=call, heads=chosen)
             if closed is None
             else select_heads(closed, chosen).heads_apart()
         )
-        members = tuple((sample, head) for sample, _ in seen.samples for head in chosen)
-        return Site(scope="heads", layer=i, members=members, f=f, X=seen.call.hidden)
+        members = tuple((sample, head) for sample, _ in call.samples for head in chosen)
+        return Site(scope="heads", layer=i, members=members, f=f, X=call.hidden)
 
     def _attention(self, i: int) -> Site:
-        (core, seen), projection = self._core(i), self.layers[i].projection
+        core, call = self._core(i)
+        projection = self.layers[i].projection
         if projection is None:
             raise UserError(
                 f"layer {i} has no output projection that lipscope recognises, "
@@ -144,14 +168,14 @@ class Survey:
             )
         inside = projection in set(core.modules())
         tap, then = (Tap(projection, "output"), None) if inside else (None, projection)
-        f = Rerun(self.host, core, call=seen.call, single=seen.single, tap=tap, then=then)
-        site = Site(scope="attention", layer=i, members=seen.samples, f=f, X=seen.call.hidden)
+        f = Rerun(self.runner, core, call=call, tap=tap, then=then)
+        site = Site(scope="attention", layer=i, members=call.samples, f=f, X=call.hidden)
         closed = self._closed(i)
         known = self.memory.get(projection)
         if closed is None or known == NOT_PLAIN:
             return site
         width = closed.V.shape[0] // closed.groups * closed.heads
-        O, b = known or projection_matrix(self.host, projection, width)
+        O, b = known or projection_matrix(self.runner, projection, width)
         fast = replace(site, f=replace(closed, O=O), offset=b)
         # q, k and v agree, but a gate between heads and projection would still change the value.
         plain = known is not None or same(fast.value(), site.value())
@@ -161,104 +185,106 @@ class Survey:
     def _closed(self, i: int) -> SelfAttention | None:
         """The attention module of layer i in closed form, if it is plain self-attention."""
         if i not in self._found:
-            core, seen = self._core(i)
+            core, call = self._core(i)
             known = self.memory.get(core)
             found = None
             if known != NOT_PLAIN:
                 try:
                     # Remembered projections save the probe; if they no longer fit, probe again.
-                    found = closed_form(self.host, core, seen, known) if known else None
-                    found = found or closed_form(self.host, core, seen)
+                    found = closed_form(self.runner, core, call, known) if known else None
+                    found = found or closed_form(self.runner, core, call)
                     self.memory.keep(core, found[1] if found else NOT_PLAIN)
                 except LargeMaskError:
                     pass  # nothing to remember: a shorter text may have a closed form
             self._found[i] = found[0] if found else None
         return self._found[i]
 
-    def _normed(self, i: int) -> Site:
-        layer, (_, seen) = self.layers[i], self._block(i)
-        if not layer.prenorm or layer.projection is None:
-            raise UserError(
-                f"{type(layer.block).__name__} (layer {i}) does not normalise its input before "
-                "attention, so scope normed is not available; use residual"
-            )
-        if (core := self.trace.cores[i]) is not None and layer.core is not None:
-            _check_tokens(layer.core, i, core)
-        return self._rerun("normed", i, seen, Tap(layer.projection, "output"))
-
-    def _residual(self, i: int) -> Site:
-        layer, (_, seen) = self.layers[i], self._block(i)
-        if layer.residual is None:
-            raise UserError(
-                f"{type(layer.block).__name__} (layer {i}) does not run attention as a separate "
-                "sub-layer, so scope residual is not available; use block"
-            )
-        return self._rerun("residual", i, seen, layer.residual)
-
-    def _rerun(self, scope: str, i: int, seen: Seen, tap: Tap | None = None) -> Site:
-        block = self.layers[i].block
-        assert block is not None
-        f = Rerun(self.host, block, call=seen.call, single=seen.single, tap=tap)
-        return Site(scope=scope, layer=i, members=seen.samples, f=f, X=seen.call.hidden)
-
-    def _model(self) -> Site:
-        # From the first block's tokens on: what precedes it looks up embeddings, which have no
-        # derivative with respect to token ids.
-        return replace(self._suffix("model", 0), layer=None)
-
-    def _suffix(self, scope: str, i: int) -> Site:
-        block, seen = self._block(i)
-        inputs = self.trace.inputs
+    def _suffix(self, i: int) -> Site:
+        block, call = self._block(i)
         f = Rerun(
-            self.host,
-            self.host.trunk,
-            call=inputs.call,
-            single=inputs.single,
+            self.runner,
+            self.runner.trunk,
+            call=self.inputs,
             entry=block,
             entry_call=sum(layer.block is block for layer in self.layers[:i]),
         )
-        return Site(scope=scope, layer=i, members=seen.samples, f=f, X=seen.call.hidden)
+        return Site(scope="suffix", layer=i, members=call.samples, f=f, X=call.hidden)
 
-    def _core(self, i: int) -> tuple[nn.Module, Seen]:
+    def _core(self, i: int) -> tuple[nn.Module, RecordedCall]:
         core = self.layers[i].core
-        seen = self.trace.cores[i]
-        assert core is not None and seen is not None
+        call = self.cores[i]
+        assert core is not None and call is not None
         if not self.layers[i].alone:
             raise UserError(
                 f"{type(core).__name__} (layer {i}) is not a map of a single sequence of tokens, "
                 "so scopes heads and attention are not available; use residual or block"
             )
-        _check_tokens(core, i, seen)
-        return core, seen
+        _check_tokens(core, i, call)
+        return core, call
 
-    def _block(self, i: int) -> tuple[nn.Module, Seen]:
+    def _block(self, i: int) -> tuple[nn.Module, RecordedCall]:
         block = self.layers[i].block
-        seen = self.trace.blocks[i]
-        if block is None or seen is None:
+        call = self.blocks[i]
+        if block is None or call is None:
             raise UserError(
                 f"layer {i} is not part of a list of blocks, so scopes normed, residual, "
                 "block, suffix and model are not available"
             )
-        _check_tokens(block, i, seen)
-        return block, seen
+        _check_tokens(block, i, call)
+        return block, call
 
 
-def _check_tokens(module: nn.Module, i: int, seen: Seen) -> None:
-    shape = tuple(seen.call.hidden.shape)
+def record(
+    runner: ModelRunner, layers: list[Layer], inputs: RecordedCall, memory: Memory
+) -> Survey:
+    """Run the model on `inputs`, and on its first member unless that is all there is."""
+    modules = {m: "input" for layer in layers for m in (layer.core, layer.block) if m is not None}
+
+    def calls_in(call: RecordedCall) -> dict[nn.Module, list[RecordedCall]]:
+        with torch.no_grad(), runner.ready(), capture(modules) as captured:
+            runner.run(runner.trunk, call)
+        found: dict[nn.Module, list[RecordedCall]] = {module: [] for module in modules}
+        for module, _, value in captured:
+            found[module].append(value)
+        return found
+
+    calls = calls_in(inputs)
+    if inputs.single is not None:
+        alone = calls_in(inputs.single)
+        calls = {
+            module: [replace(a, single=b) for a, b in zip(whole, alone[module], strict=False)]
+            for module, whole in calls.items()
+        }
+    # A module that serves several layers (ALBERT) has one call per layer, in the order of layers.
+    following = {module: iter(made) for module, made in calls.items()}
+    cores: list[RecordedCall | None] = []
+    blocks: list[RecordedCall | None] = []
+    for layer in layers:
+        core = layer.core
+        block = layer.block
+        cores.append(None if core is None else next(following[core]))
+        blocks.append(None if block is None or block is core else next(following[block]))
+    return Survey(
+        runner=runner, layers=layers, inputs=inputs, cores=cores, blocks=blocks, memory=memory
+    )
+
+
+def _check_tokens(module: nn.Module, i: int, call: RecordedCall) -> None:
+    shape = tuple(call.hidden.shape)
+    single = (call.single or call).hidden.shape
     if len(shape) != 3:
         raise UserError(
             f"{type(module).__name__} (layer {i}) reads tokens of shape {shape}, "
             "not sequences [samples, tokens, size]"
         )
-    if shape[1:] != tuple(seen.single.hidden.shape[1:]):
+    if shape[1:] != tuple(single[1:]):
         raise UserError(
             f"{type(module).__name__} (layer {i}) concatenates its samples into shape {shape}; "
             "give one sample at a time"
         )
-    rows = seen.single.hidden.shape[0]
-    if rows != 1:
+    if single[0] != 1:
         raise UserError(
-            f"{type(module).__name__} (layer {i}) cuts a sample into {rows} sequences, such as "
-            "windows or frames, and this scope needs a single one; use scope residual, block, "
+            f"{type(module).__name__} (layer {i}) cuts a sample into {single[0]} sequences, such "
+            "as windows or frames, and this scope needs a single one; use scope residual, block, "
             "suffix or model"
         )

@@ -6,8 +6,9 @@ architecture to architecture, while "this tensor equals s X + c a" means the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -15,17 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lipscope.models.capture import Captured, capture, first_tensor, has_tokens, tensors_of
 from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import (
-    Host,
-    ModuleCall,
-    Tap,
-    first_tensor,
-    has_tokens,
-    hooked,
-    leaves,
-    tensors_of,
-)
+from lipscope.models.running import Tap
 
 ENTRIES = 4096
 """Maximum number of entries of an activation that are compared with another one."""
@@ -53,42 +46,80 @@ class Layer:
     alone: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Event:
-    """Tokens seen inside a block: at a module's "input" or "output", or its unprojected "heads".
+    """A value at a module's "input" or "output", or the unprojected "heads" of its attention.
 
+    value:   some entries of the tokens; none if nothing there is floating-point
     company: whether other arguments of the module depend on the block's tokens as well
+    heads:   the number of heads, for attention
     """
 
     module: nn.Module
     side: str
     value: Tensor
     company: bool = False
+    heads: int = 0
 
 
-def routed_layers(host: Host, inputs: ModuleCall, cores: dict[nn.Module, int]) -> list[Layer]:
-    """The layers of a model that calls the attention function; `inputs` is a batch of one.
+@contextmanager
+def watching(modules: Iterable[nn.Module]) -> Iterator[list[Event]]:
+    """List what passes through modules, and the heads of every attention call, in order."""
+    events: list[Event] = []
 
-    `cores` are the modules that call it, with their numbers of heads.
+    def note(found: Captured) -> None:
+        value = torch.empty(0)
+        company = False
+        if has_tokens(found.value):
+            inward = found.side == "input"
+            tokens = found.value.hidden if inward else first_tensor(found.value)
+            value = _sample(tokens)
+            # With `leaves`, the block's tokens are a leaf that requires a gradient, so whatever
+            # else requires one here was computed from them: the module has company.
+            others = (t for t in tensors_of(found.value) if t is not tokens)
+            company = inward and any(t.requires_grad for t in others)
+        events.append(Event(found.module, found.side, value, company))
+
+    def attend(call: AttentionCall) -> Tensor:
+        heads = call.output()
+        value = _sample(heads.transpose(1, 2).flatten(2))
+        events.append(Event(call.module, "heads", value, heads=call.q.shape[1]))
+        return heads
+
+    with capture(dict.fromkeys(modules, "both"), note), listening(attend):
+        yield events
+
+
+def routed_layers(trunk: nn.Module, events: list[Event]) -> list[Layer]:
+    """The layers of a model that calls the attention function, from a pass on a batch of one.
+
+    The pass was watched at all modules, with `leaves` at the members of all lists of modules.
     """
-    blocks = {core: _block_of(core, set(cores), host.trunk) for core in cores}
+    cores: dict[nn.Module, int] = {}
+    for event in events:
+        if event.side == "heads":
+            cores.setdefault(event.module, event.heads)
+    blocks = {core: _block_of(core, set(cores), trunk) for core in cores}
     # Without blocks nothing shows whether an attention module reads these tokens alone.
     if None in blocks.values():
         return [
             Layer(block=None, core=core, heads=heads, alone=False) for core, heads in cores.items()
         ]
-    inside = _watch(host, inputs, {block for block in blocks.values() if block is not None})
-    return [_read_block(blocks, cores, events) for events in inside]
-
-
-def bypassing_layers(host: Host, inputs: ModuleCall) -> list[Layer]:
-    """The blocks of a model with its own attention code: the first list of chained modules."""
-    for module in host.trunk.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0:
-            chain = _chain(host, inputs, set(module))
-            if len(chain) == len(module):
-                return [Layer(block, None, 0) for block in chain]
-    return []
+    known = set(blocks.values())
+    layers: list[Layer] = []
+    inside: list[Event] | None = None
+    for event in events:
+        bound = event.side if event.module in known else None
+        if bound == "input":
+            inside = []
+        if inside is not None and event.value.numel():
+            inside.append(event)
+        if bound == "output" and inside is not None:
+            # Blocks without attention (pure feed-forward or convolution) are not layers here.
+            if any(e.side == "heads" for e in inside):
+                layers.append(_read_block(blocks, cores, inside))
+            inside = None
+    return layers
 
 
 def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Module], list[int]]:
@@ -105,27 +136,20 @@ def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Modul
         and not isinstance(m, ParametrizationList)  # their members compute weights
         and len(m)
     ]
+    with watching({m for one in lists for m in one}) as events:
+        run()
     calls: list[_BlockCall] = []
     inside: list[_BlockCall] = []
     cores: list[tuple[nn.Module, list[_BlockCall]]] = []
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = _BlockCall(module, list(inside))
-        if has_tokens((args, kwargs)):
-            call.entry = _sample(ModuleCall.seen(args, kwargs).hidden)
-        calls.append(call)
-        inside.append(call)
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        call = inside.pop()
-        call.exit = _sample(first_tensor(output)) if has_tokens(output) else None
-
-    def note(call: AttentionCall) -> Tensor:
-        cores.append((call.module, list(inside)))
-        return call.output()
-
-    with hooked({m for one in lists for m in one}, enter, leave), listening(note):
-        run()
+    for event in events:
+        match event.side:
+            case "input":
+                calls.append(_BlockCall(event.module, list(inside), entry=event.value))
+                inside.append(calls[-1])
+            case "output":
+                inside.pop().exit = event.value
+            case "heads":
+                cores.append((event.module, list(inside)))
     modules = {core for core, _ in cores}
     attending = {_block_of(core, modules, trunk) for core in modules}
     chain: list[_BlockCall] = []
@@ -139,7 +163,7 @@ def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Modul
     else:
         for one in sorted(lists, key=lambda one: isinstance(one, nn.Sequential)):
             # Members that read no tokens are embeddings.
-            chain = [call for call in calls if call.module in set(one) and call.entry is not None]
+            chain = [call for call in calls if call.module in set(one) and call.entry.numel()]
             if len(chain) >= len(one) - isinstance(one, nn.Sequential) and _chained(chain):
                 break
             chain = []
@@ -154,16 +178,13 @@ class _BlockCall:
 
     module: nn.Module
     inside: list[_BlockCall]
-    entry: Tensor | None = None
-    exit: Tensor | None = None
+    entry: Tensor
+    exit: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def _chained(calls: list[_BlockCall]) -> bool:
     """Whether each call reads what the one before returned."""
-    return all(
-        a.exit is not None and b.entry is not None and _same(b.entry, a.exit)
-        for a, b in pairwise(calls)
-    )
+    return all(a.exit.numel() and _same(b.entry, a.exit) for a, b in pairwise(calls))
 
 
 def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Module | None:
@@ -174,45 +195,6 @@ def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Mo
             if core in inside and len(inside & cores) == 1:
                 return member
     return None
-
-
-def _watch(host: Host, inputs: ModuleCall, blocks: set[nn.Module]) -> list[list[Event]]:
-    """Run the model once and list, per block call that attends, the events inside, input first."""
-    finished: list[list[Event]] = []
-    current: list[Event] | None = None
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal current
-        if module in blocks:
-            current = []
-        if current is not None and has_tokens((args, kwargs)):
-            tokens = ModuleCall.seen(args, kwargs).hidden
-            # The block's tokens were made a leaf that requires a gradient (see `leaves` below), so
-            # whatever else requires one here was computed from them: the module has company.
-            company = any(t.requires_grad for t in tensors_of((args, kwargs)) if t is not tokens)
-            event = Event(module=module, side="input", value=_sample(tokens), company=company)
-            current.append(event)
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        nonlocal current
-        if current is not None and has_tokens(output):
-            current.append(Event(module, "output", _sample(first_tensor(output))))
-        if module in blocks and current is not None:
-            # Blocks without attention (pure feed-forward or convolution) are not layers here.
-            if any(event.side == "heads" for event in current):
-                finished.append(current)
-            current = None
-
-    def note(call: AttentionCall) -> Tensor:
-        heads = call.output()
-        if current is not None:
-            current.append(Event(call.module, "heads", _sample(heads.transpose(1, 2).flatten(2))))
-        return heads
-
-    inside = {module for block in blocks for module in block.modules()}
-    with host.ready(), leaves(blocks), hooked(inside, enter, leave), listening(note):
-        host.run(host.trunk, inputs)
-    return finished
 
 
 def _read_block(
@@ -291,23 +273,3 @@ def _sample(x: Tensor) -> Tensor:
     step = 1 + (flat.numel() - 1) // ENTRIES
     flat = flat[::step]
     return flat.double() if flat.dtype == torch.float64 else flat.float()
-
-
-def _chain(host: Host, inputs: ModuleCall, members: set[nn.Module]) -> list[nn.Module]:
-    """Those of `members` that the model calls in sequence, each reading the previous output."""
-    chain: list[nn.Module] = []
-    last: list[Tensor] = []
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if has_tokens((args, kwargs)):
-            tokens = _sample(ModuleCall.seen(args, kwargs).hidden)
-            if not last or _same(tokens, last[-1]):
-                chain.append(module)
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if has_tokens(output):
-            last.append(_sample(first_tensor(output)))
-
-    with torch.no_grad(), host.ready(), hooked(members, enter, leave):
-        host.run(host.trunk, inputs)
-    return chain

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.models.capture import RecordedCall
 from lipscope.models.model import Model
-from lipscope.models.running import ModuleCall, run_to
+from lipscope.models.running import run_to
 
 AT_ONCE = 16
 """Number of texts per forward pass."""
@@ -24,8 +25,8 @@ class TextReader:
     def __init__(self, model: Model, n: int, before: Sequence[int] = (), after: Sequence[int] = ()):
         self.rows = token_rows(model)
         first = torch.zeros(n, dtype=torch.long).tolist()
-        # The survey runs the preflight for this length and gives the host that runs the model.
-        self._host = model.survey([[*before, *first, *after]]).host
+        # The survey runs the preflight for this length and gives the runner that runs the model.
+        self._runner = model.survey([[*before, *first, *after]]).runner
         self._before, self._after = (
             self.rows[torch.tensor(list(ids), dtype=torch.long)] for ids in (before, after)
         )
@@ -34,7 +35,7 @@ class TextReader:
         """Embeddings [B, n, d] -> last hidden states [B, n and the special tokens, d]."""
         ends = (self._before.expand(len(E), -1, -1), self._after.expand(len(E), -1, -1))
         e = torch.cat([ends[0], E, ends[1]], dim=1)
-        return run_to(self._host, self._host.trunk, ModuleCall((), {"inputs_embeds": e}, e))
+        return run_to(self._runner, self._runner.trunk, RecordedCall((), {"inputs_embeds": e}))
 
     def hidden_of(self, ids: Tensor) -> Tensor:
         """Token ids [B, n] -> last hidden states, in batches of AT_ONCE."""

@@ -15,8 +15,9 @@ from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.estimate import as_batch
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.models.capture import RecordedCall
 from lipscope.models.model import Model
-from lipscope.models.running import ModuleCall, Tap, run_to
+from lipscope.models.running import Tap, run_to
 from lipscope.models.sites import Survey
 from lipscope.probes.sentence import AT_ONCE, TextReader, token_rows
 
@@ -99,9 +100,9 @@ def _slope(model: Model, layer: int, tol: float, solver: Solver, E: Tensor) -> t
     e = E.detach().clone()[None].requires_grad_(True)
     with torch.enable_grad():
         X = run_to(
-            survey.host,
-            survey.host.trunk,
-            ModuleCall((), {"inputs_embeds": e}, e),
+            survey.runner,
+            survey.runner.trunk,
+            RecordedCall((), {"inputs_embeds": e}),
             Tap(core, "input"),
         )
         (gradient,) = torch.autograd.grad(X, e, there)

@@ -12,7 +12,6 @@ from rich.text import Text
 from lipscope._files import for_terminal
 from lipscope.probes.budget.comparing import RunComparison
 from lipscope.probes.budget.result import OF_THE_RUN, ErrorBudget
-from lipscope.probes.budget.scores import ScoreTable
 from lipscope.report import charts
 from lipscope.report.charts import Curve, Marks
 from lipscope.report.document import chart, section, swatch, table
@@ -243,22 +242,6 @@ def _cell(value: float | None) -> str:
 
 def _escaped(text: str) -> str:
     return escape(for_terminal(text))
-
-
-def score_table(scores: ScoreTable) -> Table:
-    """How well every score ranks the sites, by format."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("format", "score", "rank correlation", "predicted / observed", "all together"):
-        table.add_column(head, justify="left" if head in ("format", "score") else "right")
-    for row in scores.rows:
-        table.add_row(
-            for_terminal(row.format),
-            row.score,
-            f"{row.rank:.3f}",
-            _cell(row.scale),
-            _cell(row.total),
-        )
-    return table
 
 
 def comparison_table(found: RunComparison) -> Group:

@@ -17,12 +17,12 @@ from torch.func import functional_call
 
 from lipscope._torch_internals import (
     compiled_call,
-    hook_calls,
     set_compiled_call,
     tree_map,
     unless_gone,
 )
 from lipscope._types import UserError
+from lipscope.models.capture import watch_calls
 from lipscope.nn.wrapped import evaluating, is_compiled_copy, unwrapped
 from lipscope.train.seen_call import to_be_kept
 
@@ -95,7 +95,7 @@ def hook(
     # A module compiled in place runs its hooks inside the graph, so the call itself is wrapped.
     call = compiled_call(part)
     if call is None:
-        return hook_calls(part, tap)
+        return watch_calls(part, tap)
     if not isinstance(call, _TappedCall):
         call = _TappedCall(part, call)
         set_compiled_call(part, call)

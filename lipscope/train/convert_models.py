@@ -207,11 +207,11 @@ def _slot(survey: Survey, i: int, target: Target) -> Slot:
         if sum(layer.core is core for layer in survey.layers) > 1:
             raise UserError("it serves several layers")
         inside = projection in set(core.modules())
-        seen = survey.trace.cores[i]
-        assert seen is not None
+        call = survey.cores[i]
+        assert call is not None
         # The module's own output must be attention and nothing else, or the replacement would lose
         # what it does on top.
-        own = Rerun(survey.host, core, seen.call, seen.single)(site.X)
+        own = Rerun(survey.runner, core, call)(site.X)
         expected = site.value() if inside else replace(f, O=None)(site.X)
         if own.shape != expected.shape or not same(own, expected):
             raise UserError("it does more than attend (a gate, a norm or a residual inside)")

@@ -241,12 +241,12 @@ def _slot(watch: ModuleWatch, name: str, target: Target) -> Slot:
             f"supported are {SUPPORTED}"
         )
     try:
-        sight = watch.sight(name)
-        if sight is None:
+        found = watch.measured_map(name)
+        if found is None:
             raise UserError(
                 "it did not run on the sample; select the layers that do with layers=[...]"
             )
-        g, X = sight
+        g, X = found
         f = g if isinstance(g, SelfAttention) else _weights_alone(module, X.shape[0])
         f, X = _plain(f, X)
         check_two_tokens(X.shape[0])
@@ -284,9 +284,9 @@ def _weights_alone(module: nn.Module, n: int) -> SelfAttention:
 
 
 def _measured(watch: ModuleWatch, name: str) -> tuple[int, Estimate]:
-    sight = watch.sight(name)
-    assert sight is not None, f"{name} did not run after the conversion"
-    return sight[1].shape[0], measure_map(*sight)
+    found = watch.measured_map(name)
+    assert found is not None, f"{name} did not run after the conversion"
+    return found[1].shape[0], measure_map(*found)
 
 
 def _row(slot: Slot, n: int, after: Estimate) -> ConvertedLayer:

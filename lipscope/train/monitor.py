@@ -243,9 +243,9 @@ class SmoothnessMonitor:
         with _aside():
             for name in self.watch.names:
                 try:
-                    sight = self.watch.sight(name)
-                    if sight is not None:
-                        readings.append(self._reading(step, name, *sight))
+                    found = self.watch.measured_map(name)
+                    if found is not None:
+                        readings.append(self._reading(step, name, *found))
                     else:
                         self._complain(step, f"of {name}", NOT_RUN)
                 except GoneError as error:

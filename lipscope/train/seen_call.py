@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,15 +10,8 @@ from torch import Tensor, nn
 from lipscope._ambient import in_own_pass
 from lipscope._torch_internals import in_backward
 from lipscope._types import UserError
+from lipscope.models.capture import RecordedCall
 from lipscope.nn.attention_layer import AttentionLayer
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a layer, detached, one sample of each."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def to_be_kept() -> bool:
@@ -32,7 +24,7 @@ def to_be_kept() -> bool:
     return not torch.compiler.is_compiling() and not in_backward() and not in_own_pass()
 
 
-def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
     """The call for the first sample of the batch."""
     if isinstance(module, nn.MultiheadAttention):
         return _first_of_torch(module, args, kwargs)
@@ -60,22 +52,24 @@ def first_sample(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return _kept(value[:1] if B > 1 and value.shape[:1] == (B,) else value)
 
     rest = tuple(sample(value) for value in others)
-    return Call((_kept(X[:1]), *rest), {key: sample(value) for key, value in kwargs.items()})
+    return RecordedCall(
+        (_kept(X[:1]), *rest), {key: sample(value) for key, value in kwargs.items()}
+    )
 
 
-def _first_of_ours(X: Tensor, padding: Tensor | None = None) -> Call:
+def _first_of_ours(X: Tensor, padding: Tensor | None = None) -> RecordedCall:
     """The same for lipscope's attention: its real tokens, since padding is not part of the map."""
     X, padding = (X[0], None if padding is None else padding[0]) if X.ndim == 3 else (X, padding)
     if padding is not None and not padding.any():
         raise UserError(
             "the first sample of the batch is padding only; put a sample with tokens first"
         )
-    return Call((_kept(X if padding is None else X[padding])[None],), {})
+    return RecordedCall((_kept(X if padding is None else X[padding])[None],), {})
 
 
 def _first_of_torch(
     module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Call:
+) -> RecordedCall:
     """The same for nn.MultiheadAttention, whose arguments are known by name."""
     names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -101,7 +95,7 @@ def _first_of_torch(
         mask = mask[0]
     padding = None if padding is None else _kept(padding[:1] if batched else padding[None])
     mask = None if mask is None else _kept(mask)
-    return Call(
+    return RecordedCall(
         (_kept(query[:1] if batched else query[None]),),
         {"key_padding_mask": padding, "attn_mask": mask},
     )

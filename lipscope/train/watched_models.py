@@ -20,7 +20,7 @@ from lipscope.models.sites import Survey
 from lipscope.nn.wrapped import attributes_kept, check_whole, evaluating, unwrapped
 from lipscope.train.compiled import entries, hook, uncompiled
 from lipscope.train.seen_call import to_be_kept
-from lipscope.train.watched_modules import GoneError, Sight, WeakAttribute, listed, wide
+from lipscope.train.watched_modules import GoneError, MeasuredMap, WeakAttribute, listed, wide
 
 WATCHED = ("attention", "normed", "residual", "block")
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
@@ -145,7 +145,7 @@ class ModelWatch:
         around = [entry.part for entry in compiled if model.trunk in set(entry.part.modules())]
         self._hooks.callback(hook(around[0] if around else model.trunk, self._tap))
 
-    def sight(self, name: str) -> Sight | None:
+    def measured_map(self, name: str) -> MeasuredMap | None:
         self._hooks.close()  # the pass below is the measurement's own and must not be recorded
         model = self.model
         if model is None:

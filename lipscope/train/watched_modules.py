@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lipscope._ambient import own_pass
-from lipscope._torch_internals import hook_calls, reads_one_input
+from lipscope._torch_internals import reads_one_input
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
+from lipscope.models.capture import RecordedCall, watch_calls
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.wrapped import check_whole, evaluating, named_layers, unwrapped
 from lipscope.train.compiled import Entry, entries, uncompiled
-from lipscope.train.seen_call import Call, first_sample, real_tokens, to_be_kept
+from lipscope.train.seen_call import first_sample, real_tokens, to_be_kept
 
-Sight = tuple[Map, Tensor]
+MeasuredMap = tuple[Map, Tensor]
 """A map and the tokens [n, d] to measure it at."""
 
 
@@ -37,7 +38,7 @@ class Watch(Protocol):
 
     def arm(self) -> None: ...
 
-    def sight(self, name: str) -> Sight | None:
+    def measured_map(self, name: str) -> MeasuredMap | None:
         """The layer as a map at the current weights, and the tokens it read.
 
         None if the layer has not run since `arm`. After the first call nothing more is recorded,
@@ -119,9 +120,9 @@ class ModuleWatch:
             module = self._modules.get(name)
             if module in modules:
                 self._taps[name].open = True
-                self._hooks.callback(hook_calls(module, self._taps[name]))
+                self._hooks.callback(watch_calls(module, self._taps[name]))
 
-    def sight(self, name: str) -> Sight | None:
+    def measured_map(self, name: str) -> MeasuredMap | None:
         self._shut()  # a layer that is run for its measurement may contain other watched layers
         module = self.module(name)
         check_whole(module)
@@ -174,7 +175,7 @@ class _Tap:
 
     def __init__(self) -> None:
         self.open = False
-        self.call: Call | UserError | None = None
+        self.call: RecordedCall | UserError | None = None
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -198,7 +199,7 @@ class Frozen:
     """x [n, d] -> the layer's output, in evaluation mode on detached weights and copied buffers."""
 
     module: nn.Module
-    call: Call
+    call: RecordedCall
     dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -308,7 +309,7 @@ def _is_attention(module: nn.Module) -> bool:
     return isinstance(module, AttentionLayer | nn.MultiheadAttention)
 
 
-def _read(module: nn.Module, call: Call) -> Sight:
+def _read(module: nn.Module, call: RecordedCall) -> MeasuredMap:
     """The closed form if the layer has one, else the layer itself, for autograd."""
     X = call.args[0][0]
     dtype = wide(next((p.dtype for p in module.parameters()), X.dtype))

@@ -27,15 +27,14 @@ def arguments(place, *more):
 
 
 def test_budget_prints_totals_and_shares_and_writes_exports(place, capsys):
-    rows, keep = place / "rows.csv", place / "keep.json"
-    words = ["--format", "bf16,int8,kv4", "--observe", "--csv", str(rows), "--keep", str(keep)]
+    rows = place / "rows.csv"
+    words = ["--format", "bf16,int8,kv4", "--observe", "--csv", str(rows)]
     assert main(["budget", *arguments(place), *words]) == 0
     told = capsys.readouterr().out
     assert all(name in told for name in ("bf16", "int8", "kv4", "2 sequences, 24 tokens, 4 probes"))
     found = list(csv.DictReader(rows.open()))
     assert {row["format"] for row in found} == {"bf16", "int8", "kv4"}
     assert all(float(r["observed"]) > 0 for r in found if r["kind"] == "total")
-    assert set(json.loads(keep.read_text())["int8"]) == {"llm-compressor", "modelopt", "mlx"}
 
 
 def test_budget_is_saved_resumed_and_reported(place, capsys):
@@ -54,11 +53,10 @@ def test_budget_is_saved_resumed_and_reported(place, capsys):
     assert {row["scope"] for row in found} == {"int8", "kv4"}
 
 
-def test_budget_prints_json_with_scores(place, capsys):
-    assert main(["budget", *arguments(place), "--format", "int8", "--scores", "--json"]) == 0
+def test_budget_prints_json(place, capsys):
+    assert main(["budget", *arguments(place), "--format", "int8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metric"] == "output" and found["rows"][-1]["kind"] == "total"
-    assert {row["score"] for row in found["scores"]} >= {"sigma", "budget", "weight error"}
 
 
 def test_check_says_whether_rounding_explains_the_difference(place, capsys):

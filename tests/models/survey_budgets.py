@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import lipscope as ls
+from lipscope.models.capture import capture, first_tensor
 from lipscope.models.loading import load
-from lipscope.models.plug import plugged
+from lipscope.models.plug import using_attention
 from lipscope.models.precision import Float64
-from lipscope.models.running import first_tensor, hooked
 from lipscope.probes.budget.subject import copied
 
 PROBES = 16
@@ -195,18 +195,14 @@ def block_outputs(trunk: nn.Module, lists: list[str], given: dict[str, Any]) -> 
     blocks = [member for path in lists for member in parts[path]]
     row = {"input_ids": given["text"]} if "text" in given else given["inputs"]
     dtype = next(trunk.parameters()).dtype
-    seen: list[Tensor] = []
-
-    def note(part: nn.Module, args: Any, output: Any) -> None:
-        seen.append(first_tensor(output).detach().double())
-
     arguments = {
         name: x[:1].to(dtype) if x.is_floating_point() else x[:1] for name, x in row.items()
     }
     wide = Float64() if dtype == torch.float64 else nullcontext()
-    with torch.no_grad(), plugged(trunk, "eager"), hooked(blocks, leave=note), wide:
+    sides = dict.fromkeys(blocks, "output")
+    with torch.no_grad(), using_attention(trunk, "eager"), capture(sides) as captured, wide:
         trunk(**arguments)
-    return seen
+    return [first_tensor(found.value).detach().double() for found in captured]
 
 
 def _moves(a: list[Tensor], b: list[Tensor]) -> list[float]:

@@ -10,9 +10,9 @@ from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.rounding_noise import UnseenRoundingError
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models import maps
+from lipscope.models.capture import leaves
 from lipscope.models.loading import load
 from lipscope.models.maps import linearize
-from lipscope.models.running import leaves
 from tests.models.zoo import make, sample
 
 

@@ -21,7 +21,7 @@ from lipscope.models import closed_form, masks
 from lipscope.models.loading import load
 from lipscope.models.maps import Heads
 from lipscope.models.masks import PlainMask, Rule, lipscope_mask
-from lipscope.models.plug import AttentionCall, listening, plugged
+from lipscope.models.plug import AttentionCall, listening, using_attention
 from lipscope.models.precision import Float64
 from tests.models.truth import Truth
 from tests.models.zoo import make, sample
@@ -156,7 +156,7 @@ def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, p
     ids, real = torch.randint(3, 50, (2, 15)), torch.ones(2, 15, dtype=torch.int64)
     if padded:  # every window keeps a real token: without one, eager attention gives NaN
         real[0, 13:] = 0
-    with plugged(model, "eager"), Float64():  # models compute parts in float32
+    with using_attention(model, "eager"), Float64():  # models compute parts in float32
         eager = model(input_ids=ids, attention_mask=real).last_hidden_state
     rules = []
 
@@ -183,7 +183,7 @@ def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, p
     def forbidden(mask):
         raise AssertionError("written down")
 
-    with monkeypatch.context() as patch, plugged(model), Float64(), listening(note):
+    with monkeypatch.context() as patch, using_attention(model), Float64(), listening(note):
         patch.setattr(PlainMask, "written", forbidden)
         mine = model(input_ids=ids, attention_mask=real).last_hidden_state
     assert ((2, None) if make_model is windowed else (0, 4)) in rules

@@ -13,14 +13,14 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models.loading import load
-from lipscope.models.plug import NAME, configs, lipscope_attention, listening, plugged
+from lipscope.models.plug import NAME, configs, lipscope_attention, listening, using_attention
 from lipscope.models.precision import Float64
 from lipscope.models.preflight import TOLERANCE
 from tests.models.zoo import BYPASSING, FAMILIES, MASKING, make, sample
 
 
 def last_hidden_state(module, implementation, **inputs):
-    with torch.no_grad(), plugged(module, implementation), Float64():
+    with torch.no_grad(), using_attention(module, implementation), Float64():
         return module(**inputs).last_hidden_state
 
 

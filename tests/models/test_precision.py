@@ -75,7 +75,7 @@ def test_integers_and_float32_are_left_alone():
     with Float64():
         assert torch.arange(3).float().dtype == torch.float32
         assert torch.ones(2).half().dtype == torch.float16
-    with load(make("llama"), dtype="float32").survey(**sample("llama")).host.ready():
+    with load(make("llama"), dtype="float32").survey(**sample("llama")).runner.ready():
         assert torch.ones(2, dtype=torch.float64).float().dtype == torch.float32
 
 

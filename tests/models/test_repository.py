@@ -178,7 +178,7 @@ WRONG = {
         lambda f: (f / "special_tokens_map.json").write_text("[1, 2]"),
         "special_tokens_map.json must contain a JSON object, got list",
     ),
-    "only pickles": (only_pickles, "only pickled weights.*lipscope to-safetensors DIR"),
+    "only pickles": (only_pickles, "only pickled weights.*write safetensors.*or use random_init"),
     "no weights": (no_weights, "expected weights in model.safetensors.*got none"),
     "index that leads outside": (
         index_that_leads_outside,

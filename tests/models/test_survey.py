@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.models.running import hooked
+from lipscope.models.capture import capture
 from tests.models import survey, survey_budgets, survey_page
 from tests.probes.budget.tiny import some_ids, tiny
 
@@ -45,7 +45,7 @@ def test_a_bug_is_planted_where_it_matters():
     outputs = []
     for one in (exact, wrong):
         with (
-            hooked([one.layers[2]], leave=lambda part, args, y: outputs.append(y)),
+            capture({one.layers[2]: "output"}, lambda found: outputs.append(found.value)),
             torch.no_grad(),
         ):
             one(given["text"])

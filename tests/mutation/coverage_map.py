@@ -104,6 +104,7 @@ class Recorder:
         self.setup = 0.0
 
     def take(self) -> set[int]:
+        from lipscope._recorder import executed
 
         data = executed[:]
         executed[:] = bytes(SIZE)

@@ -343,7 +343,7 @@ def layer_constants(model: nn.Module, ids: Tensor) -> list[float]:
     try:
         with torch.no_grad():
             model(ids[None])
-        seen = [sight for name in watch.names if (sight := watch.sight(name)) is not None]
+        seen = [sight for name in watch.names if (sight := watch.measured_map(name)) is not None]
     finally:
         watch.release()
     # A fixed seed: an interrupted training must end with the same curve.

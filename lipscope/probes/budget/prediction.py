@@ -22,11 +22,11 @@ from lipscope.probes.budget.probing import batches
 from lipscope.probes.budget.result import ErrorBudget
 from lipscope.probes.budget.rounding import follow_run, squared_errors
 from lipscope.probes.budget.running import exact_outputs, outputs_in, second_order
-from lipscope.probes.budget.scores import worst_cases
 from lipscope.probes.budget.sites import ErrorSite, collect_products
 from lipscope.probes.budget.states import FALSE_ALARMS, state_tolerance
 from lipscope.probes.budget.storing import BudgetStore, Settings, assemble, command_line
 from lipscope.probes.budget.subject import Inputs, Source, Subject, Text, length_of, read_subject
+from lipscope.probes.budget.worst import worst_cases
 
 PROBES = 16
 

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from lipscope._torch_internals import tree_map
 from lipscope._types import UserError
 from lipscope.models.model_files import on_one_line
-from lipscope.models.plug import NAME, AttentionCall, listening, plugged
+from lipscope.models.plug import NAME, AttentionCall, listening, using_attention
 from lipscope.models.precision import CASTS
 from lipscope.probes.budget.memory import (
     DETACHING,
@@ -346,7 +346,7 @@ def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
         trace.note_stored(rounded, stored, reference.layer_of(name))
     sample = _rounded_inputs(trace, low, sample)
     with (
-        plugged(low.module, low.attention),
+        using_attention(low.module, low.attention),
         layers_entered(low, partial(setattr, trace, "layer")),
         hidden_states(low) as seen,
         _attention_as_one(trace) if low.attention == NAME else nullcontext(),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipscope.models.capture import capture
 from lipscope.models.plug import AttentionCall
 from lipscope.probes.budget.formats import Format, Quantiser
 from lipscope.probes.budget.metrics import Metric
@@ -144,14 +144,19 @@ def _errors(
             kept[call] = quantise(x) - x
         return x + strength * kept[call]
 
+    inputs: dict[nn.Module, str] = {}
     with ExitStack() as stack:
         for w in weights_of(subject, [format], embeddings):
             if format.weight and _chosen(only, w.name, "weight"):
                 stack.enter_context(_rounded(w, format.weight, strength))
             part = w.part if is_linear(w.part) else None
             if format.activation and part is not None and _chosen(only, w.name, "activation"):
-                hook = _at_input(partial(change, format.activation))
-                stack.callback(part.register_forward_pre_hook(hook).remove)
+                inputs[part] = "input"
+        if format.activation and inputs:
+            rounded = partial(change, format.activation)
+            stack.enter_context(
+                capture(inputs, lambda found: found.value.at(rounded(found.value.hidden)))
+            )
         if format.cache:
             check_routed(subject)
             stack.enter_context(_rounded_cache(subject, partial(change, format.cache), only))
@@ -188,10 +193,6 @@ def _rounded_cache(
 
     with changing_cache(change):
         yield
-
-
-def _at_input(change: Quantiser) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    return lambda part, args: (change(args[0]), *args[1:])
 
 
 def _chosen(only: ErrorSite | None, name: str, kind: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
+from lipscope.models.capture import Captured, RecordedCall, capture
 from lipscope.models.plug import AttentionCall
 from lipscope.probes.budget.formats import Format
 from lipscope.probes.budget.metrics import Metric
@@ -126,23 +127,33 @@ def _graph(
     """Run the model with gradients at the sites that the formats need."""
     graph = _Graph(inputs=[], cache={})
     layer: list[int | None] = [None]
-    with ExitStack() as stack:
-        for w in weights:
-            w.parameter.requires_grad_(True)
-            stack.callback(w.parameter.requires_grad_, False)
-        if any(f.activation for f in formats):
-            stack.enter_context(layers_entered(subject, partial(layer.__setitem__, 0)))
-            for w in weights:
-                if w.part is not None and is_linear(w.part):
-                    handle = w.part.register_forward_pre_hook(_take_input(graph, w.name, layer))
-                    stack.callback(handle.remove)
-        if any(f.cache for f in formats):
-            check_routed(subject)
-            stack.enter_context(changing_cache(_take_cache(graph)))
-        # Also for code that asks whether gradients are enabled, as attention does.
-        with subject.ready(), torch.enable_grad(), Connected():
-            graph.output = subject.run(sample)
+    names = {w.part: w.name for w in weights if w.part is not None and is_linear(w.part)}
+
+    def take_input(found: Captured) -> RecordedCall:
+        # A node of its own: the gradient must not include other uses of the same tensor.
+        x = found.value.hidden
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        node = x.view_as(x)
+        graph.inputs.append((ErrorSite(names[found.module], layer[0], "activation"), node))
+        return found.value.at(node)
+
+    for w in weights:
+        w.parameter.requires_grad_(True)
+    try:
+        with ExitStack() as stack:
+            if any(f.activation for f in formats):
+                stack.enter_context(layers_entered(subject, partial(layer.__setitem__, 0)))
+                stack.enter_context(capture(dict.fromkeys(names, "input"), take_input))
+            if any(f.cache for f in formats):
+                check_routed(subject)
+                stack.enter_context(changing_cache(_take_cache(graph)))
+            # Also for code that asks whether gradients are enabled, as attention does.
+            with subject.ready(), torch.enable_grad(), Connected():
+                graph.output = subject.run(sample)
         yield graph
+    finally:
+        for w in weights:
+            w.parameter.requires_grad_(False)
 
 
 def check_routed(subject: Subject) -> None:
@@ -152,17 +163,6 @@ def check_routed(subject: Subject) -> None:
             f"{subject.name} does not call transformers' attention interface, so its keys and "
             "values cannot be reached; leave the kv formats out"
         )
-
-
-def _take_input(graph: _Graph, name: str, layer: list[int | None]) -> Any:
-    def hook(part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # A node of its own: the gradient must not include other uses of the same tensor.
-        x = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()
-        node = x.view_as(x)
-        graph.inputs.append((ErrorSite(name, layer[0], "activation"), node))
-        return (node, *args[1:])
-
-    return hook
 
 
 def _take_cache(graph: _Graph) -> Any:

@@ -18,13 +18,13 @@ from lipscope._checks import abbreviate
 from lipscope._torch_internals import tree_leaves
 from lipscope._types import UserError
 from lipscope.models._transformers_internals import buffer_dtypes
+from lipscope.models.capture import Captured, capture, first_tensor, has_tokens
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
 from lipscope.models.model_files import on_one_line
-from lipscope.models.plug import NAME, AttentionCall, listening, plugged
+from lipscope.models.plug import NAME, AttentionCall, listening, using_attention
 from lipscope.models.precision import Float64
-from lipscope.models.running import first_tensor, has_tokens, hooked
 from lipscope.models.structure import block_calls
 from lipscope.probes.budget.weights import Uses, Weight, find_uses, find_weights
 from lipscope.study.reading import WholeInputs, warn_of_unknown
@@ -81,6 +81,11 @@ class Subject:
     model: Model | None = None
 
     @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of the layers, each once."""
+        return [self.module.get_submodule(name) for name in dict.fromkeys(self.layers)]
+
+    @property
     def tokens(self) -> int:
         return sum(map(length_of, self.sequences))
 
@@ -117,7 +122,7 @@ class Subject:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Set attention and arithmetic for the runs inside."""
-        with plugged(self.module, self.attention), arithmetic(self.dtype):
+        with using_attention(self.module, self.attention), arithmetic(self.dtype):
             yield
 
     def in_dtype(
@@ -362,37 +367,34 @@ def layers_entered(subject: Subject, enter: Callable[[int | None], Any]) -> Iter
     calls = count()
     depth = 0
 
-    def begin(*call: Any) -> None:
+    def visit(found: Captured) -> None:
         nonlocal depth
-        if depth == 0:
-            enter(next(calls) % len(subject.layers))
-        depth += 1
-
-    def end(*call: Any) -> None:
-        nonlocal depth
+        if found.side == "input":
+            if depth == 0:
+                enter(next(calls) % len(subject.layers))
+            depth += 1
+            return
         depth -= 1
         if depth == 0:
             enter(None)
 
-    with hooked({subject.module.get_submodule(name) for name in subject.layers}, begin, end):
+    with capture(dict.fromkeys(subject.blocks, "both"), visit):
         yield
 
 
 @contextmanager
 def hidden_states(subject: Subject) -> Iterator[list[Tensor]]:
     """Collect the input of the first block and the output of every block of the runs inside."""
-    found: list[Tensor] = []
+    states: list[Tensor] = []
 
-    def enter(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not found:
-            found.append(first_tensor((args, kwargs.get("hidden_states"), kwargs)))
+    def visit(found: Captured) -> None:
+        if found.side == "output":
+            states.append(first_tensor(found.value))
+        elif not states:
+            states.append(found.value.hidden)
 
-    def leave(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found.append(first_tensor(output))
-
-    parts = {subject.module.get_submodule(name) for name in subject.layers}
-    with hooked(parts, enter, leave):
-        yield found
+    with capture(dict.fromkeys(subject.blocks, "both"), visit):
+        yield states
 
 
 def last_hidden(output: Any) -> Tensor:

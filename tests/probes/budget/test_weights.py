@@ -13,9 +13,9 @@ from transformers import (
 )
 
 import lipscope as ls
+from benchmarks.budget_scores import compare_scores
 from lipscope._types import UserError
 from lipscope.probes.budget.formats import symmetric
-from lipscope.probes.budget.scores import compare_scores
 from lipscope.probes.budget.subject import read_subject
 from lipscope.probes.budget.weights import _operands
 from tests.probes.budget.tiny import GROUPED, some_ids, tiny

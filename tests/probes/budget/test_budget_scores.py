@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import lipscope as ls
+from benchmarks.budget_scores import _ranked, compare_scores, spearman
 from lipscope.probes.budget.formats import read_format
-from lipscope.probes.budget.scores import _ranked, compare_scores, spearman
 from lipscope.probes.budget.sites import ErrorSite
 from tests.probes.budget.tiny import some_ids, tiny
 
@@ -49,7 +49,7 @@ def test_the_budget_ranks_layers_and_heads_right():
     for name in ("int8", "kv4"):
         row = ranks[name, "budget"]
         assert row.rank >= 0.85 and 0.85 <= row.scale <= 1.15
-    assert ("kv4", "low entropy") in ranks and len(table.to_dataframe()) == len(table.rows)
+    assert ("kv4", "low entropy") in ranks and "budget" in str(table)
 
 
 def test_sigma_is_an_upper_bound_of_the_first_order_error():

@@ -14,50 +14,34 @@ e = x dW' the local error at the output of its layer and g, g_W the gradients th
 
 Scores of a head of keys or values: its local error, the entropy of its attention (low entropy is
 said to need more bits), and the same scores of derivatives.
+
+    python -m benchmarks.budget_scores MODEL [FORMATS [TEXT_FILE]]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lipscope._display import text_table
 from lipscope._types import UserError
 from lipscope.linalg.estimate import as_single
-from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.plug import AttentionCall
 from lipscope.probes.budget.formats import Format, read_formats
 from lipscope.probes.budget.metrics import Measure, Metric, read_metric
-from lipscope.probes.budget.probing import Connected, batches, gradients
+from lipscope.probes.budget.probing import batches, gradients
 from lipscope.probes.budget.running import distance, exact_outputs, outputs_in
-from lipscope.probes.budget.sites import (
-    ErrorSite,
-    by_head,
-    cache_sites,
-    check_routed,
-    weights_of,
-    whole,
-)
-from lipscope.probes.budget.subject import (
-    Sample,
-    Source,
-    Subject,
-    Text,
-    changing_cache,
-    read_subject,
-)
-from lipscope.probes.budget.weights import Weight, is_linear
-from lipscope.study.frames import data_frame
-
-if TYPE_CHECKING:
-    import pandas as pd
+from lipscope.probes.budget.sites import ErrorSite, by_head, whole
+from lipscope.probes.budget.subject import Source, Subject, Text, read_subject
+from lipscope.probes.budget.worst import Place, following, places_of
 
 SCALED = ("sigma", "Frobenius", "trace", "diagonal", "budget")
 """Scores that are errors of the output, so that their size can be compared with the truth."""
@@ -89,9 +73,13 @@ class ScoreTable:
     rows: list[Score]
     values: dict[str, dict[ErrorSite, dict[str, float]]]
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """The rows as a pandas DataFrame."""
-        return data_frame(self.rows, Score._fields)
+    def __str__(self) -> str:
+        head = ("format", "score", "rank correlation", "predicted / observed", "all together")
+        rows = [
+            (row.format, row.score, *("-" if x is None else f"{x:.3g}" for x in row[2:]))
+            for row in self.rows
+        ]
+        return text_table([head, *rows])
 
 
 def compare_scores(
@@ -141,44 +129,6 @@ def compare_scores(
     return ScoreTable(rows, values)
 
 
-def worst_cases(
-    subject: Subject,
-    formats: list[Format],
-    metric: Metric,
-    progress: Callable[[float, float], None] | None = None,
-) -> dict[str, float]:
-    """By format, an upper bound of sum_s sigma_s |e_s| at the first sequence.
-
-    That is at least the first-order error of all sites together, whatever their signs: sigma is the
-    upper bound of :func:`spectral_norm`, with its confidence for every site. For formats of
-    weights, keys and values; the others have more sites than can be measured.
-    """
-    if subject.dtype != torch.float64:
-        raise UserError(
-            f"the worst case needs upper bounds of sigma, which exist in float64; {subject.name} "
-            "is loaded in a coarser dtype; load it in float64 (--dtype float64), or omit worst"
-        )
-    wanted = [f for f in formats if f.dtype is None and f.activation is None]
-    if metric.divergence or not wanted:
-        return {}
-    first = replace(subject, sequences=subject.sequences[:1])
-    size = sum(metric.size(y) for y in exact_outputs(first, metric))
-    found = dict.fromkeys((f.name for f in wanted), 0.0)
-    with _places(first, wanted, first.sequences[0]) as (places, output):
-        y = metric.read(output)
-        for number, place in enumerate(places):
-            if progress is not None:
-                progress(number, len(places))
-            J = _following(place.node, y)
-            if J is None:
-                continue
-            upper = as_single(spectral_norm(J, gap=0.1, solver=Solver(max_steps=200, seed=0))).upper
-            for name, e in place.errors.items():
-                parts = whole(e[None]) if place.sites[0].head is None else by_head(e[None])
-                found[name] += upper * float(parts.norm(dim=-1).sum())
-    return {name: total / size**0.5 for name, total in found.items()}
-
-
 def spearman(a: Iterable[float], b: Iterable[float]) -> float:
     """Rank correlation; NaN if one of the two is constant."""
     ranks = [torch.tensor(list(x)).argsort().argsort().double() for x in (a, b)]
@@ -215,24 +165,6 @@ def _ranked(
     return rows
 
 
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """A tensor of the graph at which errors enter.
-
-    node:   the tensor
-    values: what is rounded there, to which its local error is relative
-    errors: the error of each format, in the shape of the node
-    weight: the parameter behind it, and its errors, for a linear layer
-    """
-
-    sites: list[ErrorSite]
-    node: Tensor
-    values: Tensor
-    errors: dict[str, Tensor]
-    weight: tuple[Tensor, dict[str, Tensor]] | None = None
-    entropy: list[float] | None = None
-
-
 def _gather(
     subject: Subject,
     formats: list[Format],
@@ -245,10 +177,10 @@ def _gather(
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, dict[ErrorSite, dict[str, float]]] = {f.name: {} for f in formats}
     for b, sample in enumerate(subject.sequences):
-        with _places(subject, formats, sample) as (places, output):
+        with places_of(subject, formats, sample) as (places, output):
             y = metric.read(output)
             _add_local(found, places, len(subject.sequences))
-            nodes = [p.node for p in places] + [p.weight[0] for p in places if p.weight]
+            nodes = [p.node for p in places] + [p.weight[0].parameter for p in places if p.weight]
             for batch in batches(probes, nodes):
                 v = torch.stack([metric.probe(y, generator) for _ in batch])
                 _add_probes(found, places, gradients([y], [v], nodes), probes)
@@ -261,9 +193,10 @@ def _gather(
 
 
 def _add_local(
-    found: dict[str, dict[ErrorSite, dict[str, float]]], places: list[_Place], count: int
+    found: dict[str, dict[ErrorSite, dict[str, float]]], places: list[Place], count: int
 ) -> None:
     """Scores that need no derivative, averaged over sequences."""
+    entropies = {id(p.call): _entropy(p.call) for p in places if p.call is not None}
     for place in places:
         for name, e in place.errors.items():
             for i, site in enumerate(place.sites):
@@ -271,20 +204,20 @@ def _add_local(
                 whole, local = (x[:, i] if site.head is not None else x for x in (place.values, e))
                 add = {"local output error": float(local.norm() / whole.norm()) / count}
                 if place.weight is not None:
-                    W = place.weight[0].detach()
+                    W = place.weight[0].parameter.detach()
                     errors = place.weight[1]
                     z = (W - W.mean()) / W.std()
                     add["weight error"] = float(errors[name].norm() / W.norm()) / count
                     add["kurtosis"] = float(z.pow(4).mean()) / count
-                if place.entropy is not None:
-                    add["low entropy"] = -place.entropy[i] / count
+                if place.call is not None:
+                    add["low entropy"] = -entropies[id(place.call)][i] / count
                 for key, value in add.items():
                     sums[key] = sums.get(key, 0.0) + value
 
 
 def _add_probes(
     found: dict[str, dict[ErrorSite, dict[str, float]]],
-    places: list[_Place],
+    places: list[Place],
     gradients: list[Tensor | None],
     probes: int,
 ) -> None:
@@ -316,12 +249,12 @@ def _add_probes(
 
 def _add_sigma(
     found: dict[str, dict[ErrorSite, dict[str, float]]],
-    places: list[_Place],
+    places: list[Place],
     y: Tensor,
 ) -> None:
     """Sigma of all that follows a site, at the first sequence, times the error there."""
     for place in places:
-        J = _following(place.node, y)
+        J = following(place.node, y)
         if J is None:
             continue
         # Two digits are enough for a score.
@@ -332,117 +265,7 @@ def _add_sigma(
                 found[name][site]["sigma"] = (estimate.value * float(local.norm())) ** 2
 
 
-def _following(node: Tensor, y: Tensor) -> LinearOperator | None:
-    """The derivative of y with respect to a node of its graph, by two backward passes."""
-    u = torch.zeros_like(y, requires_grad=True)
-    (g,) = torch.autograd.grad(y, node, u, create_graph=True, allow_unused=True)
-    if g is None:
-        return None
-
-    def mv(x: Tensor) -> Tensor:
-        return torch.autograd.grad(g, u, x, retain_graph=True)[0].detach()
-
-    def rmv(w: Tensor) -> Tensor:
-        return torch.autograd.grad(y, node, w, retain_graph=True)[0].detach()
-
-    return LinearOperator(
-        mv,
-        rmv,
-        in_shape=tuple(node.shape),
-        out_shape=tuple(y.shape),
-        dtype=y.dtype,
-        device=y.device,
-    )
-
-
-@contextmanager
-def _places(
-    subject: Subject, formats: list[Format], sample: Sample
-) -> Iterator[tuple[list[_Place], Any]]:
-    """Run the model with a node in its graph wherever an error enters."""
-    places: list[_Place] = []
-    weights = [f for f in formats if f.weight]
-    caches = [f for f in formats if f.cache]
-    handles = []
-    graph = Connected()
-    for w in weights_of(subject, weights, embeddings=False):
-        w.parameter.requires_grad_(True)
-        if w.part is not None and is_linear(w.part) and w.layer is not None:
-            handles.append(w.part.register_forward_hook(_take(places, w, weights, graph)))
-        else:
-            # Not that of a linear layer, or of one that several layers share: its own error.
-            dW = {f.name: w.error(f.weight) for f in weights if f.weight}
-            places.append(
-                _Place(
-                    sites=[ErrorSite(w.name, w.layer, "weight")],
-                    node=w.parameter,
-                    values=w.parameter.detach(),
-                    errors=dW,
-                    weight=(w.parameter, dW),
-                )
-            )
-    if caches:
-        check_routed(subject)
-    try:
-        change = _cache(subject, places, caches, graph)
-        with subject.ready(), torch.enable_grad(), graph, changing_cache(change):
-            output = subject.run(sample)
-        yield places, output
-    finally:
-        for handle in handles:
-            handle.remove()
-        subject.module.requires_grad_(False)
-
-
-def _take(
-    places: list[_Place], w: Weight, formats: list[Format], graph: Connected
-) -> Callable[..., Tensor]:
-    def hook(part: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        node = output.view_as(output)
-
-        def product(weight: Tensor) -> Tensor:
-            return args[0].detach() @ (weight.mT if isinstance(part, nn.Linear) else weight)
-
-        with graph.paused():
-            dW = {f.name: w.error(f.weight) for f in formats if f.weight}
-            places.append(
-                _Place(
-                    sites=[ErrorSite(w.name, w.layer, "weight")],
-                    node=node,
-                    values=product(w.parameter.detach()),
-                    errors={key: product(e) for key, e in dW.items()},
-                    weight=(w.parameter, dW),
-                )
-            )
-        return node
-
-    return hook
-
-
-def _cache(
-    subject: Subject, places: list[_Place], formats: list[Format], graph: Connected
-) -> Callable[[AttentionCall], AttentionCall]:
-    calls = count()
-
-    def change(call: AttentionCall) -> AttentionCall:
-        number = next(calls)
-        if not formats:
-            return call
-        with graph.paused():
-            entropy = _entropy(call)
-        parts = {}
-        for kind, x in (("key", call.k), ("value", call.v)):
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            node = parts[kind] = x.view_as(x)
-            sites = cache_sites(subject, number, kind, x.shape[1])
-            with graph.paused():
-                errors = {f.name: f.cache(x.detach()) - x.detach() for f in formats if f.cache}
-                places.append(_Place(sites, node, x.detach(), errors, entropy=entropy))
-        return replace(call, k=parts["key"], v=parts["value"])
-
-    return change
-
-
+@torch.no_grad()
 def _entropy(call: AttentionCall) -> list[float]:
     """Mean entropy of the attention of each key-value head, in nats."""
     n = call.k.shape[-2]
@@ -450,3 +273,12 @@ def _entropy(call: AttentionCall) -> list[float]:
     P = replace(call, v=eye.expand(*call.k.shape[:-1], n)).output()
     rows = torch.special.entr(P.clamp_min(0)).sum(dim=-1).mean(dim=(0, 2))
     return rows.reshape(call.k.shape[1], -1).mean(dim=-1).tolist()
+
+
+def main(model: str, formats: str = "int8", text: str | None = None) -> None:
+    """Print the table of a model."""
+    print(compare_scores(model, None if text is None else Path(text), formats=formats))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
