@@ -88,9 +88,7 @@ class AttackPlan:
         if self.seconds is not None:
             check_positive("seconds", self.seconds)
         if self.kind not in KINDS:
-            raise UserError(
-                f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)} and compare"
-            )
+            raise UserError(f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)}")
         if self.kind == "tokens" and not 1 <= self.swaps <= self.length:
             raise UserError(
                 f"cannot replace {self.swaps} tokens in a text of {self.length}; "
