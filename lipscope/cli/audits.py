@@ -59,7 +59,7 @@ def bounds(
     with progress(quiet=quiet) as report:
         from lipscope.models.loading import load
         from lipscope.probes.bounds import audit_model
-        from lipscope.report.bound_table import bound_summary
+        from lipscope.report.bounds import bound_summary
 
         loaded = load(
             model,

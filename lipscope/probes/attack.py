@@ -181,7 +181,7 @@ class AttackedModel(NamedTuple):
         return f"AttackedModel({self.study!r}, {len(self.lines)} lines)"
 
     def _repr_html_(self) -> str:
-        from lipscope.report.notebook import terminal_html
+        from lipscope.report.study_table import terminal_html
 
         return terminal_html(attack_table(self.study, self.lines))
 
