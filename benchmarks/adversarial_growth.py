@@ -9,7 +9,9 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -17,9 +19,9 @@ from rich.table import Table
 import lipscope as ls
 from lipscope.attack.constructions import SPREAD
 from lipscope.attack.tokens import guided_swaps
-from lipscope.papers.attack_figures import adversarial_growth_figure
 from lipscope.probes.bounds import for_one_sequence
 from lipscope.probes.token_target import layer_sigma
+from lipscope.report.palette import colour, marker, series
 from lipscope.study.growth import fit
 from lipscope.study.reading import read
 
@@ -49,7 +51,7 @@ def main() -> None:
     show(curves, options.lengths)
     if options.figure is not None:
         title = f"MiniLM, layer {options.layer}: attention with its output projection"
-        adversarial_growth_figure(curves, title).savefig(options.figure, dpi=150)
+        growth_figure(curves, title).savefig(options.figure, dpi=150)
 
 
 def at_length(
@@ -90,6 +92,33 @@ def show(curves: dict[str, dict[int, float]], lengths: list[int]) -> None:
         slope = f"{fit('attention', 0, list(curve.items())).alpha:.2f}" if len(curve) > 2 else "-"
         table.add_row(name, *(f"{curve[n]:.4g}" if n in curve else "-" for n in lengths), slope)
     Console(width=120).print(table)
+
+
+def growth_figure(curves: dict[str, dict[int, float]], title: str) -> Figure:
+    """sigma against length on log axes, one curve per name."""
+    figure, ax = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
+    lengths = sorted({n for curve in curves.values() for n in curve})
+    for i, (name, curve) in enumerate(curves.items()):
+        at = sorted(curve)
+        ax.plot(
+            at,
+            [curve[n] for n in at],
+            marker(i)[0] + "-",
+            markersize=4,
+            color=colour(series(i, len(curves))),
+            label=name,
+        )
+    # The guide starts below all curves: its slope matters, not its height.
+    lowest = min(min(curve.values()) for curve in curves.values())
+    guide = [0.8 * lowest * (n / lengths[0]) ** 0.5 for n in lengths]
+    ax.plot(lengths, guide, "--", color=colour("muted"), label="slope 1/2")
+    ax.set(xscale="log", yscale="log", xlabel="n, tokens", ylabel="σ, local Lipschitz constant")
+    ax.set_title(title)
+    ax.set_xticks(lengths, list(map(str, lengths)))
+    ax.minorticks_off()
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    return figure
 
 
 def _options() -> argparse.Namespace:

@@ -30,15 +30,16 @@ from lipscope.attack.tokens import (
     random_swaps,
 )
 from lipscope.models.embedded import default_text
-from lipscope.papers.attack_comparison import texts_in
 from lipscope.probes.token_target import layer_sigma
+from lipscope.study.texts import content
 
 
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
     quick, exact = ls.load(dtype="float32"), ls.load()
-    lines = default_text().split("\n\n") if options.text is None else texts_in(options.text)
+    prose = default_text().split("\n\n")
+    lines = prose if options.text is None else content(options.text).splitlines()
     texts = [
         ids[: options.length] for line in lines if len(ids := quick.encode(line)) >= options.length
     ]

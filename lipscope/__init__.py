@@ -37,7 +37,6 @@ _CONTENTS = {
     "attend_everywhere": "fused.drop_in",
     "audit_model": "probes.bounds",
     "bounds": "theorems.registry",
-    "compare_attacks": "papers.attack_comparison",
     "check_run": "probes.budget.comparing",
     "merge": "study.study",
     "convert_model": "train.convert_models",
@@ -90,7 +89,6 @@ __all__ = [
     "audit_model",
     "bounds",
     "check_run",
-    "compare_attacks",
     "convert_model",
     "dynamics",
     "error_budget",
@@ -146,7 +144,6 @@ if TYPE_CHECKING:
     from lipscope.linalg.triplets import singular_triplets as singular_triplets
     from lipscope.models.loading import load as load
     from lipscope.models.model import Model as Model
-    from lipscope.papers.attack_comparison import compare_attacks as compare_attacks
     from lipscope.papers.running import reproduce_papers as reproduce_papers
     from lipscope.probes.attack import AttackPlan as AttackPlan
     from lipscope.probes.attack import attack_model as attack_model

@@ -42,7 +42,6 @@ from lipscope.attack.tokens import (
     projected_swaps,
     random_swaps,
 )
-from lipscope.papers.attack_comparison import Contest
 from lipscope.theorems.composition import Affine, Chain, Residual
 from tests.other_device import ELSEWHERE, other_device
 
@@ -248,23 +247,6 @@ def _attacked(t: SimpleNamespace) -> object:
     return _rows(study), lines
 
 
-@cache
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(37)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words)
-
-
-def _compared_attacks(t: SimpleNamespace) -> object:
-    model = ls.load(t.llama, _tokenizer(), dtype="float32", random_init=0)
-    texts = ["w1 w2 w3", "w4 w5 w6", "w2 w9 w1"]
-    trials = ls.compare_attacks(model, texts, Contest(swaps=1, length=3))
-    return [trial._replace(seconds=0.0) if hasattr(trial, "seconds") else trial for trial in trials]
-
-
 def _budget(t: SimpleNamespace) -> object:
     budget = ls.error_budget(
         t.llama, t.ids, formats="bf16,int8,kv4", observe=True, samples=1, worst=True
@@ -323,7 +305,6 @@ CALLS: dict[str, Callable[[SimpleNamespace], object]] = {
         ]
         + [list(ls.bounds(t.factored, ls.Ball(1.0, 4), norm="inf"))]
     ),
-    "compare_attacks": _compared_attacks,
     "check_run": lambda t: ls.check_run(t.llama, t.port, t.ids, samples=1),
     "merge": _study,
     "convert_model": _converted,

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaModel
 import lipscope as ls
 from lipscope._display import Displayed, html_table, short, text_table
 from lipscope.models.sites import Site
-from lipscope.papers.attack_comparison import Contest, Trial, Trials
 from lipscope.probes.attack import AttackedModel, Line
 from lipscope.probes.bounds import Audit
 
@@ -74,7 +73,6 @@ def test_names_cannot_inject_html():
         Held(HOSTILE, torch.zeros(1))._repr_html_(),
         Spoken(HOSTILE, torch.zeros(1))._repr_html_(),
         html_table((HOSTILE,), [(HOSTILE,)]),
-        Trials([Trial(0, HOSTILE, 1.0, 1.0, 1.0, True)])._repr_html_(),
     ):
         assert "img" not in Tags(text).seen
 
@@ -95,7 +93,6 @@ def test_names_cannot_inject_html():
         (ls.Status.MAX_STEPS, "max_steps"),
         ("a" * 3, "'aaa'"),
         (None, "None"),
-        (Trial(0, "random", 1.0, 1.0, 1.0, True), "Trial(text=0, attack='random', "),
     ],
 )
 def test_short(value, expected):
@@ -169,8 +166,6 @@ def results() -> dict[str, object]:
         "study": study,
         "audit": Audit(study, {"a theorem": "a hypothesis"}),
         "attacks": AttackedModel(study, [attacked]),
-        "trials": Trials([Trial(0, "random", 1.0, 1.0, 1.0, True)]),
-        "contest": Contest(),
         "inverse": residual.inverse(X[:4, :8].float()),
         "log det": residual.log_det(X[:4, :8].float()),
         "conversion": converted,
@@ -190,7 +185,7 @@ def test_every_public_result_is_short_and_a_table_in_a_notebook():
             html = result._repr_html_()
             assert Tags(html).seen & {"table", "pre"} and len(html) < 10_000, (name, html)
     plain = {name for name, result in found.items() if not hasattr(result, "_repr_html_")}
-    assert plain == {"operator", "largest gain", "reading", "model", "contest"}
+    assert plain == {"operator", "largest gain", "reading", "model"}
 
 
 def test_bounds_are_a_table():

@@ -110,7 +110,6 @@ def test_every_long_call_has_a_bar(monkeypatch):
         ls.measure,
         ls.simulate,
         ls.audit_model,
-        ls.compare_attacks,
         ls.error_budget,
         ls.reproduce_papers,
         lambda: ls.check_run(None, None),

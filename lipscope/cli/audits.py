@@ -59,7 +59,7 @@ def bounds(
     with progress(quiet=quiet) as report:
         from lipscope.models.loading import load
         from lipscope.probes.bounds import audit_model
-        from lipscope.report.bound_table import bound_summary
+        from lipscope.report.bounds import bound_summary
 
         loaded = load(
             model,
@@ -90,9 +90,7 @@ def bounds(
 
 
 def attack(
-    kind: Annotated[
-        str, typer.Option(help="One of construction, ascent, direction, tokens, compare.")
-    ],
+    kind: Annotated[str, typer.Option(help="One of construction, ascent, direction, tokens.")],
     model: ModelName = None,
     text: Texts = None,
     column: Column = None,
@@ -115,65 +113,31 @@ def attack(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Search for inputs, or replacement words, that attention is most sensitive to.
-
-    The kind `compare` compares attacks on the whole model at equal norm, one text per line.
-    """
-    compare = kind == "compare"
-    if compare and layers is not None:
-        raise UserError("--kind compare attacks the whole model; leave --layers out")
+    """Search for inputs, or replacement words, that attention is most sensitive to."""
     if seconds is not None and kind != "tokens":
         raise UserError("--seconds limits the searches of --kind tokens; leave it out")
     where = numbers("layers", layers)
     words = read_texts(text, column, quiet)
     with progress("attacking", quiet) as report:
         from lipscope.models.loading import load
-        from lipscope.papers.attack_comparison import (
-            Contest,
-            compare_attacks,
-            comparison_table,
-            texts_in,
-        )
         from lipscope.probes.attack import AttackPlan, attack_model, attack_table
 
         # Settings are checked before a model is loaded, which may take a while.
-        contest = Contest(swaps, length, seed) if compare else None
-        plan = None if compare else AttackPlan(kind, length, swaps, where, seed, seconds)
+        plan = AttackPlan(kind, length, swaps, where, seed, seconds)
         loaded = load(
             model,
             tokenizer,
-            # Swapped words change the output far more than float32 rounds it.
-            dtype=dtype or ("float32" if compare else "float64"),
+            dtype=dtype or "float64",
             device=device,
             revision=revision,
             random_init=random_init,
         )
-        if plan is not None:
-            study, lines = attack_model(loaded, words, plan, out=out, progress=report)
-            table = attack_table(study, lines)
-            found = [line._asdict() for line in lines]
-            if not lines and not quiet:
-                warn("the searches ended before a text was measured; give more --seconds")
-        else:
-            sources = words if isinstance(words, list) else [words]
-            texts = None if words is None else texts_in(*sources)
-            trials = compare_attacks(loaded, texts, contest, progress=report)
-            table = comparison_table(trials)
-            found = [trial._asdict() for trial in trials]
+        study, lines = attack_model(loaded, words, plan, out=out, progress=report)
+    if not lines and not quiet:
+        warn("the searches ended before a text was measured; give more --seconds")
     if as_json:
-        show_json(found)
+        show_json([line._asdict() for line in lines])
     else:
-        show_table(table, quiet)
-    if out is None:
-        return
-    if not compare:
+        show_table(attack_table(study, lines), quiet)
+    if out is not None:
         write_page(out, quiet)
-    else:
-        from lipscope._files import whole_file
-        from lipscope.papers.attack_comparison import write_trials
-        from lipscope.papers.attack_figures import contest_figure
-
-        out.mkdir(parents=True, exist_ok=True)
-        write_trials(trials, out / "attacks.csv")
-        with whole_file(out / "attacks.png") as draft:
-            contest_figure(trials).savefig(draft, dpi=150)

@@ -29,7 +29,7 @@ def compare(
     from lipscope.report.comparison import compare as find
     from lipscope.report.comparison import comparison_table, digest
     from lipscope.report.comparison_page import MOST, comparison_html
-    from lipscope.report.page import write
+    from lipscope.report.document import write
     from lipscope.study.study import DamageWarning, Study
 
     # Damage is told once, at the end, with its exit code.

@@ -54,10 +54,10 @@ def simulate(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Simulate tokens flowing through infinitely many layers; write an animation and a figure."""
+    """Simulate tokens flowing through infinitely many layers; write a figure and its numbers."""
     with progress("simulating", quiet) as report:
         from lipscope.dynamics.simulation import simulate as run
-        from lipscope.report.simulation_files import check_simulation_folder, write_simulation
+        from lipscope.report.simulations import check_simulation_folder, write_simulation
 
         folder = out or Path(f"simulation-{preset}")
         # Before the simulation: minutes of work should not end in a directory error.
@@ -69,11 +69,11 @@ def simulate(
             time=time,
             device=device,
             seed=seed,
-            progress=lambda done, total: report(done / total, 2),
+            progress=report,
         )
-        paths = write_simulation(found, folder, lambda done, total: report(1 + done / total, 2))
+        paths = write_simulation(found, folder)
     if as_json:
-        from lipscope.report.simulation_files import numbers_of
+        from lipscope.report.simulations import numbers_of
 
         show_json(numbers_of(found))
     else:
@@ -83,7 +83,7 @@ def simulate(
 def _table(found: Simulation, paths: list[Path]) -> Table:
     from rich.table import Table
 
-    from lipscope.report.simulation_files import summary
+    from lipscope.report.simulations import summary
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in summary(found):

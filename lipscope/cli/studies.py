@@ -293,7 +293,8 @@ def _write_report(
     typed: bool = False,
 ) -> None:
     """Write the page, and say where it is."""
-    from lipscope.report.page import html, write
+    from lipscope.report.document import write
+    from lipscope.report.page import html
 
     write(html(study, against), path, typed=typed)
     if not quiet:

@@ -54,7 +54,7 @@ class DepthGrowth(Displayed):
 
     def plot(self, ax: Any = None) -> Any:
         """Plot the growth along depth, with the product over layers; returns matplotlib Axes."""
-        from lipscope.report.flow_figures import plot_depth_growth
+        from lipscope.report.simulations import plot_depth_growth
 
         return plot_depth_growth(self, ax)
 

@@ -64,7 +64,7 @@ class Flow(Displayed):
         Returns:
             The Axes.
         """
-        from lipscope.report.flow_figures import plot_flow
+        from lipscope.report.simulations import plot_flow
 
         return plot_flow(self, ax, renormalised)
 

@@ -66,7 +66,7 @@ class Simulation(Displayed):
 
     def plot(self) -> Any:
         """Plot the tokens along depth, and what was found in them; returns both Axes."""
-        from lipscope.report.flow_figures import plot_simulation
+        from lipscope.report.simulations import plot_simulation
 
         return plot_simulation(self)
 

@@ -88,9 +88,7 @@ class AttackPlan:
         if self.seconds is not None:
             check_positive("seconds", self.seconds)
         if self.kind not in KINDS:
-            raise UserError(
-                f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)} and compare"
-            )
+            raise UserError(f"there is no attack {self.kind!r}; the kinds are {', '.join(KINDS)}")
         if self.kind == "tokens" and not 1 <= self.swaps <= self.length:
             raise UserError(
                 f"cannot replace {self.swaps} tokens in a text of {self.length}; "
@@ -183,7 +181,7 @@ class AttackedModel(NamedTuple):
         return f"AttackedModel({self.study!r}, {len(self.lines)} lines)"
 
     def _repr_html_(self) -> str:
-        from lipscope.report.notebook import terminal_html
+        from lipscope.report.study_table import terminal_html
 
         return terminal_html(attack_table(self.study, self.lines))
 

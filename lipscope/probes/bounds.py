@@ -52,8 +52,8 @@ class Audit(NamedTuple):
         return f"Audit({self.study!r}, {len(self.not_offered)} theorems not applicable)"
 
     def _repr_html_(self) -> str:
-        from lipscope.report.bound_table import bound_summary
-        from lipscope.report.notebook import terminal_html
+        from lipscope.report.bounds import bound_summary
+        from lipscope.report.study_table import terminal_html
 
         return terminal_html(bound_summary(self))
 

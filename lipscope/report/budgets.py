@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -15,6 +16,7 @@ from lipscope.probes.budget.result import OF_THE_RUN, ErrorBudget
 from lipscope.report import charts
 from lipscope.report.charts import Curve, Marks
 from lipscope.report.document import chart, section, swatch, table
+from lipscope.report.formats import text_table
 from lipscope.report.palette import colour, marker, series
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def budget_section(budget: ErrorBudget, number: int = 0) -> str:
                 _cell(budget.observed.get(name)),
                 *([_cell(budget.worst.get(name))] if budget.worst else []),
                 f"{budget.second_order[name]:.0%}",
-                _escaped(_largest(budget, name, most=1)),
+                escape(for_terminal(_largest(budget, name, most=1))),
             )
         )
     about = "Error caused by each layer"
@@ -96,13 +98,16 @@ def budget_section(budget: ErrorBudget, number: int = 0) -> str:
 
 def budget_table(budget: ErrorBudget) -> Group:
     """Totals by format, and where each of them comes from."""
-    lines = Table(box=None, header_style="bold", pad_edge=False)
-    heads = ["format", "predicted [95 %]", "observed", "worst case", "second order"]
-    shown = [True, True, bool(budget.observed), bool(budget.worst), True]
-    for head, wanted in zip(heads, shown, strict=True):
-        if wanted:
-            lines.add_column(head)
-    lines.add_column("largest sites")
+    heads = [
+        "format",
+        "predicted [95 %]",
+        "observed",
+        "worst case",
+        "second order",
+        "largest sites",
+    ]
+    wanted = [True, True, bool(budget.observed), bool(budget.worst), True, True]
+    lines = []
     for name in budget.formats:
         t = budget.total(name)
         cells = [
@@ -111,9 +116,12 @@ def budget_table(budget: ErrorBudget) -> Group:
             _cell(budget.observed.get(name)),
             _cell(budget.worst.get(name)),
             f"{budget.second_order[name]:.0%}",
+            for_terminal(_largest(budget, name)),
         ]
-        kept = [cell for cell, wanted in zip(cells, shown, strict=True) if wanted]
-        lines.add_row(*kept, for_terminal(_largest(budget, name)))
+        lines.append(list(compress(cells, wanted)))
+    totals = text_table(
+        list(compress(heads, wanted)), lines, left=heads, folding=("format", "largest sites")
+    )
     note = (
         f"{_unit(budget)}; {budget.sequences} sequences, {budget.tokens} tokens, "
         f"{budget.probes} probes.\nShares are of the squared error."
@@ -122,7 +130,7 @@ def budget_table(budget: ErrorBudget) -> Group:
         note += f"\n{WORST}"
     warnings = [Text(f"warning: {warning}") for warning in budget.warnings()]
     title = Text(for_terminal(budget.model))
-    return Group(title, Text(), lines, Text(), Text(note), *warnings)
+    return Group(title, Text(), totals, Text(), Text(note), *warnings)
 
 
 def shares_table(budget: ErrorBudget) -> Group:
@@ -165,20 +173,16 @@ def _shares(budget: ErrorBudget, by: str) -> Table | None:
     else:
         largest = sorted(keys, key=lambda k: -max(f.get(k, 0.0) for f in shares.values()))
         order = largest[:HEADS]
-    lines = Table(box=None, header_style="bold", pad_edge=False)
-    lines.add_column(by if len(order) == len(keys) else f"{by} (largest {len(order)})")
-    for name in shares:
-        lines.add_column(for_terminal(name), justify="right")
+    lines = []
     for key in order:
+        name = "outside" if key is None else for_terminal(str(key))
+        if by == "head":
+            name = f"layer {key[0]}, head {key[1]}"
         cells = [f"{found[key]:.0%}" if key in found else "–" for found in shares.values()]
-        lines.add_row(_name(by, key), *cells)
-    return lines
-
-
-def _name(by: str, key: Any) -> str:
-    if by == "head":
-        return f"layer {key[0]}, head {key[1]}"
-    return "outside" if key is None else for_terminal(str(key))
+        lines.append((name, *cells))
+    first = by if len(order) == len(keys) else f"{by} (largest {len(order)})"
+    heads = (first, *map(for_terminal, shares))
+    return text_table(heads, lines, left=(first,), folding=(first,))
 
 
 def _draw(budget: ErrorBudget, ax: Axes, marks: Marks) -> None:
@@ -240,17 +244,11 @@ def _cell(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _escaped(text: str) -> str:
-    return escape(for_terminal(text))
-
-
 def comparison_table(found: RunComparison) -> Group:
     """Observed and predicted error at every hidden state, and the verdict."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("hidden state", "observed", "predicted", "ratio", "limit", ""):
-        table.add_column(head, justify="left" if head in ("hidden state", "") else "right")
-    for state in found.states:
-        table.add_row(
+    heads = ("hidden state", "observed", "predicted", "ratio", "limit", "")
+    lines = [
+        (
             state.name,
             f"{state.observed:.2e}",
             f"{state.predicted:.2e}",
@@ -258,6 +256,9 @@ def comparison_table(found: RunComparison) -> Group:
             f"{state.limit:.2f}",
             "" if state.inside else "outside",
         )
+        for state in found.states
+    ]
+    table = text_table(heads, lines, left=("hidden state", ""), folding=("hidden state",))
     sentence = found.sentence()
     note = (
         f"{sentence[0].upper()}{sentence[1:]}.\n"

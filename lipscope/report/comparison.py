@@ -7,26 +7,124 @@ to its medians first (`digest`), and everything else works with those.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import os.path
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from lipscope._types import UserError
 from lipscope.report.content import Map, require_drawable
-from lipscope.report.formats import counted, digits, exponent, layer_name, shown
-from lipscope.report.identity import Facts, facts, names, shared, telling
+from lipscope.report.formats import counted, digits, exponent, layer_name, shown, text_table
 from lipscope.report.words import warning
 from lipscope.study.growth import Growth, fit
 from lipscope.study.study import Study
 
+PRETRAINED = "pretrained"
+
+Facts = dict[str, str]
 Place = tuple[int | None, str]
 """A layer, and the name of a head or scope."""
+
+
+def facts(study: Study) -> Facts:
+    """What was measured, in words, the most telling fact first."""
+    about = study.info.about
+    identity = study.info.identity
+    seed = random_seed(study)
+    found = {
+        "model": shown(about.model),
+        "weights": PRETRAINED if seed is None else f"random weights (seed {seed})",
+        "revision": shown(identity.revision or "none", 20),
+        "text": shown(about.text, 60),
+        "special tokens": "special tokens" if identity.special_tokens else "no special tokens",
+        "dtype": shown(identity.dtype, 20),
+        "device": shown(about.device, 20),
+        "gap": "no gap" if identity.gap is None else f"gap {identity.gap:g}",
+        "tolerance": f"tol {identity.tol:g}",
+        "seed": f"seed {identity.seed}",
+    }
+    # Digests tell apart what has one name: two checkpoints of a directory, two versions of a file.
+    return found | {
+        "digest of the weights": f"weights {identity.weights[:8]}",
+        "digest of the text": f"text {identity.text[:8]}",
+        "configuration": f"configuration {identity.config[:8]}",
+    }
+
+
+def random_seed(study: Study) -> int | None:
+    """The seed of random weights; None if the weights are those of the model."""
+    return study.info.about.random_init
+
+
+def labels(studies: Sequence[Study]) -> list[str]:
+    """A name for each study that says what differs."""
+    found = [facts(study) for study in studies]
+    places = ["" if study.directory is None else study.directory.name for study in studies]
+    return names(found, places)
+
+
+def names(found: Sequence[Facts], places: Sequence[str]) -> list[str]:
+    """A name for each study out of the facts that differ, and its place if they do not suffice."""
+    chosen = telling(found)
+    models = [own["model"] for own in found]
+    if len(set(models)) > 1 and all(map(os.path.isabs, models)):
+        # Checkpoints of one run have long paths, of which only the end differs. A run beside its
+        # own checkpoints: both keep the name of the run.
+        folder = os.path.commonpath(models)
+        folder = os.path.dirname(folder) if folder in models else folder
+        models = [os.path.relpath(model, folder) for model in models]
+    found = [{**own, "model": model} for own, model in zip(found, models, strict=True)]
+    given = [", ".join(own[name] for name in chosen) or own["model"] for own in found]
+    repeated = {text for text, count in Counter(given).items() if count > 1}
+    if not repeated:
+        return given
+    given = [
+        f"{text}, {shown(place, 40)}" if text in repeated and place else text
+        for text, place in zip(given, places, strict=True)
+    ]
+    seen: Counter[str] = Counter()
+    again = Counter(given)
+    final = []
+    for text in given:
+        seen[text] += 1
+        final.append(f"{text} ({seen[text]})" if again[text] > 1 else text)
+    return final
+
+
+def telling(found: Sequence[Facts]) -> list[str]:
+    """The fewest facts, from the most telling on, that tell apart what differs."""
+    varying = [name for name in found[0] if len({own[name] for own in found}) > 1]
+    chosen: list[str] = []
+    groups = 1
+    for name in varying:
+        # A fact that splits no group further, such as a digest beside a name, adds only length.
+        split = len({tuple(own[key] for key in (*chosen, name)) for own in found})
+        if split > groups:
+            chosen.append(name)
+            groups = split
+    return chosen
+
+
+def shared(found: Sequence[Facts]) -> str:
+    """Model, weights, text and dtype, as far as all studies have the same."""
+    same = {name: own for name, own in found[0].items() if all(f[name] == own for f in found)}
+    # Pretrained weights are what a reader expects; random ones are worth a word.
+    told = {name: text for name, text in same.items() if text != PRETRAINED}
+    what, on = (
+        ", ".join(told[name] for name in pair if name in told)
+        for pair in (("model", "weights"), ("text", "dtype"))
+    )
+    return " on ".join(filter(None, (what, on)))
+
+
+def differing(found: Sequence[Facts]) -> list[str]:
+    """The names of the facts that differ."""
+    return [name for name in found[0] if len({own[name] for own in found}) > 1]
 
 
 @dataclass(frozen=True)
@@ -234,13 +332,9 @@ def verdict(found: Comparison) -> str:
 def comparison_table(found: Comparison) -> RenderableType:
     """What `lipscope compare` prints: a line per study, the largest sigma first."""
     title = shared([one.facts for one in found.digests])
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    # Names are long where much differs: they fold, numbers never do.
-    table.add_column("study", overflow="fold")
-    for name in ("σ, mean", "× first", "largest median σ", "α"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for i in found.ranked():
-        table.add_row(found.names[i], *line(found, i))
+    heads = ("study", "σ, mean", "× first", "largest median σ", "α")
+    lines = [(found.names[i], *line(found, i)) for i in found.ranked()]
+    table = text_table(heads, lines, left=heads[:1], folding=heads[:1])
     notes = [
         f"{name}: {one.note}"
         for name, one in zip(found.names, found.digests, strict=True)

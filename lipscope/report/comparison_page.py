@@ -13,15 +13,17 @@ from lipscope.report.comparison import (
     Comparison,
     Digest,
     compare,
+    differing,
     line,
     map_name,
     mean_law,
+    shared,
+    telling,
     verdict,
 )
 from lipscope.report.content import Map
 from lipscope.report.document import Page, chart, section, swatch, table
 from lipscope.report.formats import digits, exponent_range, layer_name, power, shown
-from lipscope.report.identity import differing, shared, telling
 from lipscope.report.palette import distinct, level, marker
 from lipscope.report.study_charts import grid_chart
 

@@ -14,7 +14,7 @@ from lipscope.report.charts import Cell, Grid
 from lipscope.report.formats import counted, digits, interval, layer_name, shown, shown_token
 from lipscope.report.palette import level
 from lipscope.study.growth import Growth
-from lipscope.study.records import COLUMNS, SIGMA, Row
+from lipscope.study.records import COLUMNS, Row
 from lipscope.study.study import Study
 
 STRIP_TOKENS = 2048
@@ -34,10 +34,6 @@ MOST_CELLS = 1_000_000
 TEXT_COLUMNS = ("probe", "scope", "kind", "norm", "status", "dtype", "device")
 FEW_DIGITS = {"residual": 2, "seconds": 2, "radius": 4}
 """Columns that readers need to fewer digits than the rest."""
-
-BOUND = "bound: "
-WORST = "worst found"
-"""Probes of `lipscope.probes.bounds`, spelled here because that module imports torch."""
 
 Map = tuple[str, int | None]
 
@@ -269,62 +265,6 @@ def _strip(study: Study, row: Row, limit: int = STRIP_TOKENS) -> Strip | None:
     )
 
 
-@dataclass(frozen=True)
-class Surrounded:
-    """A measured sigma with its bounds, and the worst input found in the same ball.
-
-    Attributes:
-        sigma: The measured row.
-        here: Bounds at this very input.
-        ball: Bounds over all inputs whose tokens are no larger.
-        worst: The largest sigma found among those.
-    """
-
-    sigma: Row
-    here: list[Row]
-    ball: list[Row]
-    worst: Row | None
-
-
-def tightest(bounds: Iterable[Row]) -> Row | None:
-    """The smallest upper bound."""
-    upper = [row for row in bounds if row.kind == "upper" and row.value < math.inf]
-    return min(upper, key=lambda row: row.value, default=None)
-
-
-def surrounded(study: Study) -> list[Surrounded]:
-    """Per map, the largest sigma among the rows that have bounds or a worst input."""
-    around: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
-    for row in study.rows:
-        bound = row.kind in ("upper", "lower") and row.norm == "2" and row.probe != SIGMA
-        if (bound or row.probe == WORST) and not row.failing:
-            around[row[1:6]].append(row)
-    best: dict[Map, Row] = {}
-    for row in study.sigma:
-        old = best.get((row.scope, row.layer))
-        if row[1:6] in around and (old is None or (row.n, row.value) > (old.n, old.value)):
-            best[row.scope, row.layer] = row
-    return [_split(best[at], around[best[at][1:6]]) for at in study.maps if at in best]
-
-
-def _split(sigma: Row, around: Sequence[Row]) -> Surrounded:
-    # Imported late: the theorems import torch, which a study without bounds does not need.
-    from lipscope.report.bound_table import at_point
-
-    bounds = [row for row in around if row.probe != WORST]
-    return Surrounded(
-        sigma=sigma,
-        here=[row for row in bounds if at_point(row.probe)],
-        ball=[row for row in bounds if not at_point(row.probe)],
-        worst=next((row for row in around if row.probe == WORST), None),
-    )
-
-
-def bound_name(row: Row) -> str:
-    """The theorem behind a row of a bound."""
-    return shown(row.probe.removeprefix(BOUND), 60)
-
-
 def columns(study: Study) -> dict[str, Any]:
     """All rows by column: repeated texts once, numbers as texts of few digits."""
     by_name = dict(zip(COLUMNS, zip(*study.rows, strict=True), strict=True)) if study.rows else {}
@@ -337,11 +277,7 @@ def columns(study: Study) -> dict[str, Any]:
                 "at": [known[text] for text in values],
             }
         elif name in FEW_DIGITS:
-            found[name] = [_rounded(x, FEW_DIGITS[name]) for x in values]
+            found[name] = [float(f"{x:.{FEW_DIGITS[name]}g}") for x in values]
         else:
             found[name] = list(values)
     return {"count": len(study.rows), "columns": found}
-
-
-def _rounded(x: float, count: int) -> float:
-    return float(f"{x:.{count}g}")

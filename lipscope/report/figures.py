@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 from lipscope._types import UserError
 from lipscope.report import charts
+from lipscope.report.comparison import labels
 from lipscope.report.content import LengthCurve, heat, length_curves
 from lipscope.report.formats import exponent_range, layer_name, shown, shown_token
-from lipscope.report.identity import labels
 from lipscope.report.palette import colour, series
 from lipscope.report.study_charts import curve_of, main_scope
 from lipscope.study.study import Study

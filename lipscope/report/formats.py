@@ -1,8 +1,11 @@
-"""How the report writes numbers and tokens: steady digits, powers of n, intervals, counts."""
+"""How the report writes numbers, tokens and tables: steady digits, powers of n, intervals."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable, Sequence
+
+from rich.table import Table
 
 from lipscope._files import for_terminal
 
@@ -66,3 +69,26 @@ def counted(count: int, noun: str) -> str:
 def layer_name(layer: int | None) -> str:
     """A layer by its number; the whole model has none."""
     return "model" if layer is None else f"layer {layer}"
+
+
+def text_table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[str] = (),
+    folding: Collection[str] = (),
+    gap: int = 2,
+) -> Table:
+    """A table for the terminal; columns not in `left` are numbers, those in `folding` may wrap."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for head in heads:
+        # Names are long and fold; numbers never do.
+        table.add_column(
+            head,
+            justify="left" if head in left else "right",
+            no_wrap=head not in folding,
+            overflow="fold" if head in folding else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table

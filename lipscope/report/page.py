@@ -9,10 +9,9 @@ from html import escape
 from pathlib import Path
 
 from lipscope._checks import name_bad_argument
-from lipscope._files import whole_file
 from lipscope._types import UserError
 from lipscope.report import words
-from lipscope.report.bound_charts import bounds_part
+from lipscope.report.comparison import digest, labels, random_seed
 from lipscope.report.content import (
     Heat,
     Strip,
@@ -21,18 +20,27 @@ from lipscope.report.content import (
     length_curves,
     require_drawable,
     strips,
-    surrounded,
 )
-from lipscope.report.document import Page, command, section
+from lipscope.report.document import Page, command, section, write
 from lipscope.report.formats import counted, shown
-from lipscope.report.identity import labels, random_seed
-from lipscope.report.study_charts import growth_part, heat_chart, main_scope, ranking
-from lipscope.report.token_strips import token_data, token_part
-from lipscope.study.records import BUDGET, OBSERVED, WORST_CASE
+from lipscope.report.study_charts import (
+    growth_part,
+    heat_chart,
+    main_scope,
+    ranking,
+    token_data,
+    token_part,
+)
+from lipscope.study.records import BUDGET, OBSERVED, SIGMA, WORST_CASE
 from lipscope.study.study import Study
 
 SHORT = 64
 """The length at which bounds are suggested: the search for the worst input takes long beyond."""
+
+NO_BOUNDS = (
+    "σ is local: another text, or a longer one, may give a larger value. This study contains no "
+    "bounds and no search for the worst input."
+)
 
 
 @name_bad_argument
@@ -74,23 +82,13 @@ def write_report(
         ...     page.read_text()[:15]
         '<!doctype html>'
     """
-    # Imports of the comparison come late: most calls render one study.
     if isinstance(study, Study):
         return write(html(study, against), path, typed=True)
     if against is not None:
         raise UserError("a list of studies is compared already; omit against, or give one study")
-    from lipscope.report.comparison import digest
     from lipscope.report.comparison_page import comparison_html
 
     return write(comparison_html([digest(one) for one in study]), path, typed=True)
-
-
-def write(page: str, path: str | os.PathLike[str], *, typed: bool) -> Path:
-    """Write a page completely or not at all; links are followed only for a name the user typed."""
-    goal = Path(path)
-    with whole_file(goal, typed=typed) as draft:
-        draft.write_text(page, encoding="utf-8", newline="")
-    return goal
 
 
 def html(study: Study, against: Study | None = None) -> str:
@@ -118,7 +116,7 @@ def html(study: Study, against: Study | None = None) -> str:
     if priced:
         body += _budgets(study)
     body += [
-        section("sure", "How sure are we?", words.sure(study), _facts(study)),
+        section("sure", "How sure are we?", words.describe_certainty(study), _facts(study)),
         section(
             "table",
             "Every number",
@@ -150,14 +148,14 @@ def _budgets(study: Study) -> list[str]:
 
 def _smooth(study: Study, against: Study | None) -> tuple[str, ...]:
     """The answer to the first question; with the reference, or the command that measures one."""
-    text = words.smooth(study)
+    text = words.describe_sigma(study)
     if not study.sigma:
         return (text,)
     row, layers = words.most_sensitive(study)
     if against is not None:
         # At the length of the headline, for sigma of different lengths does not compare.
         theirs = words.medians(length_curves(against), row.scope, row.n)
-        return (f"{text}\n{words.compared(layers, theirs, labels([study, against])[1])}",)
+        return (f"{text}\n{words.describe_reference(layers, theirs, labels([study, against])[1])}",)
     # Random weights have no reference of their own: they are one.
     again = _random(study)
     if not again or random_seed(study) is not None:
@@ -183,12 +181,11 @@ def _measured(
         for curve in others
         if curve.scope == scope and row.n in curve.spreads
     }
-    bounds = surrounded(study)
     return [
         section(
             "rough",
             "Where is it most sensitive?",
-            words.rough(study),
+            words.describe_layers(study),
             f'<div class="part" data-part="frames" data-frames="heat">{heat_chart(found)}</div>',
             f"<h3>Layers by sensitivity ({escape(shown(scope, 30))}, n = {row.n:,})</h3>",
             ranking([c for c in curves if c.scope == scope], row.n, reference, name),
@@ -196,22 +193,33 @@ def _measured(
         section(
             "growth",
             "How does that grow with length?",
-            words.growth(study),
+            words.describe_growth(study),
             growth_part(curves, others, name),
         ),
         section(
             "tokens",
             "Which tokens carry it?",
-            words.tokens(study),
+            words.describe_tokens(study),
             token_part(_first(study, every)) if every else "",
         ),
         section(
             "worst",
             "How far is it from the worst case?",
-            words.worst(bounds),
-            bounds_part(bounds) if bounds else _again(study),
+            *_worst(study),
         ),
     ]
+
+
+def _worst(study: Study) -> tuple[str, str]:
+    """How far sigma is from its bounds and from the worst input, in words and as a chart."""
+    if any(row.probe not in (SIGMA, BUDGET, OBSERVED, WORST_CASE) for row in study.rows):
+        # Late: the theorems import torch, which a study without bounds does not need.
+        from lipscope.report.bounds import bounds_part, describe_worst_case, surrounded
+
+        found = surrounded(study)
+        if found:
+            return describe_worst_case(found), bounds_part(found)
+    return NO_BOUNDS, _again(study)
 
 
 def _first(study: Study, every: Sequence[Strip]) -> Strip:

@@ -1,4 +1,4 @@
-"""The charts and tables of one study, as HTML: heat map, ranking of layers, growth."""
+"""The charts and tables of one study, as HTML: heat map, ranking of layers, growth, tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from lipscope.report import charts
 from lipscope.report.charts import Curve, Grid, Marks
-from lipscope.report.content import Heat, LengthCurve
+from lipscope.report.content import NORM_UNIT, Heat, LengthCurve, Strip
 from lipscope.report.document import chart, swatch, table
 from lipscope.report.formats import digits, exponent, interval, layer_name, power, shown
-from lipscope.report.palette import colour, marker, series
+from lipscope.report.palette import colour, level, marker, series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,11 +24,21 @@ MANY_CURVES = 150
 """A chart of growth has at most this many layers: a thousand curves take seconds to draw."""
 
 
+SIDES = (
+    ("right", "Input: tokens whose change matters most"),
+    ("left", "Output: tokens that change most"),
+)
+
+
 def heat_chart(found: Heat, name: str = "heat") -> str:
     """The heat map at the greatest length; the script shows the others."""
     ends = f"{digits(found.scale.low)} to {digits(found.scale.high)}"
     label = f"Heat map of the median σ over layers and heads, from {ends}."
-    return grid_chart(found.grids[-1], name, label) + scale_bar(found)
+    kind = ", logarithmic" if found.scale.log else ""
+    return grid_chart(found.grids[-1], name, label) + (
+        f'<p class="scale"><span>{digits(found.scale.low)}</span><span class="bar"></span>'
+        f"<span>{digits(found.scale.high)}</span><span>median σ{kind}</span></p>"
+    )
 
 
 def grid_chart(grid: Grid, name: str, label: str) -> str:
@@ -69,15 +79,6 @@ def grid_chart(grid: Grid, name: str, label: str) -> str:
 
     wide = int(min(900, max(420, margin + 58 * len(grid.columns))))
     return chart(name, label, draw, wide=wide)
-
-
-def scale_bar(found: Heat) -> str:
-    """The ramp of a heat map with its ends."""
-    kind = ", logarithmic" if found.scale.log else ""
-    return (
-        f'<p class="scale"><span>{digits(found.scale.low)}</span><span class="bar"></span>'
-        f"<span>{digits(found.scale.high)}</span><span>median σ{kind}</span></p>"
-    )
 
 
 def ranking(
@@ -265,3 +266,64 @@ def _laws(curves: Sequence[LengthCurve]) -> str:
         name = swatch(series(k, len(curves)), marker(k)[1], layer_name(curve.layer))
         lines.append([name, digits(curve.last.middle), *fitted, radii])
     return table(head, lines, "Growth of every layer", raw=True)
+
+
+def token_part(strip: Strip) -> str:
+    """The tokens of one map, by their norms in the right and the left singular vector."""
+    found = ""
+    for side, title in SIDES:
+        norms = getattr(strip, side)
+        most = max(norms) or 1
+        # The square root of the norm: beside a token that carries nearly all, others stay visible.
+        tokens = "".join(
+            f'<span class="token c{level(math.sqrt(norm / most))}">{escape(word)}</span>'
+            for word, norm in zip(strip.words, norms, strict=True)
+        )
+        found += (
+            f'<h3>{title}</h3><div class="strip" data-side="{side}" role="group" tabindex="0" '
+            f'aria-label="{title}. Arrow keys move over the tokens.">{tokens}</div>'
+        )
+    return (
+        f'<div class="part" data-part="tokens"><p class="note about">{escape(about(strip))}</p>'
+        f"{found}</div>"
+    )
+
+
+def about(strip: Strip) -> str:
+    """Which tokens a strip shows."""
+    row = strip.row
+    cut = "" if strip.whole else f", its first {len(strip.words):,} tokens"
+    return (
+        f"{layer_name(row.layer)}, {_map_name(strip)}: σ = {digits(row.value, 4)} at "
+        f"n = {row.n:,}, sample {row.sample}{cut}."
+    )
+
+
+def _map_name(strip: Strip) -> str:
+    head = strip.row.head
+    return shown(strip.row.scope, 30) + ("" if head is None else f", head {head}")
+
+
+def token_data(strips: Sequence[Strip], first: Strip) -> dict[str, object]:
+    """The strips for the script; the words of a sample, which maps share, are stored once."""
+    return {
+        "words": {_sample(strip): strip.words for strip in strips},
+        "first": strips.index(first),
+        "unit": NORM_UNIT,
+        "strips": [
+            {
+                "layer": layer_name(strip.row.layer),
+                "map": _map_name(strip),
+                "about": about(strip),
+                "words": _sample(strip),
+                "right": strip.right,
+                "left": strip.left,
+            }
+            for strip in strips
+        ],
+    }
+
+
+def _sample(strip: Strip) -> str:
+    # Long samples are cut, and not always at the same token.
+    return f"{strip.row.n}-{strip.row.sample}-{len(strip.words)}"

@@ -1,9 +1,9 @@
-"""A study on the terminal: layers and scopes, growth, and the tokens behind the largest sigma."""
+"""A study on the terminal and in a notebook: layers and scopes, growth, the tokens that matter."""
 
 from __future__ import annotations
 
-import math
-from decimal import ROUND_CEILING, Context
+from html import escape
+from io import StringIO
 from statistics import median
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -11,17 +11,26 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from lipscope._display import html_table
 from lipscope._files import for_terminal
 from lipscope._types import UserError
-from lipscope.models.scopes import WITHOUT_ROUTE
-from lipscope.report.formats import counted, digits, exponent_range, interval
-from lipscope.study.growth import MIN_LENGTHS, Growth
-from lipscope.study.records import BUDGET, Identity, Row
-from lipscope.study.study import Study, Token
+from lipscope.report.formats import (
+    counted,
+    digits,
+    exponent_range,
+    interval,
+    layer_name,
+    shown,
+    text_table,
+)
+from lipscope.report.words import certificate, headline, replaces_attention
+from lipscope.study.growth import MIN_LENGTHS
+from lipscope.study.records import BUDGET
+from lipscope.study.study import Study
 
 TOP_TOKENS = 3
 TOP_LAYERS = 12
-IMPRECISE = "imprecise"
+HEAD = ("layer", "map", "n", "σ, median", "σ, range", "α [95 %]")
 
 
 def summary(study: Study) -> RenderableType:
@@ -79,37 +88,24 @@ class _Fitting:
 def _table(study: Study, columns: int) -> Table:
     """The first of the columns layer, scope, sigma, exponent, its residual, and radius."""
     longest = max(row.n for row in study.sigma)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    heads = ("layer", "scope", f"σ at n = {longest}", "α in σ ~ C nᵅ", "rms", "R(n)")
-    for head in heads[:columns]:
-        table.add_column(head, justify="right" if head == "layer" else "left")
+    heads = ("layer", "scope", f"σ at n = {longest}", "α in σ ~ C nᵅ", "rms", "R(n)")[:columns]
+    lines = []
     # A layer is named once; None is a name too, that of the whole model.
     before: object = "none yet"
     for scope, layer in study.maps:
         rows = study.largest(scope, layer)
         name = "" if layer == before else "all" if layer is None else str(layer)
-        sigma = _spread([row.value for row in rows if row.n == longest])
-        growth = _exponent(study.law(scope, layer))
-        ends = _ends(study.radius(scope, layer))
-        table.add_row(*(name, for_terminal(scope), sigma, *growth, ends)[:columns])
+        values = [row.value for row in rows if row.n == longest]
+        sigma = f"{digits(median(values))} {interval(min(values), max(values))}" if values else "-"
+        law = study.law(scope, layer)
+        alpha = "-" if law is None else exponent_range(law.alpha, law.low, law.high)
+        rms = "" if law is None else f"{law.rms:.2f}"
+        radius = study.radius(scope, layer)
+        ends = dict.fromkeys((min(radius), max(radius)))
+        radii = " → ".join(digits(radius[n]) for n in ends)
+        lines.append((name, for_terminal(scope), sigma, alpha, rms, radii)[:columns])
         before = layer
-    return table
-
-
-def _spread(values: list[float]) -> str:
-    return f"{digits(median(values))} {interval(min(values), max(values))}" if values else "-"
-
-
-def _exponent(law: Growth | None) -> tuple[str, str]:
-    if law is None:
-        return "-", ""
-    return exponent_range(law.alpha, law.low, law.high), f"{law.rms:.2f}"
-
-
-def _ends(radius: dict[int, float]) -> str:
-    """R at the smallest and at the largest length."""
-    ends = dict.fromkeys((min(radius), max(radius)))
-    return " → ".join(digits(radius[n]) for n in ends)
+    return text_table(heads, lines, left=heads[1:], folding=("scope",))
 
 
 def _legend(study: Study, columns: int) -> str:
@@ -127,108 +123,14 @@ def _legend(study: Study, columns: int) -> str:
         f"σ: local Lipschitz constant, median [range] over samples{heads}.",
         *([growth] if columns > 3 else []),
         *([f"R(n): largest norm of a token at the map's input, {ends}."] if columns > 5 else []),
-        f"{certificate(study)}{_comparison(study)}",
+        certificate(study),
     ]
+    if replaces_attention(study):
+        lines.append(
+            "Outputs with lipscope's attention and with the model's own differ by "
+            f"{study.info.about.difference_to_eager:.0e}."
+        )
     return "\n".join(lines)
-
-
-def replaces_attention(study: Study) -> bool:
-    """Whether the model ran on lipscope's attention, as it does at every scope if it can."""
-    # A model that cannot is measured on its own attention: its difference is exactly 0, and it has
-    # no scopes but these.
-    return study.info.about.difference_to_eager > 0 or any(
-        row.scope not in WITHOUT_ROUTE for row in study.sigma
-    )
-
-
-def _comparison(study: Study) -> str:
-    """How much lipscope's attention changes the output; empty if it was not used."""
-    if not replaces_attention(study):
-        return ""
-    return (
-        "\nOutputs with lipscope's attention and with the model's own differ by "
-        f"{study.info.about.difference_to_eager:.0e}."
-    )
-
-
-def certificate(study: Study) -> str:
-    """How tight the bounds of a study are, and what to try where there are none."""
-    bounded = [ratio for row in study.sigma if (ratio := width(row)) < math.inf]
-    unbounded = sum(row.upper == math.inf for row in study.sigma)
-    drowned = len(study.sigma) - len(bounded) - unbounded
-    who = (
-        "Every σ" if len(bounded) == len(study.sigma) else f"{len(bounded)} of {len(study.sigma)} σ"
-    )
-    text = "Every σ has a lower bound but no upper bound"
-    if bounded:
-        verb = "lies between its" if who.startswith("Every") else "lie between their"
-        text = f"{who} {verb} lower and upper bound, at most {apart(max(bounded))} apart"
-        text += f"; {_have(unbounded)} no upper bound" if unbounded else ""
-    text += _remedy(study.info.identity) if unbounded else ""
-    if drowned:
-        text += f"; {_have(drowned)} no lower bound above 0, because rounding may exceed them"
-    return f"{text}.{joint(study)}{_imprecise(study)}{_missed(study)}"
-
-
-def _have(count: int) -> str:
-    return f"{count:,} has" if count == 1 else f"{count:,} have"
-
-
-def joint(study: Study) -> str:
-    """The probability with which all upper bounds hold together; empty if there are none."""
-    if not study.certified:
-        return ""
-    count = len(study.certified)
-    odds = _rounded_up(study.joint_failure)
-    who = f"All {count} upper bounds hold together" if count > 1 else "The upper bound holds"
-    return f"\n{who} with probability at least 1 - {odds}."
-
-
-def _rounded_up(x: float) -> str:
-    """A probability or a distance rounded up to two digits."""
-    # Rounded to nearest, a stated bound could be smaller than the true one.
-    return f"{float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(x))):g}"
-
-
-def width(row: Row) -> float:
-    """upper / lower; 1 where both are 0."""
-    return row.upper / row.lower if row.lower > 0 else 1.0 if row.upper == 0 else math.inf
-
-
-def apart(ratio: float) -> str:
-    """How far apart upper and lower are: in per cent, or as a factor beyond 50 %."""
-    # The last digits of the ratio are rounding: 1.1 is 10 %, not 10.1 %.
-    percent = 100 * (ratio - 1) * (1 - 1e-9)
-    return f"{_rounded_up(percent)} %" if ratio < 1.5 else f"a factor {ratio:.4g}"
-
-
-def _remedy(identity: Identity) -> str:
-    """What to try for an upper bound; empty if --gap was given, as the rows say why it failed."""
-    if identity.dtype != "float64":
-        return "; an upper bound needs --dtype float64"
-    return "; --gap iterates until there is one" if identity.gap is None else ""
-
-
-def _imprecise(study: Study) -> str:
-    """How many rows are accurate to less than two digits, because of rounding."""
-    count = sum(row.status.split(":")[0] == IMPRECISE for row in study.sigma)
-    return (
-        f"\n{count} of {len(study.sigma)} rows are imprecise: rounding may exceed 1 % of σ."
-        if count
-        else ""
-    )
-
-
-def _missed(study: Study) -> str:
-    """How many rows exceed the requested gap, and why."""
-    rows = [row for row in study.sigma if row.missed]
-    if not rows:
-        return ""
-    # The first reason stands for all: most often it is the same.
-    asked = study.info.identity.gap
-    reason = for_terminal(rows[0].status, 200)
-    gap = "the requested gap" if asked is None else f"the gap of {asked:g}"
-    return f"\n{len(rows)} of {len(study.sigma)} rows miss {gap}; the first reason: {reason}."
 
 
 def _peak(study: Study) -> Text:
@@ -244,9 +146,11 @@ def _peak(study: Study) -> Text:
         return text
     for verb, part in (("It reacts most to", "right"), ("The change shows most at", "left")):
         tokens = sorted(found, key=lambda token: -getattr(token, part))[:TOP_TOKENS]
-        text.append(
-            f"\n{verb} " + ", ".join(_named(token, getattr(token, part)) for token in tokens) + "."
+        named = (
+            f"“{for_terminal(token.token, 16)}” ({token.position}: {getattr(token, part):.2f})"
+            for token in tokens
         )
+        text.append(f"\n{verb} {', '.join(named)}.")
     return text
 
 
@@ -266,5 +170,32 @@ def _ranking(study: Study) -> list[RenderableType]:
     return [Text(f"Layers by largest σ ({scope}, n = {peak.n}): {listed}{rest}.")]
 
 
-def _named(token: Token, norm: float) -> str:
-    return f"“{for_terminal(token.token, 16)}” ({token.position}: {norm:.2f})"
+def summary_html(study: Study) -> str:
+    """The headline, and per map sigma at the largest length with its growth exponent."""
+    name = (
+        f"<strong>{escape(shown(study.info.about.model, 80))}</strong>: {escape(headline(study))}"
+    )
+    rows = [_cells(study, scope, layer) for scope, layer in study.maps]
+    table = html_table(HEAD, rows) if rows else ""
+    missing = len(study.failed)
+    failed = f"<p>Without a value: {counted(missing, 'row')}.</p>" if missing else ""
+    return f"<div><p>{name}</p>{table}{failed}</div>"
+
+
+def _cells(study: Study, scope: str, layer: int | None) -> tuple[str, ...]:
+    rows = study.largest(scope, layer)
+    law = study.law(scope, layer)
+    # Maps may have been measured at different lengths: each line names its own.
+    n = max(row.n for row in rows)
+    values = [row.value for row in rows if row.n == n]
+    growth = "–" if law is None else exponent_range(law.alpha, law.low, law.high)
+    spread = interval(min(values), max(values), 4)
+    return layer_name(layer), shown(scope, 30), f"{n:,}", digits(median(values), 4), spread, growth
+
+
+def terminal_html(table: RenderableType) -> str:
+    """What a command prints, as it stands on a terminal 110 columns wide."""
+    console = Console(file=StringIO(), width=110, highlight=False, color_system=None)
+    with console.capture() as printed:
+        console.print(table)
+    return f"<pre>{escape(printed.get())}</pre>"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Context
 from statistics import median
 
 from lipscope._types import UserError
-from lipscope.report.content import LengthCurve, Surrounded, bound_name, tightest
+from lipscope.models.scopes import WITHOUT_ROUTE
+from lipscope.report.content import LengthCurve
 from lipscope.report.formats import (
     counted,
     digits,
@@ -23,13 +25,13 @@ from lipscope.report.formats import (
     shown,
     shown_token,
 )
-from lipscope.report.study_table import apart, certificate, replaces_attention, width
 from lipscope.study.growth import CONFIDENCE, MIN_LENGTHS, Growth
 from lipscope.study.records import BUDGET, Row
 from lipscope.study.study import Study, Token
 
 NOTHING = "No value has been measured yet."
 TOP_TOKENS = 3
+IMPRECISE = "imprecise"
 
 HYPOTHESES = (
     "That probability is over the random starts of the solver. It assumes that no input was chosen "
@@ -91,7 +93,7 @@ def tiles(study: Study) -> list[tuple[str, str, str]]:
     row, layers = most_sensitive(study)
     name, value = next(iter(layers.items()))
     law = law_of(study, row.scope, name)
-    gap = widest(study)
+    gap = max(map(width, study.sigma), default=math.inf)
     have = "lower" if any(math.isinf(r.upper) for r in study.sigma) else "upper"
     # Every map is measured at the same samples, so that the first one counts them.
     samples = sum(r.n == row.n for r in study.largest(*study.maps[0]))
@@ -119,7 +121,7 @@ def law_of(study: Study, scope: str, name: str) -> Growth | None:
     return study.law(scope, layer)
 
 
-def smooth(study: Study) -> str:
+def describe_sigma(study: Study) -> str:
     """What sigma is, the largest one, and the range over layers."""
     if not study.sigma:
         return headline(study)
@@ -139,7 +141,7 @@ def smooth(study: Study) -> str:
     return text
 
 
-def compared(mine: dict[str, float], theirs: dict[str, float], name: str) -> str:
+def describe_reference(mine: dict[str, float], theirs: dict[str, float], name: str) -> str:
     """Medians of this study beside those of the reference, layer by layer."""
     ratios = {at: mine[at] / theirs[at] for at in mine if theirs.get(at, 0) > 0 and mine[at] > 0}
     ratios = {at: ratio for at, ratio in ratios.items() if 0 < ratio < math.inf}  # one may be inf
@@ -158,7 +160,7 @@ def compared(mine: dict[str, float], theirs: dict[str, float], name: str) -> str
     )
 
 
-def rough(study: Study) -> str:
+def describe_layers(study: Study) -> str:
     """The most and the least sensitive layer, and the most sensitive head."""
     row, layers = most_sensitive(study)
     ranked = list(layers)
@@ -182,7 +184,7 @@ def rough(study: Study) -> str:
     return text + ". Each cell is the median over samples."
 
 
-def growth(study: Study) -> str:
+def describe_growth(study: Study) -> str:
     """The law of the most sensitive layer in words."""
     row, layers = most_sensitive(study)
     name = next(iter(layers))
@@ -209,7 +211,7 @@ def growth(study: Study) -> str:
     )
 
 
-def tokens(study: Study) -> str:
+def describe_tokens(study: Study) -> str:
     """The tokens that matter most; why the first one does, and which follow without it."""
     row = study.peak()
     try:
@@ -239,63 +241,7 @@ def _top(found: Sequence[Token], part: str) -> str:
     )
 
 
-def worst(found: Sequence[Surrounded]) -> str:
-    """How far sigma at the text is from the worst input found and from the upper bounds."""
-    if not found:
-        return (
-            "σ is local: another text, or a longer one, may give a larger value. This study "
-            "contains no bounds and no search for the worst input."
-        )
-    known = [item for item in found if item.sigma.value > 0]
-    text = ""
-    ratios = {_at(i): i.worst.value / i.sigma.value for i in known if i.worst is not None}
-    if ratios:
-        text = (
-            "The worst input found among those whose tokens are no larger than the text's has a σ "
-            f"{_range(ratios, 'times that of the text')}. "
-        )
-    limits = [
-        _limit(known, [item.here for item in known], "at this text"),
-        _limit(known, [item.ball for item in known], "over all those inputs"),
-    ]
-    return text + (
-        " ".join(filter(None, limits))
-        or "There is no upper bound, so nothing limits σ from above on other inputs."
-    )
-
-
-def _limit(known: Sequence[Surrounded], bounds: Sequence[Sequence[Row]], where: str) -> str:
-    """The smallest upper bounds of some kind; empty if there are none."""
-    best = {_at(item): tightest(rows) for item, rows in zip(known, bounds, strict=True)}
-    ratios = {
-        _at(item): row.value / item.sigma.value
-        for item in known
-        if (row := best[_at(item)]) is not None
-    }
-    if not ratios:
-        return ""
-    names = dict.fromkeys(bound_name(row) for row in best.values() if row is not None)
-    return f"The smallest upper bound {where} is {_range(ratios, 'times σ')}: {', '.join(names)}."
-
-
-def _at(item: Surrounded) -> str:
-    head = "" if item.sigma.head is None else f", head {item.sigma.head}"
-    return layer_name(item.sigma.layer) + head
-
-
-def _range(ratios: dict[str, float], unit: str) -> str:
-    least = min(ratios, key=lambda at: ratios[at])
-    most = max(ratios, key=lambda at: ratios[at])
-    low = digits(ratios[least])
-    high = digits(ratios[most])
-    if len(ratios) == 1:
-        return f"{low} {unit} ({least})"
-    if low == high:
-        return f"{low} {unit} in each of {len(ratios)} maps"
-    return f"{low} ({least}) to {high} ({most}) {unit}"
-
-
-def sure(study: Study) -> str:
+def describe_certainty(study: Study) -> str:
     """How the rows ended, how tight they are, and how the attention was checked."""
     # What follows the colon is the reason of one row; a summary counts the kinds.
     counts = Counter(row.status.split(":")[0] for row in study.rows)
@@ -317,15 +263,85 @@ def sure(study: Study) -> str:
     return text.replace("\n", " ").rstrip()
 
 
+def replaces_attention(study: Study) -> bool:
+    """Whether the model ran on lipscope's attention, as it does at every scope if it can."""
+    # A model that cannot is measured on its own attention: its difference is exactly 0, and it has
+    # no scopes but these.
+    return study.info.about.difference_to_eager > 0 or any(
+        row.scope not in WITHOUT_ROUTE for row in study.sigma
+    )
+
+
+def certificate(study: Study) -> str:
+    """How tight the bounds of a study are, and what to try where there are none."""
+    bounded = [ratio for row in study.sigma if (ratio := width(row)) < math.inf]
+    unbounded = sum(row.upper == math.inf for row in study.sigma)
+    drowned = len(study.sigma) - len(bounded) - unbounded
+    who = (
+        "Every σ" if len(bounded) == len(study.sigma) else f"{len(bounded)} of {len(study.sigma)} σ"
+    )
+    text = "Every σ has a lower bound but no upper bound"
+    if bounded:
+        verb = "lies between its" if who.startswith("Every") else "lie between their"
+        text = f"{who} {verb} lower and upper bound, at most {apart(max(bounded))} apart"
+        text += f"; {_have(unbounded)} no upper bound" if unbounded else ""
+    identity = study.info.identity
+    if unbounded and identity.dtype != "float64":
+        text += "; an upper bound needs --dtype float64"
+    elif unbounded and identity.gap is None:  # with --gap, the rows say why it failed
+        text += "; --gap iterates until there is one"
+    if drowned:
+        text += f"; {_have(drowned)} no lower bound above 0, because rounding may exceed them"
+    text = f"{text}.{joint(study)}"
+    total = len(study.sigma)
+    imprecise = sum(row.status.split(":")[0] == IMPRECISE for row in study.sigma)
+    if imprecise:
+        text += f"\n{imprecise} of {total} rows are imprecise: rounding may exceed 1 % of σ."
+    missed = [row for row in study.sigma if row.missed]
+    if missed:
+        # The first reason stands for all: most often it is the same.
+        reason = shown(missed[0].status)
+        gap = "the requested gap" if identity.gap is None else f"the gap of {identity.gap:g}"
+        text += f"\n{len(missed)} of {total} rows miss {gap}; the first reason: {reason}."
+    return text
+
+
+def _have(count: int) -> str:
+    return f"{count:,} has" if count == 1 else f"{count:,} have"
+
+
+def joint(study: Study) -> str:
+    """The probability with which all upper bounds hold together; empty if there are none."""
+    if not study.certified:
+        return ""
+    count = len(study.certified)
+    odds = _rounded_up(study.joint_failure)
+    who = f"All {count} upper bounds hold together" if count > 1 else "The upper bound holds"
+    return f"\n{who} with probability at least 1 - {odds}."
+
+
+def _rounded_up(x: float) -> str:
+    """A probability or a distance rounded up to two digits."""
+    # Rounded to nearest, a stated bound could be smaller than the true one.
+    return f"{float(Context(prec=2, rounding=ROUND_CEILING).create_decimal(repr(x))):g}"
+
+
+def width(row: Row) -> float:
+    """upper / lower; 1 where both are 0."""
+    return row.upper / row.lower if row.lower > 0 else 1.0 if row.upper == 0 else math.inf
+
+
+def apart(ratio: float) -> str:
+    """How far apart upper and lower are: in per cent, or as a factor beyond 50 %."""
+    # The last digits of the ratio are rounding: 1.1 is 10 %, not 10.1 %.
+    percent = 100 * (ratio - 1) * (1 - 1e-9)
+    return f"{_rounded_up(percent)} %" if ratio < 1.5 else f"a factor {ratio:.4g}"
+
+
 def failures(study: Study) -> list[str]:
     """Why rows have no value, the most frequent reason first."""
     reasons = Counter(row.status for row in study.failed)
     return [f"{count:,} × {shown(reason, 300)}" for reason, count in reasons.most_common(5)]
-
-
-def widest(study: Study) -> float:
-    """The largest ratio upper / lower of all rows."""
-    return max(map(width, study.sigma), default=math.inf)
 
 
 def medians(curves: Sequence[LengthCurve], scope: str, n: int) -> dict[str, float]:

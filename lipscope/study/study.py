@@ -393,7 +393,7 @@ class Study:
         return tokens(self, ax, layer, scope)
 
     def _repr_html_(self) -> str:
-        from lipscope.report.notebook import summary_html
+        from lipscope.report.study_table import summary_html
 
         return summary_html(self)
 

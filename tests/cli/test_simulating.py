@@ -7,7 +7,7 @@ import pytest
 from lipscope.cli import main
 from lipscope.dynamics.presets import PRESETS
 
-FILES = ["animation.gif", "figure.png", "series.csv", "simulation.json"]
+FILES = ["figure.png", "series.csv", "simulation.json"]
 
 
 def test_it_writes_and_says_what_it_found(tmp_path, capsys):
@@ -21,9 +21,6 @@ def test_it_writes_and_says_what_it_found(tmp_path, capsys):
 
 def test_without_out_the_folder_is_named_after_the_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "lipscope.report.simulation_files.animate", lambda simulation, path, progress: path.touch()
-    )
     assert main(["simulate", "--preset", "masked", "--n", "5", "--time", "0.5"]) == 0
     assert sorted(path.name for path in (tmp_path / "simulation-masked").iterdir()) == FILES
 
@@ -39,10 +36,7 @@ def test_without_out_the_folder_is_named_after_the_preset(tmp_path, monkeypatch)
         "--preset gaussian --n 3 --dim 1 --time 1e4",
     ],
 )
-def test_the_smallest_and_the_longest_are_drawn(options, tmp_path, monkeypatch, recwarn):
-    monkeypatch.setattr(
-        "lipscope.report.simulation_files.animate", lambda simulation, path, progress: path.touch()
-    )
+def test_the_smallest_and_the_longest_are_drawn(options, tmp_path, recwarn):
     assert main(["simulate", *options.split(), "--out", str(tmp_path / "out")]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
     assert not [w for w in recwarn if "tight" not in str(w.message)]

@@ -8,8 +8,8 @@ import pytest
 
 from lipscope.report import charts
 from lipscope.report.charts import Cell, Curve, Dots, Grid, figure_of
+from lipscope.report.document import inline_svg
 from lipscope.report.palette import colour
-from lipscope.report.svg import inline_svg
 
 
 def drawn(draw, width=400, height=300):

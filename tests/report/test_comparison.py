@@ -7,9 +7,16 @@ import pytest
 from rich.console import Console
 
 from lipscope._types import UserError
-from lipscope.report.comparison import compare, comparison_table, digest, verdict
+from lipscope.report.comparison import (
+    compare,
+    comparison_table,
+    digest,
+    names,
+    shared,
+    telling,
+    verdict,
+)
 from lipscope.report.comparison_page import MOST, comparison_html
-from lipscope.report.identity import names, shared, telling
 from tests.report.made import HOSTILE, failed, grid, study
 from tests.report.test_page import data_of, read
 from tests.study.fakes import row

@@ -14,9 +14,11 @@ import pytest
 
 from lipscope._types import UserError
 from lipscope.cli import main
+from lipscope.probes.bounds import BOUND, WORST
 from lipscope.report import study_charts
-from lipscope.report.content import BOUND, WORST, Scale, Spread, heat, strips, surrounded
-from lipscope.report.encoding import as_json, packed
+from lipscope.report.bounds import surrounded
+from lipscope.report.content import Scale, Spread, heat, strips
+from lipscope.report.document import as_json, packed
 from lipscope.report.page import html, write_report
 from lipscope.report.words import tiles
 from tests.report.made import HOSTILE, bounded, failed, grid, study, worst_found

@@ -9,7 +9,7 @@ from rich.console import Console
 from lipscope.models.loading import load
 from lipscope.models.plug import listening
 from lipscope.report.study_table import summary
-from lipscope.report.words import sure
+from lipscope.report.words import describe_certainty
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from tests.models.zoo import make, sample
@@ -41,7 +41,7 @@ def study_of(scope, difference):
 def test_the_difference_is_shown_where_attention_was_replaced(scope, difference, used):
     study = study_of(scope, difference)
     assert ("lipscope's attention" in shown(study)) == used
-    assert ("lipscope's attention" in sure(study)) == used
+    assert ("lipscope's attention" in describe_certainty(study)) == used
 
 
 @pytest.mark.parametrize(("name", "replaced"), [("llama", True), ("gpt_neo", False)])

@@ -69,11 +69,7 @@ def test_public_functions_refuse_names_of_files(model, named, call):
             call(model, text)
 
 
-def test_compare_attacks_and_training_refuse_names_of_files(model, named, tmp_path):
-    with pytest.raises(ls.UserError, match="is the name of a file"):
-        ls.compare_attacks(model, ["some words", "other words", named])
-    with pytest.raises(ls.UserError, match=r"texts must be a list of texts, got 'val\.txt'"):
-        ls.compare_attacks(model, named)
+def test_training_refuses_names_of_files(named, tmp_path):
     with pytest.raises(ls.UserError, match="is the name of a file"):
         train_character_model(named, out=tmp_path / "trained")
 

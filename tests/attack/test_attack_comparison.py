@@ -2,26 +2,35 @@
 
 import csv
 
+import matplotlib
 import pytest
 import torch
 
-from lipscope._types import UserError
-from lipscope.cli import main
-from lipscope.papers.attack_comparison import (
+from benchmarks.adversarial_growth import growth_figure
+from benchmarks.attack_comparison import (
     DIRECTION,
     GRADIENT,
+    LOOKS,
     RANDOM,
     SHARES,
     TOKENS,
-    Contest,
+    Settings,
     Trial,
     compare_attacks,
+    comparison_figure,
+    main,
     nearest_other,
     texts_in,
 )
+from lipscope._types import UserError
 from lipscope.probes.sentence import TextReader, sentence_embedding
+from tests.study.conftest import model, prose, tiny
 
-CONTEST = Contest(swaps=2, length=6)
+__all__ = ["model", "prose", "tiny"]
+
+matplotlib.use("Agg")
+
+SETTINGS = Settings(swaps=2, length=6)
 SMALL, LARGE = (1e-5, 3e-5), 300.0
 """Fractions of a swap's norm at which the model is linear, and at which the text is lost."""
 
@@ -35,8 +44,8 @@ def texts(prose):
 @pytest.fixture(scope="module")
 def trials(model, texts) -> list[Trial]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lipscope.papers.attack_comparison.SHARES", (*SMALL, LARGE))
-        return compare_attacks(model, texts, CONTEST)
+        patch.setattr("benchmarks.attack_comparison.SHARES", (*SMALL, LARGE))
+        return compare_attacks(model, texts, SETTINGS)
 
 
 def test_every_attack_has_every_norm_and_norms_agree(trials, texts):
@@ -91,50 +100,61 @@ def test_the_neighbour_is_the_nearest_other_text():
         assert nearest_other(s, i)(s[i : i + 1]).tolist() == [truth]
 
 
-def test_the_command_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, tmp_path, capsys):
-    file, out = tmp_path / "texts.txt", tmp_path / "out"
-    texts = texts[:3]
-    file.write_text("\n\n".join(texts))
-    options = [
-        "--kind",
-        "compare",
-        "--text",
-        str(file),
-        "--length",
-        "6",
-        "--swaps",
-        "1",
-        "--out",
-        str(out),
-    ]
-    assert main(["attack", tiny, *options]) == 0
+def test_the_script_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, tmp_path, capsys):
+    file = tmp_path / "texts.txt"
+    out = tmp_path / "out"
+    file.write_text("\n\n".join(texts[:3]))
+    options = ["--text", str(file), "--length", "6", "--swaps", "1", "--out", str(out)]
+    main(["--model", tiny, *options])
     printed = capsys.readouterr().out
-    assert TOKENS in printed and f"of {len(texts)}" in printed
+    assert TOKENS in printed and "of 3" in printed
     with (out / "attacks.csv").open() as lines:
         rows = list(csv.DictReader(lines))
-    assert len(rows) == len(texts) * (3 * (len(SHARES) + 1) + 1) and set(rows[0]) == set(
-        Trial._fields
-    )
+    assert len(rows) == 3 * (3 * (len(SHARES) + 1) + 1) and set(rows[0]) == set(Trial._fields)
     assert (out / "attacks.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("lines", "options", "says"),
+    ("lines", "swaps", "says"),
     [
-        ("ba\nce\nba", ["--swaps", "1"], "at least 3 different texts, got 2"),
-        ("ba ce di\nba\nfo gu ha", ["--swaps", "2"], "'ba' has too few tokens to replace 2"),
-        ("ba\nce\ndi", ["--swaps", "9", "--length", "8"], "cannot replace 9 tokens in a text of 8"),
-        ("ba\nce\ndi", ["--layers", "1"], "leave --layers out"),
+        ("ba\nce\nba", 1, "at least 3 different texts, got 2"),
+        ("ba ce di\nba\nfo gu ha", 2, "'ba' has too few tokens to replace 2"),
+        ("ba\nce\ndi", 9, "cannot replace 9 tokens in a text of 8"),
     ],
 )
-def test_bad_input_is_told_in_a_line(tiny, tmp_path, lines, options, says, capsys):
-    file = tmp_path / "texts.txt"
-    file.write_text(lines)
-    assert main(["attack", tiny, "--kind", "compare", "--text", str(file), *options]) == 2
-    assert says in capsys.readouterr().err
+def test_bad_input_is_told_in_a_line(model, lines, swaps, says):
+    with pytest.raises(UserError, match=says):
+        compare_attacks(model, lines.split("\n"), Settings(swaps, 8))
 
 
 def test_texts_are_lines(tmp_path):
-    assert texts_in("one\n\n two \n") == ["one", "two"]
+    (tmp_path / "texts.txt").write_text("one\n\n two \n")
+    assert texts_in(tmp_path / "texts.txt") == ["one", "two"]
     with pytest.raises(UserError, match="cannot read"):
         texts_in(tmp_path / "nothing.txt")
+
+
+def test_the_figure_has_a_line_for_every_attack_at_its_median():
+    trials = [
+        Trial(text, attack, budget, budget * (1 + text), budget * i, success=budget > 1)
+        for text in range(3)
+        for i, attack in enumerate(LOOKS, 1)
+        for budget in (0.1, 1, 2)
+        if attack != TOKENS or budget >= 1
+    ]
+    left, right = comparison_figure(trials).axes
+    assert [line.get_label() for line in left.get_lines()] == list(LOOKS)
+    for i, (line, share) in enumerate(zip(left.get_lines(), right.get_lines(), strict=True), 1):
+        budgets = [1, 2] if line.get_label() == TOKENS else [0.1, 1, 2]
+        assert line.get_xdata().tolist() == pytest.approx([2 * b for b in budgets])
+        assert line.get_ydata().tolist() == pytest.approx([i * b for b in budgets])
+        assert share.get_ydata().tolist() == [100 * (b > 1) for b in budgets]
+    assert left.get_xscale() == left.get_yscale() == "log" and "3 texts" in left.get_xlabel()
+
+
+def test_the_growth_has_a_curve_for_every_name():
+    curves = {"real": {8: 1.0, 16: 1.2}, "bound": {8: 30.0, 16: 42.0, 32: 60.0}}
+    (ax,) = growth_figure(curves, "a layer").axes
+    names = [line.get_label() for line in ax.get_lines()]
+    assert names == ["real", "bound", "slope 1/2"] and ax.get_title() == "a layer"
+    assert ax.get_lines()[1].get_ydata().tolist() == [30.0, 42.0, 60.0]

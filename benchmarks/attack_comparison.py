@@ -3,26 +3,30 @@
 A perturbation is a change of the token embeddings of one text, measured in the Frobenius norm.
 Token swaps are discrete and determine the norm, per text and number of swaps; the other attacks are
 given exactly that norm, and fractions of it that no swap can reach.
+
+    python benchmarks/attack_comparison.py                     # paragraphs of the embedded prose
+    python benchmarks/attack_comparison.py --text FILE --out attacks/   # attacks.csv, attacks.png
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from lipscope._ambient import entry_point
-from lipscope._checks import abbreviate
-from lipscope._files import whole_file
-from lipscope._notebook_bar import with_bar
-from lipscope._types import UserError
+import lipscope as ls
 from lipscope.attack.perturbation import (
     gradient_perturbations,
     random_perturbations,
@@ -30,14 +34,11 @@ from lipscope.attack.perturbation import (
 )
 from lipscope.attack.tokens import guided_swaps
 from lipscope.models.embedded import default_text
-from lipscope.models.loading import load
-from lipscope.models.model import Model
 from lipscope.probes.sentence import TextReader, sentence_embedding
 from lipscope.probes.token_target import output_change
+from lipscope.report.palette import colour
 from lipscope.study.reading import check_vocabulary, special_frame
-from lipscope.study.run import Progress
-from lipscope.study.texts import Prose, TextColumn, content
-from lipscope.study.work import threads_for
+from lipscope.study.texts import content
 
 TOKENS = "token swap"
 DIRECTION = "singular direction"
@@ -52,8 +53,17 @@ WIDTH = 16
 DEFAULT_TEXTS = 16
 
 
+LOOKS = {
+    GRADIENT: (colour("s0"), "o-"),
+    DIRECTION: (colour("s2"), "s-"),
+    TOKENS: (colour("s1"), "D--"),
+    RANDOM: (colour("muted"), "^:"),
+}
+"""Colour and marker of each attack; the markers distinguish them without colour."""
+
+
 @dataclass(frozen=True)
-class Contest:
+class Settings:
     """The settings of a comparison.
 
     swaps:  the maximum number of tokens replaced in each text
@@ -67,7 +77,7 @@ class Contest:
 
     def __post_init__(self) -> None:
         if not 1 <= self.swaps <= self.length:
-            raise UserError(
+            raise ls.UserError(
                 f"cannot replace {self.swaps} tokens in a text of {self.length}; "
                 f"swaps must be 1 to {self.length}"
             )
@@ -90,25 +100,6 @@ class Trial(NamedTuple):
     success: bool
 
 
-class Trials(list[Trial]):
-    """The trials that :func:`compare_attacks` returns."""
-
-    def plot(self) -> Any:
-        """Plot the change of the output and the success of each attack; returns both Axes."""
-        from lipscope.papers.attack_figures import contest_figure
-
-        return contest_figure(self).axes
-
-    def __repr__(self) -> str:
-        texts = len({trial.text for trial in self})
-        return f"Trials({len(self)} on {texts} texts)"
-
-    def _repr_html_(self) -> str:
-        from lipscope.report.notebook import terminal_html
-
-        return terminal_html(comparison_table(self))
-
-
 @dataclass(frozen=True, eq=False)
 class AttackedText:
     """A text to attack: its token ids, the reader that runs them, their embeddings and output."""
@@ -119,93 +110,33 @@ class AttackedText:
     hidden: Tensor
 
 
-@entry_point
-@with_bar("attacking")
-def compare_attacks(
-    model: Any = None,
-    texts: Sequence[str | Path] | None = None,
-    contest: Contest | None = None,
-    *,
-    progress: Progress | None = None,
-) -> Trials:
-    """Run every attack on every text, at every perturbation norm.
-
-    The attacks are token swaps, the top singular direction, projected gradient ascent and random
-    perturbations.
-
-    Args:
-        model: A :class:`Model`, or anything :func:`load` takes, loaded in float32: the smallest
-            change here is far above its resolution. Default: the embedded model.
-        texts: At least three different texts, as strings or files (``Path``). Default: 16
-            paragraphs of the embedded text.
-        contest: Number of swaps, text length and seed, as a
-            ``lipscope.papers.attack_comparison.Contest``.
-        progress: Called with the number of texts done and their total. Default: a
-            bar in notebooks, nothing elsewhere.
-
-    Returns:
-        A list with one :class:`Trial` per attack, text and norm; `plot` draws it.
-
-    Raises:
-        UserError: If there are too few texts, or a text is too short.
-
-    Example:
-        >>> import lipscope as ls
-        >>> from lipscope.papers.attack_comparison import Contest
-        >>> from tokenizers import Tokenizer, models, pre_tokenizers
-        >>> from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
-        >>> vocabulary = "a the cat dog sat ran".split()
-        >>> words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}))
-        >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
-        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-        >>> module = LlamaModel(LlamaConfig(
-        ...     vocab_size=6, hidden_size=16, intermediate_size=24,
-        ...     num_hidden_layers=1, num_attention_heads=2))
-        >>> model = ls.load(module, tokenizer, dtype="float32", random_init=0)
-        >>> texts = ["the cat sat", "a dog ran", "the dog sat"]
-        >>> trials = ls.compare_attacks(model, texts, Contest(swaps=1, length=3))
-        >>> sorted({trial.attack for trial in trials})
-        ['projected gradient', 'random', 'singular direction', 'token swap']
-    """
-    contest = contest or Contest()
-    model = model if isinstance(model, Model) else load(model, dtype="float32")
-    samples = _samples(model, _default_texts() if texts is None else texts, contest)
+def compare_attacks(model: ls.Model, texts: Sequence[str], settings: Settings) -> list[Trial]:
+    """Run every attack on every text, at every perturbation norm."""
+    samples = _samples(model, texts, settings)
     sentences = torch.cat([sentence_embedding(one.hidden) for one in samples])
-    trials = Trials()
-    for i, sample in enumerate(samples):
-        if progress is not None:
-            progress(i, len(samples))
-        with threads_for(len(sample.ids)):
-            trials += _attack_all_ways(model, sample, i, nearest_other(sentences, i), contest)
+    trials = []
+    for i, one in enumerate(track(samples, console=Console(stderr=True), transient=True)):
+        trials += _attack_all_ways(model, one, i, nearest_other(sentences, i), settings)
     return trials
 
 
-def texts_in(*sources: Path | str | TextColumn) -> list[str]:
-    """The non-empty lines of files or strings, one text per line."""
-    lines = [line.strip() for source in sources for line in content(source).splitlines()]
-    return [Prose(line) for line in lines if line]
+def texts_in(path: Path) -> list[str]:
+    """The non-empty lines of a file, one text per line."""
+    return [line.strip() for line in content(path).splitlines() if line.strip()]
 
 
-def _default_texts() -> list[str]:
-    paragraphs = default_text().split("\n\n")
-    return paragraphs[:: len(paragraphs) // DEFAULT_TEXTS][:DEFAULT_TEXTS]
-
-
-def _samples(model: Model, given: Sequence[str | Path], contest: Contest) -> list[AttackedText]:
-    if isinstance(given, str | Path):
-        raise UserError(f"texts must be a list of texts, got {abbreviate(given)}")
-    texts = [content(text) for text in given]
+def _samples(model: ls.Model, texts: Sequence[str], settings: Settings) -> list[AttackedText]:
     before, after = special_frame(model)
     # Texts that agree after truncation count once: each would be the other's neighbour for ever.
-    every = {tuple(model.encode(text)[: contest.length]): text for text in texts}
-    short = next((text for ids, text in every.items() if len(ids) < contest.swaps), None)
+    every = {tuple(model.encode(text)[: settings.length]): text for text in texts}
+    short = next((text for ids, text in every.items() if len(ids) < settings.swaps), None)
     if short is not None:
-        raise UserError(
-            f"the text {short[:40]!r} has too few tokens to replace {contest.swaps} of them; "
+        raise ls.UserError(
+            f"the text {short[:40]!r} has too few tokens to replace {settings.swaps} of them; "
             "give a longer text, or fewer swaps"
         )
     if len(every) < 3:
-        raise UserError(
+        raise ls.UserError(
             f"comparing attacks needs at least 3 different texts, got {len(every)}: "
             "with fewer, the nearest neighbour of a text cannot change"
         )
@@ -228,20 +159,24 @@ def nearest_other(sentences: Tensor, own: int) -> Callable[[Tensor], Tensor]:
 
 
 def _attack_all_ways(
-    model: Model, v: AttackedText, text: int, nearest: Callable[[Tensor], Tensor], contest: Contest
+    model: ls.Model,
+    v: AttackedText,
+    text: int,
+    nearest: Callable[[Tensor], Tensor],
+    settings: Settings,
 ) -> list[Trial]:
     """All attacks on one text; the swaps come first because they determine the norms."""
-    target = output_change(model, v.ids, reader=v.reader, seed=contest.seed)
+    target = output_change(model, v.ids, reader=v.reader, seed=settings.seed)
     swapped = [
-        guided_swaps(target, v.ids, k, width=WIDTH, seed=contest.seed).ids
-        for k in range(1, contest.swaps + 1)
+        guided_swaps(target, v.ids, k, width=WIDTH, seed=settings.seed).ids
+        for k in range(1, settings.swaps + 1)
     ]
     by_tokens = v.reader.rows[torch.tensor(swapped)] - v.X
     norms = by_tokens.norm(dim=(1, 2)).tolist()
-    budgets = [*SHARES, *range(1, contest.swaps + 1)]
+    budgets = [*SHARES, *range(1, settings.swaps + 1)]
     radii = [share * norms[0] for share in SHARES] + norms
     f = v.reader.hidden
-    seed = contest.seed
+    seed = settings.seed
     # All attacks get the same norms; the random one is drawn differently for every text.
     found = {
         TOKENS: (budgets[len(SHARES) :], by_tokens),
@@ -295,9 +230,61 @@ def comparison_table(trials: Sequence[Trial]) -> Table:
     return table
 
 
-def write_trials(trials: Sequence[Trial], path: Path) -> None:
-    """Write a CSV file with one line per attack, text and norm."""
-    with whole_file(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Trial._fields)
-        writer.writerows(trials)
+def comparison_figure(trials: Sequence[Trial]) -> Figure:
+    """Change of the output, and share of texts whose nearest neighbour changed, by norm."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
+    count = len({t.text for t in trials})
+    for attack, (tint, mark) in LOOKS.items():
+        here = {
+            b: [t for t in trials if (t.attack, t.budget) == (attack, b)]
+            for b in sorted({t.budget for t in trials if t.attack == attack})
+        }
+        # Attacks reach a budget only nearly: they are compared at the norms they really have.
+        norms = [median(t.norm for t in rows) for rows in here.values()]
+        changes = [sorted(t.change for t in rows) for rows in here.values()]
+        low = [c[0] for c in changes]
+        high = [c[-1] for c in changes]
+        left.plot(norms, [median(c) for c in changes], mark, color=tint, markersize=4, label=attack)
+        left.fill_between(norms, low, high, color=tint, alpha=0.12, linewidth=0)
+        shares = [100 * sum(t.success for t in rows) / len(rows) for rows in here.values()]
+        right.plot(norms, shares, mark, color=tint, markersize=4, label=attack)
+    left.set(
+        xscale="log", yscale="log", ylabel="‖F(X+E) − F(X)‖ / ‖F(X)‖", title="change of the output"
+    )
+    right.set(xscale="log", ylabel="texts, %", ylim=(-4, 104), title="nearest neighbour changed")
+    for ax in (left, right):
+        ax.set_xlabel(f"‖E‖, Frobenius norm in embeddings (median of {count} texts)")
+        ax.grid(alpha=0.25, which="both" if ax is left else "major")
+    left.legend(fontsize="small")
+    return figure
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="by default the embedded one")
+    parser.add_argument("--text", type=Path, help="one text per line")
+    parser.add_argument("--swaps", type=int, default=3)
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="directory for attacks.csv and attacks.png")
+    options = parser.parse_args(words)
+    settings = Settings(options.swaps, options.length, options.seed)
+    if options.text is None:
+        paragraphs = default_text().split("\n\n")
+        texts = paragraphs[:: len(paragraphs) // DEFAULT_TEXTS][:DEFAULT_TEXTS]
+    else:
+        texts = texts_in(options.text)
+    # Swapped words change the output far more than float32 rounds it.
+    trials = compare_attacks(ls.load(options.model, dtype="float32"), texts, settings)
+    Console().print(comparison_table(trials))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with (options.out / "attacks.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([Trial._fields, *trials])
+        comparison_figure(trials).savefig(options.out / "attacks.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()

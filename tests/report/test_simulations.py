@@ -3,15 +3,16 @@
 import csv
 import json
 
+import matplotlib.pyplot as plt
 import pytest
+import torch
 from PIL import Image
 
 import lipscope as ls
 from lipscope.dynamics.presets import PRESETS
-from lipscope.report import simulation_files
-from lipscope.report.flow_figures import draw
-from lipscope.report.simulation_files import (
+from lipscope.report.simulations import (
     check_simulation_folder,
+    draw,
     numbers_of,
     summary,
     write_simulation,
@@ -19,23 +20,9 @@ from lipscope.report.simulation_files import (
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_everything_is_written_and_can_be_read(name, tmp_path, monkeypatch):
-    found, told = ls.simulate(name, n=5, time=0.25), []
-    moving = name in ("clusters", "gaussian")
-    if not moving:  # the other two move as the first does; drawing takes seconds
-        monkeypatch.setattr(
-            simulation_files, "animate", lambda simulation, path, progress: path.touch()
-        )
-    paths = write_simulation(
-        found, tmp_path / "new" / "out", lambda done, total: told.append(done / total)
-    )
-    animation, figure, numbers, series = paths
-    if moving:
-        with Image.open(animation) as image:
-            assert (
-                10 < image.n_frames <= len(found.flow.times) and image.format == "GIF"
-            )  # equal frames are joined
-        assert told[-1] == 1
+def test_everything_is_written_and_can_be_read(name, tmp_path):
+    found = ls.simulate(name, n=5, time=0.25)
+    figure, numbers, series = write_simulation(found, tmp_path / "new" / "out")
     with Image.open(figure) as image:
         assert image.size[0] > 800
     read = json.loads(numbers.read_text())
@@ -79,20 +66,17 @@ def test_a_search_that_found_no_blow_up_says_how_far_it_went():
 
 
 def test_a_run_cut_short_leaves_no_broken_or_older_picture(tmp_path, monkeypatch):
-    def cut(simulation, path, progress):
-        path.write_bytes(b"GIF89a")
+    def cut(figure, path, dpi):
+        path.write_bytes(b"PNG")
         raise KeyboardInterrupt
 
     (tmp_path / "simulation.json").touch()
-    (tmp_path / "animation.gif").write_bytes(b"older")
-    monkeypatch.setattr(simulation_files, "animate", cut)
+    (tmp_path / "figure.png").write_bytes(b"older")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", cut)
     with pytest.raises(KeyboardInterrupt):
         write_simulation(ls.simulate("clusters", n=2, time=0.25), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "figure.png",
-        "series.csv",
-        "simulation.json",
-    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["series.csv", "simulation.json"]
     check_simulation_folder(tmp_path)
 
 
@@ -119,3 +103,47 @@ def test_a_folder_may_be_used_again_but_not_one_of_something_else(tmp_path):
         check_simulation_folder(tmp_path / "thesis" / "a.tex")
     with pytest.raises(ls.UserError, match="cannot write"):
         check_simulation_folder(tmp_path / "thesis" / "a.tex" / "below")
+
+
+@pytest.fixture(autouse=True)
+def no_figures_left():
+    yield
+    plt.close("all")
+
+
+def drawn(ax):
+    return [[float(y) for y in line.get_ydata()] for line in ax.lines]
+
+
+@pytest.mark.parametrize("preset", ["clusters", "gaussian", "growth", "masked"])
+def test_a_simulation_draws_what_the_command_draws(preset):
+    simulation = ls.simulate(preset, n=6, time=0.5)
+    left, right = simulation.plot()
+    assert left.figure is right.figure is plt.gcf()
+    assert right.get_xlabel() == "depth t"
+    if preset == "growth":
+        assert simulation.found.sigma.tolist() in drawn(right)
+
+
+def test_a_flow_draws_the_path_of_every_token():
+    I = torch.eye(2, dtype=torch.float64)
+    X = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0]], dtype=torch.float64)
+    flow = ls.dynamics.flow(ls.SelfAttention(I, I, I, causal=True), X, 1.0)
+    ax = plt.subplots()[1]
+    assert flow.plot(ax) is ax
+    assert drawn(ax) == flow.positions[:, :, 1].T.tolist()
+    # In a causal flow the position decides the fate of a token, and colours show it.
+    assert len({tuple(line.get_color()) for line in ax.lines}) == 3
+    other = flow.plot(renormalised=True)
+    assert drawn(other) == flow.renormalised[:, :, 1].T.tolist()
+    assert other.get_xlabel().startswith("z")
+
+
+def test_growth_along_depth_draws_itself():
+    I = torch.eye(2, dtype=torch.float64)
+    found = ls.dynamics.growth_along_depth(
+        ls.SelfAttention(I, I, I), torch.ones(3, 2).double(), 0.5
+    )
+    ax = found.plot()
+    assert drawn(ax) == [found.gronwall.tolist(), found.product.tolist(), found.sigma.tolist()]
+    assert ax.get_yscale() == "log"
