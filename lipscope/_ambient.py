@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope._checks import name_bad_argument
+from lipscope._checks import bad_argument
 from lipscope._torch_internals import autocasts, default_device
 from lipscope._types import UserError
 from lipscope.fused._torch_internals import is_transformed
@@ -46,23 +46,8 @@ _measuring: ContextVar[bool] = ContextVar("lipscope_measuring", default=False)
 
 
 def entry_point(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a public function independent of the caller's torch settings, and its errors helpful.
-
-    See `unaffected` and `name_bad_argument`.
-    """
-    inner = unaffected(name_bad_argument(function))
-
-    @wraps(function)
-    def entering(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return inner(*args, **kwargs)
-        except RuntimeError as error:
-            reason = cause_of(function.__name__, str(error))
-            if reason is None:
-                raise
-            raise UserError(reason) from error
-
-    return entering
+    """Make a public function independent of the caller's torch settings, and its errors helpful."""
+    return unaffected(function, helpful=True)
 
 
 def cause_of(name: str, error: str) -> str | None:
@@ -90,22 +75,31 @@ def cause_of(name: str, error: str) -> str | None:
     return None
 
 
-def unaffected(function: Callable[P, T]) -> Callable[P, T]:
+def unaffected(function: Callable[P, T], helpful: bool = False) -> Callable[P, T]:
     """Run a function outside inference mode and autocast, without a default device.
 
     Tensors among the arguments that were created in inference mode are replaced by copies. Whether
-    gradients are recorded is left as it is: code that needs a graph asks for one.
+    gradients are recorded is left as it is: code that needs a graph asks for one. With `helpful`,
+    errors name the wrong argument (`bad_argument`) or setting (`cause_of`).
     """
 
     @wraps(function)
     def running(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.is_inference_mode_enabled() or autocasts() or default_device() is not None:
-            with _usual_state():
-                return running(*args, **kwargs)
-        if any(map(_is_inference, args)) or any(map(_is_inference, kwargs.values())):
-            args = tuple(map(ordinary, args))  # type: ignore[assignment]  # same kinds
-            kwargs = {name: ordinary(x) for name, x in kwargs.items()}  # type: ignore[assignment]  # as above
-        return function(*args, **kwargs)
+        try:
+            if torch.is_inference_mode_enabled() or autocasts() or default_device() is not None:
+                with _usual_state():
+                    return running(*args, **kwargs)
+            if any(map(_is_inference, args)) or any(map(_is_inference, kwargs.values())):
+                args = tuple(map(ordinary, args))  # type: ignore[assignment]  # same kinds
+                kwargs = {name: ordinary(x) for name, x in kwargs.items()}  # type: ignore[assignment]  # as above
+            return function(*args, **kwargs)
+        except Exception as error:
+            reason = bad_argument(function, args, kwargs, error) if helpful else None
+            if reason is None and helpful and isinstance(error, RuntimeError):
+                reason = cause_of(function.__name__, str(error))
+            if reason is None:
+                raise
+            raise UserError(reason) from error
 
     return running
 

@@ -86,37 +86,55 @@ def name_bad_argument(function: Callable[P, T]) -> Callable[P, T]:
     Python's own error comes from somewhere below and speaks of what is there. A call that works
     costs nothing more. Annotations that are not plain are left to the function itself.
     """
-    annotations = {name: p.annotation for name, p in signature(function).parameters.items()}
 
     @wraps(function)
     def explaining(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
-        except UserError:
-            raise
         except Exception as error:
-            for name, value in (*zip(annotations, args, strict=False), *kwargs.items()):
-                _check_type(name, value, annotations.get(name, "Any"), error)
-                if _is_named("Tensor")(value) and _has_no_entries(value):
-                    raise UserError(f"{name} must be a dense tensor with data") from error
-            if isinstance(error, MemoryError) or "allocate memory" in str(error):
-                raise UserError("there is not enough memory for this; try smaller sizes") from error
-            raise
+            reason = bad_argument(function, args, kwargs, error)
+            if reason is None:
+                raise
+            raise UserError(reason) from error
 
     return explaining
+
+
+def bad_argument(
+    function: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    error: Exception,
+) -> str | None:
+    """Explain an error of a call by an argument of a wrong type, or by memory, if that fits."""
+    if isinstance(error, UserError):
+        return None
+    annotations = {name: p.annotation for name, p in signature(function).parameters.items()}
+    for name, value in (*zip(annotations, args, strict=False), *kwargs.items()):
+        wrong = _wrong_type(name, value, annotations.get(name, "Any"))
+        if wrong is not None:
+            return wrong
+        if _is_named("Tensor")(value) and _has_no_entries(value):
+            return f"{name} must be a dense tensor with data"
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return "there is not enough memory for this; try smaller sizes"
+    return None
 
 
 def check_arguments(function: Callable[..., object], given: Mapping[str, object]) -> None:
     """Raise UserError for an argument that is not of the type annotated in `function`."""
     parameters = signature(function).parameters
     for name, value in given.items():
-        _check_type(name, value, parameters[name].annotation)
+        if (wrong := _wrong_type(name, value, parameters[name].annotation)) is not None:
+            raise UserError(wrong)
 
 
 def check_fields(record: Any) -> None:
     """Raise UserError for a field of a dataclass that is not of the annotated type."""
     for field in fields(record):
-        _check_type(field.name, getattr(record, field.name), field.type)
+        wrong = _wrong_type(field.name, getattr(record, field.name), field.type)
+        if wrong is not None:
+            raise UserError(wrong)
 
 
 Kinds = list[tuple[str, Callable[[object], bool]]]
@@ -145,14 +163,13 @@ def _has_no_entries(x: Any) -> bool:
     return str(x.layout) != "torch.strided" or x.device.type == "meta"
 
 
-def _check_type(
-    name: str, value: object, annotation: object, cause: Exception | None = None
-) -> None:
+def _wrong_type(name: str, value: object, annotation: object) -> str | None:
+    """Say what is wrong with a value; None if it is of the annotated type."""
     named = getattr(annotation, "__name__", str(annotation))  # a class, or the text of the source
     kinds = _accepted(named)
-    if kinds is not None and not any(accepts(value) for _, accepts in kinds):
-        expected = " or ".join(words for words, _ in kinds)
-        raise UserError(f"{name} must be {expected}, got {abbreviate(value)}") from cause
+    if kinds is None or any(accepts(value) for _, accepts in kinds):
+        return None
+    return f"{name} must be {' or '.join(words for words, _ in kinds)}, got {abbreviate(value)}"
 
 
 def abbreviate(value: object) -> str:

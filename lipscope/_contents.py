@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
@@ -21,6 +22,8 @@ def contents(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if not table[name]:
             return import_module(f"{package}.{name}")
-        return getattr(import_module(f"{package}.{table[name]}"), name)
+        value = getattr(import_module(f"{package}.{table[name]}"), name)
+        setattr(sys.modules[package], name, value)  # so that this is asked once
+        return value
 
     return get, lambda: sorted(table)

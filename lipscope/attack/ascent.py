@@ -25,8 +25,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot
 from lipscope.linalg.differentiate import Map, device_of, jacobian
 from lipscope.linalg.estimate import as_batch
-from lipscope.linalg.solve import fresh_seed
-from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.linalg.spectral import Solver, fresh_seed, spectral_norm
 
 WARM_TOL = 1e-3
 WARM_STEPS = 12

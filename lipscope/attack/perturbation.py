@@ -20,8 +20,7 @@ from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.operator import lengths
-from lipscope.linalg.solve import fresh_seed
-from lipscope.linalg.spectral import Solver
+from lipscope.linalg.spectral import Solver, fresh_seed
 
 ETAS = tuple(10.0**e for e in range(-6, 1))
 

@@ -12,8 +12,7 @@ from lipscope._display import Displayed
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, as_batch
 from lipscope.linalg.local import local_lipschitz
-from lipscope.linalg.solve import fresh_seed
-from lipscope.linalg.spectral import Solver
+from lipscope.linalg.spectral import Solver, fresh_seed
 
 LONGER = 1.5
 SHORTER = 0.4

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lipscope.fused._torch_internals import read_tangents, traced, transforms
+from lipscope.fused._torch_internals import is_observed
 from lipscope.fused.reference import Triple, Weights, heads, rows
 
 PIECE = 1 << 19
@@ -28,7 +28,7 @@ def usable(W: Weights, x: Tensor) -> bool:
     """Whether products may be formed in place: on the CPU, where nobody records or maps them."""
     if x.device.type != "cpu" or x.requires_grad or W.P.shape[-1] < SHORT:
         return False
-    return transforms() == 0 and not traced() and read_tangents([x]) is None
+    return not is_observed(x)
 
 
 def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple) -> Tensor:
@@ -36,7 +36,7 @@ def jvp(W: Weights, q: Tensor, k: Tensor, v: Tensor, tangent: Triple) -> Tensor:
     groups, (dq, dk, dv) = k.shape[-3], tangent
     q_ = rows(q, groups)
     dq_ = rows(dq, groups)
-    do = _transposed(q_, v)
+    do = q_.new_empty(*q_.shape[:-2], v.shape[-1], q_.shape[-2]).mT  # column after column
     for keys, part in _pieces(W.P):
         P = W.P[part]
         # dT = dq k' + q dk'
@@ -54,9 +54,10 @@ def vjp(W: Weights, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Triple:
     groups = k.shape[-3]
     q_ = rows(q, groups)
     g_ = rows(g, groups)
-    gq = _transposed(q_, q_)
-    gk = _transposed(k, k)
-    gv = _transposed(k, v)
+    gq, gk, gv = (
+        x.new_empty(*x.shape[:-2], size, x.shape[-2]).mT  # column after column
+        for x, size in ((q_, q_.shape[-1]), (k, k.shape[-1]), (k, v.shape[-1]))
+    )
     for keys, part in _pieces(W.P):
         P = W.P[part]
         gT = _spread_out(torch.bmm(g_[part], v[keys].mT), P)
@@ -98,8 +99,3 @@ def _pieces(P: Tensor) -> Iterator[tuple[Index, Part]]:
     for keys in batches:
         for top in range(0, height, tall):
             yield keys, (*keys, slice(top, top + tall))
-
-
-def _transposed(like: Tensor, width: Tensor) -> Tensor:
-    """An empty [M, G, rows of `like`, columns of `width`], stored column after column."""
-    return like.new_empty(*like.shape[:-2], width.shape[-1], like.shape[-2]).mT

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope.attention.scores import L2, Dot, augment, default_scale
 from lipscope.fused.primitive import attend
-from lipscope.linalg.space import LOCAL, Space
+from lipscope.linalg.operator import LOCAL, Space
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention

@@ -29,8 +29,7 @@ from lipscope.attention.scores import L2, Dot, Rope, augment, common_centre, def
 from lipscope.fused import backend, reference, tiled
 from lipscope.fused.pattern import Pattern
 from lipscope.fused.reference import Triple, Weights
-from lipscope.linalg.operator import Compression, LinearOperator, Product, Rounding
-from lipscope.linalg.space import LOCAL, Space
+from lipscope.linalg.operator import LOCAL, Compression, LinearOperator, Product, Rounding, Space
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -259,7 +258,13 @@ def linearize(
             growth = 1 + worst
             sums = (None, None) if blocks is None else (blocks.layer(o), blocks.layer(o, growth))
             rounding = _over_heads(condition, worst, *sums)
-        W = _directions(f, apart)
+        # Rows of Q (scaled), K, V stacked: [1, H k + G k + G m, d], or by head [H, 2k + m, d].
+        scale = default_scale(f.kernel, f.Q.shape[0] // f.heads)
+        Q = f.Q * scale if isinstance(f.kernel, Dot) else f.Q
+        W = torch.cat([Q, f.K, f.V])[None]
+        if apart:
+            by_head = Q.unflatten(0, (f.heads, -1)), f.per_head(f.K), f.per_head(f.V)
+            W = torch.cat(by_head, dim=1)
         basis = None
         if apart or W.shape[-2] < W.shape[-1]:
             # [Q; K; V]' = basis R, so E -> E [Q; K; V]' depends on E basis only: the solver
@@ -427,49 +432,38 @@ def _centre(x: Tensor) -> Tensor:
     return x[..., :: max(1, x.shape[-2] // 255), :].median(dim=-2, keepdim=True).values
 
 
-def _directions(f: SelfAttention, apart: bool) -> Tensor:
-    """Rows of Q (scaled), K, V stacked: [1, H k + G k + G m, d], or head by head [H, 2k + m, d]."""
-    Q = f.Q * default_scale(f.kernel, f.Q.shape[0] // f.heads) if isinstance(f.kernel, Dot) else f.Q
-    if not apart:
-        return torch.cat([Q, f.K, f.V])[None]
-    by_head = Q.unflatten(0, (f.heads, -1)), f.per_head(f.K), f.per_head(f.V)
-    return torch.cat(by_head, dim=1)
-
-
 def _operator(
     state: State, in_shape: tuple[int, int], batch: int | None, rounding: Rounding
 ) -> LinearOperator:
     out_size = state.q.shape[1] * state.v.shape[-1] if state.O is None else state.O.shape[0]
-
-    def lead(x: Tensor) -> Tensor:
-        return x if batch is not None else x[None]
-
-    def drop(x: Tensor) -> Tensor:
-        return x if batch is not None else x[0]
+    out_shape = (in_shape[0], out_size)
+    leading = () if batch is None else (batch,)
+    dtype = state.q.dtype
 
     def products(s: State) -> tuple[Product, Product]:
-        dtype = state.q.dtype
-        return lambda E: drop(s.mv(lead(E))).to(dtype), lambda U: drop(s.rmv(lead(U))).to(dtype)
+        return (
+            lambda E: s.mv(E.reshape(-1, *in_shape)).reshape(*leading, *out_shape).to(dtype),
+            lambda U: s.rmv(U.reshape(-1, *out_shape)).reshape(*leading, *in_shape).to(dtype),
+        )
 
     mv, rmv = products(state)
     exact = LinearOperator(
         mv=mv,
         rmv=rmv,
         in_shape=in_shape,
-        out_shape=(in_shape[0], out_size),
+        out_shape=out_shape,
         batch=batch,
-        dtype=state.q.dtype,
+        dtype=dtype,
         device=state.q.device,
-        rounding=rounding.each(drop),
+        rounding=rounding if batch is not None else rounding.each(lambda x: x[0]),
         space=state.space,
         take=None
         if batch is None
         else lambda m: _operator(state.take(m), in_shape, len(m), rounding.each(lambda x: x[m])),
     )
+    if dtype != torch.float32 or state.keeps_weights or state.tiles:
+        return exact
     kernels = backend.fused(state.q, state.k, state.v, state.pattern)
-    kernels = (
-        kernels and state.q.dtype == torch.float32 and not state.keeps_weights and not state.tiles
-    )
     if not (kernels and torch.as_tensor(rounding.condition).max() <= ROUGH_SCORES):
         return exact
     mv, rmv = products(state.low_precision())

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lipscope.fused.reference import Triple
-from lipscope.linalg.space import LOCAL, Space
+from lipscope.linalg.operator import LOCAL, of_order_one
 
 if TYPE_CHECKING:
     from lipscope.attention.layer import SelfAttention
@@ -77,21 +76,14 @@ def _gram(W: Tensor) -> Tensor:
 
 def norm_above(W: Tensor) -> Tensor:
     """(sum of sigma^8)^(1/8) of each matrix: cheap, at most rank^(1/8) times the spectral norm."""
-    W, largest = _of_order_one(W)
+    W, largest = of_order_one(W.double(), (-2, -1))
     G = W @ W.mT if W.shape[-2] <= W.shape[-1] else W.mT @ W
-    return (G @ G).norm(dim=(-2, -1)).pow(0.25).cpu() * largest
+    return ((G @ G).norm(dim=(-2, -1)).pow(0.25) * largest[..., 0, 0]).cpu()
 
 
 def frobenius(W: Tensor) -> Tensor:
-    W, largest = _of_order_one(W)
-    return W.norm(dim=(-2, -1)).cpu() * largest
-
-
-def _of_order_one(W: Tensor) -> tuple[Tensor, Tensor]:
-    """W divided by its largest entry, in float64, and that entry: no power under- or overflows."""
-    W = W.double()
-    largest = W.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    return W / largest, largest[..., 0, 0].cpu()
+    W, largest = of_order_one(W.double(), (-2, -1))
+    return (W.norm(dim=(-2, -1)) * largest[..., 0, 0]).cpu()
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,12 +139,17 @@ def block_norms(
     """
     q, k, scale = (s.q, s.k, 0.5) if s.distance is None else s.distance
     H, space = q.shape[1], s.space  # ranks share the queries; each has all keys and values
-    top, off = _lengths((q, k, s.v), summed, growth, space)
+    # The longest vectors, and their errors divided by the growth of the weights P_ij.
+    top = Lengths(*(per_head(space.largest(largest(x)), H) for x in (q, k, s.v)))
+    total = (top.q + summed.q, top.k + summed.k, top.v + summed.v)
+    off = Lengths(*((x / growth).nan_to_num(nan=torch.inf, posinf=torch.inf) for x in total))
     gain = 2 * scale
     # From here on q, k, v have longest vectors of length one, so that squares stay in range; `top`
     # multiplies the lengths back in.
-    tops = (top.q, top.k, top.v)
-    q, k, v = (_over(per_head(x, H), t) for x, t in zip((q, k, s.v), tops, strict=True))
+    q, k, v = (
+        per_head(x, H) / t[..., None, None].to(x).clamp_min(torch.finfo(x.dtype).tiny)
+        for x, t in ((q, top.q), (k, top.k), (s.v, top.v))
+    )
     q_long = _lengths_squared(q, norms.k_gram)
     k_long = _lengths_squared(k, norms.k_gram)
     q_row = q_long.sqrt() * top.q[..., None] + off.q[..., None]
@@ -206,17 +203,6 @@ def block_norms(
     )
 
 
-def _lengths(
-    parts: Triple, summed: Lengths, growth: Tensor, space: Space
-) -> tuple[Lengths, Lengths]:
-    """The longest vectors, and their errors divided by the growth of the weights P_ij."""
-    heads = parts[0].shape[1]
-    top = [per_head(space.largest(largest(x)), heads) for x in parts]
-    total = (a + b for a, b in zip(top, (summed.q, summed.k, summed.v), strict=True))
-    off = [(x / growth).nan_to_num(nan=torch.inf, posinf=torch.inf) for x in total]
-    return Lengths(*top), Lengths(*off)
-
-
 def _lengths_squared(x: Tensor, gram: Tensor | None) -> Tensor:
     """x' G x of vectors x [M, H, n, k] with G = gram [H, k, k] or the identity, [M, H, n]."""
     x = x.double()
@@ -235,13 +221,7 @@ def per_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _over(x: Tensor, largest: Tensor) -> Tensor:
-    """x divided by its longest vectors: squares then neither under- nor overflow."""
-    return x / largest[..., None, None].to(x).clamp_min(torch.finfo(x.dtype).tiny)
-
-
 def largest(x: Tensor) -> Tensor:
     """Length of the longest vector per member and head, [M, H, n, k] -> float64 [M, H], not 0."""
-    x = x if x.element_size() >= 4 else x.float()
-    top = x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    return ((x / top).norm(dim=-1).amax(dim=-1).double() * top[..., 0, 0].double()).cpu()
+    x, top = of_order_one(x if x.element_size() >= 4 else x.float(), (-2, -1))
+    return (x.norm(dim=-1).amax(dim=-1).double() * top[..., 0, 0].double()).cpu()

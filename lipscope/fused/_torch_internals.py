@@ -100,6 +100,13 @@ def traced() -> bool:
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
+def is_observed(x: Tensor) -> bool:
+    """Whether a transform, a tracer or forward mode sees what is computed from x."""
+    if torch._C._functorch.get_interpreter_stack() or traced():
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 Dual = tuple[Any, Any]
 """A tensor, or None where an argument is not given, and its tangent, or None where it has none."""
 
@@ -117,11 +124,6 @@ def read_tangents(tensors: Sequence[Tensor | None]) -> list[Dual] | None:
         return None
     duals = [(None, None) if x is None else tuple(forward_ad.unpack_dual(x)) for x in tensors]
     return None if all(tangent is None for _, tangent in duals) else duals
-
-
-def with_tangent(value: Tensor, tangent: Tensor) -> Tensor:
-    """The dual number that `read_tangents` takes apart."""
-    return forward_ad.make_dual(value, tangent)
 
 
 @contextmanager

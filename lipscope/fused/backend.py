@@ -45,8 +45,8 @@ def _wide(x: Tensor) -> Tensor:
 
 def _wide3(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Triple:
     """A point or a tangent as the tiles take it: float32 at least, the scale in its queries."""
-    q = _wide(q)
-    return q if pattern.scale == 1 else q * pattern.scale, _wide(k), _wide(v)
+    q, k, v = (x.float() if x.dtype in HALF else x for x in (q, k, v))
+    return q if pattern.scale == 1 else q * pattern.scale, k, v
 
 
 def _narrow3(onto: Sequence[Tensor], dtype: torch.dtype, pattern: Pattern) -> Triple:

@@ -9,11 +9,16 @@ state, not variables: their own dependence on q, k, v is part of the formulas.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import chain
+from threading import RLock
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import make_dual
 from torch.nn.functional import scaled_dot_product_attention as torchs_own
 
 from lipscope.fused import backend
@@ -23,12 +28,10 @@ from lipscope.fused._torch_internals import (
     read_tangents,
     transforms,
     will_run_backward,
-    with_tangent,
 )
 from lipscope.fused.arguments import ArgumentError, check_arguments, check_tensor
 from lipscope.fused.backend import HALF
 from lipscope.fused.errors import UserError
-from lipscope.fused.low_precision import Digits, digits_of_graph, with_digits
 from lipscope.fused.pattern import Pattern
 
 
@@ -87,6 +90,54 @@ def attend(
     shift = k.shape[-2] - q.shape[-2] if min(q.ndim, k.ndim) > 1 else 0
     rules = Rules(causal=causal, window=window, softcap=softcap, shift=shift)
     return attend_by_rules(q, k, v, mask, padding, sinks, rules, scale)
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+class Digits:
+    """How the derivatives of one graph are computed: exactly, unless a rough product asks.
+
+    used: whether there is attention in the graph
+    """
+
+    def __init__(self) -> None:
+        self.low_precision = False
+        self.used = False
+        self._lock = RLock()
+
+    def exact(self, product: Product) -> Product:
+        return self._with(product, low_precision=False)
+
+    def in_low_precision(self, product: Product) -> Product:
+        return self._with(product, low_precision=True)
+
+    def _with(self, product: Product, low_precision: bool) -> Product:
+        # Set for the graph, not for the thread: autograd computes on threads of its own.
+        def chosen(x: Tensor) -> Tensor:
+            with self._lock:
+                before = self.low_precision
+                self.low_precision = low_precision
+                try:
+                    return product(x)
+                finally:
+                    self.low_precision = before
+
+        return chosen
+
+
+_current: ContextVar[Digits | None] = ContextVar("digits", default=None)
+
+
+@contextmanager
+def graph_of_any_digits() -> Iterator[Digits]:
+    """Derivatives of the attention that is computed inside can be asked for roughly later on."""
+    digits = Digits()
+    token = _current.set(digits)
+    try:
+        yield digits
+    finally:
+        _current.reset(token)
 
 
 @dataclass(frozen=True)
@@ -151,7 +202,9 @@ def _attend(
     late = q.dtype in HALF
     if late and scale <= 0:  # the kernels expect a positive one
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    digits = digits_of_graph()
+    digits = _current.get()
+    if digits is not None:
+        digits.used = True
     if late or digits is not None:
         rules = replace(rules, scale=scale if late else 1.0, digits=digits)
     duals = read_tangents((q, k, v, mask, sinks))
@@ -166,7 +219,9 @@ def _attend(
     if duals is None or nested > 1 or (nested == 0 and duals_recorded):
         direct = duals is None and nested == 0 and not _records(q, k, v)
         q = q if late else q * scale
-        return _value(q, k, v, mask, padding, sinks, rules, direct)
+        if direct:  # no derivative can be asked for
+            return backend.value(q, k, v, make_pattern(mask, padding, sinks, rules))
+        return _Attend.apply(q, k, v, mask, padding, sinks, rules)[0].to(q.dtype)
     (q, dq), (k, dk), (v, dv), (mask, _), (sinks, _) = duals
     with outside_transforms((q, k, v, dq, dk, dv, mask, padding, sinks)) as inside:
         q, k, v, dq, dk, dv, mask, padding, sinks = inside
@@ -174,8 +229,13 @@ def _attend(
         if not late:
             q = q * scale
             dq = dq * scale
-        o, do = _value_and_tangent(q, k, v, dq, dk, dv, mask, padding, sinks, rules)
-    return with_tangent(o, do)
+        if _records(q, k, v, dq, dk, dv):
+            moved = (q, k, v, dq, dk, dv, mask, padding, sinks, rules)
+            o, do = (x.to(q.dtype) for x in _AttendAndTangent.apply(*moved)[:2])
+        else:
+            pattern = make_pattern(mask, padding, sinks, rules)
+            o, do = backend.dual_number(q, k, v, (dq, dk, dv), pattern)
+    return make_dual(o, do)
 
 
 def _compiled(
@@ -192,21 +252,6 @@ def _compiled(
     )
 
 
-def _value(q, k, v, mask, padding, sinks, rules, direct: bool) -> Tensor:
-    """The value in the dtype of q; `direct` if no derivative of it can be asked for."""
-    if direct:
-        return backend.value(q, k, v, make_pattern(mask, padding, sinks, rules))
-    return _Attend.apply(q, k, v, mask, padding, sinks, rules)[0].to(q.dtype)
-
-
-def _value_and_tangent(q, k, v, dq, dk, dv, mask, padding, sinks, rules) -> tuple[Tensor, Tensor]:
-    if not _records(q, k, v, dq, dk, dv):
-        pattern = make_pattern(mask, padding, sinks, rules)
-        return backend.dual_number(q, k, v, (dq, dk, dv), pattern)
-    o, do, _, _ = _AttendAndTangent.apply(q, k, v, dq, dk, dv, mask, padding, sinks, rules)
-    return o.to(q.dtype), do.to(q.dtype)
-
-
 def _records(*tensors: Tensor | None) -> bool:
     """Whether autograd records what is computed from these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -219,7 +264,8 @@ def make_pattern(
     queries = padding if rules.shift == 0 else None
     keys = padding
     # One row for all queries and heads says which keys are real, and needs no n x n bits.
-    if mask is not None and mask.dtype == torch.bool and _is_row(mask):
+    row = mask is not None and mask.shape[-3:-1] == (1, 1) and mask.shape[-1] > 1
+    if row and mask is not None and mask.dtype == torch.bool:
         real = mask[..., 0, 0, :]
         mask = None
         keys = real if keys is None else real & keys
@@ -234,11 +280,6 @@ def make_pattern(
         shift=rules.shift,
         scale=rules.scale,
     )
-
-
-def _is_row(mask: Tensor) -> bool:
-    """Whether a mask [..., H, n, n'] is the same for all heads and queries."""
-    return mask.shape[-3:-1] == (1, 1) and mask.shape[-1] > 1
 
 
 def _wanted(ctx, inputs: slice) -> bool:
@@ -355,6 +396,13 @@ class _AttendAndTangent(TransformFreeFunction):
         return *both, *_Vjp.apply(q, k, v, gd, o, *state), None, None, None, None
 
 
+def _with_digits(digits: Digits | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The operands of a derivative, in bfloat16 instead of float32 in low precision."""
+    if digits is None or not digits.low_precision or tensors[0].dtype != torch.float32:
+        return tensors
+    return tuple(x.to(torch.bfloat16) for x in tensors)
+
+
 class _Jvp(TransformFreeFunction):
     """(q, k, v; dq, dk, dv) -> do."""
 
@@ -364,7 +412,7 @@ class _Jvp(TransformFreeFunction):
     def forward(q, k, v, dq, dk, dv, o, lse, mask, padding, sinks, rules):
         pattern = make_pattern(mask, padding, sinks, rules)
         dtype = q.dtype
-        q, k, v, dq, dk, dv = with_digits(rules.digits, q, k, v, dq, dk, dv)
+        q, k, v, dq, dk, dv = _with_digits(rules.digits, q, k, v, dq, dk, dv)
         return backend.jvp(q, k, v, o, lse, (dq, dk, dv), pattern).to(dtype)
 
     @staticmethod
@@ -404,7 +452,7 @@ class _Vjp(TransformFreeFunction):
     def forward(q, k, v, g, o, lse, mask, padding, sinks, rules):
         pattern = make_pattern(mask, padding, sinks, rules)
         dtype = q.dtype
-        q, k, v, g = with_digits(rules.digits, q, k, v, g)
+        q, k, v, g = _with_digits(rules.digits, q, k, v, g)
         return tuple(x.to(dtype) for x in backend.vjp(q, k, v, o, lse, g, pattern))
 
     @staticmethod

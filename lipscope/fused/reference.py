@@ -85,15 +85,6 @@ def logits(q: Tensor, k: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | Non
     return S, t, level
 
 
-def _sinks(pattern: Pattern, groups: int, n: int, level: Tensor | None, S: Tensor) -> Tensor | None:
-    """The sinks as a column [..., G, rows, 1], minus the level that was taken out of S."""
-    if pattern.sinks is None:
-        return None
-    sinks = rows(pattern.sinks[:, None, None].expand(-1, n, 1), groups).to(S)
-    # A sink that would overflow takes all the weight; inf - inf would be NaN.
-    return sinks if level is None else (sinks - level).clamp_max(torch.finfo(S.dtype).max)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """o = P v [..., H, n, m] and the log-sum-exp of each row [..., H, n] of `logits`.
 
@@ -108,7 +99,14 @@ def forward_and_weights(
 ) -> tuple[Tensor, Tensor, Weights]:
     """`forward`, which also returns the weights."""
     S, t, level = logits(q, k, pattern)
-    sinks = _sinks(pattern, k.shape[-3], q.shape[-2], level, S)
+    sinks = None
+    if pattern.sinks is not None:
+        # The sinks as a column [..., G, rows, 1], minus the level that was taken out of S.
+        sinks = pattern.sinks[:, None, None].expand(-1, q.shape[-2], 1)
+        sinks = rows(sinks, k.shape[-3]).to(S)
+        if level is not None:
+            # A sink that would overflow takes all the weight; inf - inf would be NaN.
+            sinks = (sinks - level).clamp_max(torch.finfo(S.dtype).max)
     top = S.amax(dim=-1, keepdim=True)
     top = top if sinks is None else torch.maximum(top, sinks)
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -118,7 +116,7 @@ def forward_and_weights(
     Z = E.sum(dim=-1, keepdim=True)
     Z = Z if sinks is None else Z + torch.exp(sinks - top)
     Z = Z.masked_fill(Z == 0, torch.inf)
-    W = _curved(E / Z, t, pattern)
+    W = Weights(E / Z) if t is None else _curved(E / Z, t, pattern)
     lse = top + Z.log()
     return heads(W.P @ v, q.shape[-3]), heads(lse, q.shape[-3])[..., 0], W
 
@@ -126,13 +124,13 @@ def forward_and_weights(
 def weights(q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern) -> Weights:
     """P = exp(S - lse), recomputed from the saved log-sum-exp."""
     S, t, _ = logits(q, k, pattern)
-    return _curved(torch.exp(S - rows(lse[..., None], k.shape[-3])), t, pattern)
+    P = torch.exp(S - rows(lse[..., None], k.shape[-3]))
+    return Weights(P) if t is None else _curved(P, t, pattern)
 
 
-def _curved(P: Tensor, t: Tensor | None, pattern: Pattern) -> Weights:
+def _curved(P: Tensor, t: Tensor, pattern: Pattern) -> Weights:
     """P with the derivatives of capped scores, from t = tanh(T / softcap)."""
-    if t is None or pattern.softcap is None:
-        return Weights(P)
+    assert pattern.softcap is not None
     slope = 1 - t.square()
     return Weights(P, slope, -2 * t * slope / pattern.softcap)
 

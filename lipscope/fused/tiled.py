@@ -6,14 +6,16 @@ window skip columns. A problem that fits into one tile is a single block: the de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from lipscope.fused import reference
 from lipscope.fused._torch_internals import traced
 from lipscope.fused.pattern import Pattern
-from lipscope.fused.reference import Triple
+from lipscope.fused.reference import Triple, Weights
 
 TILE = 1 << 20
 ON_GPU = 32
@@ -28,17 +30,17 @@ def _blocks(q: Tensor, k: Tensor, pattern: Pattern) -> Iterator[tuple[slice, sli
     return pattern.blocks(n, k.shape[-2], height)
 
 
+@dataclass(eq=False)
 class _Whole:
     """The sum of the blocks, [..., n, size]: query rows are disjoint, key rows are shared."""
 
+    n: int
+    total: Any = None
+
     # Allocated like the first part, and therefore batched when the parts are (vmap). Parts are
     # added immediately: small results kept between large temporaries would fragment the heap.
-
-    def __init__(self, n: int):
-        self.n = n
-
     def add(self, cut: slice, part: Tensor) -> None:
-        if not hasattr(self, "total"):
+        if self.total is None:
             if cut == slice(0, self.n):
                 self.total = part
                 return
@@ -48,6 +50,33 @@ class _Whole:
             self.total = self.total.slice_scatter(moved, -2, cut.start, cut.stop)
         else:
             self.total[..., cut, :] += part
+
+
+def _weighted(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, pattern: Pattern
+) -> Iterator[tuple[slice, slice, Weights, Triple]]:
+    """Rows and columns of each block, its weights, and q, k, v there."""
+    for r, c, tile in _blocks(q, k, pattern):
+        point = _at((q, k, v), r, c)
+        yield r, c, reference.weights(point[0], point[1], lse[..., r], tile), point
+
+
+def _at(triple: Triple, r: slice, c: slice) -> Triple:
+    """Rows r of queries, c of keys and values."""
+    q, k, v = triple
+    return q[..., r, :], k[..., c, :], v[..., c, :]
+
+
+def _summed(
+    shapes: Triple, blocks: Iterable[tuple[slice, slice, Sequence[Tensor]]]
+) -> tuple[Tensor, ...]:
+    """Cotangents of q, k, v of all blocks, one or more triples, added up."""
+    wholes: list[_Whole] = []
+    for r, c, parts in blocks:
+        wholes = wholes or [_Whole(shapes[i % 3].shape[-2]) for i in range(len(parts))]
+        for i, (whole, part) in enumerate(zip(wholes, parts, strict=True)):
+            whole.add(c if i % 3 else r, part)
+    return tuple(whole.total for whole in wholes)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
@@ -61,11 +90,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, 
 
 
 def jvp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, pattern: Pattern) -> Tensor:
-    do, (dq, dk, dv) = _Whole(q.shape[-2]), tangent
-    for r, c, tile in _blocks(q, k, pattern):
-        W = reference.weights(q[..., r, :], k[..., c, :], lse[..., r], tile)
-        local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        do.add(r, reference.jvp(W, q[..., r, :], k[..., c, :], v[..., c, :], local))
+    do = _Whole(q.shape[-2])
+    for r, c, W, point in _weighted(q, k, v, lse, pattern):
+        do.add(r, reference.jvp(W, *point, _at(tangent, r, c)))
     return do.total
 
 
@@ -73,57 +100,35 @@ def value_and_tangent(
     q: Tensor, k: Tensor, v: Tensor, tangent: Triple, pattern: Pattern
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, do, the log-sum-exp, and the mean of dS over each row of P."""
-    n, (dq, dk, dv) = q.shape[-2], tangent
-    o = _Whole(n)
-    do = _Whole(n)
-    lse = _Whole(n)
-    drift = _Whole(n)
+    wholes = [_Whole(q.shape[-2]) for _ in range(4)]
     for r, c, tile in _blocks(q, k, pattern):
-        q_ = q[..., r, :]
-        k_ = k[..., c, :]
-        v_ = v[..., c, :]
-        value, top, W = reference.forward_and_weights(q_, k_, v_, tile)
-        local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        o.add(r, value)
-        moved, mean = reference.jvp_and_drift(W, q_, k_, v_, local)
-        do.add(r, moved)
-        lse.add(r, top[..., None])
-        drift.add(r, mean)
-    return o.total, do.total, lse.total[..., 0], drift.total[..., 0]
+        point = _at((q, k, v), r, c)
+        o, lse, W = reference.forward_and_weights(*point, tile)
+        do, drift = reference.jvp_and_drift(W, *point, _at(tangent, r, c))
+        for whole, part in zip(wholes, (o, do, lse[..., None], drift), strict=True):
+            whole.add(r, part)
+    o, do, lse, drift = (whole.total for whole in wholes)
+    return o, do, lse[..., 0], drift[..., 0]
 
 
 def vjp(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, pattern: Pattern) -> Triple:
-    queries = _Whole(q.shape[-2])
-    keys = _Whole(k.shape[-2])
-    values = _Whole(k.shape[-2])
-    for r, c, tile in _blocks(q, k, pattern):
-        q_ = q[..., r, :]
-        k_ = k[..., c, :]
-        v_ = v[..., c, :]
-        W = reference.weights(q_, k_, lse[..., r], tile)
-        parts = reference.vjp(W, q_, k_, v_, g[..., r, :])
-        for whole, cut, part in zip((queries, keys, values), (r, c, c), parts, strict=True):
-            whole.add(cut, part)
-    return queries.total, keys.total, values.total
+    blocks = (
+        (r, c, reference.vjp(W, *point, g[..., r, :]))
+        for r, c, W, point in _weighted(q, k, v, lse, pattern)
+    )
+    gq, gk, gv = _summed((q, k, v), blocks)
+    return gq, gk, gv
 
 
 def second_vjp(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tangent: Triple, g: Tensor, pattern: Pattern
 ) -> Triple:
-    dq, dk, dv = tangent
-    queries = _Whole(q.shape[-2])
-    keys = _Whole(k.shape[-2])
-    values = _Whole(k.shape[-2])
-    for r, c, tile in _blocks(q, k, pattern):
-        q_ = q[..., r, :]
-        k_ = k[..., c, :]
-        v_ = v[..., c, :]
-        W = reference.weights(q_, k_, lse[..., r], tile)
-        local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        parts = reference.second_vjp(W, q_, k_, v_, local, g[..., r, :])
-        for whole, cut, part in zip((queries, keys, values), (r, c, c), parts, strict=True):
-            whole.add(cut, part)
-    return queries.total, keys.total, values.total
+    blocks = (
+        (r, c, reference.second_vjp(W, *point, _at(tangent, r, c), g[..., r, :]))
+        for r, c, W, point in _weighted(q, k, v, lse, pattern)
+    )
+    gq, gk, gv = _summed((q, k, v), blocks)
+    return gq, gk, gv
 
 
 def both_vjp(
@@ -131,32 +136,21 @@ def both_vjp(
     pattern: Pattern,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradient of <g, o> + <gd, J d> in q, k, v, dq, dk, dv."""
-    dq, dk, dv = tangent
-    wholes = [_Whole(x.shape[-2]) for x in (q, k, v, q, k, v)]
-    for r, c, tile in _blocks(q, k, pattern):
-        q_ = q[..., r, :]
-        k_ = k[..., c, :]
-        v_ = v[..., c, :]
-        W = reference.weights(q_, k_, lse[..., r], tile)
-        local = (dq[..., r, :], dk[..., c, :], dv[..., c, :])
-        of_tangent = reference.second_vjp(W, q_, k_, v_, local, gd[..., r, :])
-        of_value = reference.vjp(W, q_, k_, v_, g[..., r, :])
-        onto = [x + y for x, y in zip(of_tangent, of_value, strict=True)]
-        onto += reference.vjp(W, q_, k_, v_, gd[..., r, :])
-        for whole, cut, part in zip(wholes, (r, c, c) * 2, onto, strict=True):
-            whole.add(cut, part)
-    return tuple(whole.total for whole in wholes)
+
+    def parts() -> Iterator[tuple[slice, slice, Sequence[Tensor]]]:
+        for r, c, W, point in _weighted(q, k, v, lse, pattern):
+            of_tangent = reference.second_vjp(W, *point, _at(tangent, r, c), gd[..., r, :])
+            of_value = reference.vjp(W, *point, g[..., r, :])
+            onto = [x + y for x, y in zip(of_tangent, of_value, strict=True)]
+            yield r, c, [*onto, *reference.vjp(W, *point, gd[..., r, :])]
+
+    return _summed((q, k, v), parts())
 
 
 def second_jvp(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, first: Triple, other: Triple, pattern: Pattern
 ) -> Tensor:
     whole = _Whole(q.shape[-2])
-    for r, c, tile in _blocks(q, k, pattern):
-        q_ = q[..., r, :]
-        k_ = k[..., c, :]
-        v_ = v[..., c, :]
-        W = reference.weights(q_, k_, lse[..., r], tile)
-        cut = [(dq[..., r, :], dk[..., c, :], dv[..., c, :]) for dq, dk, dv in (first, other)]
-        whole.add(r, reference.second_jvp(W, q_, k_, v_, cut[0], cut[1]))
+    for r, c, W, point in _weighted(q, k, v, lse, pattern):
+        whole.add(r, reference.second_jvp(W, *point, _at(first, r, c), _at(other, r, c)))
     return whole.total

@@ -70,23 +70,38 @@ def perturbation(noise: Float[Tensor, "B"], drift: Float[Tensor, "B"]) -> Float[
 
 
 def polynomial_bound(
-    a: Float[Tensor, "B k"], b: Float[Tensor, "B k"], overlap: float, rounding: Float[Tensor, "B"]
+    a: Float[Tensor, "B k"],
+    b: Float[Tensor, "B k"],
+    overlap: float,
+    rounding: Float[Tensor, "B"],
+    decaying: bool = True,
 ) -> Float[Tensor, "B"]:
-    """Upper bounds on sigma from coefficients a_1..a_k, b_1..b_k; columns past a member's last step
-    hold NaN.
+    """Upper bounds on sigma from coefficients a_1..a_k, b_1..b_k, rounded up.
 
-    `rounding` is the relative size of the perturbation of one product. Members without a bound get
-    infinity."""
-    return _root(_recurrence(a, b, rounding), overlap, decaying=True)
-
-
-def noise_floor(
-    a: Float[Tensor, "B k"], b: Float[Tensor, "B k"], overlap: float, rounding: Float[Tensor, "B"]
-) -> Float[Tensor, "B"]:
-    """What no polynomial bound gets below, whatever further steps bring: infinity where there will
-    never be a bound.
+    Columns past a member's last step hold NaN. `rounding` is the relative size of the perturbation
+    of one product. Members without a bound get infinity. Without `decaying`, the noise floor:
+    what no bound gets below, whatever further steps bring.
     """
-    return _root(_recurrence(a, b, rounding), overlap, decaying=False)
+    T = _recurrence(a, b, rounding)
+    inner = T.beta[:, :-1] * T.taken[:, 1:]
+    matrix = torch.diag_embed(T.alpha) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
+    theta = torch.linalg.eigvalsh(matrix)[:, -1]
+    best = torch.full_like(theta, torch.inf)
+    low = -16.0 * torch.ones_like(theta)
+    high = 16.0 * torch.ones_like(theta)
+    for _ in range(ROUNDS):
+        exponent = low[:, None] + (high - low)[:, None] * torch.linspace(
+            0, 1, GRID, dtype=torch.float64
+        )
+        lam = theta[:, None] * (1 + 10**exponent)
+        decay, noise = _terms(lam, T)
+        enough = (decay + noise if decaying else noise) <= overlap
+        first = enough.int().argmax(dim=1, keepdim=True)
+        found = enough.any(dim=1)
+        best = torch.where(found, lam.gather(1, first)[:, 0], best)
+        high = exponent.gather(1, first)[:, 0]
+        low = exponent.gather(1, (first - 1).clamp_min(0))[:, 0]
+    return best.sqrt() * (1 + 16 * UNIT)
 
 
 def bounded_by(
@@ -123,27 +138,6 @@ def _recurrence(a: Tensor, b: Tensor, rounding: Tensor) -> _Recurrence:
     # Three perturbed products make one step of the recurrence of J'J: a e + b e + sigma e.
     source = 3 * rounding
     return _Recurrence(alpha, a * b, taken, source[:, None])
-
-
-def _root(T: _Recurrence, overlap: float, decaying: bool) -> Tensor:
-    """sqrt(lambda) where the left side, or its noise alone, equals the overlap; rounded up."""
-    theta = _largest_eigenvalue(T)
-    best = torch.full_like(theta, torch.inf)
-    low = -16.0 * torch.ones_like(theta)
-    high = 16.0 * torch.ones_like(theta)
-    for _ in range(ROUNDS):
-        exponent = low[:, None] + (high - low)[:, None] * torch.linspace(
-            0, 1, GRID, dtype=torch.float64
-        )
-        lam = theta[:, None] * (1 + 10**exponent)
-        decay, noise = _terms(lam, T)
-        enough = (decay + noise if decaying else noise) <= overlap
-        first = enough.int().argmax(dim=1, keepdim=True)
-        found = enough.any(dim=1)
-        best = torch.where(found, lam.gather(1, first)[:, 0], best)
-        high = exponent.gather(1, first)[:, 0]
-        low = exponent.gather(1, (first - 1).clamp_min(0))[:, 0]
-    return best.sqrt() * (1 + 16 * UNIT)
 
 
 def _terms(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
@@ -202,13 +196,6 @@ def _first_row_sum(lam: Tensor, T: _Recurrence) -> tuple[Tensor, Tensor]:
     return r / t, above
 
 
-def _largest_eigenvalue(T: _Recurrence) -> Tensor:
-    """theta_k, the largest eigenvalue of T_k."""
-    inner = T.beta[:, :-1] * T.taken[:, 1:]
-    matrix = torch.diag_embed(T.alpha) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
-    return torch.linalg.eigvalsh(matrix)[:, -1]
-
-
 def check_gap(gap: object) -> None:
     """Raise UserError unless `gap` is None or a number between 0 and 1."""
     if gap is None:
@@ -255,7 +242,7 @@ class Gap:
 
         reached, possible = reaches(self.ratio / widening(rounding) - 1)
         if not possible.all():
-            floor = noise_floor(a, b, self.overlap, source)
+            floor = polynomial_bound(a, b, self.overlap, source, decaying=False)
             near, _ = reaches(2 * (floor / theta - 1))
             reached |= ~possible & (near | floor.isinf())
         return reached, possible

@@ -20,10 +20,9 @@ from lipscope._ambient import (
 from lipscope._files import on_one_line
 from lipscope._torch_internals import is_dropout
 from lipscope._types import UserError
-from lipscope.linalg.operator import LinearOperator, Pair, Product, Rounding, steady
+from lipscope.linalg.operator import LOCAL, LinearOperator, Pair, Product, Rounding, Space, steady
 from lipscope.linalg.roots import uses_distances, with_distances
 from lipscope.linalg.rounding_noise import RoundingNoise, UnseenRoundingError
-from lipscope.linalg.space import LOCAL, Space
 
 Map = Callable[[Tensor], Tensor]
 

@@ -1,16 +1,178 @@
 """Golub-Kahan bidiagonalisation of a batch of operators, with full reorthogonalisation and thick
 restart.
+
+Krylov vectors are kept beside the operator, there in two bytes per number, or in the host's memory.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.linalg.basis import EVERY, Blocks, Native, make_basis
-from lipscope.linalg.operator import LinearOperator, Product
-from lipscope.linalg.space import LOCAL, Space
+from lipscope.linalg.operator import LOCAL, LinearOperator, Space
+
+STORAGES = ("native", "bfloat16", "host")
+
+BLOCK = 256 << 20
+"""Bytes brought back at once from the host, or from bfloat16."""
+
+HALF_UNIT = 2.0**-9
+"""Relative rounding of a number kept in bfloat16."""
+
+EVERY = slice(None)
+
+
+def memory_of(device: torch.device) -> int:
+    """All the bytes a device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Native:
+    """All vectors in one tensor [room, B, N]: vector k of all members is contiguous, as the
+    products want it.
+    """
+
+    def __init__(self, room: int, like: Float[Tensor, "B N"], space: Space = LOCAL):
+        self.vectors = like.new_empty(room, *like.shape)
+        self.space = space
+
+    def __getitem__(self, k: int | slice) -> Tensor:
+        return self.vectors[k]
+
+    def put(self, k: int, x: Float[Tensor, "B N"]) -> Tensor:
+        """Keep x as vector k; what is returned is x, in the precision it came in."""
+        self.vectors[k] = x
+        return self.vectors[k]
+
+    def reserve(self, room: int) -> None:
+        more = room - len(self.vectors)
+        if more > 0:
+            self.vectors = torch.cat(
+                [self.vectors, self.vectors.new_empty(more, *self.vectors.shape[1:])]
+            )
+
+    def without(self, w: Float[Tensor, "B N"], k: int) -> tuple[Tensor, Tensor]:
+        """w less its part in the span of the first k vectors, and the coefficients [B, k] of that
+        part.
+        """
+        return _project_out(w, self.vectors[:k], self.space)
+
+    def combine(
+        self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY
+    ) -> Float[Tensor, "j B N"]:
+        """Linear combinations of the first k vectors, for some of the members."""
+        return _combine(coefficients, self.vectors[: coefficients.shape[-1], members])
+
+    def keep(self, members: Tensor) -> None:
+        self.vectors = self.vectors[:, members]
+
+
+class Blocks:
+    """Vectors in blocks that are brought to the operator one after the other.
+
+    In bfloat16 the first vector keeps all its digits: a search started from a good guess changes
+    that guess little, and only the change is rounded."""
+
+    def __init__(self, like: Float[Tensor, "B N"], rounded: bool, space: Space = LOCAL):
+        self.shape = like.shape
+        self.dtype = like.dtype
+        self.device = like.device
+        self.rounded = rounded
+        # The same on all ranks: they reduce their inner products block by block.
+        self.height = space.smallest(max(1, BLOCK // (like.numel() * like.element_size())))
+        self.space = space
+        self.blocks: list[Tensor] = []
+
+    def put(self, k: int, x: Float[Tensor, "B N"]) -> Tensor:
+        """Keep x as vector k; what is returned is x itself."""
+        for block in self.blocks:
+            if k < len(block):
+                block[k].copy_(x, non_blocking=True)
+                return x
+            k -= len(block)
+        self.blocks.append(self._new_block())
+        return self.put(len(self) - len(self.blocks[-1]) + k, x)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.blocks))
+
+    def _new_block(self) -> Tensor:
+        if self.rounded:
+            exact = not self.blocks
+            kind = self.dtype if exact else torch.bfloat16
+            return torch.empty(
+                1 if exact else self.height, *self.shape, dtype=kind, device=self.device
+            )
+        return torch.empty(
+            self.height, *self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda"
+        )
+
+    def reserve(self, room: int) -> None:
+        """Blocks are made when they are needed."""
+
+    def _brought(self, k: int, members: slice = EVERY) -> Iterator[tuple[slice, Tensor]]:
+        """The first k vectors block by block, the last ones first, brought to where the operator
+        lives.
+        """
+        start = len(self)
+        for block in reversed(self.blocks):
+            start -= len(block)
+            rows = block[: max(0, k - start), members]
+            if len(rows):
+                yield (
+                    slice(start, start + len(rows)),
+                    rows.to(self.device, self.dtype, non_blocking=True),
+                )
+
+    def without(self, w: Float[Tensor, "B N"], k: int) -> tuple[Tensor, Tensor]:
+        """As in `Native`, block by block; the exact vector comes last: rounded ones would bring
+        some of it back.
+        """
+        coefficients = torch.zeros(w.shape[0], k, dtype=w.dtype, device=w.device)
+        for cut, rows in self._brought(k):
+            w, coefficients[:, cut] = _project_out(w, rows, self.space)
+        return w, coefficients
+
+    def combine(
+        self, coefficients: Float[Tensor, "B j k"], members: slice = EVERY
+    ) -> Float[Tensor, "j B N"]:
+        parts = (
+            _combine(coefficients[..., cut], rows)
+            for cut, rows in self._brought(coefficients.shape[-1], members)
+        )
+        total = next(parts)
+        for part in parts:
+            total += part
+        return total
+
+    def keep(self, members: Tensor) -> None:
+        self.shape = torch.Size((len(members), *self.shape[1:]))
+        self.blocks = [self._pinned(block[:, members.to(block.device)]) for block in self.blocks]
+
+    def _pinned(self, block: Tensor) -> Tensor:
+        return block.pin_memory() if block.device != self.device else block
+
+
+def _project_out(
+    w: Float[Tensor, "B N"], basis: Float[Tensor, "k B N"], space: Space
+) -> tuple[Tensor, Tensor]:
+    # As row vectors: the column form of the same products is an order of magnitude slower on a CPU.
+    Q = basis.transpose(0, 1)
+    c = space.sum(torch.bmm(w[:, None], Q.mT))
+    return torch.baddbmm(w[:, None], c, Q, alpha=-1)[:, 0], c[:, 0]
+
+
+def _combine(
+    coefficients: Float[Tensor, "B j k"], basis: Float[Tensor, "k B N"]
+) -> Float[Tensor, "j B N"]:
+    return torch.bmm(coefficients.to(basis), basis.transpose(0, 1)).transpose(0, 1)
+
 
 FIRST_ROOM = 16
 """Basis vectors allocated at first; doubled when full."""
@@ -45,9 +207,15 @@ class GolubKahan:
         self.capacity = max(4, min(J.space.smallest(capacity), most))
         self.k = 0
         room = min(self.capacity, FIRST_ROOM)
-        self.V = make_basis(storage, room + 1, start, J.space)
         image = start.new_empty(1).expand(self.members, J.out_size)
-        self.U = make_basis(storage, room, image, J.space)
+        self.V: Native | Blocks
+        self.U: Native | Blocks
+        if storage == "native":
+            self.V = Native(room + 1, start, J.space)
+            self.U = Native(room, image, J.space)
+        else:
+            self.V = Blocks(start, storage == "bfloat16", J.space)
+            self.U = Blocks(image, storage == "bfloat16", J.space)
         self.H = torch.zeros(self.members, room, room, dtype=torch.float64)
         self.b = torch.zeros(self.members, dtype=torch.float64)
         self.scale = torch.ones(self.members, dtype=torch.float64)
@@ -62,21 +230,29 @@ class GolubKahan:
         """Extend both bases by one vector: one product with J, one with J'."""
         if self.k == self.capacity:
             self._restart()
-        self._grow()
+        if self.k == self.H.shape[-1]:
+            self._grow()
         k = self.k
-        w = self._product(self.J.mv, self.v, self.J.in_shape)
+        J = self.J
+        w = J.product(J.mv, self.v, J.in_shape, self.scale)
         if k == 0:
-            w = self._prescale(w)
+            # Scale J by the power of two that brings J v_1 to order one, so that no norm under- or
+            # overflows.
+            limit = 1000 if w.dtype == torch.float64 else 120
+            largest = self.space.largest(w.abs().amax(dim=1).double()).cpu()
+            usable = largest.isfinite() & (largest > 0)
+            exponent = torch.frexp(torch.where(usable, largest, 1.0)).exponent.clamp(-limit, limit)
+            self.scale = torch.ldexp(torch.ones_like(largest), -exponent)
+            w = w * self.scale.to(w)[:, None]
         # a_k u_k = J v_k - b_{k-1} u_{k-1}
         w, h = self._orthogonalize(w, self.U, k, self.u, self.b)
         a, u = self._normalize(w)
         self.u = self.U.put(k, u)
         # b_k v_{k+1} = J' u_k - a_k v_k
-        z = self._product(self.J.rmv, self.u, self.J.out_shape)
+        z = J.product(J.rmv, self.u, J.out_shape, self.scale)
         z, c = self._orthogonalize(z, self.V, k + 1, self.v, a)
         b, v = self._normalize(z)
         self.v = self.V.put(k + 1, v)
-        self._note_drift(h, c)
         if not self.rounded:  # where h is what rounding does to the basis, not what J does
             self.H[:, :k, k] = h
         if k:
@@ -86,6 +262,8 @@ class GolubKahan:
         self.k = k + 1
         if not self.restarted:
             self.coefficients.append((a, b))
+            # The largest departure so far from the three-term recurrence: rounding made visible.
+            self.drift = torch.maximum(self.drift, torch.maximum(h.norm(dim=1), c.norm(dim=1)))
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Largest singular triplet of H: theta [B], left p [B, k], right q [B, k]; NaN where the
@@ -125,22 +303,6 @@ class GolubKahan:
         self.drift = self.drift[members]
         self.coefficients = [(a[members], b[members]) for a, b in self.coefficients]
 
-    def _product(self, product: Product, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        leading = self.J.leading
-        y = product(x.reshape((*leading, *shape))).reshape(self.members, -1)
-        return y * self.scale.to(y)[:, None]
-
-    def _prescale(self, w: Tensor) -> Tensor:
-        """Scale J by the power of two that brings J v_1 to order one, so that no norm under- or
-        overflows.
-        """
-        limit = 1000 if w.dtype == torch.float64 else 120
-        largest = self.space.largest(w.abs().amax(dim=1).double()).cpu()
-        usable = largest.isfinite() & (largest > 0)
-        exponent = torch.frexp(torch.where(usable, largest, 1.0)).exponent.clamp(-limit, limit)
-        self.scale = torch.ldexp(torch.ones_like(largest), -exponent)
-        return w * self.scale.to(w)[:, None]
-
     def _normalize(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Norm and unit vector; a vector of rounding noise counts as zero: the Krylov space is
         invariant.
@@ -173,23 +335,16 @@ class GolubKahan:
             coefficients += c
         return w, coefficients.double().cpu()
 
-    def _note_drift(self, h: Tensor, c: Tensor) -> None:
-        """Largest departure so far from the three-term recurrence: rounding made visible."""
-        if not self.restarted:
-            self.drift = torch.maximum(self.drift, torch.maximum(h.norm(dim=1), c.norm(dim=1)))
-
     def _grow(self) -> None:
         room = self.H.shape[-1]
-        if self.k == room:
-            more = min(room, self.capacity - room)
-            self.V.reserve(room + more + 1)
-            self.U.reserve(room + more)
-            self.H = torch.nn.functional.pad(self.H, (0, more, 0, more))
-            if isinstance(self.V, Native) and isinstance(self.U, Native):
-                self.v, self.u = (
-                    self.V[self.k],
-                    self.U[self.k - 1],
-                )  # views: they would hold on to the old bases
+        more = min(room, self.capacity - room)
+        self.V.reserve(room + more + 1)
+        self.U.reserve(room + more)
+        self.H = torch.nn.functional.pad(self.H, (0, more, 0, more))
+        if isinstance(self.V, Native) and isinstance(self.U, Native):
+            # The current vectors are views, which would hold on to the old bases.
+            self.v = self.V[self.k]
+            self.u = self.U[self.k - 1]
 
     def _restart(self) -> None:
         """Keep the leading third of the Ritz vectors and v_{k+1}.

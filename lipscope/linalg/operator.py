@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lipscope._ambient import unaffected
 from lipscope._types import UserError
-from lipscope.linalg.space import LOCAL, Space
 
 Product = Callable[[Tensor], Tensor]
 Pair = tuple[Product, Product]  # with J and with J'
@@ -20,6 +19,37 @@ Shape = tuple[int, ...]
 
 MOST_ROUNDING = 0.5
 """Above this relative rounding, first-order error estimates are meaningless."""
+
+
+class Space:
+    """Where vectors live: here in a single process, which holds them whole.
+
+    Every exchange is then the identity. `TokenShards` spreads vectors over several processes and
+    documents the exchanges.
+    """
+
+    size = 1
+
+    def _same(self, x: Any, dim: int = 0) -> Any:
+        return x
+
+    global_shape: Any = _same
+    shard: Any = _same
+    gather: Any = _same
+    sum: Any = _same
+    norm: Any = _same
+    largest: Any = _same
+    smallest: Any = _same
+    broadcast: Any = _same
+
+    def rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """Tokens at some of the n positions [..., rows]: x [..., tokens, width]. Leading dimensions
+        broadcast.
+        """
+        return x.take_along_dim(index[..., None], dim=-2)
+
+
+LOCAL = Space()
 
 
 @dataclass(frozen=True)
@@ -151,13 +181,19 @@ class LinearOperator:
     @property
     def stated_rounding(self) -> Tensor:
         """Stated rounding of a norm computed with these products, relative to `size`."""
-        return 32 * self._amplified(self.rounding.pessimistic)
+        stated = self.rounding
+        return 32 * self._amplified(stated.condition if stated.worst is None else stated.worst)
 
     @property
     def is_compared(self) -> bool:
         """Whether rounding is seen in a comparison with float64, not stated."""
         core = self if self.compressed is None else self.compressed.core
         return core.rounding.compared is not None
+
+    def product(self, product: Product, x: Tensor, shape: Shape, scale: Tensor) -> Tensor:
+        """A product with J or J' of vectors x [B, N], flat, times the scale of each member."""
+        y = product(x.reshape((*self.leading, *shape))).reshape(len(x), -1)
+        return y * scale.to(y)[:, None]
 
     def rounding_scale(self, norm: Tensor) -> Tensor:
         """`size` per member; the norm of J, where nothing else is stated."""
@@ -379,8 +415,13 @@ def dense_operator(M: Tensor) -> LinearOperator:
     )
 
 
+def of_order_one(x: Tensor, dims: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """x divided by its largest entry over `dims`, and that entry: no power under- or overflows."""
+    largest = x.detach().abs().amax(dim=dims, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return x / largest, largest
+
+
 def lengths(x: Tensor) -> Tensor:
-    """Euclidean lengths of vectors x [..., N], scaled so that no square overflows or vanishes."""
-    largest = x.detach().abs().amax(dim=-1, keepdim=True)
-    largest = torch.where(largest > 0, largest, 1.0)
-    return (x / largest).norm(dim=-1) * largest[..., 0]
+    """Euclidean lengths of vectors x [..., N]; no square overflows or vanishes."""
+    x, largest = of_order_one(x, -1)
+    return x.norm(dim=-1) * largest[..., 0]

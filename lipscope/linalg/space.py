@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lipscope._types import UserError
+from lipscope.linalg.operator import Space
 
 # torch 2.13 renamed both; the old names warn there, the new ones do not exist before.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +29,7 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class LostRankError(BaseException):
     """Another process ended, or does not answer.
 
-    Not an Exception: what catches those takes an error for that of a single input, and continues.
+    Derives from BaseException so that per-input error handling does not swallow it.
     """
 
 
@@ -51,53 +52,6 @@ def from_all(x: Any, group: Any) -> list[Any]:
     with rank_lost():
         dist.all_gather_object(found, x, group)
     return found
-
-
-class Space:
-    """One process that holds whole vectors; what `TokenShards` exchanges is here already."""
-
-    size = 1
-
-    def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a vector of all ranks, from the shape of this rank's part."""
-        return shape
-
-    def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens, of all n along `dim`."""
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Tokens of this rank, [..., tokens, width], to all n in order, [..., n, width]."""
-        return x
-
-    def rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """Tokens at some of the n positions [..., rows], from all ranks: x [..., tokens, width].
-
-        Leading dimensions broadcast.
-        """
-        return x.take_along_dim(index[..., None], dim=-2)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits on each."""
-        return x
-
-    def norm(self, x: Tensor) -> Tensor:
-        """Norms of whole vectors, from the norms of this rank's part."""
-        return x
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest over all ranks, entry by entry."""
-        return x
-
-    def smallest(self, x: int) -> int:
-        return x
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        """What rank 0 has."""
-        return x
-
-
-LOCAL = Space()
 
 
 class TokenShards(Space):
@@ -143,9 +97,11 @@ class TokenShards(Space):
         return found
 
     def global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a vector of all ranks, from the shape of this rank's part."""
         return (self.n, *shape[1:])
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens, of all n along `dim`."""
         return x.index_select(dim, self.positions.to(x.device))
 
     def rows(self, x: Tensor, index: Tensor) -> Tensor:
@@ -156,14 +112,17 @@ class TokenShards(Space):
         return self.sum(torch.where(mine[..., None], here, 0))
 
     def sum(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, the same bits on each."""
         return self._reduced(x, dist.ReduceOp.SUM)
 
     def norm(self, x: Tensor) -> Tensor:
+        """Norms of whole vectors, from the norms of this rank's part."""
         # sqrt(x^2) is x in IEEE arithmetic: one rank gets the very norm it came with.
         return self.sum(x.square()).sqrt()
 
     def largest(self, x: Tensor) -> Tensor:
-        # What the maximum of NaN and a number is, backends do not say: NaN travels apart.
+        """The largest over all ranks, entry by entry."""
+        # Backends do not define max(NaN, x), so NaNs are reduced separately.
         known = torch.where(x.isnan(), -torch.inf, x)
         top, lost = self._reduced(torch.stack([known, x.isnan().to(x)]), dist.ReduceOp.MAX)
         return torch.where(lost > 0, torch.nan, top)
@@ -172,9 +131,11 @@ class TokenShards(Space):
         return -int(self._reduced(torch.tensor(-x), dist.ReduceOp.MAX))
 
     def broadcast(self, x: Tensor) -> Tensor:
+        """What rank 0 has."""
         return self.sum(x if self.rank == 0 else torch.zeros_like(x))
 
     def gather(self, x: Tensor) -> Tensor:
+        """Tokens of this rank, [..., tokens, width], to all n in order, [..., n, width]."""
         mine = self._packed(x.movedim(-2, 0), "own_slots", 2 * self.block)
         everyone = mine.new_empty(2 * self.size * self.block, *mine.shape[1:])
         self._exchange(_gather_single, everyone, mine)

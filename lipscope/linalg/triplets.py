@@ -14,8 +14,7 @@ from lipscope._ambient import entry_point
 from lipscope._types import UserError
 from lipscope.linalg.estimate import BatchEstimate, Estimate
 from lipscope.linalg.operator import LinearOperator, Pair
-from lipscope.linalg.solve import fresh_seed
-from lipscope.linalg.spectral import Solver, random_start, spectral_norm
+from lipscope.linalg.spectral import Solver, fresh_seed, random_start, spectral_norm
 
 
 @entry_point

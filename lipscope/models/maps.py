@@ -13,7 +13,7 @@ from lipscope._files import on_one_line
 from lipscope._types import UserError
 from lipscope.attention.linearization import ROUGH_SCORES
 from lipscope.attention.sharded import spread_of
-from lipscope.fused.low_precision import graph_of_any_digits
+from lipscope.fused.primitive import graph_of_any_digits
 from lipscope.linalg.differentiate import check_input, jacobian
 from lipscope.linalg.operator import LinearOperator
 from lipscope.models.capture import RecordedCall

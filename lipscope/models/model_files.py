@@ -16,7 +16,7 @@ import torch
 from lipscope._files import for_terminal
 from lipscope._files import on_one_line as on_one_line
 from lipscope._types import UserError
-from lipscope.linalg.basis import memory_of
+from lipscope.linalg.golub_kahan import memory_of
 
 MEBIBYTE = 1 << 20
 

@@ -35,8 +35,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
 from lipscope.linalg.estimate import Estimate, as_batch
 from lipscope.linalg.local import local_lipschitz
-from lipscope.linalg.solve import fresh_seed
-from lipscope.linalg.spectral import Solver
+from lipscope.linalg.spectral import Solver, fresh_seed
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.probes.bounds import QUICK, for_one_sequence

@@ -9,8 +9,7 @@ from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.perturbation import singular_response
 from lipscope.attack.regions import Normed
 from lipscope.attack.search import measured
-from lipscope.linalg.solve import fresh_seed
-from lipscope.linalg.spectral import spectral_norm
+from lipscope.linalg.spectral import fresh_seed, spectral_norm
 
 CLIMB = Climb(steps=2, restarts=1, seed=5)
 

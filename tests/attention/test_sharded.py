@@ -207,12 +207,12 @@ def test_every_token_belongs_to_one_rank_and_work_is_even(size):
 
 
 def test_the_model_on_the_page_is_what_the_benchmark_prints(capsys):
-    space.show_model()
+    ranks.show_model()
     assert capsys.readouterr().out in (ROOT / "docs" / "scaling.md").read_text()
 
 
 def test_the_model_has_the_traffic_of_the_formula():
-    sent = space.modelled(1, 8, width=14)["GB_per_float32_product"]
+    sent = ranks.modelled(1, 8, width=14)["GB_per_float32_product"]
     assert sent == 4 * (8 - 1) * 2 * (2**20 / 16) * 14 / 1e9
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.fused.low_precision import graph_of_any_digits
-from lipscope.fused.primitive import attend
+from lipscope.fused.primitive import attend, graph_of_any_digits
 
 
 def layer(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import lipscope as ls
 from lipscope.linalg.certificate import Gap, polynomial_bound, smallest_overlap
 from lipscope.linalg.operator import dense_operator
-from lipscope.linalg.solve import Run
+from lipscope.linalg.spectral import Run
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 50, 10_000])

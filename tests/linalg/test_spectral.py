@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg import solve, spectral
+from lipscope.linalg import spectral
 from lipscope.linalg.operator import Rounding, dense_operator
 
 
@@ -115,16 +115,24 @@ def test_seed_reproduces_and_no_seed_varies():
         ({"gap": 1.0}, "gap, the relative distance upper / lower - 1, must lie between 0 and 1"),
         ({"start": torch.ones(3)}, r"start must have shape \(8,\), got \(3,\)"),
         ({"start": torch.zeros(8)}, "start must be finite and not zero"),
-        ({"solver": ls.Solver(failure=0.0)}, "failure must be a probability"),
-        (
-            {"solver": ls.Solver(max_steps=0)},
-            "max_steps must be a whole number from 1 to 1000000, got 0",
-        ),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ls.UserError, match=message):
         ls.spectral_norm(dense_operator(random(8, 8)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"failure": 0.0}, "failure must be a probability"),
+        ({"max_steps": 0}, "max_steps must be a whole number from 1 to 1000000, got 0"),
+        ({"basis": "disk"}, "basis must be one of 'native', 'bfloat16', 'host', got 'disk'"),
+    ],
+)
+def test_bad_solvers(options, message):
+    with pytest.raises(ls.UserError, match=message):
+        ls.Solver(**options)
 
 
 def test_gap_in_float32_is_refused():
@@ -163,7 +171,7 @@ def test_a_rough_operator_finds_the_vector_and_never_the_value(noise):
 
 def test_a_good_start_costs_one_step(monkeypatch):
     """One product each way: those of the only step are the products of the vectors found."""
-    monkeypatch.setattr(solve, "SMALL", 0)  # look after the first step, as in long problems
+    monkeypatch.setattr(spectral, "SMALL", 0)  # look after the first step, as in long problems
     M = random(80, 80).float()
     J, calls = dense_operator(M), {"mv": 0, "rmv": 0}
 
@@ -185,7 +193,7 @@ def test_a_good_start_costs_one_step(monkeypatch):
 
 
 def test_a_step_in_half_precision_is_evaluated_again(monkeypatch):
-    monkeypatch.setattr(solve, "SMALL", 0)
+    monkeypatch.setattr(spectral, "SMALL", 0)
     J, calls = dense_operator(random(80, 80).bfloat16()), 0
 
     def counted(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from lipscope._checks import check_whole, usable_device
 from lipscope._files import claim_folder
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
-from lipscope.linalg.basis import memory_of
+from lipscope.linalg.golub_kahan import memory_of
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
 from lipscope.nn.contractive import CONTRACTIVE
