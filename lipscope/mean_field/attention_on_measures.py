@@ -168,7 +168,7 @@ def respond(
     X: Float[Tensor, "*batch n d"],
     mask: Tensor | None,
 ) -> Float[Tensor, "*batch N out"]:
-    """The output of queries at Z [..., N, d] on keys and values at X [..., n, d]."""
+    """Return the output of queries at Z [..., N, d] on keys and values at X [..., n, d]."""
     q, (_, k, v) = f.project(Z)[0], f.project(X)
     q, k, scale = scored(f, q, k)
     mask = mask if mask is None or mask.ndim == 2 else mask[:, None]
@@ -236,7 +236,7 @@ def in_l2(J: LinearOperator, weights: Tensor) -> LinearOperator:
 
 
 def _log_range(weights: Tensor) -> Tensor:
-    """The largest |log w_j|: a score contains it, and its rounding grows accordingly."""
+    """Return the largest |log w_j|: a score contains it, and its rounding grows accordingly."""
     return weights.detach().log().abs().amax(dim=-1).double().cpu()
 
 
