@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.theorems.kim2021 import mean_distance
+from lipscope.theorems.kim2021 import phi_inverse
 from lipscope.theorems.sharper import distance_reaction
 from lipscope.theorems.statement import visibility
 
@@ -42,9 +42,9 @@ def table() -> str:
     names = ("Kim et al.", "plain", *(f"k = {k}" for k in SIZES), "any k", "causal", "2φ")
     lines = ["| n | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for n in LENGTHS:
-        phi, N = mean_distance(n), n - 1
+        phi, N = phi_inverse(n), n - 1
         kim = math.sqrt(n) * (4 * phi + 1)
-        plain = math.sqrt(1 + N / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * N * phi)
+        plain = math.sqrt(1 + N / 2) + 2 * phi + 2 * math.sqrt(phi_inverse(2) * N * phi)
         full = [promised(n, k, False) for k in (*SIZES, MANY)]
         numbers = (kim, plain, *full, promised(n, MANY, True), 2 * phi)
         lines.append(f"| {n} | " + " | ".join(f"{x:.4g}" for x in numbers) + " |")
@@ -54,7 +54,7 @@ def table() -> str:
 def starts(n: int, k: int) -> list[Tensor]:
     """Inputs near which the constant is large, slightly moved so that ascent can leave symmetry."""
     g = torch.Generator().manual_seed(n + k)
-    phi = mean_distance(n)
+    phi = phi_inverse(n)
     # One token among the others at the distance of the largest mean distance, left and right.
     line = torch.zeros(n, k, dtype=torch.float64)
     line[1:, 0] = math.sqrt(1 + phi) * (1 - 2 * (torch.arange(n - 1) % 2).double())
@@ -70,7 +70,7 @@ def starts(n: int, k: int) -> list[Tensor]:
 
 def largest_found(n: int, k: int, causal: bool, steps: int) -> float:
     """The largest constant that gradient ascent finds, measured again from a fresh start."""
-    R = 4 * math.sqrt(1 + mean_distance(n))
+    R = 4 * math.sqrt(1 + phi_inverse(n))
     climb = ls.attack.Climb(steps=steps, restarts=2)
     found = ls.attack.ascend(attention(k, causal), ls.Ball(R, n), climb, starts=starts(n, k))
     return found.value

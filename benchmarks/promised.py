@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.nn.l2_constants import BALL, radius
-from lipscope.theorems.kim2021 import mean_distance
+from lipscope.theorems.kim2021 import phi_inverse
 
 DIM, HEADS, TOKENS, CONSTANT = 32, 4, 128, 0.9
 BALLS = (None, BALL, 0.25)
@@ -67,7 +67,7 @@ class LastToken:
         """Random tokens, queries on a sphere, and a query among two ends in all heads at once."""
         g = torch.Generator().manual_seed(1)
         shape = (DIM, TOKENS, HEADS, self.k)
-        far = math.sqrt((1 + mean_distance(TOKENS)) * math.sqrt(self.k))
+        far = math.sqrt((1 + phi_inverse(TOKENS)) * math.sqrt(self.k))
         size = min(self.rho, far)
         sphere = torch.randn(shape, generator=g, dtype=torch.float64)
         sphere *= size / sphere.norm(dim=-1, keepdim=True)

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 import lipscope as ls
-from lipscope.mean_field.duplication import Row, splitting_map, splitting_table
+from lipscope.mean_field.duplication import MapGain, splitting_map, splitting_table
 from lipscope.report import mean_field_figures as figures
 
 
@@ -77,7 +77,7 @@ def maps() -> Figure:
     return figure
 
 
-def table(two: list[Row], three: list[Row]) -> str:
+def table(two: list[MapGain], three: list[MapGain]) -> str:
     """Largest gains found in the plane, V = I, radius 16, two and three tokens, any weights."""
     lines = [
         "| map | 2 tokens, equal weights | 2, free weights | 3, equal | 3, free |",

@@ -128,7 +128,7 @@ def ascend(
 
 
 def sigma_gradient(f: Map, X: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """The gradient of sum_b <left_b, D_X f right_b> in X, with the vectors held fixed."""
+    """Return the gradient of sum_b <left_b, D_X f right_b> in X, with the vectors held fixed."""
     x = X.detach().clone().requires_grad_(True)
     with torch.enable_grad(), plain_attention(), callers_device():
         y = f(x.clone())  # which f may change in place
@@ -177,7 +177,7 @@ def _unit(Z: Tensor) -> Tensor:
 def _starts(
     f: Map, domain: Domain | Normed, region: Region, climb: Climb, starts: Sequence[Tensor]
 ) -> Tensor:
-    """The best of many random inputs, and the best of the known ones: starts and constructions."""
+    """Choose the best of many random inputs, and of the known ones: starts and constructions."""
     generator = torch.Generator().manual_seed(climb.seed)
     drawn = region.draw(SIEVE * climb.restarts, generator)
     known = [region.coordinates(x.to(drawn)) for x in starts]
@@ -206,7 +206,7 @@ def _starts(
 
 
 def _best(f: Map, region: Region, Z: Tensor, climb: Climb) -> Tensor:
-    """The `restarts` members of Z with the largest sigma, roughly solved."""
+    """Return the `restarts` members of Z with the largest sigma, roughly solved."""
     quick = Solver(max_steps=WARM_STEPS, seed=0)
     rough = as_batch(spectral_norm(jacobian(f, region.tokens(Z)), WARM_TOL, solver=quick))
     return Z[rough.value.nan_to_num(nan=0.0).topk(min(climb.restarts, len(Z))).indices]

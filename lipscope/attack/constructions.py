@@ -52,7 +52,7 @@ class Regime:
 
 @entry_point
 def explicit_inputs(f: SelfAttention, ball: Domain, *, seed: int = 0) -> list[Found]:
-    """The papers' explicit inputs for every head, measured on the whole layer in float64.
+    """Return the papers' explicit inputs for every head, measured on the whole layer in float64.
 
     Castin et al.: one token at Ru, the crowd at -Ru (where Au = gamma_min u) or at Ru/2 (where
     Au = gamma_1 u), if A has such an eigenvalue. "tuned": the crowd moved to where the gap between
@@ -160,7 +160,7 @@ def _plain(f: SelfAttention, h: int) -> SelfAttention:
 
 @once
 def _adversaries(one: SelfAttention) -> tuple[Adversary, ...]:
-    """The families of A = s K'Q."""
+    """Return the families of A = s K'Q."""
     # s Q K' w = g w implies A K'w = g K'w: the small matrix has the nonzero eigenvalues of A.
     k, d = one.Q.shape
     s = default_scale(one.kernel, k)

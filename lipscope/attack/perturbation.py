@@ -92,7 +92,7 @@ TOL = 1e-3
 
 
 def random_perturbations(X: Tensor, radii: Sequence[float], *, seed: int = 0) -> Tensor:
-    """Perturbations in directions uniform on the sphere."""
+    """Draw directions uniform on the sphere."""
     r = _checked(X, radii)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(len(r), *X.shape, generator=generator, dtype=torch.float64)
@@ -100,7 +100,7 @@ def random_perturbations(X: Tensor, radii: Sequence[float], *, seed: int = 0) ->
 
 
 def singular_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, seed: int = 0) -> Tensor:
-    """The top right singular vector of D_X f with the better sign: optimal as r tends to 0."""
+    """Step along the top right singular vector, with the better sign: optimal as r tends to 0."""
     r = _checked(X, radii)
     top = local_lipschitz(f, X[None], TOL, solver=Solver(seed=seed)).right.to(X)
     # To first order both signs change f equally; at finite radius one may do better.
@@ -112,7 +112,7 @@ def singular_perturbations(f: Map, X: Tensor, radii: Sequence[float], *, seed: i
 def gradient_perturbations(
     f: Map, X: Tensor, radii: Sequence[float], *, steps: int = 20, seed: int = 0
 ) -> Tensor:
-    """Projected gradient ascent on ||f(X + E) - f(X)|| over the sphere ||E|| = r.
+    """Ascend by projected gradients on ||f(X + E) - f(X)|| over the sphere ||E|| = r.
 
     It starts from a random E and from -E: as r tends to 0 the gradient is a multiple of J'J E and
     the ascent a power iteration; for larger r the two starts may reach different maxima. A step

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,124 +60,89 @@ class Normed(Displayed):
             raise UserError(f"Normed needs a number of tokens n >= 1, got n={self.n}")
 
 
-@runtime_checkable
-class Region(Protocol):
-    """A set of sequences with coordinates Z [..., n, d]; `size` is roughly its radius in them."""
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A set of sequences in coordinates Z [..., n, d]: the tokens are weight * Z + bias.
 
-    @property
-    def size(self) -> float: ...
+    size:    roughly its radius in the coordinates
+    draw:    coordinates of `count` random members, from a generator
+    project: the nearest coordinates inside
+    """
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor: ...
-
-    def project(self, Z: Tensor) -> Tensor: ...
-
-    def tokens(self, Z: Tensor) -> Tensor: ...
-
-    def coordinates(self, X: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class _BallRegion:
-    ball: Ball
-    d: int
-    device: torch.device
-
-    @property
-    def size(self) -> float:
-        return self.ball.R * math.sqrt(self.ball.n)
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Random directions; every other sequence on the sphere, the rest inside."""
-        Z = torch.randn(count, self.ball.n, self.d, generator=generator, dtype=torch.float64)
-        depth = torch.rand(count, self.ball.n, 1, generator=generator, dtype=torch.float64)
-        depth[::2] = 1.0
-        return (self.ball.R * depth * Z / Z.norm(dim=-1, keepdim=True)).to(self.device)
-
-    def project(self, Z: Tensor) -> Tensor:
-        return Z * (self.ball.R / Z.norm(dim=-1, keepdim=True).clamp_min(self.ball.R))
+    size: float
+    draw: Callable[[int, torch.Generator], Tensor]
+    project: Callable[[Tensor], Tensor]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
     def tokens(self, Z: Tensor) -> Tensor:
-        return Z
+        X = Z if self.weight is None else Z * self.weight
+        return X if self.bias is None else X + self.bias
 
     def coordinates(self, X: Tensor) -> Tensor:
-        return X
+        Z = X if self.bias is None else X - self.bias
+        w = self.weight
+        # Where the weight is 0 the coordinate has no effect.
+        return Z if w is None else torch.where(w == 0, 0.0, Z / torch.where(w == 0, 1.0, w))
 
 
-@dataclass(frozen=True, eq=False)
-class _AroundRegion:
-    around: Around
+def _ball(ball: Ball, d: int, device: torch.device) -> Region:
+    def draw(count: int, generator: torch.Generator) -> Tensor:
+        # Random directions; every other sequence on the sphere, the rest inside.
+        Z = torch.randn(count, ball.n, d, generator=generator, dtype=torch.float64)
+        depth = torch.rand(count, ball.n, 1, generator=generator, dtype=torch.float64)
+        depth[::2] = 1.0
+        return (ball.R * depth * Z / Z.norm(dim=-1, keepdim=True)).to(device)
 
-    @property
-    def size(self) -> float:
-        return self.around.r
+    return Region(
+        size=ball.R * math.sqrt(ball.n), draw=draw, project=lambda Z: _shortened(Z, ball.R, (-1,))
+    )
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """The centre, then random points on the sphere around it."""
-        X = self.around.X
+
+def _around(X: Tensor, r: float) -> Region:
+    def draw(count: int, generator: torch.Generator) -> Tensor:
+        # The centre, then random points on the sphere around it.
         E = torch.randn(count, *X.shape, generator=generator, dtype=torch.float64).to(X)
         E[0] = 0
-        return X + self.around.r * E / E.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-300)
+        return X + r * E / E.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-300)
 
-    def project(self, Z: Tensor) -> Tensor:
-        E = Z - self.around.X
-        r = self.around.r
-        return self.around.X + E * (r / E.norm(dim=(-2, -1), keepdim=True).clamp_min(r))
-
-    def tokens(self, Z: Tensor) -> Tensor:
-        return Z
-
-    def coordinates(self, X: Tensor) -> Tensor:
-        return X
+    return Region(size=r, draw=draw, project=lambda Z: X + _shortened(Z - X, r, (-2, -1)))
 
 
-@dataclass(frozen=True, eq=False)
-class _NormedRegion:
-    normed: Normed
+def _normed(n: int, centred: bool, weight: Tensor, bias: Tensor | None) -> Region:
+    d = len(weight)
 
-    @property
-    def size(self) -> float:
-        return math.sqrt(self.normed.n * len(self.normed.weight))
+    def project(Z: Tensor) -> Tensor:
+        Z = Z - Z.mean(dim=-1, keepdim=True) if centred else Z
+        return _shortened(Z, math.sqrt(d), (-1,))
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        w = self.normed.weight
-        Z = torch.randn(count, self.normed.n, len(w), generator=generator, dtype=torch.float64)
-        return self.project(Z.to(w))
+    def draw(count: int, generator: torch.Generator) -> Tensor:
+        Z = torch.randn(count, n, d, generator=generator, dtype=torch.float64)
+        return project(Z.to(weight))
 
-    def project(self, Z: Tensor) -> Tensor:
-        Z = Z - Z.mean(dim=-1, keepdim=True) if self.normed.centred else Z
-        longest = math.sqrt(Z.shape[-1])
-        return Z * (longest / Z.norm(dim=-1, keepdim=True).clamp_min(longest))
+    return Region(size=math.sqrt(n * d), draw=draw, project=project, weight=weight, bias=bias)
 
-    def tokens(self, Z: Tensor) -> Tensor:
-        X = Z * self.normed.weight
-        return X if self.normed.bias is None else X + self.normed.bias
 
-    def coordinates(self, X: Tensor) -> Tensor:
-        # Where the weight is 0 the coordinate has no effect.
-        w = self.normed.weight
-        Z = X if self.normed.bias is None else X - self.normed.bias
-        return torch.where(w == 0, 0.0, Z / torch.where(w == 0, 1.0, w))
+def _shortened(Z: Tensor, longest: float, dim: tuple[int, ...]) -> Tensor:
+    return Z * (longest / Z.norm(dim=dim, keepdim=True).clamp_min(longest))
 
 
 def region_of(domain: Domain | Normed, d: int, device: torch.device) -> Region:
-    """The region of a domain for tokens of size d, in float64 on the device of the map."""
+    """Return the region of a domain for tokens of size d, in float64 on the device of the map."""
 
     def there(x: Tensor) -> Tensor:
         return x.to(device, torch.float64)
 
-    size: int
-    region: Region
     match domain:
         case Ball():
-            return _BallRegion(domain, d, device)
+            return _ball(domain, d, device)
         case Around():
             size = domain.X.shape[1]
-            region = _AroundRegion(replace(domain, X=there(domain.X)))
+            region = _around(there(domain.X), domain.r)
         case Normed():
-            bias = None if domain.bias is None else there(domain.bias)
-            moved = replace(domain, weight=there(domain.weight), bias=bias)
             size = len(domain.weight)
-            region = _NormedRegion(moved)
+            bias = None if domain.bias is None else there(domain.bias)
+            region = _normed(domain.n, domain.centred, there(domain.weight), bias)
         case _:
             raise UserError(
                 "ascent runs over Ball(R, n), Around(X, r) or Normed(weight, n), "

@@ -114,7 +114,7 @@ def guided_swaps(
 
 
 def _best(texts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The BEAM distinct texts of largest value, the largest first."""
+    """Return the BEAM distinct texts of largest value, the largest first."""
     order: dict[tuple[int, ...], int] = {}
     for i in values.argsort(descending=True).tolist():
         order.setdefault(tuple(texts[i].tolist()), i)
@@ -133,7 +133,7 @@ def _open_places(one: Tensor, text: Tensor, turn: int, swaps: int) -> list[int]:
 def duplicated_tokens(
     target: TextTarget, ids: Sequence[int], swaps: int = 3, *, width: int = 32
 ) -> Swapped:
-    """The same search, restricted to tokens that already occur in the text."""
+    """Run the same search, restricted to tokens that already occur in the text."""
     own = replace(target, vocabulary=torch.unique(torch.tensor(list(ids))))
     return guided_swaps(own, ids, swaps, width=width, method="duplicates")
 
@@ -141,7 +141,7 @@ def duplicated_tokens(
 def random_swaps(
     target: TextTarget, ids: Sequence[int], swaps: int = 3, *, tries: int = 200, seed: int = 0
 ) -> Swapped:
-    """The best of `tries` texts with `swaps` tokens replaced at random."""
+    """Return the best of `tries` texts with `swaps` tokens replaced at random."""
     text = _checked(target, ids, swaps)
     before = target.measure(text[None])[0].item()
     texts = _random_texts(target, text, swaps, tries, seed)
@@ -204,7 +204,7 @@ def _random_texts(target: TextTarget, text: Tensor, swaps: int, tries: int, seed
 
 
 def _candidates(target: TextTarget, text: Tensor, free: list[int], width: int) -> Tensor:
-    """Texts with one token replaced at a free position: [at most width, n].
+    """Return texts with one token replaced at a free position: [at most width, n].
 
     A third each have the largest first-order score, the largest score per distance (a long jump
     leaves the range where the gradient is informative), and the largest score among the tokens of
@@ -240,7 +240,7 @@ def _largest(scores: Tensor, count: int) -> Tensor:
 def swapped(
     method: str, ids: Sequence[int], text: Tensor, before: float, value: float, measured: int
 ) -> Swapped:
-    """The outcome of a search, with the positions that differ from the original text."""
+    """Return the result of a search, with the positions that differ from the original text."""
     positions = tuple(i for i, (a, b) in enumerate(zip(ids, text.tolist(), strict=True)) if a != b)
     return Swapped(
         method=method,

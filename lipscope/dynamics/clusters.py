@@ -185,7 +185,7 @@ def find_clusters(found: Flow, tol: float = 1e-2, *, renormalised: bool = True) 
 
 
 def components(points: Tensor, width: float) -> Tensor:
-    """Component labels of points [n, d] in the graph of links no longer than `width`."""
+    """Return component labels of points [n, d] in the graph of links no longer than `width`."""
     # Points in one cell of a grid of diagonal width / 4 count as one. Links are accurate to that,
     # and a dense cluster costs no more than a few of its points.
     x = points.double().cpu().numpy()
@@ -202,7 +202,7 @@ def components(points: Tensor, width: float) -> Tensor:
 
 
 def hull_margins(points: Tensor) -> Tensor:
-    """The 1-norm distance of each point [K, d] from the convex hull of the others."""
+    """Return the 1-norm distance of each point [K, d] from the convex hull of the others."""
     # By the minimax theorem it is the maximum over |u|_inf <= 1 of the minimum over j != k of
     # <u, c_k - c_j>, where that is not negative: a linear program.
     C = points.double().cpu().numpy()
@@ -231,7 +231,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _radii(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Radii [T, K] and centres [T, K, d] of the final clusters at every time."""
+    """Return radii [T, K] and centres [T, K, d] of the final clusters at every time."""
     T, _, d = z.shape
     masses = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, weights)
     centres = torch.zeros(T, len(masses), d, dtype=torch.float64).index_add(
@@ -244,7 +244,7 @@ def _radii(z: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _formed(radii: Tensor, times: Tensor, width: float) -> Tensor:
-    """The first time after the last one at which a cluster was wider than `width`."""
+    """Return the first time after the last one at which a cluster was wider than `width`."""
     wide = radii > width
     steps = torch.arange(1, len(times) + 1)[:, None]
     # The index after the last time at which a cluster is wide; len(times) means it never narrows.

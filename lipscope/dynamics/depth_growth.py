@@ -199,7 +199,7 @@ def _residual(J: LinearOperator, step: float) -> LinearOperator:
 
 
 def composed(operators: Sequence[LinearOperator], norms: Sequence[float]) -> LinearOperator:
-    """The composition of the operators, the first applied first."""
+    """Return the composition of the operators, the first applied first."""
     # A loop, not nested closures: networks can be deeper than the call stack. On `size`: a rounding
     # error of one operator passes through all others, which amplify it by at most their norms.
 

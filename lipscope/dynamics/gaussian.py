@@ -77,7 +77,7 @@ def gaussian_flow(
     max_steps: int = 10_000,
     progress: Progress | None = None,
 ) -> GaussianFlow:
-    """The flow of a Gaussian under attention, up to `time` or to its blow-up.
+    """Integrate the flow of a Gaussian under attention, up to `time` or to its blow-up.
 
     f may have any heads and biases and either kernel, Dot or L2. If f is causal, the law of a token
     must not depend on its position: then every token sees, in the limit of many tokens, the common

@@ -132,7 +132,7 @@ def integrate(
 
 
 def instants(time: float, frames: int) -> Tensor:
-    """Equidistant times [frames] from 0 to `time`, in float64."""
+    """Return equidistant times [frames] from 0 to `time`, in float64."""
     check_time(time, frames)
     return torch.linspace(0, time, frames, dtype=torch.float64)
 

@@ -173,7 +173,7 @@ def flow(
 
 @entry_point
 def layered(f: SelfAttention, X: Tensor | DiscreteMeasure, time: float, layers: int) -> Flow:
-    """The residual network X <- X + (time/layers) f(X), layer by layer: the flow in Euler steps.
+    """Run the residual network X <- X + (time/layers) f(X), layer by layer.
 
     Args:
         f: The attention of every layer.
@@ -270,7 +270,9 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = Fa
     n = x.shape[0]
     # A GPU kernel tiles by itself; a CPU gets blocks of rows that fit its cache.
     height = n if x.is_cuda else max(1, min(n, SCORES // (n * f.heads)))
-    plain = (mask is None or shared) and _plain(f) and not x.is_cuda
+    rules = f.kernel
+    plain = (mask is None or shared) and not x.is_cuda
+    plain = plain and f.window is None and rules.softcap is None and rules.sinks is None
     out = x.new_empty(n, f.heads * v.shape[-1])
     scratch = x.new_empty(2, f.heads * height * n if plain else 0)
     for start in range(0, n, height):
@@ -278,32 +280,24 @@ def _by_rows(f: SelfAttention, x: Tensor, mask: Tensor | None, shared: bool = Fa
         # Under a causal mask, later keys are not even multiplied.
         seen = rows.stop if f.causal else n
         part = None if mask is None else mask[:, :seen] if shared else mask[rows, :seen]
-        block = q[:, rows] * scale, k[:, :seen], v[:, :seen], part
-        o = _softmax_rows(*block, f.causal, scratch) if plain else _attend_rows(f, *block)
+        block = (q[:, rows] * scale, k[:, :seen], v[:, :seen])
+        # Causal order and window align the last query with the last key, which is right for a block
+        # of queries and the keys it sees.
+        o = (
+            _softmax_rows(*block, part, f.causal, scratch)
+            if plain
+            else attend(
+                *block,
+                scale=1.0,
+                causal=f.causal,
+                window=f.window,
+                mask=part,
+                softcap=rules.softcap,
+                sinks=rules.sinks,
+            )
+        )
         out[rows] = o.transpose(0, 1).flatten(1)
     return out if f.O is None else out @ f.O.T
-
-
-def _plain(f: SelfAttention) -> bool:
-    """Whether scores have no window, softcap or sinks."""
-    return f.window is None and f.kernel.softcap is None and f.kernel.sinks is None
-
-
-def _attend_rows(f: SelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    # Causal order and window align the last query with the last key, which is right for a block of
-    # queries and the keys it sees.
-    rules = f.kernel
-    return attend(
-        q,
-        k,
-        v,
-        scale=1.0,
-        causal=f.causal,
-        window=f.window,
-        mask=mask,
-        softcap=rules.softcap,
-        sinks=rules.sinks,
-    )
 
 
 def _softmax_rows(

@@ -80,7 +80,7 @@ PRESETS = {
 
 
 def layer_of(preset: Preset, dim: int) -> SelfAttention:
-    """The attention of a preset in float64 for tokens of size dim."""
+    """Return the attention of a preset in float64 for tokens of size dim."""
     identity = torch.eye(dim, dtype=torch.float64)
     V = preset.drive * identity
     if dim > 1:

@@ -167,7 +167,7 @@ def respond(
     X: Float[Tensor, "*batch n d"],
     mask: Tensor | None,
 ) -> Float[Tensor, "*batch N out"]:
-    """The output of queries at Z [..., N, d] on keys and values at X [..., n, d]."""
+    """Return the output of queries at Z [..., N, d] on keys and values at X [..., n, d]."""
     q, (_, k, v) = f.project(Z)[0], f.project(X)
     q, k, scale = scored(f, q, k)
     mask = mask if mask is None or mask.ndim == 2 else mask[:, None]

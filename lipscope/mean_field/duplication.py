@@ -86,7 +86,7 @@ class Splitting(Displayed):
         return self.apart.lower > self.together.upper
 
     def halves(self, t: float) -> DiscreteMeasure:
-        """The measure with the atom in two halves, moved by +t and -t along `direction`."""
+        """Return the measure with the atom in two halves, moved by +t and -t along `direction`."""
         pair = self.measure.split(2)
         field = torch.zeros_like(pair.points)
         field[2 * self.atom], field[2 * self.atom + 1] = t * self.direction, -t * self.direction
@@ -156,7 +156,7 @@ def splitting(
 
 
 def _side_by_side(J: LinearOperator) -> LinearOperator:
-    """A batch of operators as one block-diagonal operator: its norm is the largest of theirs."""
+    """Join a batch of operators to a block-diagonal one: its norm is the largest of theirs."""
     assert J.batch is not None
     inner = (J.batch, *J.in_shape)
     outer = (J.batch, *J.out_shape)
@@ -246,7 +246,7 @@ class SplittingMap(Displayed):
 
 
 @dataclass(frozen=True, eq=False)
-class Row(Displayed):
+class MapGain(Displayed):
     """One map of the table: the largest gain found with equal and with free weights, and where."""
 
     name: str
@@ -367,19 +367,19 @@ def largest_gain(
     return LargestGain(gain=_beyond_rounding(score)[top].item(), measure=measure)
 
 
-def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[Row]:
+def splitting_table(n: int = 3, R: float = 16.0, tries: int = 2000, seed: int = 0) -> list[MapGain]:
     """For each map of `MAPS`, the largest gain found on n tokens of size 2 in the ball."""
     rows = []
     for name, make in MAPS.items():
         f = make()
         equal, _ = largest_gain(f, n, R, tries=tries, seed=seed)
         free, measure = largest_gain(f, n, R, equal=False, tries=tries, seed=seed)
-        rows.append(Row(name=name, equal=equal, free=free, measure=measure))
+        rows.append(MapGain(name=name, equal=equal, free=free, measure=measure))
     return rows
 
 
 def _beyond_rounding(gain: Tensor) -> Tensor:
-    """The gain, or 1 where it exceeds 1 by no more than rounding."""
+    """Return the gain, or 1 where it exceeds 1 by no more than rounding."""
     return torch.where(gain > 1 + 1000 * torch.finfo(gain.dtype).eps, gain, 1.0)
 
 

@@ -172,11 +172,15 @@ def _check_points(points: Tensor) -> None:
     check_tensor("points", points)
 
 
+def _check_one_each(name: str, x: Tensor, points: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.shape != points.shape[:1]:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise UserError(f"{name} must be a tensor [{points.shape[0]}], one per point, got {got}")
+    check_tensor(name, x)
+
+
 def _check_weights(weights: Tensor, points: Tensor) -> None:
-    if not isinstance(weights, Tensor) or weights.shape != points.shape[:1]:
-        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise UserError(f"weights must be a tensor [{points.shape[0]}], one per point, got {got}")
-    check_tensor("weights", weights)
+    _check_one_each("weights", weights, points)
     if weights.dtype != points.dtype:
         raise UserError(
             f"weights are {weights.dtype} and points are {points.dtype}; give both one dtype"
@@ -196,10 +200,7 @@ def _check_weights(weights: Tensor, points: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor, points: Tensor) -> None:
-    if not isinstance(positions, Tensor) or positions.shape != points.shape[:1]:
-        got = tuple(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
-        raise UserError(f"positions must be a tensor [{points.shape[0]}], one per point, got {got}")
-    check_tensor("positions", positions)
+    _check_one_each("positions", positions, points)
     if (positions < 0).any() or (positions > 1).any():
         low = positions.min().item()
         high = positions.max().item()

@@ -94,8 +94,13 @@ def atoms_distance(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> floa
         mass, length = _match_sorted(x[:, 0], a, y[:, 0], b)
     else:
         D = distances(x, y)
-        if p > SMALL_P:
-            _check_lightest(min(a.min(), b.min()).item(), p)
+        lightest = min(a.min(), b.min()).item()
+        if p > SMALL_P and lightest < 1000 * NEGLIGIBLE:
+            raise UserError(
+                f"W_{p:g} counts atoms almost in full, and the lightest has mass {lightest:.1g}; "
+                "in more than one dimension rounding hides where atoms below "
+                f"{1000 * NEGLIGIBLE:g} go; use p <= {SMALL_P}, or leave them out"
+            )
         plan = _bottleneck_plan(a, b, D) if math.isinf(p) else _cheapest_plan(a, b, D, p)
         mass = plan.flatten()
         length = D.flatten()
@@ -148,7 +153,7 @@ def _match_sorted(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, T
 
 
 def _cheapest_plan(a: Tensor, b: Tensor, D: Tensor, p: float) -> Tensor:
-    """The optimal coupling for the cost D^p."""
+    """Return the optimal coupling for the cost D^p."""
     # Next to a long distance rounding hides short ones: 1e-8 of it vanishes when squared, and so
     # does 1/2 of it for p = 60. So distances are cut off at a `reach` that no mass exceeds, and the
     # program is solved again until that is about the longest move. A cut edge is never worth its
@@ -172,15 +177,6 @@ def _cheapest_plan(a: Tensor, b: Tensor, D: Tensor, p: float) -> Tensor:
 
 def _plan_within(a: Tensor, b: Tensor, D: Tensor, p: float, reach: float) -> Tensor:
     return _linear_program(a, b, (D.clamp_max(reach) / reach) ** p if reach else D)
-
-
-def _check_lightest(lightest: float, p: float) -> None:
-    if lightest < 1000 * NEGLIGIBLE:
-        raise UserError(
-            f"W_{p:g} counts atoms almost in full, and the lightest has mass {lightest:.1g}; in "
-            f"more than one dimension rounding hides where atoms below {1000 * NEGLIGIBLE:g} go; "
-            f"use p <= {SMALL_P}, or leave them out"
-        )
 
 
 def _bottleneck_plan(a: Tensor, b: Tensor, D: Tensor) -> Tensor:

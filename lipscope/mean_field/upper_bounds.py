@@ -112,7 +112,7 @@ class Averaging(Displayed):
 
 
 def averaging(n: int, p: float = 2) -> Averaging:
-    """The largest ||H x||_p / ||x||_p, by power iteration.
+    """Return the largest ||H x||_p / ||x||_p, by power iteration.
 
     For nonnegative matrices it converges to the maximum [boyd1974].
     """

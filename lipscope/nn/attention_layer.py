@@ -94,11 +94,11 @@ class AttentionLayer(nn.Module):
         return self.out(_mix(q, k, v, self.causal, padding).transpose(-3, -2).flatten(-2))
 
     def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [..., heads, n, size], scaled so that the scores are q k^T."""
+        """Return queries, keys, values [..., heads, n, size], scaled so that scores are q k^T."""
         raise NotImplementedError
 
     def weights(self, X: Tensor, padding: Tensor | None = None) -> Tensor:
-        """The attention weights P [..., heads, n, n], differentiable.
+        """Return the attention weights P [..., heads, n, n], differentiable.
 
         They take n^2 numbers per head, which forward never stores. Rows and columns of padded
         tokens are zero.
@@ -115,7 +115,7 @@ class AttentionLayer(nn.Module):
     @unaffected
     @torch.no_grad()
     def lipschitz_bound(self, n: int, norm: str | float = "2") -> float:
-        """An upper bound on the Lipschitz constant over all sequences of n tokens, however large.
+        """Bound the Lipschitz constant from above over all sequences of n tokens, however large.
 
         It holds for up to n real tokens: the others may be padding.
 
@@ -137,7 +137,7 @@ class AttentionLayer(nn.Module):
         return math.inf
 
     def as_map(self, n: int) -> SelfAttention:
-        """The layer on n real tokens as a SelfAttention: current weights, closed-form Jacobian."""
+        """Return the layer on n real tokens as a SelfAttention with its current weights."""
         raise UserError(
             f"{type(self).__name__} has no closed form; measure the module itself, through autograd"
         )
@@ -197,12 +197,8 @@ def check_tokens(X: Tensor, dim: int) -> None:
             f"the layer takes a tensor of tokens [n, {dim}] or [B, n, {dim}], "
             f"got {type(X).__name__}"
         )
-    if (
-        X.ndim not in (2, 3)
-        or X.shape[-1] != dim
-        or X.numel() == 0
-        or not X.dtype.is_floating_point
-    ):
+    fits = X.ndim in (2, 3) and X.shape[-1] == dim and X.numel() > 0
+    if not fits or not X.dtype.is_floating_point:
         raise UserError(
             f"the layer takes floating-point tokens [n, {dim}] or [B, n, {dim}], "
             f"got {X.dtype} {tuple(X.shape)}"
@@ -210,21 +206,16 @@ def check_tokens(X: Tensor, dim: int) -> None:
 
 
 def check_padding(padding: Tensor, X: Tensor) -> None:
-    if (
-        not isinstance(padding, Tensor)
-        or padding.dtype != torch.bool
-        or padding.shape != X.shape[:-1]
-    ):
-        got = (
-            f"{padding.dtype} {tuple(padding.shape)}"
-            if isinstance(padding, Tensor)
-            else type(padding).__name__
-        )
-        raise UserError(
-            f"padding must be a boolean tensor {list(X.shape[:-1])}, True for real tokens, "
-            f"got {got}; for a tokenizer's attention_mask pass mask.bool(), for torch's "
-            "key_padding_mask its negation ~mask"
-        )
+    got = type(padding).__name__
+    if isinstance(padding, Tensor):
+        if padding.dtype == torch.bool and padding.shape == X.shape[:-1]:
+            return
+        got = f"{padding.dtype} {tuple(padding.shape)}"
+    raise UserError(
+        f"padding must be a boolean tensor {list(X.shape[:-1])}, True for real tokens, "
+        f"got {got}; for a tokenizer's attention_mask pass mask.bool(), for torch's "
+        "key_padding_mask its negation ~mask"
+    )
 
 
 def check_finite(module: nn.Module) -> None:
@@ -379,7 +370,7 @@ class CosineSelfAttention(AttentionLayer):
         return bound.item() / math.sqrt(self.eps) * (1 + 1e-12)
 
     def _largest_column(self, n: int, tau: Tensor) -> Tensor:
-        """The largest sum of a column of P, per head."""
+        """Return the largest sum of a column of P, per head."""
         # Scores lie in [-tau, tau]: a weight among m keys is at most 1 / (1 + (m - 1) e^(-2 tau)).
         seen = torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
         others = (seen.double() - 1).to(tau.device)

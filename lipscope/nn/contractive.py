@@ -87,7 +87,7 @@ class ContractiveL2Attention(L2SelfAttention):
         return (self.constant / bound)[..., None, None, None].to(M.dtype) * M
 
     def _reaction(self, n: int, padding: Tensor | None) -> float | Tensor:
-        """The `reaction` of n tokens, or that of each sequence by its number of real tokens."""
+        """Return the `reaction` of n tokens, or of each sequence by its number of real tokens."""
         kind = self.head_size, self.causal, self.norm
         if padding is None:
             return reaction(operator.index(n), *kind)
@@ -113,7 +113,7 @@ class ContractiveL2Attention(L2SelfAttention):
         return bound if math.isfinite(bound) else math.inf
 
     def _largest_quotient(self, n: int, norm: str) -> Tensor:
-        """The largest bound(m) in this norm over bound(m) in the layer's own, for m up to n.
+        """Return the largest bound(m) in this norm over bound(m) in the layer's own, for m up to n.
 
         Of n tokens m may be real, the layer is scaled for these, and the quotient may fall with m.
         """
@@ -138,7 +138,7 @@ class ContractiveL2Attention(L2SelfAttention):
 
 
 def _blocks(n: int) -> list[tuple[int, int]]:
-    """The numbers 1 to n in blocks [first, last]: one by one, then growing by one in 32."""
+    """Return the numbers 1 to n in blocks [first, last]: one by one, then growing by one in 32."""
     blocks = []
     first = 1
     while first <= n:
@@ -197,7 +197,7 @@ CONTRACTIVE: dict[str, float | None] = {"contractive": None, "contractive-ball":
 def make_contractive(
     name: str, dim: int, heads: int, causal: bool, constant: float = CONSTANT
 ) -> ContractiveL2Attention:
-    """The layer of this name in CONTRACTIVE."""
+    """Return the layer of this name in CONTRACTIVE."""
     return ContractiveL2Attention(dim, heads, constant, causal=causal, ball=CONTRACTIVE[name])
 
 

@@ -16,6 +16,7 @@ from lipscope._checks import check_positive, name_bad_argument, norm_name
 from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import check_input
+from lipscope.linalg.operator import lengths
 from lipscope.linalg.rounding_noise import (
     DRAWS,
     WIDENED,
@@ -112,14 +113,18 @@ class InvertibleResidual(nn.Module):
         _check_map(g)
         self.g = g
         self.given = constant
-        self.norm = _norm(g)
+        norm = getattr(g, "norm", "2")
+        # A g may also have a layer of that name.
+        self.norm = norm_name(norm) if isinstance(norm, str | int | float) else "2"
         _check_contraction(g, constant)
 
     @property
     @unaffected
     def constant(self) -> float:
         """The bound on the Lipschitz constant of g, read from g each time, as it may change."""
-        return _contraction(self.g, self.given)
+        _check_contraction(self.g, self.given)
+        # The check has made sure that g.constant is a number.
+        return float(self.g.constant if self.given is None else self.given)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
         return x + _at(self.g, padding)(x)
@@ -147,11 +152,9 @@ class InvertibleResidual(nn.Module):
         real = _with_padding_zero(y, padding)
         check_input(real)
         found = self._fixed_point(self._as_fine_as_g(real), padding)
-        return (
-            found
-            if padding is None
-            else replace(found, value=found.value.where(padding[..., None], y))
-        )
+        if padding is None:
+            return found
+        return replace(found, value=found.value.where(padding[..., None], y))
 
     def _as_fine_as_g(self, x: Tensor) -> Tensor:
         """x in the dtype of the weights, if that is finer than 16 bits."""
@@ -287,7 +290,7 @@ def remainder(constant: float, terms: int, size: int) -> float:
 
 
 def terms_for(constant: float, size: int, tol: float) -> int:
-    """The smallest number of terms whose remainder is at most tol."""
+    """Return the smallest number of terms whose remainder is at most tol."""
     # The remainder falls with the number of terms: bracket, then bisect.
     high = 1
     while remainder(constant, high, size) > tol:
@@ -382,13 +385,7 @@ def theory_steps(constant: float, first: Tensor, goal: Tensor) -> Tensor:
 def _length(x: Tensor, norm: str) -> Tensor:
     """The norm of each sequence in float64, scaled so that squares neither overflow nor vanish."""
     flat = x.flatten(-2).double()
-    largest = flat.abs().amax(dim=-1)
-    if norm == "inf":
-        return largest
-    return (
-        torch.linalg.vector_norm(flat / largest.where(largest != 0, 1.0)[..., None], dim=-1)
-        * largest
-    )
+    return flat.abs().amax(dim=-1) if norm == "inf" else lengths(flat)
 
 
 def _check_map(g: nn.Module) -> None:
@@ -409,19 +406,6 @@ def _check_map(g: nn.Module) -> None:
             "g is a parametrization of weights, whose constant is the norm of a matrix; "
             "give the layer that has these weights"
         )
-
-
-def _norm(g: nn.Module) -> str:
-    """g.norm if that names a norm; "2" if g has none, or a layer of that name."""
-    norm = getattr(g, "norm", "2")
-    return norm_name(norm) if isinstance(norm, str | int | float) else "2"
-
-
-def _contraction(g: nn.Module, constant: float | None) -> float:
-    """The checked constant: the given one, else that of g."""
-    _check_contraction(g, constant)
-    # The check before has made sure that g.constant is a number.
-    return float(g.constant if constant is None else constant)  # type: ignore[arg-type]
 
 
 def _check_contraction(g: nn.Module, constant: float | None) -> None:
@@ -446,17 +430,14 @@ def _check_contraction(g: nn.Module, constant: float | None) -> None:
         )
     layer = unwrapped(g)
     if own is None and isinstance(layer, AttentionLayer):
+        bound = layer.lipschitz_bound(2)
+        why = (
+            "has no Lipschitz constant for any weights"
+            if bound == math.inf
+            else f"guarantees no constant: with its current weights the bound is {bound:.3g} at 2 "
+            "tokens, and it is larger for more tokens or other weights"
+        )
         raise UserError(
-            f"{_why_not(layer)}; use "
+            f"{type(layer).__name__} {why}; use "
             f"ContractiveL2Attention({layer.dim}, {layer.heads}, constant=0.9)"
         )
-
-
-def _why_not(g: AttentionLayer) -> str:
-    bound = g.lipschitz_bound(2)
-    if bound == math.inf:
-        return f"{type(g).__name__} has no Lipschitz constant for any weights"
-    return (
-        f"{type(g).__name__} guarantees no constant: with its current weights the bound is "
-        f"{bound:.3g} at 2 tokens, and it is larger for more tokens or other weights"
-    )

@@ -124,7 +124,7 @@ class L2SelfAttention(AttentionLayer):
         return value_factors(widened(Q), widened(V))
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The weights of query and value per head, [heads, k, dim], and of out."""
+        """Return the weights of query and value per head, [heads, k, dim], and of out."""
         Q, V = (part.weight.unflatten(0, (self.heads, -1)) for part in (self.query, self.value))
         return Q, V, self.out.weight
 
@@ -140,7 +140,7 @@ class L2SelfAttention(AttentionLayer):
         return bound if self.ball is None else torch.minimum(bound, self._ball_bound("2"))
 
     def _ball_bound(self, norm: str) -> Tensor:
-        """The bound for queries in a ball, the same for all n."""
+        """Return the bound for queries in a ball, the same for all n."""
         if norm == "inf":
             return weight_factor(*self._weights(), self._row_sums(math.inf).factors)
         return weight_factor(*self._ball_weights())
@@ -177,7 +177,7 @@ class L2SelfAttention(AttentionLayer):
 
     @torch.no_grad()
     def unprojected(self, n: int) -> FactoredAttention:
-        """The layer on n real tokens as a closed-form map, without the ball if it has one."""
+        """Return the layer on n real tokens as a closed-form map, without its ball if any."""
         Q, _, O = self._weights()
         # In float32 at least: the constant of the layer is wanted, not that of its rounding.
         dtype = torch.promote_types(O.dtype, torch.float32)

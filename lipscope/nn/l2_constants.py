@@ -157,7 +157,7 @@ def _every_reaction(n: int, size: int, causal: bool, norm: str) -> tuple[float, 
 
 
 def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: str) -> Tensor:
-    """The `reaction` of each count from 0 to n, as a tensor of the shape of counts."""
+    """Return the `reaction` of each count from 0 to n, as a tensor of the shape of counts."""
     # Under the compiler and in functorch the counts cannot be read: look them up in a table of all.
     if not torch.compiler.is_compiling() and not is_wrapped(counts):
         known = [reaction(max(m, 1), size, causal, norm) for m in counts.flatten().tolist()]
@@ -168,12 +168,12 @@ def reactions(counts: Tensor, n: int, size: int, causal: bool, norm: str) -> Ten
 
 @lru_cache(maxsize=4096)
 def _reaction(n: int, size: int, causal: bool, norm: str) -> float:
-    from lipscope.theorems.kim2021 import mean_distance  # loads SciPy
+    from lipscope.theorems.kim2021 import phi_inverse  # loads SciPy
     from lipscope.theorems.sharper import distance_reaction
 
     one = torch.ones(1, 1, dtype=torch.float64, device="cpu")  # whatever the default device is
     seen = visibility(SelfAttention(one, one, one, causal=causal), n)
-    return 4 * mean_distance(seen.most_keys) if norm == "inf" else distance_reaction(seen, size)
+    return 4 * phi_inverse(seen.most_keys) if norm == "inf" else distance_reaction(seen, size)
 
 
 BALL = 1.0
@@ -244,7 +244,7 @@ class QueryBall(nn.Module):
         return (rho * z * squares.rsqrt()).to(y.dtype)
 
     def constants(self, causal: bool, device: torch.device) -> Tensor:
-        """The theorem of this file: one constant per head in norm 2, rounded up."""
+        """Return the constant in a ball of each head in norm 2, rounded up."""
         D = self.sizes(device).clamp_max(LARGE)
         if causal:
             g = torch.where(D <= 1, D, (D - 1).exp())
@@ -268,7 +268,7 @@ def longest_image(W: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowSums:
-    """What bounds the row sums of a layer: a and b of this file, and the sizes of its balls.
+    """The numbers that bound the row sums of a layer: a, b and the sizes D of its balls.
 
     scores: b, [..., 1] or [..., heads]; leading dimensions give one bound each
     ball: D of each head [heads], or None
@@ -299,7 +299,7 @@ class RowSums:
     def _in_balls(
         self, left: Tensor, right: Tensor, lengths: Tensor, slack: Tensor, whole: Tensor
     ) -> Tensor:
-        """The second bound of this file, for each row."""
+        """Return the second bound on row sums, for each row."""
         assert self.ball is not None
         D = self.ball.clamp_max(LARGE)
         Q = right.flatten(0, 1)

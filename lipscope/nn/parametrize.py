@@ -213,7 +213,7 @@ def _tied_elsewhere(module: nn.Module, places: list[Place]) -> dict[int, str]:
 
 
 def _other_matrices(module: nn.Module, made: set[int]) -> list[str]:
-    """Names of matrices that are neither linear weights nor embedding tables."""
+    """Return names of matrices that are neither linear weights nor embedding tables."""
     tables = {
         id(W)
         for part in module.modules()

@@ -18,7 +18,7 @@ from lipscope.nn.wrapped import attributes_kept
 
 @name_bad_argument
 def jasmin(P: Tensor, k: int = 0) -> Tensor:
-    """The penalty JaSMin_k on attention weights (Yudin et al. 2025).
+    """Compute the penalty JaSMin_k on attention weights (Yudin et al. 2025).
 
     For k = 0 it is the maximum over rows p of log g_1(p), where g_1(p) >= ||diag p - p p'||, the
     norm of the Jacobian of the softmax. For k > 1 it is the maximum of log(g_1(p) / g_k(p)) with
@@ -40,7 +40,11 @@ def jasmin(P: Tensor, k: int = 0) -> Tensor:
         >>> bool(ls.nn.jasmin(one_hot) < ls.nn.jasmin(uniform))
         True
     """
-    _check_weights(P)
+    wanted = "jasmin takes attention weights [..., n, n], such as layer.weights(X)"
+    if not isinstance(P, Tensor):
+        raise UserError(f"{wanted}, got {type(P).__name__}")
+    if P.ndim < 2 or P.numel() == 0 or not P.dtype.is_floating_point:
+        raise UserError(f"{wanted}, got {P.dtype} {tuple(P.shape)}")
     if isinstance(k, bool) or not isinstance(k, int) or (k != 0 and not 2 <= k <= P.shape[-1]):
         raise UserError(
             f"k must be 0, or an integer from 2 to the number of keys {P.shape[-1]}, got {k!r}"
@@ -60,17 +64,9 @@ def jasmin(P: Tensor, k: int = 0) -> Tensor:
     return row.amax(dim=-1).mean()
 
 
-def _check_weights(P: Tensor) -> None:
-    wanted = "jasmin takes attention weights [..., n, n], such as layer.weights(X)"
-    if not isinstance(P, Tensor):
-        raise UserError(f"{wanted}, got {type(P).__name__}")
-    if P.ndim < 2 or P.numel() == 0 or not P.dtype.is_floating_point:
-        raise UserError(f"{wanted}, got {P.dtype} {tuple(P.shape)}")
-
-
 @entry_point
 def measured_sigma(f: Callable[[Tensor], Tensor], X: Tensor, tol: float = 1e-3) -> Tensor:
-    """The local Lipschitz constant ||D_X f||, differentiable in the weights of f and in X.
+    """Measure the local Lipschitz constant ||D_X f||, differentiable in the weights of f and in X.
 
     The solver finds the singular vectors u, v, which are then held fixed: where the largest
     singular value is simple, its derivative is that of u' J v. A module in bfloat16 or float16 is

@@ -21,7 +21,7 @@ SHARDED = (
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile, DistributedDataParallel and DataParallel.
+    """Return the module inside torch.compile, DistributedDataParallel and DataParallel.
 
     Args:
         model: A module, wrapped any number of times or not at all.
@@ -46,7 +46,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_compiled_copy(module: nn.Module) -> bool:
-    """Whether torch.compile made it."""
+    """Return whether torch.compile made it."""
     # If the compiler has not been imported, it has made nothing: do not import it for the question.
     made = compiled_module_class()
     return made is not None and isinstance(module, made)
@@ -61,13 +61,10 @@ def named_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def check_whole(module: nn.Module) -> None:
     """Refuse sharded weights: reading them would fail, or wait for other processes forever."""
-    if any(_is_part(tensor) for m in module.modules() for tensor in _tensors(m)):
-        raise UserError(SHARDED)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+    for m in module.modules():
+        plain = (value for value in vars(m).values() if isinstance(value, Tensor))
+        if any(_is_part(tensor) for tensor in (*m.parameters(recurse=False), *plain)):
+            raise UserError(SHARDED)
 
 
 def _is_part(tensor: Tensor) -> bool:
@@ -91,14 +88,11 @@ def check_bare(model: nn.Module) -> None:
         None,
     )
     if wrapper is not None:
-        kind = (
-            "torch.compile"
-            if compiled_call(wrapper) is not None or is_compiled_copy(wrapper)
-            else None
-        )
+        compiled = compiled_call(wrapper) is not None or is_compiled_copy(wrapper)
+        kind = "torch.compile" if compiled else type(wrapper).__name__
         raise UserError(
-            f"the model is wrapped in {kind or type(wrapper).__name__}, which would keep using the "
-            "old layers; convert the model itself, then wrap it"
+            f"the model is wrapped in {kind}, which would keep using the old layers; convert the "
+            "model itself, then wrap it"
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lipscope._types import Ball, Domain, Point
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.heads import Head, best_head, heads_of, over_heads, reach
-from lipscope.theorems.local import features, terms
+from lipscope.theorems.input_dependent import features, terms
 from lipscope.theorems.rounding import TINY, U, down, gamma, length_up, norm_up, up
 from lipscope.theorems.statement import (
     DOT,
@@ -206,12 +206,12 @@ def crowd_gain(G: Tensor, crowd: Tensor, times: Tensor) -> Tensor:
 
 
 def _gap_error(h: Head, R: float) -> float:
-    """The error of a computed score gap of tokens in B_R, and relative error of p and 1 - p."""
+    """Bound the error of a computed score gap in B_R, and the relative error of p and 1 - p."""
     return 4 * gamma(2 * h.steps) * R * (h.A_size * R + h.beta_size)
 
 
 def _value_length(h: Head, u: Tensor) -> float:
-    """A lower bound of |Vu|."""
+    """Return a lower bound of |Vu|."""
     return max(0.0, (h.V @ u).norm().item() * (1 - gamma(h.d + 8)) - gamma(h.steps) * h.V_size)
 
 
@@ -229,13 +229,13 @@ def _selection(h: Head, X: Tensor) -> Tensor:
 
 
 def saturated_upper(f: SelfAttention, domain: Domain) -> float:
-    """The large-radius limit at X plus the distance of D_X f from it."""
+    """Return the large-radius limit at X plus the distance of D_X f from it."""
     limit, rest, factor = _saturated(f, domain)
     return up(factor * (limit + rest))
 
 
 def saturated_lower(f: SelfAttention, domain: Domain) -> float:
-    """The large-radius limit at X minus the distance of D_X f from it."""
+    """Return the large-radius limit at X minus the distance of D_X f from it."""
     limit, rest, factor = _saturated(f, domain)
     return down(factor * (limit * (1 - gamma(f.Q.shape[1] ** 2 + 64)) - rest))
 

@@ -21,7 +21,7 @@ from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.theorems.heads import Head, over_heads
-from lipscope.theorems.local import Centred, Features, centred, features, narrow
+from lipscope.theorems.input_dependent import Centred, Features, centred, features, narrow
 from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
 from lipscope.theorems.statement import DOT, NO_ROPE, PLAIN_SCORES, Bound
 
@@ -122,7 +122,7 @@ def weights_within(x: Base, rho: float) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class AtRadius:
     """The quantities of docs/theory/certified.md at radius rho, in its notation."""
 
     P: Tensor
@@ -140,7 +140,7 @@ class Spread:
     e_a: Tensor
 
 
-def spread(x: Base, rho: float) -> Spread:
+def at_radius(x: Base, rho: float) -> AtRadius:
     A = x.h.A_norm
     V = x.h.V_norm
     P = weights_within(x, rho)
@@ -158,7 +158,7 @@ def spread(x: Base, rho: float) -> Spread:
     k_b = columns.max() + A * pi.max() * rho
     e_v = rho * (V * pi + sigma * tau) + x.v.mean
     e_a = rho * (A * pi + q * tau) + x.a.mean
-    return Spread(
+    return AtRadius(
         P=P,
         root=root,
         pi=pi,
@@ -180,7 +180,7 @@ def _weighted_norm(root: Tensor, y: Centred) -> Tensor:
     return norm_up(root[..., None] * y.y) + length_up(root * (y.slack + 4 * U * y.length))
 
 
-def third_cumulant(x: Base, s: Spread, rho: float) -> Tensor:
+def third_cumulant(x: Base, s: AtRadius, rho: float) -> Tensor:
     """lambda_i: a bound of the norm of kappa_3(s, V z, A' z) for scores s of unit variance."""
     A = x.h.A_norm
     V = x.h.V_norm
@@ -197,7 +197,7 @@ def third_cumulant(x: Base, s: Spread, rho: float) -> Tensor:
     return core + shifts + s.sigma * s.e_a + s.e_v * s.q
 
 
-def _gram(x: Base, s: Spread) -> Tensor:
+def _gram(x: Base, s: AtRadius) -> Tensor:
     """The root of the largest eigenvalue of sqrt(P_j P_l) <V x'_j, V x'_l> <A' x'_j, A' x'_l>."""
     steps = x.v.y.shape[-1] + x.a.y.shape[-1] + 16
     G = (x.v.y @ x.v.y.mT) * (x.a.y @ x.a.y.mT) * s.root[:, :, None] * s.root[:, None, :]
@@ -210,7 +210,7 @@ def second_derivative(x: Base, rho: float) -> float:
     """B(rho): an upper bound of ||D^2 f|| at every Z with ||Z - X||_F <= rho (V scaled)."""
     A = x.h.A_norm
     V = x.h.V_norm
-    s = spread(x, rho)
+    s = at_radius(x, rho)
     n = len(s.P)
     d = x.h.d
     # One term per way in which D f depends on X: queries, values, keys (through scores, through
@@ -229,7 +229,7 @@ def second_derivative(x: Base, rho: float) -> float:
     return up(total.item(), 2 * n + d + x.h.V.shape[0] + 200)
 
 
-def _keys_through_scores(x: Base, s: Spread, rho: float) -> Tensor:
+def _keys_through_scores(x: Base, s: AtRadius, rho: float) -> Tensor:
     """c_1, a bound of kappa_3(s, V z, <b, eps>): the least of three."""
     V = x.h.V_norm
     row = s.P.norm(dim=1)
@@ -246,7 +246,7 @@ def _keys_through_scores(x: Base, s: Spread, rho: float) -> Tensor:
     return torch.minimum(apart, torch.minimum(through_all, through_keys))
 
 
-def _keys_through_tokens(s: Spread) -> Tensor:
+def _keys_through_tokens(s: AtRadius) -> Tensor:
     """c_2 / ||V||, a bound of Cov(eta, <b, eps>): the least of three."""
     direct = (s.b[:, None] * s.P).norm(dim=0).max() + (s.b * s.P.norm(dim=1)).max() * norm_up(s.P)
     mass = s.P.sum(0).max().sqrt() * (s.b * s.pi).max()
@@ -254,10 +254,10 @@ def _keys_through_tokens(s: Spread) -> Tensor:
 
 
 def interval(x: Base, rho: float) -> float:
-    """The three blocks of D_Z f bounded over the whole ball at once (V scaled)."""
+    """Bound the three blocks of D_Z f over the whole ball at once (V scaled)."""
     A = x.h.A_norm
     V = x.h.V_norm
-    s = spread(x, rho)
+    s = at_radius(x, rho)
     n = len(s.P)
     d = x.h.d
     weight = (s.root * s.sigma[:, None]).T
@@ -269,7 +269,7 @@ def interval(x: Base, rho: float) -> float:
 
 
 def certified_upper(f: SelfAttention, domain: Domain) -> float:
-    """The smaller of the Taylor and the interval bound; ||D_X f|| enters by its upper bound."""
+    """Take the smaller of Taylor and interval bound; ||D_X f|| enters by its upper bound."""
     assert isinstance(domain, Around)
     X = domain.X
     r = domain.r
@@ -293,7 +293,7 @@ def certified_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def _finite(part: Callable[[Base, float], float], x: Base, rho: float) -> float:
-    """The value, or infinity if it is NaN or linear algebra failed to converge."""
+    """Return the value, or infinity if it is NaN or linear algebra failed to converge."""
     try:
         value = part(x, rho)
     except RuntimeError:

@@ -105,7 +105,7 @@ def near_split(h: Head, M: Tensor | None = None) -> Split:
 
 
 def whole_rest(h: Head) -> Split:
-    """The split with M = 0 and E = V."""
+    """Return the split with M = 0 and E = V."""
     error = gamma(h.steps) * h.V_size
     return Split(
         h.V.new_zeros(h.V.shape[0], h.k),
@@ -128,7 +128,7 @@ def _simpler(M: Tensor) -> Iterator[Tensor]:
 
 
 def _is_product(V: Tensor, M: Tensor, Q: Tensor, power: int) -> bool:
-    """Whether V = 2^power M Q to the last bit, decided in integers."""
+    """Return whether V = 2^power M Q to the last bit, decided in integers."""
     if not (V.isfinite().all() and M.isfinite().all() and Q.isfinite().all()):
         return False
     # Integers are slow; floating point rejects almost everything that is not a product.

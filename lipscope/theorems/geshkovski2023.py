@@ -62,7 +62,7 @@ def masked_prices(p: float) -> dict[float, float]:
 def transport_upper(
     p: float, prices: dict[float, float]
 ) -> Callable[[SelfAttention, Domain], float]:
-    """The bound in W_p or d_p: ||V|| (a + (1 + c a_b) (k e^(2 a_b))^(q/p)), minimised over q.
+    """Make the bound in W_p or d_p, ||V|| (a + (1 + c a_b) (k e^(2 a_b))^(q/p)), minimised over q.
 
     c = max(1, 2^(2q/p - 1)), and log k = prices[q] is what the mask costs. Proof:
     docs/theory/mean_field.md.

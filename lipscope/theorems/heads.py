@@ -42,7 +42,7 @@ def once(
 
 
 def rope_stretch(f: SelfAttention) -> float | None:
-    """The largest factor by which rope stretches a vector, about 1; None if not a rotation."""
+    """Return the largest factor by which rope stretches a vector; None if not a rotation."""
     rope = f.kernel.rope if isinstance(f.kernel, Dot) else None
     if rope is None:
         return 1.0
@@ -75,16 +75,13 @@ class Head:
         self.scale = default_scale(one.kernel, self.k)
         bias = one.biases[0] if one.biases else None
         self.query_bias = one.Q.new_zeros(self.k) if bias is None else bias
+        keys = abs(self.scale) * frobenius_up(one.K).item()
+        self.A_size = up(keys * frobenius_up(one.Q).item())
+        self.beta_size = up(keys * length_up(self.query_bias).item())
 
     @cached_property
     def A(self) -> Tensor:
         return self.scale * (self.one.K.T @ self.one.Q)
-
-    @cached_property
-    def A_size(self) -> float:
-        return up(
-            abs(self.scale) * frobenius_up(self.one.K).item() * frobenius_up(self.one.Q).item()
-        )
 
     @cached_property
     def A_norm(self) -> float:
@@ -94,12 +91,6 @@ class Head:
     def beta(self) -> Tensor:
         """K' b_q / sqrt(k), so that b_i = A x_i + beta."""
         return self.scale * (self.one.K.T @ self.query_bias)
-
-    @cached_property
-    def beta_size(self) -> float:
-        return up(
-            abs(self.scale) * frobenius_up(self.one.K).item() * length_up(self.query_bias).item()
-        )
 
     @cached_property
     def beta_norm(self) -> float:
@@ -150,7 +141,7 @@ def of_order_one(W: Tensor) -> tuple[Tensor, int]:
 
 
 def over_heads(f: SelfAttention, bound: Callable[[Head], float]) -> float:
-    """An upper bound for a layer from upper bounds for its heads (with V in place of factor * V).
+    """Bound a layer from upper bounds for its heads (with V in place of factor * V).
 
     Concatenated heads add up as squares. Heads under O add up with O_h multiplied into V_h, or as
     squares times ||O||: the smaller of the two.
@@ -168,7 +159,7 @@ def over_heads(f: SelfAttention, bound: Callable[[Head], float]) -> float:
 
 
 def hypotenuse(values: list[float]) -> float:
-    """The root of the sum of squares, without overflow, rounded up."""
+    """Return the root of the sum of squares, without overflow, rounded up."""
     return up(math.hypot(*values), len(values) + 8)
 
 
@@ -188,8 +179,7 @@ def reach(head: Head, R: float) -> Reach:
     kernel = head.one.kernel
     bk = head.one.biases[1] if head.one.biases else None
     rotated = isinstance(kernel, Dot) and kernel.rope is not None
-    capped = kernel.softcap is not None
-    if rotated or (capped and bk is not None):
+    if rotated or (kernel.softcap is not None and bk is not None):
         s = abs(head.scale) * (rope_stretch(head.one) or 1.0) ** 2
         q = norm_up(head.one.Q).item()
         k = norm_up(head.one.K).item()
@@ -202,7 +192,6 @@ def reach(head: Head, R: float) -> Reach:
         query = head.A_norm * R * R
         key = R * (head.A_norm * R + head.beta_norm)
         score_range = 2 * key
-    score_range = (
-        min(score_range, 2 * kernel.softcap) if kernel.softcap is not None else score_range
-    )
+    if kernel.softcap is not None:
+        score_range = min(score_range, 2 * kernel.softcap)
     return Reach(up(query), up(key), up(score_range))

@@ -45,10 +45,10 @@ from lipscope.theorems.statement import (
 )
 
 
-def mean_distance(keys: int) -> float:
-    """phi^-1(N - 1) with phi(x) = x e^(x + 1).
+def phi_inverse(keys: int) -> float:
+    """Return phi^-1(N - 1) with phi(x) = x e^(x + 1).
 
-    The largest mean score distance of a query that sees itself among N keys.
+    It is the largest mean score distance of a query that sees itself among N keys.
     """
     return up(float(lambertw((keys - 1) / math.e).real), 64) if keys > 1 else 0.0
 
@@ -58,7 +58,7 @@ def distance_upper(f: SelfAttention, domain: Domain) -> float:
 
     Values V = M Q + E add ||E|| (1 + 4 sqrt(s phi_i) ||Q|| R) to the row of query i.
     """
-    means = [mean_distance(c) for c in visibility(f, domain.n).counts.tolist() if c > 0] or [0.0]
+    means = [phi_inverse(c) for c in visibility(f, domain.n).counts.tolist() if c > 0] or [0.0]
 
     def head(h: Head, split: Split) -> float:
         through = up((spectral(split.M) + split.drift) * spectral(h.one.Q))
@@ -93,7 +93,7 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
     ||E_h||_inf + 4 sqrt(k s phi) ||Q_h||_inf R |E_h| to a head, |E_h| being the longest row of E_h.
     """
     seen = visibility(f, domain.n)
-    mean = mean_distance(seen.most_keys)
+    mean = phi_inverse(seen.most_keys)
 
     def head(h: Head, split: Split) -> float:
         through = (row_sum_up(split.M) + split.drift) * row_sum_up(h.one.Q)
@@ -108,8 +108,8 @@ def largest_coordinate_upper(f: SelfAttention, domain: Domain) -> float:
 
 
 def coordinate_reaction(seen: Visibility, k: int) -> float:
-    """The constant of L2 attention with identity weights, largest coordinate, heads of size k."""
-    return up(4 * math.sqrt(k) * mean_distance(seen.most_keys) + 1)
+    """Bound L2 attention with identity weights and heads of size k, in the largest coordinate."""
+    return up(4 * math.sqrt(k) * phi_inverse(seen.most_keys) + 1)
 
 
 def _quadratic_case(f: SelfAttention, h: Head, domain: Domain) -> tuple[float, Tensor]:
@@ -139,7 +139,7 @@ quadratic_lower, quadratic_witness = best_head(_quadratic_case)
 
 
 def _reactive_direction(h: Head) -> Tensor:
-    """A unit vector u with large |Vu| |A'u|."""
+    """Return a unit vector u with large |Vu| |A'u|."""
     v = torch.linalg.svd(h.V)[2][0]
     a = torch.linalg.svd(h.A)[0][:, 0]
     candidates = [v, a, *(x / x.norm() for x in (v + a, v - a) if x.norm() > 1e-3)]
@@ -150,16 +150,13 @@ def _reactive_direction(h: Head) -> Tensor:
 
 def no_global_constant(f: SelfAttention, domain: Domain) -> float:
     """Infinity if some direction u moves both a value and a score (Vu, A'u not 0), else 0."""
-    if all(_reaction(h) <= 0 for h in heads_of(f, folded=True)):
-        return 0.0
-    return math.inf
-
-
-def _reaction(h: Head) -> float:
-    u = _reactive_direction(h)
-    value = (h.V @ u).norm().item() - gamma(4 * h.steps) * h.V_size
-    score = (h.A.T @ u).norm().item() - gamma(4 * h.steps) * h.A_size
-    return min(value, score)
+    for h in heads_of(f, folded=True):
+        u = _reactive_direction(h)
+        value = (h.V @ u).norm().item() - gamma(4 * h.steps) * h.V_size
+        score = (h.A.T @ u).norm().item() - gamma(4 * h.steps) * h.A_size
+        if not min(value, score) <= 0:
+            return math.inf
+    return 0.0
 
 
 TIED = Hypothesis(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 
@@ -13,26 +14,22 @@ from lipscope._display import html_table, text_table
 from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import check_one_device
-from lipscope.theorems import (
-    castin2024,
-    certified,
-    geshkovski2023,
-    kim2021,
-    local,
-    sharper,
-    yudin2025,
-)
 from lipscope.theorems.rounding import gamma, length_up
 from lipscope.theorems.statement import Bound, Kinds, check_masks
 
-REGISTRY: tuple[Bound, ...] = (
-    *local.BOUNDS,
-    *yudin2025.BOUNDS,
-    *certified.BOUNDS,
-    *castin2024.BOUNDS,
-    *kim2021.BOUNDS,
-    *sharper.BOUNDS,
-    *geshkovski2023.BOUNDS,
+SOURCES = (
+    "input_dependent",
+    "yudin2025",
+    "certified",
+    "castin2024",
+    "kim2021",
+    "sharper",
+    "geshkovski2023",
+)
+"""The files of this package that state theorems, each in its table BOUNDS."""
+
+REGISTRY: tuple[Bound, ...] = tuple(
+    bound for name in SOURCES for bound in import_module(f"lipscope.theorems.{name}").BOUNDS
 )
 """All registered theorems, in the order in which `bounds` reports them."""
 
@@ -119,7 +116,7 @@ class BoundRows(list[BoundRow]):
         self.not_offered = not_offered
 
     def __repr__(self) -> str:
-        """A table: one line per bound, and the number of theorems that do not apply."""
+        """Return a table: one line per bound, and the number of theorems that do not apply."""
         table = text_table([HEAD, *map(_cells, self)])
         count = len(self.not_offered)
         more = f"{count} theorem{'' if count == 1 else 's'} not applicable: see not_offered"
@@ -194,27 +191,22 @@ def bounds(f: SelfAttention, domain: Domain, norm: str | float = "2") -> BoundRo
 
 
 def failed_hypothesis(bound: Bound, f: SelfAttention, domain: Domain) -> str | None:
-    """The first hypothesis that f and the domain do not satisfy, in words, or None."""
+    """Return the first hypothesis that f and the domain do not satisfy, in words, or None."""
     return next((h.says for h in bound.hypotheses if not h.holds(f, domain)), None)
 
 
 def evaluate(bound: Bound, f: SelfAttention, domain: Domain) -> float:
-    """The value for a float64 layer that satisfies the hypotheses; NaN becomes a trivial bound."""
+    """Evaluate for a float64 layer that satisfies the hypotheses; NaN gives a trivial bound."""
     value = bound.fn(f, domain)
     # One step up covers the last rounding; an exact 0 stays 0.
     if bound.kind == "upper":
-        return (
-            math.inf
-            if math.isnan(value)
-            else math.nextafter(value, math.inf)
-            if value > 0
-            else value
-        )
+        value = math.inf if math.isnan(value) else value
+        return math.nextafter(value, math.inf) if value > 0 else value
     return 0.0 if math.isnan(value) else value
 
 
 def enclosing(domain: Domain, kind: Kinds, side: str) -> Domain | None:
-    """The smallest domain of that kind around `domain`, in float64; with several kinds, the first.
+    """Find the smallest domain of that kind around `domain`; of several kinds, the first.
 
     None if there is none. Lower bounds do not carry over to subsets: for them the kinds must agree.
     """

@@ -24,7 +24,7 @@ def gamma(operations: int) -> float:
 
 
 def up(value: float, operations: int = 64) -> float:
-    """A nonnegative result of that many operations, rounded up; NaN becomes infinity."""
+    """Round up a nonnegative result of that many operations; NaN becomes infinity."""
     return math.inf if math.isnan(value) else value * (1 + gamma(operations + 4))
 
 
@@ -43,22 +43,17 @@ def times_power(M: Tensor, power: int) -> Tensor:
 
 
 def down(value: float, operations: int = 64) -> float:
-    """A result of that many operations, rounded down to a lower bound of at least 0."""
+    """Round a result of that many operations down to a lower bound of at least 0."""
     return max(0.0, value * (1 - gamma(operations + 4))) if math.isfinite(value) else 0.0
 
 
 def exp_up(x: float) -> float:
-    """An upper bound of e^x for a computed x."""
+    """Return an upper bound of e^x for a computed x."""
     return math.exp(x) * (1 + (8 + 4 * abs(x)) * U) if x < 709 else math.inf
 
 
-def exp_down(x: float) -> float:
-    """A lower bound of e^x for a computed x, at least 0."""
-    return max(0.0, math.exp(x) * (1 - (8 + 4 * abs(x)) * U)) if x < 709 else math.exp(709)
-
-
 def length_up(x: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Upper bounds of the Euclidean norms of the vectors x [..., m]."""
+    """Return upper bounds of the Euclidean norms of the vectors x [..., m]."""
     size = _exponent(x.unsqueeze(-2))[..., 0]
     return torch.ldexp(
         torch.ldexp(x, -size).norm(dim=-1) * (1 + gamma(x.shape[-1] + 4)), size[..., 0]
@@ -66,12 +61,12 @@ def length_up(x: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
 
 
 def frobenius_up(M: Float[Tensor, "*batch p q"]) -> Float[Tensor, "*batch"]:
-    """Upper bounds of the Frobenius norms of the matrices M [..., p, q]."""
+    """Return upper bounds of the Frobenius norms of the matrices M [..., p, q]."""
     return length_up(M.flatten(-2))
 
 
 def norm_up(M: Float[Tensor, "*batch p q"]) -> Float[Tensor, "*batch"]:
-    """Upper bounds of the spectral norms of the matrices M [..., p, q].
+    """Return upper bounds of the spectral norms of the matrices M [..., p, q].
 
     With G = M M' = W L W' + (residual), ||M||^2 <= max|L| ||W'W|| + ||residual||_F, however
     inaccurate the computed eigenvalues L and eigenvectors W.
@@ -98,7 +93,7 @@ def norm_up(M: Float[Tensor, "*batch p q"]) -> Float[Tensor, "*batch"]:
 
 
 def norm_down(M: Float[Tensor, "p q"]) -> float:
-    """A lower bound of the spectral norm of M [p, q]: ||M v|| / ||v|| minus rounding."""
+    """Return a lower bound of the spectral norm of M [p, q]: ||M v|| / ||v|| minus rounding."""
     if not M.isfinite().all():
         return 0.0
     size = _exponent(M)
@@ -111,10 +106,10 @@ def norm_down(M: Float[Tensor, "p q"]) -> float:
 
 
 def row_sum_up(M: Float[Tensor, "p q"]) -> float:
-    """An upper bound of the largest absolute row sum of M [p, q], its infinity-norm."""
+    """Return an upper bound of the largest absolute row sum of M [p, q], its infinity-norm."""
     return up(M.abs().sum(dim=-1).max().item(), M.shape[-1])
 
 
 def _exponent(M: Float[Tensor, "*batch p q"]) -> Int[Tensor, "*batch 1 1"]:
-    """The power of two just above the largest entry of each matrix, [..., 1, 1]."""
+    """Return the power of two just above the largest entry of each matrix, [..., 1, 1]."""
     return torch.frexp(M.abs().amax(dim=(-2, -1), keepdim=True)).exponent

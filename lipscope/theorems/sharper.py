@@ -21,8 +21,8 @@ from lipscope.theorems.kim2021 import (
     L2_HYPOTHESES,
     RESIDUAL,
     longest_query,
-    mean_distance,
     output_norm,
+    phi_inverse,
     spectral,
 )
 from lipscope.theorems.rounding import exp_up, frobenius_up, gamma, scaled_up, times_power, up
@@ -37,7 +37,7 @@ PAST_SQUARE = 19 / 12 + 0.5 * math.log(0.576)
 
 
 def query_size(f: SelfAttention) -> int:
-    """The number of coordinates in which the queries of one head can differ."""
+    """Return the number of coordinates in which the queries of one head can differ."""
     return min(f.Q.shape[0] // f.heads, f.Q.shape[1])
 
 
@@ -114,7 +114,7 @@ def _crowd(seen: Visibility, size: int, first: float) -> float:
 
 
 def distance_reaction(seen: Visibility, size: int) -> float:
-    """An upper bound of the 2-norm constant of L2 attention with identity weights.
+    """Return an upper bound of the 2-norm constant of L2 attention with identity weights.
 
     Args:
         seen: The number of tokens and which of them attend to which.
@@ -122,7 +122,7 @@ def distance_reaction(seen: Visibility, size: int) -> float:
     """
     return up(
         math.sqrt(column_sum(seen, size))
-        + 2 * mean_distance(seen.most_keys)
+        + 2 * phi_inverse(seen.most_keys)
         + 2 * math.sqrt(key_reaction(seen, size))
     )
 
@@ -154,7 +154,7 @@ def _left_over(f: SelfAttention, domain: Domain, seen: Visibility, way: Way) -> 
     size = query_size(f)
     root = math.sqrt(column_sum(seen, size))
     rho = column_square(seen, size)
-    spread = 2 * (math.sqrt(mean_distance(seen.most_keys)) + math.sqrt(rho))
+    spread = 2 * (math.sqrt(phi_inverse(seen.most_keys)) + math.sqrt(rho))
     sizes = [
         h.factor * (split.spectral * (root + spread * longest_query(h, domain, spectral)))
         for h, split in way

@@ -89,11 +89,11 @@ class Visibility:
         if self.mask is None and self.window is None and self.padding is None:
             return "causal" if self.causal else "full"
         whole = torch.ones_like(self.seen)
-        if self.additive is not None or not torch.equal(self.seen, whole):
-            return (
-                "causal" if self.additive is None and torch.equal(self.seen, whole.tril()) else None
-            )
-        return "full"
+        if self.additive is not None:
+            return None
+        if torch.equal(self.seen, whole):
+            return "full"
+        return "causal" if torch.equal(self.seen, whole.tril()) else None
 
     @property
     def additive(self) -> Tensor | None:
@@ -103,7 +103,6 @@ class Visibility:
     @cached_property
     def seen(self) -> Tensor:
         """[n, n] boolean: i attends to j."""
-        n = self.n
         mask = self.mask
         boolean = mask if mask is None or mask.dtype == torch.bool else mask > -math.inf
         pattern = Pattern(
@@ -113,12 +112,10 @@ class Visibility:
             queries=self.padding,
             keys=self.padding,
         )
-        seen = pattern.visible(n, n, self.device)
-        return (
-            torch.ones(n, n, dtype=torch.bool, device=self.device)
-            if seen is None
-            else seen.reshape(seen.shape[-2:]).expand(n, n)
-        )
+        seen = pattern.visible(self.n, self.n, self.device)
+        if seen is None:
+            seen = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        return seen.reshape(seen.shape[-2:]).expand(self.n, self.n)
 
     @cached_property
     def counts(self) -> Tensor:
@@ -178,7 +175,7 @@ class Visibility:
         return (self.seen * weights[:, None]).sum(dim=0).max().item()
 
     def most_seen(self) -> tuple[int, Tensor]:
-        """The token that most others see, and how many further keys each of those sees."""
+        """Return the token that most others see, and how many further keys each of those sees."""
         if self.order is not None:
             return 0, self.counts[1:] - 1
         itself = torch.eye(self.n, dtype=torch.bool, device=self.device)
@@ -190,7 +187,7 @@ class Visibility:
 
 @once
 def visibility(f: SelfAttention, n: int) -> Visibility:
-    """Which of n tokens attend to which, after `check_masks`."""
+    """Return which of n tokens attend to which, after `check_masks`."""
     check_masks(f, n)
     return Visibility(
         n=n,

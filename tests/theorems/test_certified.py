@@ -13,13 +13,13 @@ import lipscope as ls
 from lipscope._types import Around
 from lipscope.theorems.certified import (
     STEPS,
+    AtRadius,
     Base,
-    Spread,
     _keys_through_tokens,
+    at_radius,
     base,
     certified_upper,
     second_derivative,
-    spread,
     third_cumulant,
     weights_within,
 )
@@ -278,7 +278,7 @@ def test_long_sequences_take_the_smaller_bound_of_the_third_cumulant(monkeypatch
     longest = [y.norm(dim=2).amax(1) for y in (values, keys)]
     products = torch.stack([longest[0] * sizes[1], longest[1] * sizes[0]])
     assert set(products.argmin(0).tolist()) == {0, 1}
-    found = third_cumulant(x, spread(x, 0.0), 0.0)
+    found = third_cumulant(x, at_radius(x, 0.0), 0.0)
     assert found.tolist() == pytest.approx(products.amin(0).tolist(), rel=1e-9)
 
 
@@ -289,7 +289,7 @@ def test_keys_through_tokens_where_no_token_has_much_weight():
     root, b = P.sqrt(), torch.full((n,), size, dtype=torch.float64)
     none = torch.zeros(n, dtype=torch.float64)
     k_b = (root * b[:, None]).norm(dim=0).max()
-    s = Spread(
+    s = AtRadius(
         P=P,
         root=root,
         pi=root.amax(1),

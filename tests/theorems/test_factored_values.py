@@ -21,7 +21,11 @@ from lipscope.theorems.factored_values import (
     whole_rest,
 )
 from lipscope.theorems.heads import heads_of
-from lipscope.theorems.kim2021 import distance_upper, largest_coordinate_upper, mean_distance
+from lipscope.theorems.kim2021 import (
+    distance_upper,
+    largest_coordinate_upper,
+    phi_inverse,
+)
 from lipscope.theorems.sharper import distance_reaction, tighter_distance_upper
 from lipscope.theorems.statement import visibility
 from tests.naive import dense_jacobian
@@ -230,7 +234,7 @@ def test_values_defined_by_m_have_the_theorems_constant_on_all_inputs():
     assert uppers(f, Everywhere(9))["L2 attention"] == pytest.approx(
         2 * distance_reaction(visibility(f, 9), 2), rel=1e-9
     )
-    phi = mean_distance(9)
+    phi = phi_inverse(9)
     coordinate = uppers(f, Everywhere(9), "inf")["Kim et al., L2 attention, largest coordinate"]
     assert coordinate == pytest.approx(2 * (4 * math.sqrt(2) * phi + 1), rel=1e-9)
     # On bounded tokens the bound covers V as stored: 2^-20 off, at tokens of size 2^40.

@@ -11,7 +11,7 @@ import torch
 
 import lipscope as ls
 from lipscope._types import Ball, Everywhere, Point
-from lipscope.theorems.kim2021 import mean_distance
+from lipscope.theorems.kim2021 import phi_inverse
 from lipscope.theorems.registry import bounds
 from lipscope.theorems.yudin2025 import softmax_jacobian_norm
 from tests.naive import dense_jacobian
@@ -52,7 +52,7 @@ def test_the_second_power_in_the_l2_bound_fails():
     for size in (3.0, 10.0):
         X = matrix([0.0], [1.3], [-1.3]) / size
         f = l2_layer(size)
-        quoted = math.sqrt(3) * (4 * mean_distance(3) + 1) * size
+        quoted = math.sqrt(3) * (4 * phi_inverse(3) + 1) * size
         assert sigma(f, X) > quoted
         assert sigma(f, X) <= smallest_upper(f, Everywhere(3))
 
@@ -60,7 +60,7 @@ def test_the_second_power_in_the_l2_bound_fails():
 def test_l2_attention_nearly_attains_its_bound_for_the_largest_coordinate():
     """x_1 = 0 among +-t, t^2 = 1 + phi: row sum 4 phi + (1 - phi) / (1 + phi), not 4 phi + 1."""
     for N in (5, 51):
-        phi = mean_distance(N)
+        phi = phi_inverse(N)
         t = math.sqrt(1 + phi)
         X = torch.cat(
             [torch.zeros(1), *(torch.tensor([t, -t]) for _ in range((N - 1) // 2))]

@@ -16,7 +16,6 @@ from lipscope.theorems.rounding import (
     TINY,
     U,
     down,
-    exp_down,
     exp_up,
     frobenius_up,
     gamma,
@@ -53,24 +52,18 @@ def test_what_is_no_number_bounds_nothing():
     assert norm_down(torch.full((2, 2), math.inf, dtype=torch.float64)) == 0.0
 
 
-@pytest.mark.parametrize("x", [-800.0, -745.0, -700.0, -1.0, 0.0, 1e-9, 1.0, 50.0, 700.0, 708.9])
-def test_exponentials_lie_on_their_sides(x):
+@pytest.mark.parametrize("x", [-700.0, -1.0, 0.0, 1e-9, 1.0, 50.0, 700.0, 708.9])
+def test_exponentials_are_rounded_up(x):
     with mpmath.workdps(60):
         exact = mpmath.exp(mpmath.mpf(x))
         tight = mpmath.mpf((40 + 16 * abs(x)) * U)
-        low, high = mpmath.mpf(exp_down(x)), mpmath.mpf(exp_up(x))
-        if exact > TINY:
-            # x itself may be off by a unit in its last place.
-            off = abs(mpmath.mpf(x)) * U
-            assert exact * (1 - tight) <= low <= exact * (1 - off)
-            assert exact * (1 + off) <= high <= exact * (1 + tight)
-        else:
-            assert low <= exact * (1 + mpmath.mpf(2) ** -2) + mpmath.mpf(TINY)
+        # x itself may be off by a unit in its last place.
+        off = abs(mpmath.mpf(x)) * U
+        assert exact * (1 + off) <= mpmath.mpf(exp_up(x)) <= exact * (1 + tight)
 
 
-def test_exponentials_beyond_the_range_are_infinite_or_large():
+def test_exponentials_beyond_the_range_are_infinite():
     assert exp_up(709.0) == exp_up(1e6) == math.inf
-    assert exp_down(709.0) == exp_down(1e6) == math.exp(709)
 
 
 @pytest.mark.parametrize("power", [-2000, -1074, -30, 0, 30, 900, 2000])

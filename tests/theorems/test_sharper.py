@@ -13,7 +13,7 @@ from torch import Tensor
 import lipscope as ls
 from benchmarks.l2_bounds import largest_found, promised, table
 from lipscope._types import Everywhere
-from lipscope.theorems.kim2021 import distance_upper, mean_distance
+from lipscope.theorems.kim2021 import distance_upper, phi_inverse
 from lipscope.theorems.sharper import (
     column_square,
     column_sum,
@@ -66,7 +66,7 @@ def test_the_largest_share_is_a_maximum(others: int, power: float):
     on_grid = (a * (others / a).log() / (1 + a) ** power).max().item()
     assert on_grid <= largest_share(others, power) <= on_grid * (1 + 1e-6)
     if power == 1:
-        assert largest_share(others, 1) == pytest.approx(mean_distance(others + 1), rel=1e-12)
+        assert largest_share(others, 1) == pytest.approx(phi_inverse(others + 1), rel=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -131,7 +131,7 @@ def test_the_integrals_behind_few_coordinates(k: int):
         assert column_sum(sees, k) == pytest.approx(totals[0] * others * (1 + past[0]), rel=1e-6)
         square = totals[1] * others * (1 + past[1])
         assert column_square(sees, k) == pytest.approx(square, rel=1e-6)
-        assert key_reaction(sees, k) == pytest.approx(mean_distance(n) * square, rel=1e-6)
+        assert key_reaction(sees, k) == pytest.approx(phi_inverse(n) * square, rel=1e-6)
 
 
 @pytest.mark.parametrize("n", [20, 100])
@@ -156,7 +156,7 @@ def test_any_number_of_coordinates(causal: bool):
         math.sqrt(2 * 499) / math.e * alpha.item(), rel=1e-6
     )
     # Few tokens, and masks under which queries need not see each other: P_ij d_ij <= omega alone.
-    omega = mean_distance(2)
+    omega = phi_inverse(2)
     assert column_square(visibility(layer(causal), 3), many) == pytest.approx(2 * omega, rel=1e-12)
     strangers = torch.eye(n).bool()
     strangers[:, 0] = True
@@ -237,8 +237,8 @@ def test_the_fourth_root_is_needed():
 
 def plain(n: int) -> float:
     """What P_ij <= 1/2 alone gives: sqrt(1 + N/2) + 2 phi + 2 sqrt(omega N phi)."""
-    phi = mean_distance(n)
-    return math.sqrt(1 + (n - 1) / 2) + 2 * phi + 2 * math.sqrt(mean_distance(2) * (n - 1) * phi)
+    phi = phi_inverse(n)
+    return math.sqrt(1 + (n - 1) / 2) + 2 * phi + 2 * math.sqrt(phi_inverse(2) * (n - 1) * phi)
 
 
 def test_long_sequences_gain_most():
@@ -247,7 +247,7 @@ def test_long_sequences_gain_most():
             assert plain(n) / distance_reaction(visibility(layer(causal), n), n) > factor
     # With a given head size and no mask the bound is 2 phi + O(sqrt phi), phi ~ ln n.
     for n in (10**3, 10**6, 10**9):
-        phi = mean_distance(n)
+        phi = phi_inverse(n)
         assert distance_reaction(visibility(layer(), n), 8) - 2 * phi < 2 + 3 * math.sqrt(phi)
 
 

@@ -9,7 +9,7 @@ import torch
 import lipscope as ls
 from lipscope._types import Point
 from lipscope.theorems.heads import heads_of
-from lipscope.theorems.local import features
+from lipscope.theorems.input_dependent import features
 from lipscope.theorems.yudin2025 import (
     _sharpness,
     centred_upper,

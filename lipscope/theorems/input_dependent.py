@@ -110,7 +110,7 @@ def centred(seen: Features, y: Float[Tensor, "n m"], y_slack: Float[Tensor, "n"]
 
 @once
 def terms(h: Head, X: Float[Tensor, "n d"]) -> tuple[float, float, float]:
-    """Upper bounds of the query, value and key terms of one head."""
+    """Return upper bounds of the query, value and key terms of one head."""
     seen = features(h, X)
     v = centred(seen, seen.v, seen.v_slack)
     values = up(h.V_norm * (norm_up(seen.P).item() + frobenius_up(seen.P_slack).item()))
