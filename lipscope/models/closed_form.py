@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, Rope
+from lipscope.models.attention import AttentionCall
 from lipscope.models.capture import RecordedCall
-from lipscope.models.plug import AttentionCall
 from lipscope.models.running import ModelRunner, attention_call, run_to
 from lipscope.theorems.factored_values import FactoredAttention
 

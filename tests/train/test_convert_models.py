@@ -10,7 +10,7 @@ import lipscope as ls
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.variants import ATTENTIONS
-from lipscope.train.convert_models import convert_model
+from lipscope.train.convert import convert_model
 from lipscope.train.monitor import SmoothnessMonitor
 from tests.models import zoo
 

@@ -13,7 +13,7 @@ from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.nn.variants import ATTENTIONS
-from lipscope.train.convert_models import convert_model
+from lipscope.train.convert import convert_model
 
 DIM, HEADS, TOKENS = 8, 2, 6
 
