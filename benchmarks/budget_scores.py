@@ -34,13 +34,19 @@ from lipscope._display import text_table
 from lipscope._types import UserError
 from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.models.plug import AttentionCall
+from lipscope.models.attention import AttentionCall
 from lipscope.probes.budget.formats import Format, read_formats
 from lipscope.probes.budget.metrics import Measure, Metric, read_metric
-from lipscope.probes.budget.probing import batches, gradients
-from lipscope.probes.budget.running import distance, exact_outputs, outputs_in
-from lipscope.probes.budget.sites import ErrorSite, by_head, whole
+from lipscope.probes.budget.sites import (
+    ErrorSite,
+    by_head,
+    distance,
+    exact_outputs,
+    outputs_in,
+    whole,
+)
 from lipscope.probes.budget.subject import Source, Subject, Text, read_subject
+from lipscope.probes.budget.tracing import batches, gradients
 from lipscope.probes.budget.worst import Place, following, places_of
 
 SCALED = ("sigma", "Frobenius", "trace", "diagonal", "budget")

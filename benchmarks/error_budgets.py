@@ -29,10 +29,13 @@ from benchmarks.error_budget_cases import blocks_of, bugs_of, make, model_bugs, 
 from benchmarks.error_budget_tables import store, write_page
 from lipscope.models.embedded import default_text
 from lipscope.probes.budget.formats import read_formats
-from lipscope.probes.budget.intervals import of_squares
-from lipscope.probes.budget.metrics import read_metric
-from lipscope.probes.budget.running import exact_outputs, first_order_errors, outputs_in
-from lipscope.probes.budget.sites import collect_products
+from lipscope.probes.budget.metrics import of_squares, read_metric
+from lipscope.probes.budget.sites import (
+    collect_products,
+    exact_outputs,
+    first_order_errors,
+    outputs_in,
+)
 from lipscope.probes.budget.subject import read_subject
 
 MODELS = ("llama", "qwen3", "gpt2", "char_dot", "char_l2", "embedded")

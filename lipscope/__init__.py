@@ -39,7 +39,7 @@ _CONTENTS = {
     "bounds": "theorems.registry",
     "check_run": "probes.budget.comparing",
     "merge": "study.study",
-    "convert_model": "train.convert_models",
+    "convert_model": "train.convert",
     "dynamics": "",
     "error_budget": "probes.budget.prediction",
     "jacobian": "linalg.differentiate",
@@ -157,7 +157,7 @@ if TYPE_CHECKING:
     from lipscope.theorems.registry import bounds as bounds
     from lipscope.train.callbacks import lightning_callback as lightning_callback
     from lipscope.train.callbacks import trainer_callback as trainer_callback
-    from lipscope.train.convert_models import convert_model as convert_model
+    from lipscope.train.convert import convert_model as convert_model
     from lipscope.train.monitor import SmoothnessMonitor as SmoothnessMonitor
     from lipscope.train.monitor import SmoothnessWarning as SmoothnessWarning
     from lipscope.train.watched_models import watch as watch

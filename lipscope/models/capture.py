@@ -88,6 +88,13 @@ class RecordedCall:
         return replace(self, args=args, kwargs=kwargs)
 
 
+class Tap(NamedTuple):
+    """Where a value is read: at the "input" or the "output" of a module."""
+
+    module: nn.Module
+    side: str
+
+
 class Captured(NamedTuple):
     """A value at the "input" of a module (a RecordedCall) or at its "output" (what it returned)."""
 

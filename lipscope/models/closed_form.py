@@ -18,8 +18,8 @@ from lipscope._types import UserError
 from lipscope.attention.factored import FactoredAttention
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, Rope
+from lipscope.models.attention import AttentionCall
 from lipscope.models.capture import RecordedCall
-from lipscope.models.plug import AttentionCall
 from lipscope.models.running import ModelRunner, attention_call, run_to
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

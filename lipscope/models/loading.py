@@ -31,10 +31,9 @@ from lipscope._files import for_terminal
 from lipscope._types import UserError
 from lipscope.models import embedded
 from lipscope.models._transformers_internals import attention_in_force, random_model
-from lipscope.models.config_limits import check_size
+from lipscope.models.attention import configs
 from lipscope.models.model import Card, Model
-from lipscope.models.model_files import on_one_line
-from lipscope.models.plug import configs
+from lipscope.models.model_files import check_size, on_one_line
 from lipscope.models.repository import OWN_TYPES, Repository, open_repository, open_tokenizer
 
 DTYPES = {

@@ -16,9 +16,9 @@ from lipscope.attention.sharded import spread_of
 from lipscope.fused.primitive import graph_of_any_digits
 from lipscope.linalg.differentiate import check_input, jacobian
 from lipscope.linalg.operator import LinearOperator
-from lipscope.models.capture import RecordedCall
-from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import ModelRunner, Tap, attention_call, run_to
+from lipscope.models.attention import AttentionCall, listening
+from lipscope.models.capture import RecordedCall, Tap
+from lipscope.models.running import ModelRunner, attention_call, run_to
 from lipscope.models.sharded import linearize_on
 
 LONG = 8192

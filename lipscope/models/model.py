@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 
 from lipscope._ambient import entry_point, live_modules, unaffected
 from lipscope._types import UserError
-from lipscope.models import encoding
+from lipscope.models import tokenizers
+from lipscope.models.attention import NAME
 from lipscope.models.capture import RecordedCall
-from lipscope.models.plug import NAME
-from lipscope.models.preflight import Preflight, preflight
-from lipscope.models.running import ModelRunner
+from lipscope.models.running import ModelRunner, Preflight, preflight
 from lipscope.models.scopes import WITHOUT_ROUTE, check_scope_names
 from lipscope.models.sites import Memory, Site, Survey, record
 from lipscope.models.structure import Layer, block_calls, routed_layers
@@ -160,11 +159,11 @@ class Model:
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """The token ids of a text."""
-        return encoding.encode(self._need_tokenizer(), text, special_tokens, self.card.name)
+        return tokenizers.encode(self._need_tokenizer(), text, special_tokens, self.card.name)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The text of each token."""
-        return encoding.decode(self._need_tokenizer(), ids, self.card.name)
+        return tokenizers.decode(self._need_tokenizer(), ids, self.card.name)
 
     @entry_point
     def sites(

@@ -32,15 +32,15 @@ from transformers import AutoTokenizer, PretrainedConfig
 from lipscope._files import for_terminal
 from lipscope._types import UserError
 from lipscope.models._transformers_internals import CONFIG_MAPPING
-from lipscope.models.config_limits import check_numbers
 from lipscope.models.model_files import (
+    check_numbers,
     checked_file,
     memory_here,
     on_one_line,
     read_json,
     size_of,
 )
-from lipscope.models.tokenizer_limits import check_lines, check_tokenizer
+from lipscope.models.tokenizers import check_lines, check_tokenizer
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 TOKENIZER = (

@@ -19,9 +19,8 @@ from lipscope.attention.sharded import attend_on_ranks
 from lipscope.linalg.differentiate import jacobian_on
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.space import TokenShards
+from lipscope.models.attention import AttentionCall, PlainMask, listening
 from lipscope.models.capture import RecordedCall
-from lipscope.models.masks import PlainMask
-from lipscope.models.plug import AttentionCall, listening
 from lipscope.models.running import run_to
 
 if TYPE_CHECKING:

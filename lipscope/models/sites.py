@@ -14,7 +14,7 @@ from lipscope._display import Displayed
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import Map
-from lipscope.models.capture import RecordedCall, capture
+from lipscope.models.capture import RecordedCall, Tap, capture
 from lipscope.models.closed_form import (
     LargeMaskError,
     closed_form,
@@ -23,7 +23,7 @@ from lipscope.models.closed_form import (
     select_heads,
 )
 from lipscope.models.maps import Heads, Rerun
-from lipscope.models.running import ModelRunner, Tap
+from lipscope.models.running import ModelRunner
 from lipscope.models.structure import Layer
 
 NOT_PLAIN = "not plain self-attention"

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lipscope.models.capture import Captured, capture, first_tensor, has_tokens, tensors_of
-from lipscope.models.plug import AttentionCall, listening
-from lipscope.models.running import Tap
+from lipscope.models.attention import AttentionCall, listening
+from lipscope.models.capture import Captured, Tap, capture, first_tensor, has_tokens, tensors_of
 
 ENTRIES = 4096
 """Maximum number of entries of an activation that are compared with another one."""

@@ -18,8 +18,7 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.sites import Survey
 from lipscope.nn.wrapped import attributes_kept, check_whole, evaluating, unwrapped
-from lipscope.train.compiled import entries, hook, uncompiled
-from lipscope.train.seen_call import to_be_kept
+from lipscope.train.recording import entries, hook, to_be_kept, uncompiled
 from lipscope.train.watched_modules import GoneError, MeasuredMap, WeakAttribute, listed, wide
 
 WATCHED = ("attention", "normed", "residual", "block")

@@ -22,8 +22,14 @@ from lipscope.linalg.differentiate import Map
 from lipscope.models.capture import RecordedCall, watch_calls
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.wrapped import check_whole, evaluating, named_layers, unwrapped
-from lipscope.train.compiled import Entry, entries, uncompiled
-from lipscope.train.seen_call import first_sample, real_tokens, to_be_kept
+from lipscope.train.recording import (
+    Entry,
+    entries,
+    first_sample,
+    real_tokens,
+    to_be_kept,
+    uncompiled,
+)
 
 MeasuredMap = tuple[Map, Tensor]
 """A map and the tokens [n, d] to measure it at."""

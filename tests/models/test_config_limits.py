@@ -8,10 +8,10 @@ import torch
 from transformers import GPT2Config, GPT2Model, T5Config, T5Model
 
 from lipscope._types import UserError
-from lipscope.models import config_limits
+from lipscope.models import model_files
 from lipscope.models._transformers_internals import CONFIG_MAPPING
-from lipscope.models.config_limits import check_numbers, check_size
 from lipscope.models.loading import load
+from lipscope.models.model_files import check_numbers, check_size
 from tests.models.test_loading import edit
 from tests.models.zoo import FAMILIES, make
 
@@ -89,11 +89,11 @@ def test_the_number_of_weights_is_that_of_the_model():
 def test_memory_and_time_are_limits_of_the_construction(monkeypatch):
     config = GPT2Config(**FAMILIES["gpt2"].options)
     state = torch.random.get_rng_state()
-    monkeypatch.setattr(config_limits, "memory_here", lambda: 5000)
+    monkeypatch.setattr(model_files, "memory_here", lambda: 5000)
     with pytest.raises(UserError, match=r"need more than the 4.88 KiB of memory here"):
         check_size(GPT2Model, config, "it", 4)
     monkeypatch.undo()
-    monkeypatch.setattr(config_limits, "SECONDS", -1.0)
+    monkeypatch.setattr(model_files, "SECONDS", -1.0)
     with pytest.raises(UserError, match=r"check the sizes in config.json"):
         check_size(GPT2Model, config, "it", 4)
     monkeypatch.undo()

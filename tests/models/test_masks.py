@@ -17,12 +17,18 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 
 from lipscope.attention.layer import HeadsApart
 from lipscope.linalg.differentiate import jacobian
-from lipscope.models import closed_form, masks
+from lipscope.models import attention, closed_form
+from lipscope.models.attention import (
+    AttentionCall,
+    PlainMask,
+    Rule,
+    lipscope_mask,
+    listening,
+    using_attention,
+)
 from lipscope.models.loading import load
 from lipscope.models.maps import Heads
-from lipscope.models.masks import PlainMask, Rule, lipscope_mask
-from lipscope.models.plug import AttentionCall, listening, using_attention
-from lipscope.models.precision import Float64
+from lipscope.models.running import Float64
 from tests.models.truth import Truth
 from tests.models.zoo import make, sample
 
@@ -38,7 +44,7 @@ def arguments(rule, n: int, batch: int = 2, **more) -> dict:
 
 @pytest.fixture(params=[1, 50, 1 << 26])
 def rows(request, monkeypatch):
-    monkeypatch.setattr(masks, "ROWS", request.param)
+    monkeypatch.setattr(attention, "ROWS", request.param)
 
 
 @pytest.mark.usefixtures("rows")

@@ -12,10 +12,9 @@ from transformers.models.t5.modeling_t5 import eager_attention_forward as t5_eag
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import jacobian
+from lipscope.models.attention import NAME, configs, lipscope_attention, listening, using_attention
 from lipscope.models.loading import load
-from lipscope.models.plug import NAME, configs, lipscope_attention, listening, using_attention
-from lipscope.models.precision import Float64
-from lipscope.models.preflight import TOLERANCE
+from lipscope.models.running import TOLERANCE, Float64
 from tests.models.zoo import BYPASSING, FAMILIES, MASKING, make, sample
 
 

@@ -7,7 +7,7 @@ import torch
 
 from lipscope.models.loading import load
 from lipscope.models.maps import Rerun
-from lipscope.models.precision import Float64
+from lipscope.models.running import Float64
 from tests.models.zoo import make, sample
 
 RMSNORM = ["llama", "mistral", "qwen3", "gemma2", "gpt_oss", "t5"]

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from lipscope._types import UserError
 from lipscope.models import loading, repository
+from lipscope.models.attention import configs
 from lipscope.models.loading import load
-from lipscope.models.plug import configs
 from lipscope.models.repository import scrub
 from tests.models.test_loading import edit, words
 from tests.models.zoo import make, sample

@@ -12,10 +12,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from lipscope._types import UserError
-from lipscope.models import tokenizer_limits
-from lipscope.models.encoding import encode
+from lipscope.models import tokenizers
 from lipscope.models.repository import open_tokenizer
-from lipscope.models.tokenizer_limits import _extremes
+from lipscope.models.tokenizers import _extremes, encode
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "w"}, "content": "ww"}
 A = {"Sequence": {"id": "A", "type_id": 0}}
@@ -127,7 +126,7 @@ HOSTILE = {
 @pytest.fixture
 def small_limits(monkeypatch):
     for name in ("MOST_ENTRIES", "MOST_ADDED", "MOST_SPECIAL"):
-        monkeypatch.setattr(tokenizer_limits, name, 1000)
+        monkeypatch.setattr(tokenizers, name, 1000)
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -201,7 +200,7 @@ def test_other_formats_have_limits(file, content, told, tmp_path):
 )
 def test_files_of_another_kind_are_not_shown_to_the_library(file, content, known, tmp_path):
     (tmp_path / file).write_bytes(content)
-    assert tokenizer_limits.check_lines(tmp_path / file, "m") == known
+    assert tokenizers.check_lines(tmp_path / file, "m") == known
     if not known:
         with pytest.raises(UserError, match="is no vocabulary of SentencePiece"):
             open_tokenizer(str(tmp_path))

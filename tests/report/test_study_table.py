@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from lipscope.models.attention import listening
 from lipscope.models.loading import load
-from lipscope.models.plug import listening
 from lipscope.report.study_table import summary
 from lipscope.report.words import describe_certainty
 from lipscope.study.store import Store

@@ -9,7 +9,7 @@ import transformers
 import lipscope as ls
 from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
 from lipscope.nn.contractive import ATTENTIONS
-from lipscope.train.convert_models import convert_model
+from lipscope.train.convert import convert_model
 from lipscope.train.monitor import SmoothnessMonitor
 from tests.models import zoo
 

@@ -11,7 +11,7 @@ import lipscope as ls
 from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
 from lipscope.nn.contractive import ATTENTIONS, ContractiveL2Attention
 from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.train.convert_models import convert_model
+from lipscope.train.convert import convert_model
 
 DIM, HEADS, TOKENS = 8, 2, 6
 

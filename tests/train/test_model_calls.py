@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.train.convert_models import convert_model
+from lipscope.train.convert import convert_model
 from tests.models import zoo
 from tests.train.watched import unchecked
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.probes.budget.formats import Format
-from lipscope.probes.budget.intervals import Interval, of_squares, of_sums
-from lipscope.probes.budget.metrics import Metric
+from lipscope.probes.budget.metrics import Interval, Metric, of_squares, of_sums
 from lipscope.probes.budget.result import BudgetRow
 from lipscope.probes.budget.sites import ErrorSite
 

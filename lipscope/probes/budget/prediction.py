@@ -14,18 +14,29 @@ from torch import Tensor
 from lipscope._ambient import entry_point
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
+from lipscope.probes.budget.comparing import FALSE_ALARMS, state_tolerance
 from lipscope.probes.budget.formats import Format, Quantiser, read_formats
-from lipscope.probes.budget.intervals import check_probes, degrees_of_freedom, largest_ratio
-from lipscope.probes.budget.metrics import Measure, Metric, read_metric
+from lipscope.probes.budget.metrics import (
+    Measure,
+    Metric,
+    check_probes,
+    degrees_of_freedom,
+    largest_ratio,
+    read_metric,
+)
 from lipscope.probes.budget.parts import Part, check_possible
-from lipscope.probes.budget.probing import batches
 from lipscope.probes.budget.result import ErrorBudget
 from lipscope.probes.budget.rounding import follow_run, squared_errors
-from lipscope.probes.budget.running import exact_outputs, outputs_in, second_order
-from lipscope.probes.budget.sites import ErrorSite, collect_products
-from lipscope.probes.budget.states import FALSE_ALARMS, state_tolerance
+from lipscope.probes.budget.sites import (
+    ErrorSite,
+    collect_products,
+    exact_outputs,
+    outputs_in,
+    second_order,
+)
 from lipscope.probes.budget.storing import BudgetStore, Settings, assemble, command_line
 from lipscope.probes.budget.subject import Inputs, Source, Subject, Text, length_of, read_subject
+from lipscope.probes.budget.tracing import batches
 from lipscope.probes.budget.worst import worst_cases
 
 PROBES = 16

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope._files import for_spreadsheet, whole_file
 from lipscope._types import UserError
-from lipscope.probes.budget.intervals import Interval
+from lipscope.probes.budget.metrics import Interval
 from lipscope.study.frames import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lipscope.probes.budget.states import Tolerance
+    from lipscope.probes.budget.comparing import Tolerance
 
 LINEAR = 0.5
 """Second-order share of an error above which a linear prediction is not to be trusted."""

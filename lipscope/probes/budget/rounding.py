@@ -29,21 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from lipscope._torch_internals import tree_map
 from lipscope._types import UserError
+from lipscope.models.attention import NAME, AttentionCall, listening, using_attention
 from lipscope.models.model_files import on_one_line
-from lipscope.models.plug import NAME, AttentionCall, listening, using_attention
-from lipscope.models.precision import CASTS
-from lipscope.probes.budget.memory import (
-    DETACHING,
-    RESIZING,
-    WITHOUT_VALUES,
-    floats_of,
-    is_float,
-    overwritten,
-    part_of,
-    storage_of,
-    writes_argument,
-)
-from lipscope.probes.budget.probing import gradients
+from lipscope.models.running import CASTS
 from lipscope.probes.budget.subject import (
     Sample,
     Subject,
@@ -51,6 +39,18 @@ from lipscope.probes.budget.subject import (
     hidden_states,
     layers_entered,
     with_last,
+)
+from lipscope.probes.budget.tracing import (
+    DETACHING,
+    RESIZING,
+    WITHOUT_VALUES,
+    floats_of,
+    gradients,
+    is_float,
+    overwritten,
+    part_of,
+    storage_of,
+    writes_argument,
 )
 
 WEIGHT = "weight"

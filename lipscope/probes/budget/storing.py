@@ -44,7 +44,7 @@ from lipscope.study.study import Study
 from lipscope.study.work import NUMERIC_VERSION, config_digest
 
 if TYPE_CHECKING:
-    from lipscope.probes.budget.states import Tolerance
+    from lipscope.probes.budget.comparing import Tolerance
 
 
 Value = tuple[str, int | None, int | None, str, tuple[float, float, float], float]

@@ -18,13 +18,13 @@ from lipscope._checks import abbreviate
 from lipscope._torch_internals import tree_leaves
 from lipscope._types import UserError
 from lipscope.models._transformers_internals import buffer_dtypes
+from lipscope.models.attention import NAME, AttentionCall, listening, using_attention
 from lipscope.models.capture import Captured, capture, first_tensor, has_tokens
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load, load_language_model
 from lipscope.models.model import Model
 from lipscope.models.model_files import on_one_line
-from lipscope.models.plug import NAME, AttentionCall, listening, using_attention
-from lipscope.models.precision import Float64
+from lipscope.models.running import Float64
 from lipscope.models.structure import block_calls
 from lipscope.probes.budget.weights import Uses, Weight, find_uses, find_weights
 from lipscope.study.reading import WholeInputs, warn_of_unknown

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lipscope._torch_internals import TorchDispatchMode, tree_leaves
 from lipscope.probes.budget.formats import Quantiser
-from lipscope.probes.budget.memory import storage_of
+from lipscope.probes.budget.tracing import storage_of
 
 Dims = tuple[int, ...]
 

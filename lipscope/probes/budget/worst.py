@@ -19,21 +19,21 @@ from lipscope._types import UserError
 from lipscope.linalg.estimate import as_single
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
+from lipscope.models.attention import AttentionCall
 from lipscope.models.capture import Captured, capture
-from lipscope.models.plug import AttentionCall
 from lipscope.probes.budget.formats import Format
 from lipscope.probes.budget.metrics import Metric
-from lipscope.probes.budget.probing import Connected
-from lipscope.probes.budget.running import exact_outputs
 from lipscope.probes.budget.sites import (
     ErrorSite,
     by_head,
     cache_sites,
     check_routed,
+    exact_outputs,
     weights_of,
     whole,
 )
 from lipscope.probes.budget.subject import Sample, Subject, changing_cache
+from lipscope.probes.budget.tracing import Connected
 from lipscope.probes.budget.weights import Weight, is_linear
 
 

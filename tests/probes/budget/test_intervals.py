@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lipscope.probes.budget.intervals import (
+from lipscope.probes.budget.metrics import (
     _variance_of_mean,
     degrees_of_freedom,
     largest_ratio,

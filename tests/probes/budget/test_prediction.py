@@ -13,7 +13,7 @@ from lipscope.probes.budget.formats import read_format
 from lipscope.probes.budget.metrics import read_metric
 from lipscope.probes.budget.result import BudgetRow
 from lipscope.probes.budget.rounding import RoundingTrace
-from lipscope.probes.budget.running import first_order_errors
+from lipscope.probes.budget.sites import first_order_errors
 from lipscope.probes.budget.subject import read_subject
 from tests.probes.budget.tiny import some_ids, tiny
 
@@ -54,7 +54,7 @@ def test_intervals_contain_the_first_order_error():
         size = sum(subject.module(row)[0].square().sum().item() for row in subject.sequences)
     truth, draws = math.sqrt(exact / size), 250
     # 250 sets of 16 probes from one call: the products of all probes are independent.
-    from lipscope.probes.budget.intervals import of_squares
+    from lipscope.probes.budget.metrics import of_squares
     from lipscope.probes.budget.sites import collect_products
 
     t = collect_products(subject, [f], metric, 16 * draws, 0)["int8"].t.sum(-1)

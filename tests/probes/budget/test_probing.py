@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lipscope.probes.budget import probing
-from lipscope.probes.budget.probing import batches, gradients
+from lipscope.probes.budget.tracing import batches, gradients
 
 
 class Unbatched(torch.autograd.Function):

@@ -7,8 +7,7 @@ import lipscope as ls
 from lipscope._types import UserError
 from lipscope.probes.budget.formats import read_format, read_formats
 from lipscope.probes.budget.metrics import read_metric
-from lipscope.probes.budget.running import exact_outputs, first_order_errors
-from lipscope.probes.budget.sites import collect_products
+from lipscope.probes.budget.sites import collect_products, exact_outputs, first_order_errors
 from lipscope.probes.budget.subject import read_subject
 from tests.probes.budget.tiny import some_ids, tiny
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lipscope.probes.budget.states import _peak, state_budgets
+from lipscope.probes.budget.comparing import _peak, state_budgets
 from lipscope.probes.budget.subject import read_subject
 from tests.probes.budget.tiny import some_ids, tiny
 

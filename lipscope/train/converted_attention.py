@@ -1,8 +1,9 @@
-"""Replacement layers: they take over the old weights as far as possible, and accept its calls."""
+"""The new layers of a conversion: they accept the old calls and keep old weights if they can."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,13 @@ from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention
 from lipscope.nn.contractive import ATTENTIONS, make_contractive
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.nn.l2_constants import value_factors
-from lipscope.train.seen_call import real_tokens
+from lipscope.train.recording import real_tokens
 
 SMALLEST = 1e-2
 """Query directions weaker than this, relative to the strongest, carry no values."""
 
 
-class Replacement(nn.Module):
+class _ConvertedAttention(nn.Module):
     """`layer` plus the constant vector contributed by the biases of values and output."""
 
     bias: Tensor | None
@@ -37,7 +38,7 @@ class Replacement(nn.Module):
         return Y if self.bias is None else Y + self.bias.to(Y.dtype)
 
 
-class TorchReplacement(Replacement):
+class ConvertedTorchAttention(_ConvertedAttention):
     """Replaces an nn.MultiheadAttention, with its signature; padded tokens attend to nothing."""
 
     # nn.TransformerEncoderLayer reads these to decide whether its fused kernel, which would bypass
@@ -77,6 +78,58 @@ class TorchReplacement(Replacement):
             P = self.layer.weights(X, real)
             P = P.mean(dim=-3) if average_attn_weights else P
         return (Y.transpose(0, 1) if swap else Y), P
+
+
+class ConvertedTransformersAttention(_ConvertedAttention):
+    """Replaces a transformers attention module and accepts its calls; no cache, no weights output.
+
+    names: the argument names of the old module, in order, tokens first
+    """
+
+    def __init__(self, layer: AttentionLayer, bias: Tensor | None, names: tuple[str, ...]) -> None:
+        super().__init__(layer, bias)
+        self.names = names
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if given.get("past_key_values") is not None:
+            raise UserError("converted attention has no cache; call the model with use_cache=False")
+        if given.get("encoder_hidden_states") is not None:
+            raise UserError(
+                "converted attention is self-attention and cannot read encoder_hidden_states; "
+                "leave them out"
+            )
+        for name, value in given.items():
+            if "mask" in name and name != "attention_mask" and value is not None:
+                raise UserError(
+                    f"converted attention was called with {name}, and supports only attention_mask"
+                )
+        mask = given.get("attention_mask")
+        real = None if mask is None else _real_tokens(mask, self.layer.causal)
+        return self.attended(given[self.names[0]], real), None
+
+
+def _real_tokens(mask: Tensor, causal: bool) -> Tensor:
+    """Which tokens [B, n] are real, from a mask [B, n], or [B, 1, n, n] boolean or additive."""
+    if mask.ndim == 2:
+        return mask.to(torch.bool)
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    n = visible.shape[-1]
+    # A real token sees itself, whatever else is hidden.
+    real = visible[:, 0].diagonal(dim1=-2, dim2=-1)
+    if real.shape[-1] != n:
+        raise UserError(f"attention_mask of shape {tuple(mask.shape)} is not a mask [B, 1, n, n]")
+    expected = real[:, None, :].expand(-1, n, -1)
+    if causal:
+        expected = expected & torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
+    # Padded queries may see anything: their rows are discarded.
+    wrong = (visible != expected[:, None]) & real[:, None, :, None]
+    if bool(wrong.any()):
+        raise UserError(
+            f"attention_mask hides more than padding{' and later tokens' if causal else ''}; "
+            "converted attention supports no other mask (no packed sequences, no windows)"
+        )
+    return real
 
 
 def check_mask(layer: AttentionLayer, mask: Tensor | None, is_causal: bool, n: int) -> None:
