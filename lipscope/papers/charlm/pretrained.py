@@ -20,7 +20,7 @@ from lipscope.nn.cosine_attention import CosineSelfAttention
 from lipscope.nn.dot_attention import DotSelfAttention
 from lipscope.nn.l2_attention import BallL2Attention, L2SelfAttention
 from lipscope.nn.query_ball import BALL
-from lipscope.papers.charlm.folder import MODEL_TYPE, NAMES, config_fields
+from lipscope.papers.charlm.files import MODEL_TYPE, NAMES, config_fields
 from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer, norm_in_words
 
 SMALLEST = Architecture(2, width=8, depth=1, heads=1, context=8)
