@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from lipscope.papers.training_outcomes import (
-    NAMES,
+from lipscope.papers.trainings import (
     best_rate,
-    breaking_plans,
     cells_of,
     outcomes,
 )
@@ -18,6 +16,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+NAMES = {
+    "dot": "dot product",
+    "l2": "L2",
+    "contractive": "contractive L2, 0.9",
+    "invertible": "contractive L2, 0.9, invertible blocks",
+    "dot, l2 values": "dot scores, L2 values",
+    "l2, dot values": "L2 scores, dot values",
+    "sharper contractive": "contractive L2, 0.9, sharper bound",
+    "ball": "L2 in a ball",
+    "contractive ball": "contractive L2 in a ball, 0.9",
+    "invertible ball": "contractive L2 in a ball, 0.9, invertible blocks",
+}
+
 STYLES = ("solid", "dashed", "dotted")
 COLOURS = {name: f"C{i}" for i, name in enumerate(NAMES)}
 ACROSS = ("axes fraction", "data")
@@ -25,6 +36,11 @@ LOSS = "test loss (nats per character)"
 TITLES = {"why": "no norm: scores or values?"}
 ROOF, ROW = 3.45, 0.07
 """Broken trainings are marked above this loss, one row per curve, labelled by depth."""
+
+
+def breaking_plans(results: dict[str, Any]) -> dict[str, Any]:
+    """The plans without the usual safeguards against breaking."""
+    return {name: plan for name, plan in results["settings"]["plans"].items() if not plan["decay"]}
 
 
 def draw_grid(results: dict[str, Any]) -> Figure:

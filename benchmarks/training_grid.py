@@ -24,9 +24,18 @@ from typing import Any
 
 import torch
 
+import lipscope as ls
 from benchmarks.training_plans import GRID, PLANS, SIZES, VARIANTS
 from lipscope.papers.charlm.characters import CharacterText, read_characters
-from lipscope.papers.training_cells import Plan, run_cell, strict
+from lipscope.papers.charlm.language_model import CharacterTransformer, Variant
+from lipscope.papers.charlm.training import layer_constants
+from lipscope.papers.trainings import History, Plan, Stack, strict, train_cell
+
+OPENING = 10
+"""Number of first steps whose losses are all recorded."""
+
+HOPELESS = 10.0
+"""A test loss above which sigma is not measured."""
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
@@ -46,6 +55,80 @@ def settings(text: CharacterText, plans: dict[str, Plan], device: str) -> dict[s
         "optimiser": "Adam, betas 0.9 and 0.98, no weight decay",
         "plans": {name: asdict(plan) for name, plan in plans.items()},
     }
+
+
+def run_cell(
+    plan: Plan, variant: Variant, depth: int, text: CharacterText, device: str
+) -> dict[str, Any]:
+    """Train a cell; measure sigma of every layer, and the error of the inverse, at the end."""
+    start = time.perf_counter()
+    stack, history, cell = train_cell(plan, variant, depth, text, device)
+    tested = time.perf_counter() - start
+    final = cell["final"]
+    members = enumerate(cell["members"])
+    measured = [m for m, (_, seed) in members if seed == 0 and final[m] < HOPELESS]
+    return {
+        **cell,
+        **first_steps(history),
+        **_constants(stack, measured, text),
+        "seconds_testing": tested - cell["seconds_training"],
+        "seconds_sigma": time.perf_counter() - start - tested,
+        "gibibytes": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+    }
+
+
+def _constants(stack: Stack, members: list[int], text: CharacterText) -> dict[str, Any]:
+    """sigma of every layer of these members, and the error of the inverse where there is one."""
+    a = stack.architecture
+    ids = text.test_windows(1, a.context)[0][0].to(stack.theta.device)
+    models = {m: stack.model(m) for m in members}
+    inverse = {
+        m: inverse_error(model, ids)
+        for m, model in models.items()
+        if a.invertible and a.norm != "none" and isinstance(model, CharacterTransformer)
+    }
+    return {
+        "sigma": {m: layer_constants(model, ids) for m, model in models.items()},
+        "inverse_error": inverse,
+    }
+
+
+def first_steps(history: History) -> dict[str, Any]:
+    """The first steps of each member, and where its loss first rose 0.5 above its best.
+
+    opening:  the losses of the first steps
+    rise:     steps done when the training loss first was 0.5 above its best so far, or not finite
+    gradient: the norm at the start, and its largest before that rise; weights: the same
+    """
+    losses = history.losses.double().nan_to_num(math.inf)
+    rose = ~(losses <= losses.cummin(0).values + 0.5) | losses.isinf()
+    rise = [int(column.nonzero()[0]) if column.any() else None for column in rose.T]
+    before = torch.arange(len(losses))[:, None] < torch.tensor(
+        [len(losses) if r is None else r for r in rise]
+    )
+    sizes = {"gradient": history.gradients, "weights": history.weights}
+    return {
+        "opening": history.losses[:OPENING].tolist(),
+        "rise": rise,
+        **{
+            name: {"start": x[0].tolist(), "largest": x.where(before, 0.0).amax(0).tolist()}
+            for name, x in sizes.items()
+        },
+    }
+
+
+@torch.no_grad()
+def inverse_error(model: CharacterTransformer, ids: torch.Tensor) -> float:
+    """Relative error in float32 of the embedded characters recovered from the trunk's output.
+
+    NaN if the iteration met values that are not finite.
+    """
+    X = model.embed(ids)
+    try:
+        found = model.trunk_inverse(model.trunk(X))
+    except ls.UserError:
+        return math.nan
+    return float((found - X).norm() / X.norm())
 
 
 def main() -> None:

@@ -13,11 +13,9 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from benchmarks.training_figures import draw_breaking, draw_grid
-from lipscope.papers.training_outcomes import (
-    NAMES,
+from benchmarks.training_figures import NAMES, breaking_plans, draw_breaking, draw_grid
+from lipscope.papers.trainings import (
     best_rate,
-    breaking_plans,
     by_rate,
     cells_of,
     outcomes,

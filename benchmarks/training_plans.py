@@ -8,9 +8,8 @@ from typing import Any
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
 from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.l2_constants import reaction
-from lipscope.papers.character_models import Variant
-from lipscope.papers.charlm.language_model import Architecture
-from lipscope.papers.training_cells import Plan
+from lipscope.papers.charlm.language_model import Architecture, Variant
+from lipscope.papers.trainings import Plan
 
 FORMER = {8: 6.40629, 16: 9.23277, 32: 12.98099, 128: 23.79452}
 """The bound of causal L2 attention with identity weights before it was logarithmic, by context."""

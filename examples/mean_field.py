@@ -9,6 +9,8 @@ splitting_table.md   which maps split, and by how much
 
 import math
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -16,12 +18,114 @@ import matplotlib
 matplotlib.use("Agg")  # no window is needed
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import track
 
 import lipscope as ls
+from lipscope.linalg.estimate import as_single
+from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.duplication import MapGain, splitting_map, splitting_table
-from lipscope.report import mean_field_figures as figures
+from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound, w2_bound_geshkovski2023
+from lipscope.report import figures
+from lipscope.report.palette import colour, series
+from lipscope.theorems.geshkovski2023 import masked_wasserstein_upper
+
+
+def draw_two_diracs(
+    f: ls.SelfAttention, radii: Sequence[float], ax: Axes, family: str | None = None
+) -> Axes:
+    """||D_mu F|| of the two-Dirac measures over R, between its lower and upper bounds."""
+    worst = [ls.mean_field.two_diracs(f, R, family) for R in radii]
+    sigma = [
+        as_single(ls.spectral_norm(derivative(f, w.measure), 1e-9, solver=ls.Solver(seed=0))).value
+        for w in worst
+    ]
+    ax.plot(
+        radii,
+        [w2_bound_geshkovski2023(f, R) for R in radii],
+        "--",
+        color=colour("muted"),
+        label="published: ‖V‖(1+3a)exp(2a)",
+    )
+    ax.plot(
+        radii,
+        [w2_bound(f, R) for R in radii],
+        color=colour("s1"),
+        label="sharper: ‖V‖(a+(1+a)exp(a))",
+    )
+    ax.plot(radii, sigma, "o", color=colour("ink"), markersize=3, label="‖D_μF‖ at p = exp(-2γR²)")
+    ax.plot(
+        radii,
+        [w.guaranteed for w in worst],
+        color=colour("s0"),
+        label="proved from below: |Vu| (γ/2) R² exp(γR²)",
+    )
+    ax.set_yscale("log")
+    ax.set_xlabel("R, radius")
+    ax.set_ylabel("Lipschitz constant in W₂")
+    ax.legend(fontsize="small", loc="upper left")
+    return ax
+
+
+def draw_averaging(exponents: Sequence[float], counts: Sequence[int], ax: Axes) -> Axes:
+    """The d_p constants of causal averaging of n tokens, their limits, and the unmasked bound."""
+    for i, p in enumerate(exponents):
+        tint = colour(series(i, len(exponents)))
+        constants = [averaging(n, p).constant for n in counts]
+        limit = math.inf if p == 1 else 1.0 if math.isinf(p) else p / (p - 1)
+        name = "∞" if math.isinf(p) else f"{p:g}"
+        ax.plot(
+            counts,
+            constants,
+            ".-",
+            color=tint,
+            label=f"p = {name}, limit {'∞' if p == 1 else f'{limit:.3g}'}",
+        )
+        # For p = 1 the constant is the harmonic sum, which has no limit.
+        if math.isfinite(limit):
+            ax.axhline(limit, color=tint, linewidth=0.8, linestyle=":")
+    ax.axhline(
+        1.0, color=colour("s1"), linestyle="--", label="bound without mask, (1+3a)exp(2a) at a = 0"
+    )
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_yticks([1, 2, 3, 5, 10], ["1", "2", "3", "5", "10"])
+    ax.set_ylim(0.9, 6 * ax.dataLim.ymax)  # space for the legend
+    ax.set_xlabel("n, number of tokens")
+    ax.set_ylabel("constant of averaging over the past in d_p")
+    ax.legend(fontsize="small", loc="upper left")
+    return ax
+
+
+def draw_masked_bounds(
+    f: ls.SelfAttention, radii: Sequence[float], X: torch.Tensor, ax: Axes
+) -> Axes:
+    """The d_2 constant of causal f at tokens R X, over R: above the unmasked bound, below ours."""
+    measures = [DiscreteMeasure.uniform(R * X, causal=True) for R in radii]
+    sigma = [
+        as_single(ls.spectral_norm(derivative(f, mu), 1e-6, solver=ls.Solver(seed=0))).value
+        for mu in measures
+    ]
+    without = [w2_bound_geshkovski2023(replace(f, causal=False), R) for R in radii]
+    hardy = [masked_wasserstein_upper(f.double(), ls.Ball(R, 1)) for R in radii]
+    ax.plot(radii, without, "--", color=colour("s1"), label="bound without mask: ‖V‖(1+3a)exp(2a)")
+    ax.plot(radii, hardy, color=colour("s2"), label="corrected: ‖V‖(a+2(1+2a)exp(2a))")
+    ax.plot(
+        radii,
+        [d_p_bound(f, R, 2) for R in radii],
+        color=colour("s0"),
+        label="corrected, exponent halved",
+    )
+    ax.plot(
+        radii, sigma, "o-", color=colour("ink"), markersize=3, label=f"‖D_μF‖ of {len(X)} tokens"
+    )
+    ax.set_yscale("log")
+    ax.set_xlabel("R, radius")
+    ax.set_ylabel("Lipschitz constant in d₂")
+    ax.legend(fontsize="small", loc="upper left")
+    return ax
 
 
 def line(A: float, causal: bool = False) -> ls.SelfAttention:
@@ -46,20 +150,20 @@ def transition() -> Figure:
 def two_diracs() -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     radii = [0.1 * i for i in range(1, 41)]
-    figures.draw_two_diracs(line(-1.0), radii, left).set_title("A = -1: atoms at R and -R, γ = 1")
-    figures.draw_two_diracs(line(1.0), radii, right).set_title("A = 1: atoms at R and R/2, γ = 1/8")
+    draw_two_diracs(line(-1.0), radii, left).set_title("A = -1: atoms at R and -R, γ = 1")
+    draw_two_diracs(line(1.0), radii, right).set_title("A = 1: atoms at R and R/2, γ = 1/8")
     return figure
 
 
 def masked() -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     counts = [round(10 ** (i / 4)) for i in range(21)]
-    figures.draw_averaging((1, 1.25, 1.5, 2, 4, math.inf), counts, left).set_title(
+    draw_averaging((1, 1.25, 1.5, 2, 4, math.inf), counts, left).set_title(
         "A = 0: causal attention is averaging"
     )
     tokens = torch.tensor([1.0] + [-1.0] * 399, dtype=torch.float64)[:, None]
     radii = [0.05 * i for i in range(1, 25)]
-    figures.draw_masked_bounds(line(-1.0, causal=True), radii, tokens, right)
+    draw_masked_bounds(line(-1.0, causal=True), radii, tokens, right)
     right.set_title("A = -1: tokens R, -R, -R, -R, ...")
     return figure
 

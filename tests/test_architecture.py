@@ -54,6 +54,19 @@ LONG: dict[str, str] = {}
 NAMESPACES = {"attack", "dynamics", "mean_field", "nn", "theorems"}
 """Packages that are attributes of lipscope."""
 
+SERVICES = {
+    "_ambient.entry_point",
+    "_ambient.float32_by_default",
+    "_checks.usable_device",
+    "_files.claim_folder",
+    "_notebook_bar.with_bar",
+}
+"""What every public function that runs for minutes needs, also one of papers."""
+
+REWRITTEN = {f"lipscope.papers.{name}" for name in ("claim_records", "claim_work", "running")}
+REWRITTEN.add("lipscope.papers.registry")
+"""Modules of papers that may still import private names."""
+
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt)/\w")
 
 
@@ -73,6 +86,15 @@ def imports(tree: ast.AST, module: str, function: str = "") -> Iterator[tuple[st
             yield from imports(node, module, inner)
 
 
+def privacy_violations(source: str, module: str) -> list[str]:
+    """Private modules and names that `source`, the text of a module of papers, imports."""
+    return [
+        f"{module}: papers uses public names only, not {name}"
+        for name, _ in imports(ast.parse(source), module)
+        if re.match(r"lipscope\.(.*\.)?_[^_]", name) and name.partition(".")[2] not in SERVICES
+    ]
+
+
 def import_violations(source: str, module: str) -> list[str]:
     """What the imports of `source`, the text of `module` ("lipscope.room.file"), break."""
     room, found = module.split(".")[1], []
@@ -85,7 +107,8 @@ def import_violations(source: str, module: str) -> list[str]:
             if room not in HOME.get(package, {room}):
                 found.append(f"{module}: {package} may only be imported in {sorted(HOME[package])}")
         elif target not in FLOOR:
-            if not target.startswith("__"):
+            # Papers is a user of the package: it takes public names from the contents page.
+            if not target.startswith("__") and room != "papers":
                 found.append(f"{module}: import {name!r} from its room, not from the contents page")
         elif target == "report" and re.match("plot(_|$)|_repr_html_$", function):
             continue  # the one exception: results draw themselves
@@ -125,6 +148,24 @@ def test_imports_go_down_and_heavy_packages_stay_home():
         parts = path.relative_to(ROOT).with_suffix("").parts
         if parts != ("lipscope", "__init__"):
             found += import_violations(path.read_text(), ".".join(parts))
+    assert not found, "\n".join(found)
+
+
+def test_papers_uses_public_names_and_is_used_by_the_command_line_only():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts)
+        if parts[1] == "papers" and module not in REWRITTEN:
+            found += privacy_violations(path.read_text(), module)
+        elif parts[1] not in ("papers", "cli", "__init__"):
+            # models.repository names a module of papers in a string: the architecture of a file.
+            names = [name for name, _ in imports(ast.parse(path.read_text()), module)]
+            found += [
+                f"{module}: only cli imports papers, not {name}"
+                for name in names
+                if name.startswith("lipscope.papers")
+            ]
     assert not found, "\n".join(found)
 
 
@@ -207,6 +248,20 @@ def test_no_tracked_file_names_a_path_of_one_machine():
 )
 def test_a_planted_import_is_caught(source, module):
     assert len(import_violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("from lipscope._types import Ball", 1),
+        ("def f():\n    import lipscope._files", 1),
+        ("from lipscope.study.run import _plan", 1),
+        ("from .. import _checks", 1),
+        ("from lipscope import Ball, __version__\nfrom lipscope.study.run import measure", 0),
+    ],
+)
+def test_a_private_name_in_papers_is_caught(source, count):
+    assert len(privacy_violations(source, "lipscope.papers.kim_bounds")) == count
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from lipscope.cli import main
 from lipscope.cli.terminal import Report
-from lipscope.papers.charlm.checkpoint import FILE, LOCK, read_checkpoint
+from lipscope.papers.charlm.files import FILE, LOCK, read_checkpoint
 
 PROSE = "she sells sea shells by the sea shore, and he sells none of them. " * 12
 SMALL = [
@@ -215,15 +215,15 @@ PLACES = {
         "nothing is saved in {}. Run the same command to resume",
         [],
     ),
-    "lipscope.papers.charlm.folder.write_json": (
+    "lipscope.papers.charlm.files.write_json": (
         "step 0 of 20 is saved in {}. Run the same command to resume",
         [],
     ),
-    "lipscope.papers.training_page.draw_curves": (
+    "lipscope.papers.charlm.files.draw_curves": (
         "step 20 of 20 is saved in {}. Run the same command",
         ["model.safetensors"],
     ),
-    "lipscope.papers.training_page.curve_table": (
+    "lipscope.papers.charlm.files.curve_table": (
         "what was saved is kept",
         ["curves.png"],
     ),

@@ -21,8 +21,8 @@ from lipscope.cli.terminal import numbers
 from lipscope.models.model_files import read_json
 from lipscope.models.repository import scrub
 from lipscope.papers.charlm.characters import read_characters
-from lipscope.papers.charlm.checkpoint import FILE as CHECKPOINT
-from lipscope.papers.charlm.checkpoint import read_checkpoint
+from lipscope.papers.charlm.files import FILE as CHECKPOINT
+from lipscope.papers.charlm.files import read_checkpoint
 from lipscope.probes.budget.formats import read_formats
 from lipscope.probes.budget.metrics import read_metric
 from lipscope.study.sharding import parse_shard

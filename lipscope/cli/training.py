@@ -62,8 +62,8 @@ def train(
 ) -> None:
     """Train a character language model that `lipscope measure` can load; reruns resume."""
     with progress("training", quiet) as report:
+        from lipscope.papers.charlm.files import write_curves
         from lipscope.papers.charlm.training import train_character_model
-        from lipscope.papers.training_page import write_curves
 
         directory = out or Path(f"trained-{attention}")
 
@@ -99,7 +99,7 @@ def train(
     if as_json:
         show_json([asdict(point) for point in training.curve])
         return
-    from lipscope.papers.training_page import curve_table
+    from lipscope.papers.charlm.files import curve_table
 
     show_table(curve_table(training.curve, training.text.unigram_loss), quiet)
     if not quiet:

@@ -59,8 +59,7 @@ class Transition(Displayed):
 
     def plot(self, ax: Any = None) -> Any:
         """Plot sigma against n, with the prediction; returns matplotlib Axes."""
-        from lipscope.report.figures import new_axes
-        from lipscope.report.mean_field_figures import draw_transitions
+        from lipscope.report.figures import draw_transitions, new_axes
 
         return draw_transitions([self], new_axes(ax))
 

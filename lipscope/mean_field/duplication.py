@@ -239,8 +239,7 @@ class SplittingMap(Displayed):
 
     def plot(self, ax: Any = None) -> Any:
         """Plot the gain over the positions of both tokens; returns matplotlib Axes."""
-        from lipscope.report.figures import new_axes
-        from lipscope.report.mean_field_figures import draw_splitting_map
+        from lipscope.report.figures import draw_splitting_map, new_axes
 
         return draw_splitting_map(self, new_axes(ax))
 

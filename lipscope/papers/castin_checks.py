@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope._types import Point
+from lipscope import Point
 from lipscope.attack.perturbation import (
     gradient_perturbations,
     random_perturbations,
@@ -25,17 +25,14 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.papers.claims import Claim, Kind, Numbers, Quoted, Verdict, judged
+from lipscope.papers.claims import Kind, Numbers, Quoted, Verdict, claim, judged, power_law
 from lipscope.papers.page import Line, Picture
-from lipscope.papers.regression import power_law
 from lipscope.papers.setting import STAND_IN, Setting
 from lipscope.probes.bounds import for_one_sequence
 from lipscope.probes.sentence import TextReader, sentence_embedding
 from lipscope.probes.token_target import output_change
 from lipscope.study.reading import special_frame
 from lipscope.theorems.registry import bounds
-
-PAPER = "castin2024"
 
 SMALL = {
     "vocab_size": 2000,
@@ -81,8 +78,7 @@ def run_implementations(setting: Setting) -> Numbers:
         },
     }
     rows = []
-    for i, (name, make) in enumerate(makers.items()):
-        setting.progress(i, len(makers))
+    for name, make in setting.track(list(makers.items())):
         model = make()
         g = torch.Generator().manual_seed(setting.seed)
         for n in lengths:
@@ -167,8 +163,7 @@ def run_attacks(setting: Setting) -> Numbers:
     right = (guesses == labels).double()
     held = [i for i in range(training, len(samples)) if bool(right[i])][:count]
     rows = []
-    for done, i in enumerate(held):
-        setting.progress(done, len(held))
+    for i in setting.track(held):
         rows += _attack_text(model, reader, classify, samples[i][1], setting.seed + i)
     return {
         "rows": rows,
@@ -313,8 +308,7 @@ def run_long(setting: Setting) -> Numbers:
     ids = torch.tensor(model.encode(words))
     ids = ids if folder is not None else ids % LLAMA["vocab_size"]
     rows = []
-    for i, n in enumerate(lengths):
-        setting.progress(i, len(lengths))
+    for n in setting.track(lengths):
         book = ids.repeat(-(-n // len(ids)))[:n][None]
         (site,) = model.sites(book, scopes=["attention"], layers=[model.layers // 2])
         found = local_lipschitz(site.f, site.X, 1e-2)[0]  # type: ignore[index]
@@ -348,31 +342,27 @@ def plot_long(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    Claim(
-        id="N1",
-        paper=PAPER,
-        says="the bounds hold for actual implementations, over lengths and architectures",
-        needs="nothing",
-        run=run_implementations,
-        judge=judge_implementations,
-        plot=plot_implementations,
+    claim(
+        "N1",
+        "the bounds hold for actual implementations, over lengths and architectures",
+        run_implementations,
+        judge_implementations,
+        plot_implementations,
     ),
-    Claim(
-        id="N2",
-        paper=PAPER,
-        says="attacks guided by the constant succeed more often than random ones of equal norm",
+    claim(
+        "N2",
+        "attacks guided by the constant succeed more often than random ones of equal norm",
+        run_attacks,
+        judge_attacks,
+        plot_attacks,
         needs="AG_NEWS text",
-        run=run_attacks,
-        judge=judge_attacks,
-        plot=plot_attacks,
     ),
-    Claim(
-        id="S11",
-        paper=PAPER,
-        says="the constant at the context of GPT-4o, 128k tokens, is within reach",
+    claim(
+        "S11",
+        "the constant at the context of GPT-4o, 128k tokens, is within reach",
+        run_long,
+        judge_long,
+        plot_long,
         needs="gpu, a long-context model",
-        run=run_long,
-        judge=judge_long,
-        plot=plot_long,
     ),
 ]

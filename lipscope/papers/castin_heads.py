@@ -7,7 +7,6 @@ head alone; C34 tests the bound that it returns; S1 to S4 are theorems of the sl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import median, quantiles
@@ -15,22 +14,20 @@ from statistics import median, quantiles
 import torch
 from torch import Generator, Tensor
 
-from lipscope._types import Ball
+from lipscope import Ball
 from lipscope.attack.constructions import explicit_inputs, regime
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
 from lipscope.models.model import Model
 from lipscope.papers.castin_text import released_statistic
-from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, castin_claim, judged
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, claim, judged, power_law
 from lipscope.papers.page import Line, Picture
 from lipscope.papers.quoted import QUOTED
-from lipscope.papers.regression import power_law
 from lipscope.papers.setting import Setting
 from lipscope.theorems.castin2024 import large_radius_limit, theorem_witness
 from lipscope.theorems.registry import bounds
 
-PAPER = "castin2024"
 BY_EYE = 0.05
 """Accuracy of an exponent that was drawn by eye through points."""
 
@@ -84,8 +81,7 @@ def run_adversarial(id: str, model: str, setting: Setting) -> Numbers:
         slices["released slice"] = wrong_slice(f, h)
     lengths = [2, 7, 12, 22, 47, 97] if setting.quick else list(range(2, 100, 5))
     rows: list[dict[str, object]] = []
-    for i, n in enumerate(lengths):
-        setting.progress(i, len(lengths))
+    for n in setting.track(lengths):
         for name, head in slices.items():
             X = theorem_witness(replace(head, causal=False, mask=None), Ball(quoted["R"], n))
             value = whole(X[None])
@@ -207,8 +203,7 @@ def run_released_bound(setting: Setting) -> Numbers:
     model, _ = setting.model("bert-base-uncased")
     layers = [0, model.layers // 2] if setting.quick else list(range(model.layers))
     rows = []
-    for i, layer in enumerate(layers):
-        setting.progress(i, len(layers))
+    for layer in setting.track(layers):
         f = replace(closed_layer(model, layer), O=None)
         for h in range(0, f.heads, 4) if setting.quick else range(f.heads):
             alone = right_slice(f, h)
@@ -247,11 +242,11 @@ def judge_released_bound(numbers: Numbers, quoted: Quoted) -> Verdict:
     return judged(broken == 0, reason, (min(ratio for ratio, _ in ratios), worst))
 
 
-def _random_heads(setting: Setting, count: int, d: int = 6, k: int = 4) -> Iterator[SelfAttention]:
+def _random_heads(setting: Setting, count: int, d: int = 6, k: int = 4) -> list[SelfAttention]:
     g = Generator().manual_seed(setting.seed)
-    for _ in range(count):
-        Q, K = torch.randn(2, k, d, generator=g, dtype=torch.float64)
-        yield SelfAttention(Q, K, torch.eye(d, dtype=torch.float64))
+    I = torch.eye(d, dtype=torch.float64)
+    weights = [torch.randn(2, k, d, generator=g, dtype=torch.float64) for _ in range(count)]
+    return [SelfAttention(Q, K, I) for Q, K in weights]
 
 
 def run_theorems(setting: Setting) -> Numbers:
@@ -259,8 +254,7 @@ def run_theorems(setting: Setting) -> Numbers:
     rows = []
     count = 4 if setting.quick else 40
     g = Generator().manual_seed(setting.seed + 1)
-    for i, f in enumerate(_random_heads(setting, count)):
-        setting.progress(i, count)
+    for f in setting.track(_random_heads(setting, count)):
         Q, K, V = torch.randn(3, 8, 6, generator=g, dtype=torch.float64)
         O = torch.randn(6, 8, generator=g, dtype=torch.float64)
         layers = {
@@ -308,8 +302,7 @@ def run_regimes(setting: Setting) -> Numbers:
     n = 64 if setting.quick else 128
     ids = torch.tensor(model.encode(words)[:n])[None]
     table = []
-    for layer in range(model.layers):
-        setting.progress(layer, model.layers)
+    for layer in setting.track(range(model.layers)):
         (site,) = model.sites(ids, scopes=["attention"], layers=[layer])
         assert isinstance(site.f, SelfAttention)
         f = site.f.to("cpu")
@@ -416,14 +409,13 @@ def judge_large_radius(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 
 def _adversarial(id: str, model: str, says: str) -> Claim:
-    return Claim(
-        id=id,
-        paper=PAPER,
-        says=says,
+    return claim(
+        id,
+        says,
+        partial(run_adversarial, id, model),
+        judge_adversarial,
+        partial(plot_adversarial, id),
         needs="nothing" if id == "C32" else model,  # its weights are random
-        run=partial(run_adversarial, id, model),
-        judge=judge_adversarial,
-        plot=partial(plot_adversarial, id),
     )
 
 
@@ -434,20 +426,20 @@ CLAIMS = [
     _adversarial("C31", BERT, f"BERT decoder, layer 6, head 7, R = 21.5: {GROWS}"),
     _adversarial("C32", "gpt2", f"random GPT-2, layer 6, head 0, R = 100: {GROWS}"),
     _adversarial("C33", "gpt2", f"GPT-2, layer 0, head 0, R = 10: {GROWS}"),
-    castin_claim(
+    claim(
         "C34",
         "the bound that the scripts return, compute_bound, is an upper bound of σ",
         run_released_bound,
         judge_released_bound,
         needs=BERT,
     ),
-    castin_claim(
+    claim(
         "S1",
         "Theorems 1 and 2: bounds of order R²√n from above and below, masked and multi-head",
         run_theorems,
         judge_theorems,
     ),
-    castin_claim(
+    claim(
         "S2",
         "γR² is between 10² and 10³ in practical Transformers",
         run_regimes,
@@ -455,14 +447,14 @@ CLAIMS = [
         plot_regimes,
         needs=f"{BERT}, Alice text",
     ),
-    castin_claim(
+    claim(
         "S3",
         "one token at zero among tokens of size R: σ grows like R²",
         run_quadratic,
         judge_quadratic,
         plot_by_radius,
     ),
-    castin_claim(
+    claim(
         "S4",
         "large radii: D f tends to V applied to the chosen tokens, at most ‖V‖√n",
         run_large_radius,

@@ -9,7 +9,7 @@ from itertools import pairwise, permutations
 import torch
 from torch import Generator, Tensor
 
-from lipscope._types import Ball
+from lipscope import Ball
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attention.layer import SelfAttention
@@ -23,9 +23,8 @@ from lipscope.mean_field.dirac_families import transition, two_diracs
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import conditional_distance, wasserstein
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound_geshkovski2023
-from lipscope.papers.claims import Numbers, Quoted, Verdict, castin_claim, judged
+from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged, power_law
 from lipscope.papers.page import Line, Picture
-from lipscope.papers.regression import power_law
 from lipscope.papers.setting import Setting
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
@@ -411,42 +410,40 @@ def plot_end_of_root(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    castin_claim(
+    claim(
         "S5",
         "mean field: at least (γ/2)R²exp(γR²), reached with n of order exp(2γR²) tokens",
         run_mean_field,
         judge_mean_field,
         plot_mean_field,
     ),
-    castin_claim(
-        "S6", "W₂ compares measures by the optimal plan, not by index", run_plans, judge_plans
-    ),
-    castin_claim(
+    claim("S6", "W₂ compares measures by the optimal plan, not by index", run_plans, judge_plans),
+    claim(
         "S7",
         "masked attention on measures has the same upper bound as without a mask",
         run_masked,
         judge_masked,
         plot_masked,
     ),
-    castin_claim("S8", "L layers of step 1/L tend to the flow", run_depth, judge_depth, plot_depth),
-    castin_claim("S9", "renormalised tokens form clusters", run_clusters(False), judge_clusters),
-    castin_claim("S10", "Gaussian tokens form clusters too", run_clusters(True), judge_clusters),
-    castin_claim(
+    claim("S8", "L layers of step 1/L tend to the flow", run_depth, judge_depth, plot_depth),
+    claim("S9", "renormalised tokens form clusters", run_clusters(False), judge_clusters),
+    claim("S10", "Gaussian tokens form clusters too", run_clusters(True), judge_clusters),
+    claim(
         "V1",
         "the lower bound of order R²exp(γR²) is nearly attained by two Diracs",
         run_near_equality,
         judge_near_equality,
         plot_near_equality,
     ),
-    castin_claim("V3", "gradient ascent on σ finds the worst inputs", run_ascent, judge_ascent),
-    castin_claim(
+    claim("V3", "gradient ascent on σ finds the worst inputs", run_ascent, judge_ascent),
+    claim(
         "V5",
         "open question: how the constant scales with length",
         run_length_scaling,
         judge_length_scaling,
         plot_length_scaling,
     ),
-    castin_claim(
+    claim(
         "N3",
         "√n is tight up to a number of tokens of order exp(2γR²)",
         run_end_of_root,

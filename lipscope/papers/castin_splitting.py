@@ -15,7 +15,7 @@ from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
 from lipscope.models.loading import load
 from lipscope.papers.castin_measures import line_attention, sigma_of
-from lipscope.papers.claims import Numbers, Quoted, Verdict, castin_claim, judged
+from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged
 from lipscope.papers.page import Picture
 from lipscope.papers.setting import Setting
 from lipscope.probes.token_target import layer_sigma
@@ -105,8 +105,7 @@ def run_features(setting: Setting) -> Numbers:
     length, texts = (12, 1) if setting.quick else (32, 6)
     layer = model.layers // 2
     rows = []
-    for i in range(texts):
-        setting.progress(i, texts)
+    for i in setting.track(range(texts)):
         own = ids[i * length : (i + 1) * length]
         target = layer_sigma(model, layer, seed=setting.seed)
         guided = guided_swaps(target, own, 3, width=8, seed=setting.seed)
@@ -160,32 +159,32 @@ def plot_which_split(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    castin_claim(
+    claim(
         "V2",
         "infinitely many pairs of tokens on the line split",
         run_where_split,
         judge_where_split,
     ),
-    castin_claim(
+    claim(
         "V4",
         "attacks that split a token beat those that move it",
         run_split_attack,
         judge_split_attack,
     ),
-    castin_claim(
+    claim(
         "V6",
         "open question: whether finitely many copies do as well as any splitting",
         run_copies,
         judge_copies,
     ),
-    castin_claim(
+    claim(
         "V7",
         "open question: whether attacks on features carry over to tokens",
         run_features,
         judge_features,
         needs="bert-base-uncased, AG_NEWS text",
     ),
-    castin_claim(
+    claim(
         "V8",
         "open question: which maps split",
         run_which_split,

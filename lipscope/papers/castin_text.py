@@ -24,10 +24,9 @@ from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.local import local_lipschitz
 from lipscope.models.model import Model
 from lipscope.models.sites import Site
-from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.papers.claims import Claim, Fit, Numbers, Quoted, Verdict, claim, judged, power_law
 from lipscope.papers.page import Line, Picture
 from lipscope.papers.quoted import QUOTED
-from lipscope.papers.regression import Fit, power_law
 from lipscope.papers.setting import Setting
 
 RELEASED = "as released"
@@ -89,14 +88,14 @@ def layer_maps(model: Model, site: Site, subject: Subject) -> dict[str, Any]:
     return {RELEASED: lambda x: norm(x + unmasked(x) + bias), MEANT: f}
 
 
-def measure_figure(setting: Setting, subject: Subject, text: str) -> Numbers:
+def measure_figure(subject: Subject, text: str, setting: Setting) -> Numbers:
     """Both numbers of every map at both layers, for every window; one point per window."""
     return setting.shared(
-        ("figure", subject, text), lambda: _measure_figure(setting, subject, text)
+        ("figure", subject, text), lambda: _measure_figure(subject, text, setting)
     )
 
 
-def _measure_figure(setting: Setting, subject: Subject, text: str) -> Numbers:
+def _measure_figure(subject: Subject, text: str, setting: Setting) -> Numbers:
     seed = setting.seed if subject.random else None
     model, _ = setting.model(subject.name, random_init=seed, causal=subject.causal)
     words, _ = setting.text(text)
@@ -108,8 +107,7 @@ def _measure_figure(setting: Setting, subject: Subject, text: str) -> Numbers:
     layers = [0, min(6, model.layers // 2)]
     points: list[dict[str, Any]] = []
     start = 0
-    for i, n in enumerate(lengths):
-        setting.progress(i, len(lengths))
+    for n in setting.track(lengths):
         if start + windows * n > len(ids):
             start = 0  # a short text is read again; the papers' are long enough
         cut = torch.tensor(ids[start : start + windows * n]).reshape(-1, n)
@@ -311,7 +309,6 @@ def _figure(id: str, subject: Subject, text: str, layer: int, axis: str) -> Clai
     """The claim of one figure."""
     book = {"alice": "Alice", "ag_news": "AG_NEWS"}[text]
     where = f"{subject.words}, layer {layer}, {book}"
-    run = partial(_run, subject, text)
     needs = [] if subject.random else [subject.name]
     needs += [f"{book} text"] + (["tokenizer of gpt2"] if subject.random else [])
     if axis == "radius":
@@ -330,19 +327,8 @@ def _figure(id: str, subject: Subject, text: str, layer: int, axis: str) -> Clai
         says = f"{where}: the figure shows σ over n"
         judge = judge_plotted
         plot = partial(plot_length, layer, id)
-    return Claim(
-        id=id,
-        paper="castin2024",
-        says=says,
-        needs=", ".join(needs),
-        run=run,
-        judge=partial(judge, layer),
-        plot=plot,
-    )
-
-
-def _run(subject: Subject, text: str, setting: Setting) -> Numbers:
-    return measure_figure(setting, subject, text)
+    run = partial(measure_figure, subject, text)
+    return claim(id, says, run, partial(judge, layer), plot, needs=", ".join(needs))
 
 
 CLAIMS = [

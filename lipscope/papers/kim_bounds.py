@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipscope._types import Ball, Everywhere
+from lipscope import Ball, Everywhere
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
 from lipscope.attention.layer import SelfAttention
@@ -19,9 +19,8 @@ from lipscope.attention.scores import L2
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged, power_law
 from lipscope.papers.page import Line, Picture
-from lipscope.papers.regression import power_law
 from lipscope.papers.setting import Setting
 from lipscope.theorems.registry import bounds
 
@@ -105,8 +104,7 @@ def run_tightness(setting: Setting) -> Numbers:
     layer = unit_layer()
     rows = []
     lengths = QUICK_LENGTHS if setting.quick else LENGTHS
-    for done, N in enumerate(lengths):
-        setting.progress(done, len(lengths))
+    for N in setting.track(lengths):
         f = layer.as_map(N)
         bound = layer.lipschitz_bound(N, math.inf)
         climbed = climb_rows(random_tokens(STARTS, N, setting.seed), 200 if setting.quick else 600)
@@ -158,8 +156,7 @@ def run_looseness(setting: Setting) -> Numbers:
     rows = []
     lengths = QUICK_LENGTHS[:3] if setting.quick else LENGTHS
     steps = 10 if setting.quick else 40
-    for done, N in enumerate(lengths):
-        setting.progress(done, len(lengths))
+    for N in setting.track(lengths):
         f = layer.as_map(N)
         found = upper_bounds(layer.as_map(N), N)
         x = mean_distance(layer.lipschitz_bound(N, math.inf))
@@ -398,40 +395,32 @@ def plot_rates(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    Claim(
-        id="K1",
-        paper="kim2021",
-        says="for the largest coordinate the bound of L2 attention is asymptotically tight",
-        needs="nothing",
-        run=run_tightness,
-        judge=judge_tightness,
-        plot=plot_tightness,
+    claim(
+        "K1",
+        "for the largest coordinate the bound of L2 attention is asymptotically tight",
+        run_tightness,
+        judge_tightness,
+        plot_tightness,
     ),
-    Claim(
-        id="K2",
-        paper="kim2021",
-        says="in the Euclidean norm the same search stays far below the bound",
-        needs="nothing",
-        run=run_looseness,
-        judge=judge_looseness,
-        plot=plot_looseness,
+    claim(
+        "K2",
+        "in the Euclidean norm the same search stays far below the bound",
+        run_looseness,
+        judge_looseness,
+        plot_looseness,
     ),
-    Claim(
-        id="K9",
-        paper="kim2021",
-        says="dot-product attention has no Lipschitz constant, in any p-norm",
-        needs="nothing",
-        run=run_unbounded,
-        judge=judge_unbounded,
-        plot=plot_unbounded,
+    claim(
+        "K9",
+        "dot-product attention has no Lipschitz constant, in any p-norm",
+        run_unbounded,
+        judge_unbounded,
+        plot_unbounded,
     ),
-    Claim(
-        id="K10",
-        paper="kim2021",
-        says="the bounds grow like log N (largest coordinate) and sqrt(N) log N (Euclidean)",
-        needs="nothing",
-        run=run_rates,
-        judge=judge_rates,
-        plot=plot_rates,
+    claim(
+        "K10",
+        "the bounds grow like log N (largest coordinate) and sqrt(N) log N (Euclidean)",
+        run_rates,
+        judge_rates,
+        plot_rates,
     ),
 ]

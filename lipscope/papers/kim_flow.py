@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
 from lipscope.nn.invertible import InvertibleResidual
-from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged
 from lipscope.papers.page import Line, Picture
 from lipscope.papers.setting import Setting
 
@@ -240,14 +240,11 @@ def plot_flow(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    Claim(
-        id="A1",
-        paper="kim2021",
-        says="contractive attention gives residual flows with a correct density; dot product does "
-        "not",
-        needs="nothing",
-        run=run_flow,
-        judge=judge_flow,
-        plot=plot_flow,
+    claim(
+        "A1",
+        "contractive attention gives residual flows with a correct density; dot product does not",
+        run_flow,
+        judge_flow,
+        plot_flow,
     )
 ]

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention
-from lipscope.papers.character_models import VARIANTS
-from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
+from lipscope.papers.charlm.characters import penn_treebank
+from lipscope.papers.charlm.language_model import VARIANTS
+from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged
 from lipscope.papers.page import Line, Picture
-from lipscope.papers.penn_treebank import penn_treebank
 from lipscope.papers.setting import Setting
-from lipscope.papers.stacked_training import Schedule, Stack
-from lipscope.papers.training_cells import Plan
+from lipscope.papers.trainings import Plan, Schedule, Stack
 
 DIM = 32
 HEADS = 4
@@ -167,8 +166,7 @@ def run_output_range(setting: Setting) -> Numbers:
     plan = QUICK_PLAN if setting.quick else PLAN
     text = penn_treebank(setting, plan.context)
     rows = []
-    for done, name in enumerate(plan.variants):
-        setting.progress(done, len(plan.variants))
+    for name in setting.track(plan.variants):
         variant = VARIANTS[name]
         shape = plan.architecture(len(text.alphabet), variant, plan.depths[0])
         stack = Stack(shape, [setting.seed], [plan.rates[0]], "cpu", variant.model)
@@ -257,24 +255,21 @@ def plot_output_range(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    Claim(
-        id="K3",
-        paper="kim2021",
-        says="fixed-point iteration inverts x + g(x) for contractive L2 attention, and fails for "
+    claim(
+        "K3",
+        "fixed-point iteration inverts x + g(x) for contractive L2 attention, and fails for "
         "dot product where its Jacobian is large",
-        needs="nothing",
-        run=run_inversion,
-        judge=judge_inversion,
-        plot=plot_inversion,
+        run_inversion,
+        judge_inversion,
+        plot_inversion,
     ),
-    Claim(
-        id="K6",
-        paper="kim2021",
-        says="at far tokens the outputs of trained L2 attention stay in the range of the inputs, "
+    claim(
+        "K6",
+        "at far tokens the outputs of trained L2 attention stay in the range of the inputs, "
         "those of dot product do not",
+        run_output_range,
+        judge_output_range,
+        plot_output_range,
         needs="Penn Treebank",
-        run=run_output_range,
-        judge=judge_output_range,
-        plot=plot_output_range,
     ),
 ]

@@ -16,13 +16,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lipscope.papers.character_models import VARIANTS, described
-from lipscope.papers.claims import Claim, NotAvailable, Numbers, Quoted, Verdict, judged
+from lipscope.papers.charlm.characters import penn_treebank
+from lipscope.papers.charlm.language_model import VARIANTS, described
+from lipscope.papers.claims import NotAvailable, Numbers, Quoted, Verdict, claim, judged
 from lipscope.papers.page import Line, Picture
-from lipscope.papers.penn_treebank import penn_treebank
 from lipscope.papers.setting import Setting
-from lipscope.papers.training_cells import Plan, run_cell, strict
-from lipscope.papers.training_outcomes import best_rate, by_rate, cells_of, outcomes
+from lipscope.papers.trainings import (
+    Plan,
+    best_rate,
+    by_rate,
+    cells_of,
+    outcomes,
+    strict,
+    train_cell,
+)
 
 COMPARED = ("dot", "L2 tied", "contractive")
 """The kinds of attention that the paper trains at a fixed rate."""
@@ -96,11 +103,9 @@ def trained(setting: Setting, start: str) -> Numbers:
 
     for key, plan, variant, depth in wanted:
         if key not in done:
-            cell = run_cell(
-                plan, VARIANTS[variant], depth, text, setting.device, False, progress(depth)
-            )
-            kept = ("members", "parameters", "final", "curve", "seconds_training")
-            done[key] = {name: strict(cell[name]) for name in kept}
+            made = VARIANTS[variant]
+            cell = train_cell(plan, made, depth, text, setting.device, progress(depth))[2]
+            done[key] = strict(cell)
         before += depth
     return {
         "settings": {
@@ -320,42 +325,38 @@ def plot_stability(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    Claim(
-        id="K4",
-        paper="kim2021",
-        says="character models: L2 attention ends behind dot product, contractive L2 behind both, "
+    claim(
+        "K4",
+        "character models: L2 attention ends behind dot product, contractive L2 behind both, "
         "and gains with depth",
+        run_usual,
+        judge_order,
+        plot_curves,
         needs="Penn Treebank, gpu",
-        run=run_usual,
-        judge=judge_order,
-        plot=plot_curves,
     ),
-    Claim(
-        id="K5",
-        paper="kim2021",
-        says="the best test losses of L2 attention are close to those of dot product",
+    claim(
+        "K5",
+        "the best test losses of L2 attention are close to those of dot product",
+        run_usual,
+        judge_close,
+        losses_table,
         needs="Penn Treebank, gpu",
-        run=run_usual,
-        judge=judge_close,
-        plot=losses_table,
     ),
-    Claim(
-        id="K7",
-        paper="kim2021",
-        says="at a fixed learning rate dot product fails beyond 10 layers, L2 and contractive L2 "
+    claim(
+        "K7",
+        "at a fixed learning rate dot product fails beyond 10 layers, L2 and contractive L2 "
         "train to 18",
+        run_fixed,
+        judge_stability,
+        plot_stability,
         needs="Penn Treebank, gpu",
-        run=run_fixed,
-        judge=judge_stability,
-        plot=plot_stability,
     ),
-    Claim(
-        id="K8",
-        paper="kim2021",
-        says="at a fixed learning rate the best test losses of the three are about equal",
+    claim(
+        "K8",
+        "at a fixed learning rate the best test losses of the three are about equal",
+        run_fixed,
+        judge_best_fixed,
+        plot_stability,
         needs="Penn Treebank, gpu",
-        run=run_fixed,
-        judge=judge_best_fixed,
-        plot=plot_stability,
     ),
 ]

@@ -7,12 +7,12 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lipscope._types import UserError
+from lipscope import UserError
 from lipscope.models import embedded
 from lipscope.models.loading import load
 from lipscope.models.model import Model
@@ -91,6 +91,12 @@ class Setting:
         """The arguments that make an equal setting, on another machine too."""
         names = ("quick", "models", "texts", "device", "seed")
         return {name: getattr(self, name) for name in names}
+
+    def track(self, items: Sequence[T]) -> Iterator[T]:
+        """The items in turn, with progress."""
+        for i, item in enumerate(items):
+            self.progress(i, len(items))
+            yield item
 
     def model(
         self, name: str, random_init: int | None = None, causal: bool = False

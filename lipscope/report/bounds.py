@@ -131,14 +131,7 @@ def _ratio(rows: dict[str, Row], name: str) -> float:
 
 @dataclass(frozen=True)
 class Surrounded:
-    """A measured sigma with its bounds, and the worst input found in the same ball.
-
-    Attributes:
-        sigma: The measured row.
-        here: Bounds at this very input.
-        ball: Bounds over all inputs whose tokens are no larger.
-        worst: The largest sigma found among those.
-    """
+    """A measured sigma, its bounds at this input, and those and the worst input in the ball."""
 
     sigma: Row
     here: list[Row]

@@ -135,26 +135,20 @@ def budget_table(budget: ErrorBudget) -> Group:
 
 def shares_table(budget: ErrorBudget) -> Group:
     """Shares in the squared error of each format: by layer, by kind, of the largest heads."""
-    found = [_shares(budget, by) for by in ("layer", "kind", "head")]
-    keep = [Text(_keep(budget, name)) for name in budget.formats]
     parts: list[Any] = []
-    for part in [*(one for one in found if one is not None), Group(*keep)]:
-        parts += [part, Text()]
-    return Group(*parts[:-1])
-
-
-def _keep(budget: ErrorBudget, format: str) -> str:
-    """What to keep in high precision, in a line."""
-    names = budget.keep_high(format)
-    shares = [r.share for r in budget.rows if r.format == format and r.kind not in OF_THE_RUN]
-    if not names:
-        return f"{for_terminal(format)}: no site makes an error"
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (
-        f"{for_terminal(format)}: {len(names)} of {len(shares)} sites make {sum(shares) / 2:.0%} "
-        f"of the squared error; to remove it, keep {for_terminal(', '.join(names[:SHOWN]))}{rest} "
-        "in high precision"
-    )
+    for by in ("layer", "kind", "head"):
+        if (found := _shares(budget, by)) is not None:
+            parts += [found, Text()]
+    for name in budget.formats:
+        kept = budget.keep_high(name)
+        shares = [r.share for r in budget.rows if r.format == name and r.kind not in OF_THE_RUN]
+        rest = f" and {len(kept) - SHOWN} more" if len(kept) > SHOWN else ""
+        what = (
+            f"{len(kept)} of {len(shares)} sites make {sum(shares) / 2:.0%} of the squared error; "
+            f"to remove it, keep {for_terminal(', '.join(kept[:SHOWN]))}{rest} in high precision"
+        )
+        parts.append(Text(f"{for_terminal(name)}: {what if kept else 'no site makes an error'}"))
+    return Group(*parts)
 
 
 def _shares(budget: ErrorBudget, by: str) -> Table | None:

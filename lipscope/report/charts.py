@@ -312,12 +312,8 @@ def log_ticks(axis: Axis, values: Sequence[float], margin: float = 1.12) -> None
         # Less than a decade: round numbers at equal distances say more than one or two powers.
         at = [x for x in MaxNLocator(5).tick_values(low, high) if low <= x <= high]
     axis.set_view_interval(low, high, ignore=True)
-    axis.set_ticks(at, [_tick(x) for x in at])
+    axis.set_ticks(at, [f"{x:,g}" if 1e-4 <= x < 1e6 else digits(x, 2) for x in at])
     axis.set_ticks([], minor=True)
-
-
-def _tick(x: float) -> str:
-    return f"{x:,g}" if 1e-4 <= x < 1e6 else digits(x, 2)
 
 
 def length_ticks(ax: Axes, lengths: Sequence[int], size: float = FONT) -> None:

@@ -98,10 +98,9 @@ def names(found: Sequence[Facts], places: Sequence[str]) -> list[str]:
 
 def telling(found: Sequence[Facts]) -> list[str]:
     """The fewest facts, from the most telling on, that tell apart what differs."""
-    varying = [name for name in found[0] if len({own[name] for own in found}) > 1]
     chosen: list[str] = []
     groups = 1
-    for name in varying:
+    for name in differing(found):
         # A fact that splits no group further, such as a digest beside a name, adds only length.
         split = len({tuple(own[key] for key in (*chosen, name)) for own in found})
         if split > groups:
@@ -129,17 +128,9 @@ def differing(found: Sequence[Facts]) -> list[str]:
 
 @dataclass(frozen=True)
 class Digest:
-    """A study reduced to medians over samples.
+    """A study reduced to medians over samples: by map (for heads, the largest one) and by cell.
 
-    Attributes:
-        facts: What was measured.
-        place: The name of the study's directory.
-        medians: sigma by map and length; for heads, of the largest head.
-        cells: sigma by length, layer and head.
-        laws: The growth law of each map that has one.
-        rows: The number of rows.
-        failed: The number of rows without a value.
-        note: What a reader must know, for example that the study is unfinished.
+    `place` is the name of its directory, `note` what a reader must know, such as missing rows.
     """
 
     facts: Facts
@@ -170,11 +161,16 @@ def digest(study: Study, cells: bool = True) -> Digest:
         law = study.law(*at)
         if law is not None:
             laws[at] = law
+    places: dict[int, dict[Place, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in study.sigma if cells else ():
+        # Heads are columns by number, maps of a whole layer by name: the two never coincide.
+        column = shown(row.scope, 30) if row.head is None else str(row.head)
+        places[row.n][row.layer, column].append(row.value)
     return Digest(
         facts=facts(study),
         place="" if study.directory is None else study.directory.name,
         medians=medians,
-        cells=_cells(study) if cells else {},
+        cells={n: {at: median(v) for at, v in here.items()} for n, here in places.items()},
         laws=laws,
         rows=len(study.rows),
         failed=len(study.failed),
@@ -182,24 +178,11 @@ def digest(study: Study, cells: bool = True) -> Digest:
     )
 
 
-def _cells(study: Study) -> dict[int, dict[Place, float]]:
-    found: dict[int, dict[Place, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in study.sigma:
-        # Heads are columns by number, maps of a whole layer by name: the two never coincide.
-        column = shown(row.scope, 30) if row.head is None else str(row.head)
-        found[row.n][row.layer, column].append(row.value)
-    return {n: {at: median(v) for at, v in here.items()} for n, here in found.items()}
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """Studies with names, the greatest common length, and the maps that all of them have there.
+    """Studies with names, the greatest common length, and the maps positive in all of them there.
 
-    Attributes:
-        digests: The studies, the baseline first.
-        names: A name for each that says what differs.
-        n: The greatest length that all of them have; None if there is none.
-        maps: The maps with a positive sigma in every study at that length.
+    `n` is None if there is no common length.
     """
 
     digests: list[Digest]
@@ -277,14 +260,14 @@ def compare(digests: Iterable[Digest]) -> Comparison:
     lengths = set.intersection(*(one.lengths for one in valued)) if len(valued) > 1 else set()
     # A length may be common to all studies without any map being measured there in all of them.
     for n in sorted(lengths, reverse=True):
-        maps = [on for on in valued[0].medians if all(_positive(one, on, n) for one in valued)]
+        maps = [
+            on
+            for on in valued[0].medians
+            if all(0 < one.medians.get(on, {}).get(n, 0.0) < math.inf for one in valued)
+        ]
         if maps:
             return Comparison(found, given, n, maps)
     return Comparison(found, given, max(lengths, default=None), [])
-
-
-def _positive(one: Digest, on: Map, n: int) -> bool:
-    return 0 < one.medians.get(on, {}).get(n, 0.0) < math.inf
 
 
 def _mean(values: Sequence[float]) -> float:

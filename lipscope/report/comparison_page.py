@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from lipscope.report import charts
-from lipscope.report.charts import Cell, Curve, Grid, Marks
+from lipscope.report.charts import Cell, Curve, Grid
 from lipscope.report.comparison import (
     Comparison,
     Digest,
@@ -22,13 +20,10 @@ from lipscope.report.comparison import (
     verdict,
 )
 from lipscope.report.content import Map
-from lipscope.report.document import Page, chart, section, swatch, table
+from lipscope.report.document import Page, section, swatch, table
 from lipscope.report.formats import digits, exponent_range, layer_name, power, shown
 from lipscope.report.palette import distinct, level, marker
-from lipscope.report.study_charts import grid_chart
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lipscope.report.study_charts import curve_chart, grid_chart
 
 MOST = 12
 """The most curves in a chart, columns of a table and frames of a heat map."""
@@ -41,46 +36,26 @@ def comparison_html(digests: Sequence[Digest]) -> str:
     """The page as a string."""
     found = compare(digests)
     chosen = _chosen(found)
-    facts = [one.facts for one in found.digests]
-    body = [section("comparison", "What is different?", _differences(found), _studies(found))]
+    body = _studies(found)
     data: dict[str, object] = {}
     if found.maps:
-        body += [
-            section(
-                "growth",
-                "How does σ grow with length?",
-                _growth_answer(found, chosen),
-                _growth(found, chosen),
-            ),
-            section(
-                "ranked",
-                "Where do they differ most?",
-                _ranked_answer(found),
-                _ranked(found, chosen),
-            ),
-        ]
-        frames = _frames(found, chosen)
-        if frames:
-            grids, limit = frames
-            body.append(_ratios(found, grids, limit))
+        body += _growth(found, chosen) + _ranked(found, chosen)
+        grids, limit = _frames(found, chosen)
+        if grids:
+            body += _ratios(found, grids, limit)
             data["ratio"] = {
                 "label": "study",
                 "names": [_name(found, i) for i in chosen if i != found.first],
                 "chosen": 0,
                 "frames": [grid.frame() for grid in grids],
             }
-    body.append(
-        section(
-            "facts", "What was measured?", "Facts that differ between the studies.", _facts(found)
-        )
-    )
     count = f"{len(found.names):,} studies"
     return Page(
         title=" against ".join(found.names) if len(found.names) == 2 else count,
         kind="lipscope comparison",
-        subtitle=shared(facts),
+        subtitle=shared([one.facts for one in found.digests]),
         headline=verdict(found),
-        body="".join(body),
+        body=body + _facts(found),
         data=data,
     ).html()
 
@@ -100,17 +75,14 @@ def _name(found: Comparison, i: int) -> str:
     return f"{i + 1}. {found.names[i]}" if len(found.names) > NAMED else found.names[i]
 
 
-def _differences(found: Comparison) -> str:
+def _studies(found: Comparison) -> str:
     what = telling([one.facts for one in found.digests])
     text = f"What differs: {', '.join(what)}." if what else "All settings are the same."
     at = "" if found.n is None else f" at n = {found.n:,}"
-    return (
+    answer = (
         f"{text} σ is the geometric mean, over {len(found.maps)} common maps{at}, of the medians "
         "over samples; ratios are to the first study given."
     )
-
-
-def _studies(found: Comparison) -> str:
     head = ["study", "mean σ", "ratio", "largest median σ", "exponent α", "rows", "without value"]
     lines = []
     for i in found.ranked():
@@ -119,20 +91,16 @@ def _studies(found: Comparison) -> str:
         note = f" {own.note}" if own.note else ""
         name = f"{_name(found, i)}{first}{note}"
         lines.append([name, *line(found, i), f"{own.rows:,}", f"{own.failed:,}"])
-    return table(head, lines, "Studies by mean σ")
-
-
-def _growth_answer(found: Comparison, chosen: Sequence[int]) -> str:
-    text = "Each curve is one study: the geometric mean over the layers of a map, or one layer."
-    if len(chosen) < len(found.names):
-        text += f" {len(chosen)} of {len(found.names):,} studies are drawn, across the ranking."
-    return text
+    studies = table(head, lines, "Studies by mean σ")
+    return section("comparison", "What is different?", answer, studies)
 
 
 def _growth(found: Comparison, chosen: Sequence[int]) -> str:
-    scopes = list(dict.fromkeys(scope for scope, _ in found.maps))
+    text = "Each curve is one study: the geometric mean over the layers of a map, or one layer."
+    if len(chosen) < len(found.names):
+        text += f" {len(chosen)} of {len(found.names):,} studies are drawn, across the ranking."
     views: dict[str, list[Map]] = {}
-    for scope in scopes:
+    for scope in dict.fromkeys(scope for scope, _ in found.maps):
         views[f"{shown(scope, 30)}, mean over layers"] = [on for on in found.maps if on[0] == scope]
     # Each view is a chart in the page: of many maps, those that differ most.
     single = [on for on, _ in found.differences()] if len(found.maps) > MOST else found.maps
@@ -143,7 +111,8 @@ def _growth(found: Comparison, chosen: Sequence[int]) -> str:
         f"{_curves(found, chosen, maps, name, k)}</div>"
         for k, (name, maps) in enumerate(views.items())
     )
-    return f'<div class="part" data-part="views" data-label="map" data-series="study">{drawn}</div>'
+    part = f'<div class="part" data-part="views" data-label="map" data-series="study">{drawn}</div>'
+    return section("growth", "How does σ grow with length?", text, part)
 
 
 def _curves(
@@ -175,56 +144,38 @@ def _curves(
         alpha = "–" if law is None else exponent_range(law.alpha, law.low, law.high)
         last = digits(points[max(points)]) if points else "–"
         legend.append([swatch(tint, sign, text), last, alpha])
-    lengths = sorted({int(n) for curve in lines for n in curve.x})
-    values = [y for curve in lines for y in curve.y]
-
-    def draw(width: int, marks: Marks) -> Figure:
-        figure, ax = charts.figure_of(
-            width, 400 if width > 400 else 320, left=58, bottom=48, right=46
-        )
-        ax.set_yscale("log")
-        charts.length_ticks(ax, lengths)
-        charts.curves(ax, lines, marks)
-        charts.finish_growth(ax, lengths, values, 12)
-        ax.set_ylabel("σ")
-        return figure
-
-    if not values:
-        return "<p>No positive value.</p>"
     label = f"σ of {name} against length on log axes, one curve per study."
+    drawn = curve_chart(f"curves-{k}", label, lines, heights=(400, 320), wide=760, ylabel="σ")
+    if not drawn:
+        return "<p>No positive value.</p>"
     head = ["study", "σ at its largest n", "exponent α [95 %]"]
-    return chart(f"curves-{k}", label, draw, wide=760) + table(head, legend, name, raw=True)
-
-
-def _ranked_answer(found: Comparison) -> str:
-    on, most = found.differences()[0]
-    return (
-        f"Median σ over samples at n = {found.n:,}, map by map, the largest ratio between two "
-        f"studies first: {digits(most)} in {map_name(on)}. Colours compare with the first study: "
-        "blue is smoother, orange more sensitive."
-    ) + (" Columns are numbered as above." if len(found.names) > NAMED else "")
+    return drawn + table(head, legend, name, raw=True)
 
 
 def _ranked(found: Comparison, chosen: Sequence[int]) -> str:
-    logs = [
-        abs(math.log(found.at(i, on) / found.at(found.first, on)))
-        for i in chosen
-        for on in found.maps
-    ]
+    differences = found.differences()
+    on, most = differences[0]
+    few = len(found.names) <= NAMED
+    answer = (
+        f"Median σ over samples at n = {found.n:,}, map by map, the largest ratio between two "
+        f"studies first: {digits(most)} in {map_name(on)}. Colours compare with the first study: "
+        "blue is smoother, orange more sensitive."
+    ) + ("" if few else " Columns are numbered as above.")
+    ratios = {
+        on: [found.at(i, on) / found.at(found.first, on) for i in chosen] for on in found.maps
+    }
     # Never below 10 %: differences of rounding must not look like differences.
-    limit = max([0.1, *logs])
+    limit = max([0.1, *(abs(math.log(x)) for line in ratios.values() for x in line)])
     lines = []
-    for on, most in found.differences():
+    for on, most in differences:
         cells = [
-            f'<span class="ratio v{_step(found.at(i, on) / found.at(found.first, on), limit)}">'
-            f"{digits(found.at(i, on))}</span>"
-            for i in chosen
+            f'<span class="ratio v{_step(ratio, limit)}">{digits(found.at(i, on))}</span>'
+            for i, ratio in zip(chosen, ratios[on], strict=True)
         ]
         lines.append([escape(map_name(on)), *cells, digits(most)])
-    few = len(found.names) <= NAMED
-    heads = [found.names[i] if few else str(i + 1) for i in chosen]
-    head = ["map", *heads, "largest / smallest"]
-    return table(head, lines, "Maps by difference", raw=True)
+    head = ["map", *(found.names[i] if few else str(i + 1) for i in chosen), "largest / smallest"]
+    maps = table(head, lines, "Maps by difference", raw=True)
+    return section("ranked", "Where do they differ most?", answer, maps)
 
 
 def _step(ratio: float, limit: float) -> int:
@@ -232,8 +183,8 @@ def _step(ratio: float, limit: float) -> int:
     return level(0.5 + math.log(ratio) / limit / 2)
 
 
-def _frames(found: Comparison, chosen: Sequence[int]) -> tuple[list[Grid], float] | None:
-    """For each study but the first, its ratio to the first one over layers and heads."""
+def _frames(found: Comparison, chosen: Sequence[int]) -> tuple[list[Grid], float]:
+    """For each study but the first, its ratio to the first one over layers and heads, if any."""
     assert found.n is not None
     cells = [found.digests[i].cells.get(found.n, {}) for i in chosen]
     common = set.intersection(*(set(own) for own in cells))
@@ -242,7 +193,7 @@ def _frames(found: Comparison, chosen: Sequence[int]) -> tuple[list[Grid], float
     scopes = [c for c in dict.fromkeys(c for _, c in cells[0]) if not c.isdigit()]
     scopes = [c for c in scopes if any(at[1] == c for at in common)]
     if not heads:
-        return None
+        return [], 0.0
     layers = sorted({at for at, _ in common}, key=lambda at: (at is None, at or 0))
     columns = [*heads, *([" "] if scopes else []), *scopes]
     limit = max([0.1, *(abs(math.log(own[at] / cells[0][at])) for own in cells for at in common)])
@@ -292,7 +243,6 @@ def _ratios(found: Comparison, grids: list[Grid], limit: float) -> str:
 
 def _facts(found: Comparison) -> str:
     names = differing([one.facts for one in found.digests])
-    head = ["study", "directory", *names]
     lines = [
         [
             name if len(found.names) <= NAMED else str(i),
@@ -301,4 +251,5 @@ def _facts(found: Comparison) -> str:
         ]
         for i, (name, own) in enumerate(zip(found.names, found.digests, strict=True), start=1)
     ]
-    return table(head, lines, "Facts that differ")
+    facts = table(["study", "directory", *names], lines, "Facts that differ")
+    return section("facts", "What was measured?", "Facts that differ between the studies.", facts)

@@ -40,16 +40,7 @@ Map = tuple[str, int | None]
 
 @dataclass(frozen=True)
 class Spread:
-    """The samples of one map at one length.
-
-    Attributes:
-        middle: The median over samples.
-        low: A lower bound on the median.
-        high: An upper bound on the median.
-        least: The smallest sample.
-        most: The largest sample.
-        count: The number of samples.
-    """
+    """The samples of one map at one length: median, bounds on it, smallest and largest, number."""
 
     middle: float
     low: float
@@ -226,7 +217,13 @@ def strips(study: Study) -> list[Strip]:
     """Per map, and per head where there is space: the sample of largest sigma that fits."""
     maps = study.maps
     limit = max(1, min(STRIP_TOKENS, ALL_STRIPS // max(1, len(maps))))
-    found = [strip for at in maps if (strip := _largest(study, at, limit)) is not None]
+    found = []
+    for at in maps:
+        rows = study.largest(*at)
+        n = max((row.n for row in rows if row.n <= limit), default=min(row.n for row in rows))
+        row = max((row for row in rows if row.n == n), key=lambda row: row.value)
+        if (strip := _strip(study, row, limit)) is not None:
+            found.append(strip)
     space = ALL_STRIPS - sum(len(strip.words) for strip in found)
     heads = [strip for strip in found if strip.row.head is not None]
     for strip in heads:
@@ -242,12 +239,6 @@ def strips(study: Study) -> list[Strip]:
             continue
         found += [other for row in same if (other := _strip(study, row)) is not None]
     return found
-
-
-def _largest(study: Study, at: Map, limit: int) -> Strip | None:
-    rows = study.largest(*at)
-    n = max((row.n for row in rows if row.n <= limit), default=min(row.n for row in rows))
-    return _strip(study, max((row for row in rows if row.n == n), key=lambda row: row.value), limit)
 
 
 def _strip(study: Study, row: Row, limit: int = STRIP_TOKENS) -> Strip | None:

@@ -1,4 +1,4 @@
-"""Figures of a study for papers and notebooks: matplotlib Axes in, Axes out."""
+"""Figures of results for papers and notebooks: matplotlib Axes in, Axes out."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from lipscope.study.study import Study
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from lipscope.mean_field.dirac_families import Transition
+    from lipscope.mean_field.duplication import SplittingMap
     from lipscope.train.sigma_table import Reading
 
 SIZE = 10.0
@@ -160,3 +162,53 @@ def constants_by_step(ax: Axes, found: Mapping[str, tuple[Sequence[int], Sequenc
         ax.set_yscale("log")
         charts.log_ticks(ax.yaxis, values)
     ax.legend(fontsize="small", ncols=1 + len(found) // 8)
+
+
+def draw_transitions(found: Sequence[Transition], ax: Axes) -> Axes:
+    """sigma(n) of the adversarial family for each radius R, with sqrt n and n = e^{2 gamma R^2}."""
+    ends = [float(n) for n in max(found, key=lambda curve: curve.n[-1]).n]
+    ax.plot(ends, [math.sqrt(n) for n in ends], "--", color=colour("muted"), label="√n")
+    for i, curve in enumerate(found):
+        tint = colour(series(i, len(found)))
+        n = [float(count) for count in curve.n]
+        ax.plot(
+            n,
+            curve.sigma.tolist(),
+            color=tint,
+            label=f"R = {curve.R:g}, plateau {curve.plateau:.3g}",
+        )
+        if curve.predicted <= n[-1]:
+            ax.vlines(curve.predicted, 1, curve.plateau, color=tint, linewidth=0.8, linestyle=":")
+            ax.plot([curve.predicted], [curve.plateau], "o", color=tint, markersize=5)
+    ax.plot(
+        [],
+        [],
+        "o:",
+        color=colour("muted"),
+        markersize=5,
+        linewidth=0.8,
+        label="n = exp(2γR²), predicted",
+    )
+    # sqrt n has no end: the axes follow the other curves.
+    ax.set_xlim(2, ends[-1])
+    ax.set_ylim(1, 10 * max(curve.sigma.max().item() for curve in found))
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("n, number of tokens")
+    ax.set_ylabel("σ(n), local Lipschitz constant")
+    ax.legend(fontsize="small", loc="upper left")
+    return ax
+
+
+def draw_splitting_map(found: SplittingMap, ax: Axes) -> Axes:
+    """The gain from mass splitting as colour, over the positions of two tokens on the line."""
+    at = found.positions.tolist()
+    image = ax.pcolormesh(
+        at, at, found.gain.T.tolist(), cmap="magma_r", vmin=1.0, shading="nearest", rasterized=True
+    )
+    ax.set_aspect("equal")
+    ax.set_xlabel("position of token 1")
+    ax.set_ylabel("position of token 2")
+    bar = ax.figure.colorbar(image, ax=ax, fraction=0.046, pad=0.03)
+    bar.set_label("gain, with splitting / without (1: splitting does not help)")
+    return ax

@@ -114,7 +114,11 @@ def html(study: Study, against: Study | None = None) -> str:
             data["tokens"] = token_data(every, _first(study, every))
         body += _measured(study, against, found, every)
     if priced:
-        body += _budgets(study)
+        # Late: adding up the parts of a budget imports torch.
+        from lipscope.probes.budget.storing import stored_budgets
+        from lipscope.report.budgets import budget_section
+
+        body += [budget_section(budget, i) for i, budget in enumerate(stored_budgets(study))]
     body += [
         section("sure", "How sure are we?", words.describe_certainty(study), _facts(study)),
         section(
@@ -137,15 +141,6 @@ def html(study: Study, against: Study | None = None) -> str:
     ).html()
 
 
-def _budgets(study: Study) -> list[str]:
-    """A section per budget of the study."""
-    # Late: adding up the parts of a budget imports torch.
-    from lipscope.probes.budget.storing import stored_budgets
-    from lipscope.report.budgets import budget_section
-
-    return [budget_section(budget, i) for i, budget in enumerate(stored_budgets(study))]
-
-
 def _smooth(study: Study, against: Study | None) -> tuple[str, ...]:
     """The answer to the first question; with the reference, or the command that measures one."""
     text = words.describe_sigma(study)
@@ -156,15 +151,18 @@ def _smooth(study: Study, against: Study | None) -> tuple[str, ...]:
         # At the length of the headline, for sigma of different lengths does not compare.
         theirs = words.medians(length_curves(against), row.scope, row.n)
         return (f"{text}\n{words.describe_reference(layers, theirs, labels([study, against])[1])}",)
+    told = _told(study)
     # Random weights have no reference of their own: they are one.
-    again = _random(study)
-    if not again or random_seed(study) is not None:
+    if told[:2] != ["lipscope", "measure"] or random_seed(study) is not None:
         return (text,)
+    place = _directory(study)
+    measure = shlex.join([*told, "--random-init", "0", "--out", f"{place}-random"])
+    report = shlex.join(["lipscope", "report", place, f"{place}-random"])
     ask = (
         "Is that much? Compare it with the same architecture with random weights: these commands "
         "measure them and write this report with both."
     )
-    return f"{text}\n{ask}", command(again)
+    return f"{text}\n{ask}", command(f"{measure}\n{report}")
 
 
 def _measured(
@@ -211,7 +209,7 @@ def _measured(
 
 
 def _worst(study: Study) -> tuple[str, str]:
-    """How far sigma is from its bounds and from the worst input, in words and as a chart."""
+    """How far sigma is from its bounds, in words and as a chart; or the command that adds them."""
     if any(row.probe not in (SIGMA, BUDGET, OBSERVED, WORST_CASE) for row in study.rows):
         # Late: the theorems import torch, which a study without bounds does not need.
         from lipscope.report.bounds import bounds_part, describe_worst_case, surrounded
@@ -219,40 +217,25 @@ def _worst(study: Study) -> tuple[str, str]:
         found = surrounded(study)
         if found:
             return describe_worst_case(found), bounds_part(found)
-    return NO_BOUNDS, _again(study)
-
-
-def _first(study: Study, every: Sequence[Strip]) -> Strip:
-    """The strip of the largest sigma, or else the first one."""
-    row = study.peak()
-    return next((strip for strip in every if strip.row[1:4] == row[1:4]), every[0])
-
-
-def _again(study: Study) -> str:
-    """The command that adds bounds to a study; empty if its input was not a text."""
     told = _told(study)
-    if not told:
-        return ""
+    if not told:  # the input was not a text
+        return NO_BOUNDS, ""
     keep = ("--text", "--column", "--tokenizer", "--revision", "--random-init", "--dtype", "--seed")
     # Bounds join the study only if they are about the same weights, text and precision.
     options = [w for i, w in enumerate(told) if w in keep or (i and told[i - 1] in keep)]
     lengths = sorted({row.n for row in study.sigma})
     length = max((n for n in lengths if n <= SHORT), default=lengths[0])
     model = told[2:3] if told[:2] == ["lipscope", "measure"] else []
-    words = ["lipscope", "bounds", *model, *options, "--lengths", str(length)]
     # Theorems are checked on plain text: with special tokens, they need a study of their own.
     place = _directory(study) + ("-bounds" if study.info.identity.special_tokens else "")
-    return f"<p>This command adds them:</p>{command(shlex.join([*words, '--out', place]))}"
+    words = ["lipscope", "bounds", *model, *options, "--lengths", str(length), "--out", place]
+    return NO_BOUNDS, f"<p>This command adds them:</p>{command(shlex.join(words))}"
 
 
-def _random(study: Study) -> str:
-    """The commands that measure random weights and show them; empty if the input was no text."""
-    told = _told(study)
-    place = _directory(study)
-    if told[:2] != ["lipscope", "measure"]:
-        return ""
-    measure = shlex.join([*told, "--random-init", "0", "--out", f"{place}-random"])
-    return f"{measure}\n{shlex.join(['lipscope', 'report', place, f'{place}-random'])}"
+def _first(study: Study, every: Sequence[Strip]) -> Strip:
+    """The strip of the largest sigma, or else the first one."""
+    row = study.peak()
+    return next((strip for strip in every if strip.row[1:4] == row[1:4]), every[0])
 
 
 def _told(study: Study) -> list[str]:
@@ -282,22 +265,10 @@ def _facts(study: Study) -> str:
         )
     )
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
-    facts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _box(study)
-    )
-    told = "\n".join(shown(line, 2000) for line in study.commands)
-    again = command(told) if told else "<p>The input was not a text.</p>"
-    return (
-        f'{found}<h3>What was measured</h3><dl class="facts box">{facts}</dl>'
-        f"<h3>Command to repeat the measurement</h3>{again}"
-    )
-
-
-def _box(study: Study) -> list[tuple[str, str]]:
     identity = study.info.identity
     about = study.info.about
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
-    facts = {
+    settings = {
         "model": f"{about.model} ({about.architecture}, {about.layers} layers, "
         f"{about.heads} heads)",
         "revision": identity.revision or "none",
@@ -313,4 +284,13 @@ def _box(study: Study) -> list[tuple[str, str]]:
         "gap": "none requested" if identity.gap is None else f"{identity.gap:g}",
         "versions": versions,
     }
-    return [(name, shown(value, 400)) for name, value in facts.items()]
+    facts = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(shown(value, 400))}</dd>"
+        for name, value in settings.items()
+    )
+    told = "\n".join(shown(line, 2000) for line in study.commands)
+    again = command(told) if told else "<p>The input was not a text.</p>"
+    return (
+        f'{found}<h3>What was measured</h3><dl class="facts box">{facts}</dl>'
+        f"<h3>Command to repeat the measurement</h3>{again}"
+    )

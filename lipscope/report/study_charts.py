@@ -130,7 +130,7 @@ def growth_part(curves: Sequence[LengthCurve], reference: Sequence[LengthCurve],
             here = sorted(here, key=lambda curve: -curve.last.middle)[:MANY_CURVES]
         # One length is a number, not a curve.
         several = len({n for curve in here for n in curve.spreads}) > 1
-        drawn = _growth(here, there, name, i) + _radius(here, i) if several else ""
+        drawn = _charts(here, there, name, i) if several else ""
         views.append(
             f'<div class="view" data-view="{escape(shown(scope, 30))}"{hidden}>'
             f'{note}<div class="charts">{drawn}</div>{_laws(here)}</div>'
@@ -143,39 +143,54 @@ def main_scope(scopes: Sequence[str]) -> str:
     return "attention" if "attention" in scopes else scopes[0]
 
 
-def _growth(
-    curves: Sequence[LengthCurve], reference: Sequence[LengthCurve], name: str, i: int
+def curve_chart(
+    name: str,
+    label: str,
+    lines: Sequence[Curve],
+    *,
+    heights: tuple[int, int],
+    wide: int,
+    ylabel: str,
+    about: str = "",
+    others: Sequence[Curve] = (),
+    guides: bool = True,
 ) -> str:
-    lines = [
-        curve_of(curve, k, layer_name(curve.layer), series(k, len(curves)))
-        for k, curve in enumerate(curves)
-    ]
-    others = [_reference_curve(curve, name) for curve in reference]
-    drawn = [curve for curve in (*others, *lines) if curve.x]
+    """Curves over length on log axes; empty if no value is positive.
+
+    Args:
+        name: A name that is unique on the page.
+        label: What the chart shows, for readers who do not see it.
+        lines: The curves.
+        heights: In pixels, for a window and for a telephone.
+        wide: The larger width.
+        ylabel: What the curves show.
+        about: A line above the chart.
+        others: Curves without marks, which are not among those to choose.
+        guides: Whether powers of n are drawn below.
+    """
+    others = [curve for curve in others if curve.x]
+    drawn = [*others, *(curve for curve in lines if curve.x)]
     lengths = sorted({int(n) for curve in drawn for n in curve.x})
     values = [y for curve in drawn for part in (curve.spread or (curve.y,)) for y in part]
 
     def draw(width: int, marks: Marks) -> Figure:
         figure, ax = charts.figure_of(
-            width, 380 if width > 400 else 320, left=58, bottom=48, right=46
+            width, heights[width <= 400], left=58, bottom=48, right=46 if guides else 12
         )
         ax.set_yscale("log")
         charts.length_ticks(ax, lengths)
         charts.curves(ax, lines, marks)
-        # Apart from the others: the reference has no marks, and is not among the layers to choose.
         for curve in others:
-            if curve.x:
-                charts.curves(ax, [curve], {})
-        charts.finish_growth(ax, lengths, values, 12)
-        ax.set_ylabel("median σ")
+            charts.curves(ax, [curve], {})
+        if guides:
+            charts.finish_growth(ax, lengths, values, 12)
+        else:
+            charts.log_ticks(ax.yaxis, values, margin=1.05)
+            ax.set_xlabel("n, tokens")
+        ax.set_ylabel(ylabel)
         return figure
 
-    if not values:
-        return ""
-    scope = shown(curves[0].scope, 30)
-    label = f"Median σ of {scope} against length on log axes, one curve per layer with its law."
-    note = f"σ(n): medians, ranges and fitted laws{f'; dashed: {name}' if others else ''}"
-    return chart(f"growth-{i}", label, draw, wide=600, about=note)
+    return chart(name, label, draw, wide=wide, about=about) if values else ""
 
 
 def curve_of(curve: LengthCurve, k: int, name: str, tint: str) -> Curve:
@@ -200,44 +215,53 @@ def curve_of(curve: LengthCurve, k: int, name: str, tint: str) -> Curve:
     )
 
 
-def _reference_curve(curve: LengthCurve, name: str) -> Curve:
-    kept = {n: s.middle for n, s in curve.spreads.items() if 0 < s.middle < math.inf}
-    return Curve(name, list(kept), list(kept.values()), "muted", line="--")
-
-
-def _radius(curves: Sequence[LengthCurve], i: int) -> str:
-    lines = []
+def _charts(
+    curves: Sequence[LengthCurve], reference: Sequence[LengthCurve], name: str, i: int
+) -> str:
+    """sigma(n) and R(n) of the layers of one scope."""
+    tints = [series(k, len(curves)) for k in range(len(curves))]
+    lines = [
+        curve_of(curve, k, layer_name(curve.layer), tints[k]) for k, curve in enumerate(curves)
+    ]
+    others = []
+    for curve in reference:
+        kept = {n: s.middle for n, s in curve.spreads.items() if 0 < s.middle < math.inf}
+        others.append(Curve(name, list(kept), list(kept.values()), "muted", line="--"))
+    scope = shown(curves[0].scope, 30)
+    sigma = curve_chart(
+        f"growth-{i}",
+        f"Median σ of {scope} against length on log axes, one curve per layer with its law.",
+        lines,
+        heights=(380, 320),
+        wide=600,
+        ylabel="median σ",
+        about=f"σ(n): medians, ranges and fitted laws{f'; dashed: {name}' if others else ''}",
+        others=others,
+    )
+    radii = []
     for k, curve in enumerate(curves):
         kept = {n: r for n, r in curve.radius.items() if 0 < r < math.inf}
-        name = layer_name(curve.layer)
-        lines.append(
+        layer = layer_name(curve.layer)
+        radii.append(
             Curve(
-                name=name,
+                name=layer,
                 x=list(kept),
                 y=list(kept.values()),
-                colour=series(k, len(curves)),
+                colour=tints[k],
                 marker=marker(k)[0],
-                titles=[f"{name}, n = {n:,}\nR = {digits(r, 4)}" for n, r in kept.items()],
+                titles=[f"{layer}, n = {n:,}\nR = {digits(r, 4)}" for n, r in kept.items()],
             )
         )
-    drawn = [curve for curve in lines if curve.x]
-    lengths = sorted({int(n) for curve in drawn for n in curve.x})
-    values = [y for curve in drawn for y in curve.y]
-    if not values:
-        return ""
-
-    def draw(width: int, marks: Marks) -> Figure:
-        figure, ax = charts.figure_of(width, 380 if width > 400 else 280, left=58, bottom=48)
-        ax.set_yscale("log")
-        charts.length_ticks(ax, lengths)
-        charts.curves(ax, lines, marks)
-        charts.log_ticks(ax.yaxis, values, margin=1.05)
-        ax.set_xlabel("n, tokens")
-        ax.set_ylabel("R")
-        return figure
-
-    label = "R(n), the largest norm of a token at the map's input, against length."
-    return chart(f"radius-{i}", label, draw, wide=480, about="R(n): largest norm of a token")
+    return sigma + curve_chart(
+        f"radius-{i}",
+        "R(n), the largest norm of a token at the map's input, against length.",
+        radii,
+        heights=(380, 280),
+        wide=480,
+        ylabel="R",
+        about="R(n): largest norm of a token",
+        guides=False,
+    )
 
 
 def _laws(curves: Sequence[LengthCurve]) -> str:

@@ -44,7 +44,12 @@ def summary(study: Study) -> RenderableType:
         parts += [_Fitting(study), _peak(study)]
         parts += _ranking(study)
     elif any(row.probe == BUDGET for row in study.rows):
-        parts += _budgets(study)
+        # Late: adding up the parts of a budget imports torch.
+        from lipscope.probes.budget.storing import stored_budgets
+        from lipscope.report.budgets import budget_table, shares_table
+
+        for one in stored_budgets(study):
+            parts += [budget_table(one), Text(), shares_table(one)]
     else:
         parts.append(Text("No value has been measured yet."))
     if study.failed:
@@ -56,16 +61,6 @@ def summary(study: Study) -> RenderableType:
             Text(f"\n{study.unfinished}; run the same command again to resume.", style="yellow")
         )
     return Group(*parts)
-
-
-def _budgets(study: Study) -> list[RenderableType]:
-    """The tables of `lipscope budget`."""
-    # Late: adding up the parts of a budget imports torch.
-    from lipscope.probes.budget.storing import stored_budgets
-    from lipscope.report.budgets import budget_table, shares_table
-
-    found = stored_budgets(study)
-    return [part for one in found for part in (budget_table(one), Text(), shares_table(one))]
 
 
 class _Fitting:
@@ -175,22 +170,20 @@ def summary_html(study: Study) -> str:
     name = (
         f"<strong>{escape(shown(study.info.about.model, 80))}</strong>: {escape(headline(study))}"
     )
-    rows = [_cells(study, scope, layer) for scope, layer in study.maps]
+    rows = []
+    for scope, layer in study.maps:
+        largest = study.largest(scope, layer)
+        law = study.law(scope, layer)
+        # Maps may have been measured at different lengths: each line names its own.
+        n = max(row.n for row in largest)
+        values = [row.value for row in largest if row.n == n]
+        growth = "–" if law is None else exponent_range(law.alpha, law.low, law.high)
+        sigma = (digits(median(values), 4), interval(min(values), max(values), 4))
+        rows.append((layer_name(layer), shown(scope, 30), f"{n:,}", *sigma, growth))
     table = html_table(HEAD, rows) if rows else ""
     missing = len(study.failed)
     failed = f"<p>Without a value: {counted(missing, 'row')}.</p>" if missing else ""
     return f"<div><p>{name}</p>{table}{failed}</div>"
-
-
-def _cells(study: Study, scope: str, layer: int | None) -> tuple[str, ...]:
-    rows = study.largest(scope, layer)
-    law = study.law(scope, layer)
-    # Maps may have been measured at different lengths: each line names its own.
-    n = max(row.n for row in rows)
-    values = [row.value for row in rows if row.n == n]
-    growth = "–" if law is None else exponent_range(law.alpha, law.low, law.high)
-    spread = interval(min(values), max(values), 4)
-    return layer_name(layer), shown(scope, 30), f"{n:,}", digits(median(values), 4), spread, growth
 
 
 def terminal_html(table: RenderableType) -> str:

@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from lipscope.papers.charlm.checkpoint import read_checkpoint
+from lipscope.papers.charlm.files import read_checkpoint
 from lipscope.study.study import Study
 from tests.study.tiny import PROSE, save_tiny
 

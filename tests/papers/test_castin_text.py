@@ -91,7 +91,7 @@ def test_the_decoder_is_called_without_its_mask_and_meant_with_it(models):
 
 def test_windows_do_not_overlap_and_sigma_is_that_of_a_dense_jacobian(models, texts, short):
     setting = Setting(quick=True, models=models, texts=texts)
-    numbers = measure_figure(setting, BERT, "alice")
+    numbers = measure_figure(BERT, "alice", setting)
     points = numbers["points"]
     assert [(p["layer"], p["n"]) for p in points[:4]] == [(0, 4), (0, 4), (6, 4), (6, 4)]
     assert numbers["layers"] == [0, 2] and len(points) == 2 * 2 * 3
@@ -123,7 +123,7 @@ def test_real_names_give_real_verdicts_and_claims_share_a_measurement(
 
 def test_train_mode_differs_from_evaluation_and_its_dropout_is_undone(models, texts, short):
     setting = Setting(quick=True, models=models, texts=texts)
-    points = measure_figure(setting, RANDOM, "alice")["points"]
+    points = measure_figure(RANDOM, "alice", setting)["points"]
     ratios = [p[f"statistic {castin_text.TRAIN}"] / p[f"statistic {RELEASED}"] for p in points]
     assert all(r > 0 for r in ratios) and max(abs(r - 1) for r in ratios) > 1e-3
     model, _ = setting.model("gpt2", random_init=0)
@@ -205,5 +205,5 @@ def test_planted_the_statistic_of_the_release_in_place_of_sigma_turns_a_verdict(
 
 
 def test_numbers_can_be_stored_as_json(models, texts, short):
-    numbers = measure_figure(Setting(quick=True, models=models, texts=texts), BERT, "alice")
+    numbers = measure_figure(BERT, "alice", Setting(quick=True, models=models, texts=texts))
     assert json.loads(json.dumps(numbers)) == numbers

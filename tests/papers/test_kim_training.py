@@ -158,7 +158,7 @@ def test_every_variant_is_trained_once_and_drawn(monkeypatch):
     numbers = {run: run(setting) for run in (run_usual, run_fixed)}
     assert shares[-1] == 1.0 and set(setting.used) == {"ptb_train", "ptb_test"}
     # Trained under this setting already: the cells of the table are those of the figure.
-    monkeypatch.setattr(kim_training, "run_cell", None)
+    monkeypatch.setattr(kim_training, "train_cell", None)
     for claim in CLAIMS:
         run = claim.run(setting)
         assert run["cells"] == numbers[claim.run]["cells"]

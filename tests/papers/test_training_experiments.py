@@ -9,14 +9,13 @@ import torch
 
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
 from benchmarks.training_figures import draw_breaking, draw_grid
-from benchmarks.training_grid import keep, settings
+from benchmarks.training_grid import first_steps, keep, run_cell, settings
 from benchmarks.training_page import PAGE, RESULTS, filled
 from benchmarks.training_plans import PLANS, VARIANTS
 from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.papers.charlm.characters import CharacterText
-from lipscope.papers.stacked_training import History
-from lipscope.papers.training_cells import first_steps, run_cell
+from lipscope.papers.trainings import History
 
 TEXT = CharacterText.of("to be, or not to be: that is the question. " * 9, 8)
 QUICK = {

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks.training_page import PAGE, RESULTS, filled, largest_rates, rises_table
-from lipscope.papers.training_outcomes import broke, outcomes
+from lipscope.papers.trainings import broke, outcomes
 
 
 def test_the_tables_are_those_of_the_results():

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import lipscope as ls
+from examples import mean_field
 from lipscope.linalg.spectral import spectral_norm
 from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.duplication import splitting_map
 from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound, w2_bound_geshkovski2023
-from lipscope.report import mean_field_figures as figures
+from lipscope.report import figures
 from tests.mean_field.weighted import one_head
 
 matplotlib = pytest.importorskip("matplotlib", reason="figures need matplotlib")
@@ -74,7 +75,7 @@ def test_splitting_map(ax):
 
 def test_two_diracs(ax):
     f, radii = one_head(-1.0), [0.5, 2.0, 4.0]
-    assert figures.draw_two_diracs(f, radii, ax) is ax
+    assert mean_field.draw_two_diracs(f, radii, ax) is ax
     below, sigma = curve(ax, "proved from below"), curve(ax, "‖D_μF‖")
     assert sigma == [
         pytest.approx(
@@ -88,7 +89,7 @@ def test_two_diracs(ax):
 
 
 def test_averaging(ax):
-    assert figures.draw_averaging((1, 2, math.inf), (1, 10, 100), ax) is ax
+    assert mean_field.draw_averaging((1, 2, math.inf), (1, 10, 100), ax) is ax
     assert curve(ax, "p = 2, limit 2") == [averaging(n, 2).constant for n in (1, 10, 100)]
     assert curve(ax, "p = 1, limit ∞")[1] == pytest.approx(sum(1 / k for k in range(1, 11)))
     assert curve(ax, "p = ∞, limit 1") == [1.0] * 3 and curve(ax, "bound without mask") == [
@@ -103,7 +104,7 @@ def test_masked_bounds(ax):
         torch.tensor([[1.0], [-1.0]] * 20, dtype=torch.float64),
         [0.1, 0.9],
     )
-    assert figures.draw_masked_bounds(f, radii, X, ax) is ax
+    assert mean_field.draw_masked_bounds(f, radii, X, ax) is ax
     truth = [
         spectral_norm(derivative(f, DiscreteMeasure.uniform(R * X, causal=True))).value
         for R in radii

@@ -1,4 +1,4 @@
-"""A character language model with a choice of attention, and optionally invertible blocks.
+"""Character language models: Transformers with a choice of attention or blocks, and an LSTM.
 
 An ordinary block is pre-norm, x + attention(norm(x)), then x + mlp(norm(x)); or post-norm,
 norm(x + attention(x)), then norm(x + mlp(x)); or it has no norm. LayerNorm has no useful Lipschitz
@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
-from lipscope._checks import check_whole
-from lipscope._types import UserError
+from lipscope import UserError
+from lipscope.attention.scores import L2, augment
 from lipscope.nn.attention_layer import AttentionLayer
 from lipscope.nn.contractive import (
     ATTENTIONS,
@@ -39,6 +40,15 @@ EXPANSION = 4
 
 NORMS = ("pre", "post", "none")
 """Where a block has its LayerNorms: before its branches, after its sums, or nowhere."""
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise UserError unless a value is a whole number, at least `least`, of 64 bits."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or not least <= int(value) < 2**63:  # type: ignore[call-overload]  # it is whole
+        # Python refuses to print the longest numbers.
+        got = "an integer of more than 64 bits" if whole and value > 10**30 else f"{value!r:.80}"  # type: ignore[operator]
+        raise UserError(f"{name} must be a whole number from {least} to {2**63 - 1}, got {got}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class Architecture:
         if self.norm not in NORMS:
             raise UserError(f"there is no norm {self.norm!r}; choose one of {', '.join(NORMS)}")
         for name in ("vocabulary", "depth", "width", "heads", "context"):
-            check_whole(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise UserError(
                 f"width {self.width} must be a multiple of the number of heads, {self.heads}"
@@ -201,3 +211,98 @@ class InvertibleBlock(nn.Module):
 
     def inverse(self, Y: Tensor) -> Tensor:
         return self.attention.inverse(self.mlp.inverse(Y).value).value
+
+
+class UntiedL2Attention(AttentionLayer):
+    """softmax(-|q - k|^2 / sqrt(k)) with free queries, keys and values: it has no constant.
+
+    The paper trains it beside the tied layer; `lipschitz_bound` is infinite.
+    """
+
+    def __init__(self, dim: int, heads: int, causal: bool = False) -> None:
+        super().__init__(dim, heads, causal)
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
+
+    def project(self, X: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.split(part(X)) for part in (self.query, self.key, self.value))
+        return *augment(L2(), q, k), v
+
+
+class CharacterLSTM(nn.Module):
+    """Character indices [..., n] to logits of the next character, [..., n, vocabulary].
+
+    `depth` layers of `width` units. The recurrence is written out: torch's own LSTM cannot be
+    mapped over stacked weights.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        a = self.architecture = architecture
+        self.embedding = nn.Embedding(a.vocabulary, a.width)
+        self.cells = nn.ModuleList(nn.LSTMCell(a.width, a.width) for _ in range(a.depth))
+        self.readout = nn.Linear(a.width, a.vocabulary)
+        nn.init.normal_(self.embedding.weight, std=INITIAL)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        X = self.embedding(ids)
+        for cell in self.cells:
+            assert isinstance(cell, nn.LSTMCell)
+            X = unrolled(cell, X)
+        logits: Tensor = self.readout(X)
+        return logits
+
+
+def unrolled(cell: nn.LSTMCell, X: Tensor) -> Tensor:
+    """The hidden states [..., n, width] of a cell that reads X [..., n, width] from state 0."""
+    # What does not depend on the state is one product for all positions.
+    inner = X @ cell.weight_ih.mT + cell.bias_ih + cell.bias_hh
+    h = c = torch.zeros_like(X[..., 0, :])
+    states = []
+    for given in inner.unbind(dim=-2):
+        i, f, g, o = (given + h @ cell.weight_hh.mT).chunk(4, dim=-1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        states.append(h)
+    return torch.stack(states, dim=-2)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of model: its attention and blocks, or a model of its own.
+
+    make:      makes an attention layer, if `nn` has no such layer
+    build:     makes the whole model, if it is not a Transformer
+    lipschitz: whether its attention has a Lipschitz constant
+    """
+
+    attention: str
+    invertible: bool = False
+    make: MakeAttention = make_attention
+    build: Callable[[Architecture], nn.Module] | None = None
+    lipschitz: bool = False
+
+    def model(self, architecture: Architecture) -> nn.Module:
+        """A model of this kind with fresh weights."""
+        if self.build is not None:
+            return self.build(architecture)
+        return CharacterTransformer(architecture, self.make)
+
+
+VARIANTS = {
+    "LSTM": Variant("dot", build=CharacterLSTM),
+    "dot": Variant("dot"),
+    "L2 untied": Variant("dot", make=lambda a: UntiedL2Attention(a.width, a.heads, True)),
+    "L2 tied": Variant("l2", lipschitz=True),
+    "contractive": Variant("contractive", lipschitz=True),
+    "ball": Variant("ball", lipschitz=True),
+    "contractive ball": Variant("contractive-ball", lipschitz=True),
+}
+"""The models of the paper, and two more: queries in a ball."""
+
+
+def described(name: str) -> str:
+    """The name of a variant, with a word on those of L2 attention that have no constant."""
+    bare = name.startswith("L2") and not VARIANTS[name].lipschitz
+    return f"{name} (not Lipschitz)" if bare else name

@@ -18,7 +18,7 @@ from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention, Dot
 from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.nn.l2_attention import BallL2Attention, L2SelfAttention
 from lipscope.nn.l2_constants import BALL
-from lipscope.papers.charlm.folder import MODEL_TYPE, NAMES, config_fields
+from lipscope.papers.charlm.files import MODEL_TYPE, NAMES, config_fields
 from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer, norm_in_words
 
 SMALLEST = Architecture(2, width=8, depth=1, heads=1, context=8)

@@ -12,29 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lipscope import UserError
 from lipscope._ambient import entry_point, float32_by_default
-from lipscope._checks import check_whole, usable_device
+from lipscope._checks import usable_device
 from lipscope._files import claim_folder
 from lipscope._notebook_bar import with_bar
-from lipscope._types import UserError
 from lipscope.linalg.golub_kahan import memory_of
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
 from lipscope.nn.contractive import CONTRACTIVE
 from lipscope.papers.charlm.characters import CharacterText, read_characters
-from lipscope.papers.charlm.checkpoint import (
+from lipscope.papers.charlm.files import (
     FILE,
     LOCK,
     optimizer_tensors,
     read_checkpoint,
     restore_optimizer,
+    save_character_model,
     write_tensors,
 )
-from lipscope.papers.charlm.folder import save_character_model
 from lipscope.papers.charlm.language_model import (
     Architecture,
     CharacterTransformer,
     MakeAttention,
+    check_count,
     make_attention,
     norm_in_words,
 )
@@ -62,7 +63,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("batch", 1), ("warmup", 0), ("seed", 0), ("every", 1)):
-            check_whole(name, getattr(self, name), least)
+            check_count(name, getattr(self, name), least)
         for name in ("lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} must be a positive number, got {getattr(self, name)!r}")

@@ -11,7 +11,7 @@ from transformers import AutoModel
 import lipscope as ls
 from lipscope.nn import ATTENTIONS
 from lipscope.papers.charlm.characters import CharacterText
-from lipscope.papers.charlm.folder import MODEL_CLASS, save_character_model
+from lipscope.papers.charlm.files import MODEL_CLASS, save_character_model
 from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer, make_attention
 from lipscope.papers.charlm.pretrained import CharacterConfig, CharacterModel, Routed
 from lipscope.papers.charlm.training import Recipe, Training

@@ -12,7 +12,7 @@ import torch
 
 from lipscope._types import UserError
 from lipscope.papers.charlm.characters import CharacterText
-from lipscope.papers.charlm.checkpoint import FILE, read_checkpoint, write_tensors
+from lipscope.papers.charlm.files import FILE, read_checkpoint, write_tensors
 from lipscope.papers.charlm.language_model import Architecture
 from lipscope.papers.charlm.training import Recipe, Training, train
 

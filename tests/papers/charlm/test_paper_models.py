@@ -4,14 +4,14 @@ import math
 
 import torch
 
-from lipscope.papers.character_models import (
+from lipscope.papers.charlm.language_model import (
     VARIANTS,
+    Architecture,
     CharacterLSTM,
     UntiedL2Attention,
     described,
     unrolled,
 )
-from lipscope.papers.charlm.language_model import Architecture
 
 SMALL = Architecture(vocabulary=11, attention="dot", depth=2, width=8, heads=2, context=6)
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from lipscope.papers.character_models import CharacterLSTM
 from lipscope.papers.charlm.characters import CharacterText
-from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer
-from lipscope.papers.stacked_training import Schedule, Stack
+from lipscope.papers.charlm.language_model import Architecture, CharacterLSTM, CharacterTransformer
+from lipscope.papers.trainings import Schedule, Stack
 
 TEXT = CharacterText.of("to be, or not to be: that is the question. " * 9, 8)
 STEPS, BATCH = 4, 3

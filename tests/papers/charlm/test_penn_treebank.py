@@ -3,8 +3,7 @@
 import pytest
 
 from lipscope import UserError
-from lipscope.papers.charlm.characters import UNKNOWN
-from lipscope.papers.penn_treebank import penn_treebank, plain_text, split_text
+from lipscope.papers.charlm.characters import UNKNOWN, penn_treebank, plain_text, split_text
 from lipscope.papers.setting import Setting
 
 WORDS = " no it was n't black monday \n but while the <unk> did n't fall \n" * 3

@@ -1,14 +1,19 @@
-"""Many models of one architecture trained at once: stacked weights under one CUDA graph.
+"""Many character models of one architecture trained at once, cell by cell, and how they ended.
 
-The models are those of `lipscope train`, or others of characters, under vmap. They share nothing
-but kernel launches: a member that diverges does not affect the others.
+Stacked weights are trained under one CUDA graph. The models are those of `lipscope train`, or
+others of characters, under vmap. They share nothing but kernel launches: a member that diverges
+does not affect the others. A cell is an architecture at every seed and learning rate.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +21,7 @@ from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
 from lipscope.papers.charlm.characters import CharacterText
-from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer
+from lipscope.papers.charlm.language_model import Architecture, CharacterTransformer, Variant
 
 BETAS = (0.9, 0.98)
 EPS = 1e-8
@@ -215,3 +220,164 @@ class _Step:
             for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)
         self.run = graph.replay
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of an experiment: every cell gets the same steps, windows and width."""
+
+    depths: tuple[int, ...]
+    rates: tuple[float, ...]
+    variants: tuple[str, ...]
+    norm: str = "pre"
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    batch: int = 64
+    steps: int = 800
+    seeds: int = 3
+    warmup: int = 100
+    decay: bool = True
+    clip: float | None = 1.0
+    every: int = 50
+    tested: int = 1_000_000
+
+    def rate(self, step: int) -> float:
+        """The factor of the learning rate at a step."""
+        rising = min(1.0, (step + 1) / (self.warmup + 1))
+        return rising * (0.55 + 0.45 * math.cos(math.pi * step / self.steps) if self.decay else 1.0)
+
+    def architecture(self, vocabulary: int, variant: Variant, depth: int) -> Architecture:
+        """The architecture of a cell."""
+        return Architecture(
+            vocabulary=vocabulary,
+            attention=variant.attention,
+            depth=depth,
+            width=self.width,
+            heads=self.heads,
+            context=self.context,
+            invertible=variant.invertible,
+            norm=self.norm,
+        )
+
+
+def train_cell(
+    plan: Plan,
+    variant: Variant,
+    depth: int,
+    text: CharacterText,
+    device: str,
+    progress: Callable[[float], None] = lambda share: None,
+) -> tuple[Stack, History, dict[str, Any]]:
+    """Train every seed at every learning rate together; losses by rate, then seed.
+
+    `progress` is called with the share of the steps that are done.
+    """
+    architecture = plan.architecture(len(text.alphabet), variant, depth)
+    members = [(rate, seed) for rate in plan.rates for seed in range(plan.seeds)]
+    start = time.perf_counter()
+    stack = Stack(
+        architecture,
+        [seed for _, seed in members],
+        [rate for rate, _ in members],
+        device,
+        variant.model,
+    )
+    curve: list[dict[str, Any]] = []
+
+    def note(step: int, learned: Tensor) -> None:
+        progress(step / plan.steps)
+        test = stack.test_losses(text, min(64, plan.tested))
+        curve.append({"step": step, "training": learned.tolist(), "test": test.tolist()})
+
+    schedule = Schedule(plan.steps, plan.batch, plan.rate, plan.clip)
+    history = stack.train(text, schedule, plan.every, note)
+    seconds = time.perf_counter() - start
+    cell = {
+        "members": members,
+        "parameters": stack.parameters,
+        "final": stack.test_losses(text, plan.tested).tolist(),
+        "curve": curve,
+        "seconds_training": seconds,
+    }
+    return stack, history, cell
+
+
+def strict(x: Any) -> Any:
+    """Numbers for JSON: null if not finite, else the seven digits of float32."""
+    if isinstance(x, dict):
+        return {str(key): strict(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [strict(value) for value in x]
+    if isinstance(x, float):
+        return float(f"{x:.7g}") if math.isfinite(x) else None
+    return x
+
+
+def broke(final: float | None, curve: list[float | None], unigram: float) -> bool:
+    """The criterion of breaking, fixed before the first run; None stands for a non-finite loss."""
+    best = min((x for x in curve if x is not None), default=math.inf)
+    return final is None or final > unigram or final > best + 0.5
+
+
+def stuck(final: float, unigram: float) -> bool:
+    """Whether a training that did not break is hardly better than character frequencies."""
+    return final > unigram - 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The seeds of one learning rate: test losses, and how many broke or got stuck."""
+
+    learned: list[float]
+    broken: int
+    stuck: int
+
+    @property
+    def fine(self) -> bool:
+        return self.broken == self.stuck == 0
+
+    def __str__(self) -> str:
+        words = [f"{mean(self.learned):.3f}"] if self.learned else []
+        for count, word in ((self.broken, "broke"), (self.stuck, "stuck")):
+            whole = count == len(self.learned) + self.broken + self.stuck
+            words += [word if whole else f"{count} {word}"] if count else []
+        return ", ".join(words)
+
+
+def outcomes(cell: dict[str, Any], unigram: float) -> dict[float, Outcome]:
+    """The outcome at every learning rate of a cell."""
+    found = {}
+    for rate, members in by_rate(cell).items():
+        finals = [
+            (cell["final"][m], [point["test"][m] for point in cell["curve"]]) for m in members
+        ]
+        unbroken = [final for final, curve in finals if not broke(final, curve, unigram)]
+        learned = [final for final in unbroken if not stuck(final, unigram)]
+        found[rate] = Outcome(learned, len(members) - len(unbroken), len(unbroken) - len(learned))
+    return found
+
+
+def by_rate(cell: dict[str, Any]) -> dict[float, list[int]]:
+    """The members of a cell, by learning rate."""
+    rates: dict[float, list[int]] = {}
+    for member, (rate, _) in enumerate(cell["members"]):
+        rates.setdefault(rate, []).append(member)
+    return rates
+
+
+def best_rate(cell: dict[str, Any]) -> tuple[float, list[int]]:
+    """The learning rate with the lowest mean test loss, and its members."""
+    return min(
+        by_rate(cell).items(), key=lambda item: mean(cell["final"][m] or 1e9 for m in item[1])
+    )
+
+
+def cells_of(results: dict[str, Any], plan: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """The cells of a plan that have been run, by variant and depth."""
+    settings = results["settings"]["plans"][plan]
+    places = [(variant, depth) for variant in settings["variants"] for depth in settings["depths"]]
+    names = {(variant, depth): f"{plan}/{variant}/{depth}" for variant, depth in places}
+    return {
+        place: results["cells"][name] for place, name in names.items() if name in results["cells"]
+    }

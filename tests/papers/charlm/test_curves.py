@@ -9,13 +9,13 @@ from PIL import Image
 from rich.console import Console
 
 from lipscope._types import UserError
-from lipscope.papers.charlm.training import CurvePoint
-from lipscope.papers.training_page import (
+from lipscope.papers.charlm.files import (
     curve_table,
     curves_csv,
     draw_curves,
     write_curves,
 )
+from lipscope.papers.charlm.training import CurvePoint
 from lipscope.report.figures import draw_readings
 from lipscope.train.sigma_table import Reading
 

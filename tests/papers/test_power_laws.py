@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lipscope.papers.regression import power_law
+from lipscope.papers.claims import power_law
 from lipscope.study.growth import fit
 
 
