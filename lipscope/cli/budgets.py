@@ -10,6 +10,7 @@ import typer
 
 from lipscope.cli.options import (
     AsJson,
+    Cluster,
     Column,
     Device,
     Dtype,
@@ -18,12 +19,15 @@ from lipscope.cli.options import (
     RandomInit,
     Revision,
     Seed,
+    ShardOption,
     StudyOut,
     Texts,
     Tokenizer,
+    Workers,
+    check_parallel,
 )
 from lipscope.cli.studies import write_page
-from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table
+from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table, tell
 
 Length = Annotated[int, typer.Option(help="Maximum number of tokens per sequence.")]
 Samples = Annotated[int, typer.Option(help="Sequences taken from the text.")]
@@ -62,6 +66,9 @@ def budget(
     device: Device = None,
     dtype: Dtype = "float64",
     seed: Seed = 0,
+    workers: Workers = 1,
+    cluster: Cluster = None,
+    shard: ShardOption = None,
     out: StudyOut = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all rows as CSV.")] = None,
     keep: Annotated[
@@ -77,6 +84,7 @@ def budget(
     """Predict what low precision costs, and which layers and heads it comes from."""
     words: Any = read_texts(text, column, quiet)
     with progress("propagating", quiet=quiet) as report:
+        part = check_parallel(workers, cluster, shard)
         from lipscope.models.loading import load, load_language_model
         from lipscope.probes.budget.formats import read_formats
         from lipscope.probes.budget.layer_lists import layer_lists
@@ -106,6 +114,9 @@ def budget(
             embeddings=embeddings,
             worst=worst,
             seed=seed,
+            workers=workers,
+            cluster=cluster,
+            shard=part,
             out=out,
             progress=report,
         )
@@ -135,6 +146,8 @@ def budget(
     if as_json:
         rows = [] if ranked is None else [row._asdict() for row in ranked.rows]
         show_json({**found.as_dict(), "scores": rows})
+    elif not found.formats:
+        tell("no sequence belongs to this part", 0)
     else:
         tables: list[Any] = [budget_table(found), shares_table(found)]
         tables += [] if ranked is None else [score_table(ranked)]

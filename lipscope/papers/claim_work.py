@@ -26,6 +26,7 @@ class ClaimJob(NamedTuple):
 
     id: str
     group: str
+    fatal: bool = False
 
 
 @dataclass

@@ -179,7 +179,7 @@ def _keep_all(
     try:
         with closing(results):  # on any error the workers end now, not at exit
             _report(progress, setting, done, total)
-            for job, found, _, failure in results:
+            for job, found, _, failure, _ in results:
                 keep(by_id[job.id], failure if failure is not None else found[0])
                 done += 1
                 _report(progress, setting, done, total)

@@ -101,7 +101,7 @@ def html(study: Study, against: Study | None = None) -> str:
     about = study.info.about
     identity = study.info.identity
     data: dict[str, object] = {"table": columns(study)}
-    priced = any(row.probe == BUDGET for row in study.rows)
+    priced = any(row.probe.startswith(BUDGET) for row in study.rows)
     smooth = section("smooth", "How smooth is this model?", *_smooth(study, against))
     body = [] if priced and not study.sigma else [smooth]
     if study.sigma:
@@ -142,7 +142,7 @@ def html(study: Study, against: Study | None = None) -> str:
 def _budgets(study: Study) -> list[str]:
     """A section per budget of the study."""
     # Late: adding up the parts of a budget imports torch.
-    from lipscope.probes.budget.storing import stored_budgets
+    from lipscope.probes.budget.jobs import stored_budgets
     from lipscope.report.budgets import budget_section
 
     return [budget_section(budget, i) for i, budget in enumerate(stored_budgets(study))]
@@ -270,7 +270,9 @@ def _facts(study: Study) -> str:
         f"<dt>{escape(shown(scope, 30))}</dt>"
         f"<dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
         for scope in dict.fromkeys(
-            row.scope for row in study.rows if row.probe not in (BUDGET, OBSERVED, WORST_CASE)
+            row.scope
+            for row in study.rows
+            if not row.probe.startswith((BUDGET, OBSERVED, WORST_CASE))
         )
     )
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""

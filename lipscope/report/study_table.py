@@ -34,12 +34,12 @@ def summary(study: Study) -> RenderableType:
     if study.sigma:
         parts += [_Fitting(study), _peak(study)]
         parts += _ranking(study)
-    elif any(row.probe == BUDGET for row in study.rows):
+    elif any(row.probe.startswith(BUDGET) for row in study.rows):
         parts += _budgets(study)
     else:
         parts.append(Text("No value has been measured yet."))
     if study.failed:
-        reason = for_terminal(study.failed[0].status, 200)
+        reason = for_terminal(study.failed[0].explained, 200)
         missing = counted(len(study.failed), "row")
         parts.append(Text(f"\nWithout a value: {missing}; the first reason: {reason}", style="red"))
     if study.unfinished:
@@ -52,7 +52,7 @@ def summary(study: Study) -> RenderableType:
 def _budgets(study: Study) -> list[RenderableType]:
     """The tables of `lipscope budget`."""
     # Late: adding up the parts of a budget imports torch.
-    from lipscope.probes.budget.storing import stored_budgets
+    from lipscope.probes.budget.jobs import stored_budgets
     from lipscope.report.budgets import budget_table, shares_table
 
     found = stored_budgets(study)
@@ -211,7 +211,7 @@ def _remedy(identity: Identity) -> str:
 
 def _imprecise(study: Study) -> str:
     """How many rows are accurate to less than two digits, because of rounding."""
-    count = sum(row.status.split(":")[0] == IMPRECISE for row in study.sigma)
+    count = sum(row.status == IMPRECISE for row in study.sigma)
     return (
         f"\n{count} of {len(study.sigma)} rows are imprecise: rounding may exceed 1 % of σ."
         if count
@@ -226,7 +226,7 @@ def _missed(study: Study) -> str:
         return ""
     # The first reason stands for all: most often it is the same.
     asked = study.info.identity.gap
-    reason = for_terminal(rows[0].status, 200)
+    reason = for_terminal(rows[0].explained, 200)
     gap = "the requested gap" if asked is None else f"the gap of {asked:g}"
     return f"\n{len(rows)} of {len(study.sigma)} rows miss {gap}; the first reason: {reason}."
 

@@ -58,7 +58,8 @@ def warning(study: Study) -> str:
 def headline(study: Study) -> str:
     """One sentence."""
     if not study.sigma:
-        formats = sorted({row.scope for row in study.rows if row.probe == BUDGET})
+        priced = [row for row in study.rows if row.probe.startswith(BUDGET)]
+        formats = sorted({row.extra["format"] for row in priced if "format" in row.extra})
         if formats:
             return f"Predicted numerical error in {', '.join(shown(f, 30) for f in formats)}."
         return "Every measurement failed: there is no value to show." if study.failed else NOTHING
@@ -297,8 +298,7 @@ def _range(ratios: dict[str, float], unit: str) -> str:
 
 def sure(study: Study) -> str:
     """How the rows ended, how tight they are, and how the attention was checked."""
-    # What follows the colon is the reason of one row; a summary counts the kinds.
-    counts = Counter(row.status.split(":")[0] for row in study.rows)
+    counts = Counter(row.status for row in study.rows)
     status = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in counts.most_common(6))
     text = f"Of {counted(len(study.rows), 'row')}: {status}. " if study.rows else f"{NOTHING} "
     if study.sigma:
@@ -319,7 +319,7 @@ def sure(study: Study) -> str:
 
 def failures(study: Study) -> list[str]:
     """Why rows have no value, the most frequent reason first."""
-    reasons = Counter(row.status for row in study.failed)
+    reasons = Counter(row.explained for row in study.failed)
     return [f"{count:,} × {shown(reason, 300)}" for reason, count in reasons.most_common(5)]
 
 

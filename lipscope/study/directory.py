@@ -36,7 +36,7 @@ FILE = "study.sqlite"
 LOCK = "study.lock"
 JOURNAL = f"{FILE}-journal"
 APPLICATION_ID = 0x4C495053  # "LIPS" in the file header: this database is a study
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 # Two tables: the numbers, with typed columns for anyone who opens the file, and everything else by
 # kind and key. "No layer" and "no head" are -1, because in a unique index every NULL differs. Both
@@ -46,7 +46,8 @@ SCHEMA = (
     probe TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER NOT NULL,
     n INTEGER NOT NULL, sample INTEGER NOT NULL, kind TEXT NOT NULL, norm TEXT NOT NULL,
     value REAL, lower REAL NOT NULL, upper REAL NOT NULL, residual REAL, status TEXT NOT NULL,
-    radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL, crc INTEGER NOT NULL,
+    radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL,
+    reason TEXT NOT NULL, extra TEXT NOT NULL, crc INTEGER NOT NULL,
     CHECK (value IS NULL OR (lower <= value AND value <= upper))
 )""",
     "CREATE UNIQUE INDEX rows_key ON rows (probe, scope, layer, head, n, sample, kind, norm)",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,11 +30,12 @@ class Row(NamedTuple):
     layer, head: where; no layer for the whole model, no head for all heads together
     n, sample:   at which input
     kind, norm:  "local" and "2" for sigma; bounds have the kinds "upper" and "lower"
-    status:      converged, breakdown, resolution, imprecise, max_steps, overflow, non_finite, or
-                 "failed: why"; a requested gap that was not reached is appended, as in
-                 "converged: gap not reached: why"
+    status:      converged, breakdown, resolution, imprecise, max_steps, overflow, non_finite or
+                 failed; evaluated, predicted or observed for numbers that are not solved for
     radius:      the largest norm of a token at the map's input
     seconds:     time of the solve, divided by the size of its batch
+    reason:      why the row failed, or why a requested gap was not reached; empty otherwise
+    extra:       what only this probe has to say, as a JSON object
     """
 
     probe: str
@@ -52,16 +55,31 @@ class Row(NamedTuple):
     dtype: str
     device: str
     seconds: float
+    reason: str = ""
+    extra: Mapping[str, Any] = {}
+
+    def __hash__(self) -> int:
+        # Rows stay members of sets: what is equal has an equal hash without `extra` too.
+        return hash(self[:-1])
 
     @property
     def failing(self) -> bool:
         """Whether the row has no number, according to its status."""
-        return self.status.split(":")[0] in FAILING
+        return self.status in FAILING
 
     @property
     def missed(self) -> str:
         """Why a requested gap was not reached; empty if it was, or if none was requested."""
-        return "" if self.failing else self.status.partition(": ")[2]
+        return "" if self.failing else self.reason
+
+    @property
+    def explained(self) -> str:
+        """The status, and the reason if there is one."""
+        return f"{self.status}: {self.reason}" if self.reason else self.status
+
+    def flat(self) -> tuple[Any, ...]:
+        """The fields in order, with `extra` as text, for tables."""
+        return (*self[:-1], json.dumps(self.extra) if self.extra else "")
 
     def check(self) -> Row:
         """Return this row; raises ValueError if it contradicts itself."""

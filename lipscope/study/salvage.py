@@ -32,13 +32,14 @@ _NUMBERS = struct.Struct("<4q6d")
 def row_checksum(record: Record) -> int:
     """CRC-32 of a row as it is stored, without the checksum; -1 if a type is wrong.
 
-    The seven texts as UTF-8, joined by NUL; then layer, head, n, sample as 64-bit integers and
+    The nine texts as UTF-8, joined by NUL; then layer, head, n, sample as 64-bit integers and
     value, lower, upper, residual, radius, seconds as doubles, little-endian, NaN where NULL.
     """
     try:
         probe, scope, layer, head, n, sample, kind, norm, *rest = record
-        value, lower, upper, residual, status, radius, dtype, device, seconds = rest
-        texts = zlib.crc32("\0".join((probe, scope, kind, norm, status, dtype, device)).encode())
+        value, lower, upper, residual, status, radius, dtype, device, seconds, *last = rest
+        words = (probe, scope, kind, norm, status, dtype, device, *last)
+        texts = zlib.crc32("\0".join(words).encode())
         numbers = _NUMBERS.pack(
             layer,
             head,
@@ -93,7 +94,7 @@ class Table(NamedTuple):
 ROWS = Table(
     name="rows",
     key=("probe", "scope", "layer", "head", "n", "sample", "kind", "norm"),
-    columns=18,
+    columns=20,
     checksum=row_checksum,
     valid=valid_row,
 )

@@ -6,7 +6,7 @@ import json
 import math
 import sqlite3
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -157,8 +157,16 @@ class Store:
         """The commands that made the study, in the order of their first run."""
         return parsed_commands(self.get(INFO, COMMANDS))
 
-    def write(self, rows: Iterable[Row], sensitivities: Iterable[Sensitivity] = ()) -> None:
-        """Store the rows of one job, replacing rows with the same keys; on disk when it returns."""
+    def write(
+        self,
+        rows: Iterable[Row],
+        sensitivities: Iterable[Sensitivity] = (),
+        records: Iterable[Record] = (),
+    ) -> None:
+        """Store the rows and records of one job, replacing those with the same keys.
+
+        They are on disk when it returns.
+        """
         stored = []
         for row in rows:
             record = _stored(row.check())
@@ -177,6 +185,7 @@ class Store:
                 for s in sensitivities
             )
             self._put(record for record in norms if valid_record(record))  # not those with NaN
+            self._put(records)
 
     def write_samples(self, samples: Iterable[SampleTokens]) -> None:
         """Store the tokens of the samples to be measured."""
@@ -197,9 +206,20 @@ class Store:
         rows = (_row(record) for record in self._read(ROWS))
         return sorted((row for row in rows if probe in (None, row.probe)), key=_place)
 
-    def done(self, probe: str) -> set[RowKey]:
-        """(scope, layer, head, n, sample) of every stored row of a probe that has not failed."""
-        return {row[1:6] for row in self.rows(probe) if not row.status.startswith(FAILED)}
+    def done(self, probe: str, settings: Mapping[str, Any] | None = None) -> set[RowKey]:
+        """(scope, layer, head, n, sample) of every place that a probe need not measure again.
+
+        Args:
+            probe: What `Row.probe` begins with.
+            settings: The settings in `Row.extra` with which the place was measured.
+        """
+        return {
+            row[1:6]
+            for row in self.rows()
+            if row.probe.startswith(probe)
+            and row.status != FAILED
+            and row.extra.get("settings", {}) == (settings or {})
+        }
 
     def sample(self, n: int, sample: int) -> SampleTokens | None:
         """The tokens of one sample; empty if it has none, None if they are lost."""
@@ -294,7 +314,7 @@ class Store:
         if command is not None:
             self.add_commands([command])
 
-    def _put(self, records: Iterable[tuple[str, str, str | bytes]]) -> None:
+    def _put(self, records: Iterable[Record]) -> None:
         for record in records:
             if not valid_record(record):
                 raise ValueError(f"a study cannot hold this record: {record[0]} {record[1]}")
@@ -374,18 +394,19 @@ def _stored(row: Row) -> Record:
         None if math.isnan(x) else float(x) + 0.0
         for x in (row.value, row.lower, row.upper, row.residual, row.radius, row.seconds)
     )
-    probe, scope, kind, norm, status, dtype, device = (
-        x.encode("utf-8", "backslashreplace").decode()
-        for x in (row.probe, row.scope, row.kind, row.norm, row.status, row.dtype, row.device)
+    words = (row.probe, row.scope, row.kind, row.norm, row.status, row.dtype, row.device)
+    probe, scope, kind, norm, status, dtype, device, reason = (
+        x.encode("utf-8", "backslashreplace").decode() for x in (*words, row.reason)
     )
     where = (probe, scope, layer, head, int(row.n), int(row.sample), kind, norm)
-    return (*where, value, lower, upper, residual, status, radius, dtype, device, seconds)
+    numbers = (value, lower, upper, residual, status, radius, dtype, device, seconds)
+    return (*where, *numbers, reason, json.dumps(row.extra))
 
 
 def _row(record: Record) -> Row:
     nan = math.nan
     probe, scope, layer, head, n, sample, kind, norm, value, lower, upper, residual, *rest = record
-    status, radius, dtype, device, seconds = rest
+    status, radius, dtype, device, seconds, reason, extra = rest
     return Row(
         probe=probe,
         scope=scope,
@@ -404,6 +425,8 @@ def _row(record: Record) -> Row:
         dtype=dtype,
         device=device,
         seconds=nan if seconds is None else seconds,
+        reason=reason,
+        extra=json.loads(extra),
     )
 
 

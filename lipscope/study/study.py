@@ -352,7 +352,7 @@ class Study:
         The last columns, the same in every row, say what was measured: frames of several studies
         can be concatenated.
         """
-        records = [(*row, *self.subject) for row in self.rows]
+        records = [(*row.flat(), *self.subject) for row in self.rows]
         return data_frame(records, [*COLUMNS, *SUBJECT_COLUMNS])
 
     def plot_heatmap(self, ax: Any = None, *, n: int | None = None) -> Any:

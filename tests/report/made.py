@@ -66,8 +66,8 @@ def grid(lengths=(8, 16, 32), layers=2, heads=2, samples=2) -> list[Row]:
     ]
 
 
-def failed(reason: str = "failed: out of <b>memory</b>") -> Row:
-    return row(value=math.nan, lower=0.0, upper=math.inf, status=reason)
+def failed(reason: str = "out of <b>memory</b>") -> Row:
+    return row(value=math.nan, lower=0.0, upper=math.inf, status="failed", reason=reason)
 
 
 def bounded(rows: list[Row], factors: dict[str, float]) -> list[Row]:

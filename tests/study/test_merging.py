@@ -110,7 +110,7 @@ def test_parts_that_differ_in_one_number_of_a_certificate_are_disputed(change, d
 
 
 def test_a_value_counts_before_a_failure_and_a_dispute_is_counted(tmp_path):
-    good, bad = row(value=2.0), row(value=2.0, status="failed: memory")._replace(value=float("nan"))
+    good, bad = row(value=2.0), row(value=2.0, status="failed")._replace(value=float("nan"))
     other = row(value=2.5)
     stores = []
     for rows in ([bad], [good], [other], [good]):

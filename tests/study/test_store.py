@@ -79,7 +79,7 @@ def test_the_database_itself_enforces_the_order_of_the_bounds(tmp_path):
 
 def test_writing_again_replaces_and_failed_rows_are_not_done(tmp_path):
     store = Store.create(tmp_path / "s", info())
-    store.write([row(value=math.nan, lower=0.0, upper=math.inf, status="failed: out of memory")])
+    store.write([row(value=math.nan, lower=0.0, upper=math.inf, status="failed")])
     assert store.done("sigma") == set()
     store.write([row(), row(layer=None, scope="model")])
     store.write([row(), row(layer=None, scope="model")])
