@@ -121,10 +121,8 @@ def translated(old: Flat) -> Flat:
         for before, after in table["keys"].items():
             key = re.sub(before, after, key)
         if key == "names" or key.startswith("help."):
-            new = {table["words"].get(word, word) for word in value} | set(
-                table["new"].get(key, ())
-            )
-            value = sorted(new - {""})
+            known = {table["words"].get(word, word) for word in value} - {""}
+            value = sorted(known | set(table["new"].get(key, ())))
         found[key] = value
         # A reason was once a part of the status, and rows had no field `extra`.
         if key.endswith(".status") and isinstance(value, str):

@@ -304,7 +304,7 @@ def run_jobs(
     engine: OpenEngine = nullcontext,
     shard: Shard | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> dict[Any, str]:
     """Run the jobs of a shard, in this process by `work` or on an engine, and store what they find.
 
     Args:
@@ -315,13 +315,15 @@ def run_jobs(
         engine: Opens the engine; None runs the jobs in this process.
         shard: The part of the jobs to run. Default: all.
         progress: Called with the work done and the total work.
+
+    Returns:
+        The reasons of jobs that failed.
     """
     jobs = [job for job in jobs if shard is None or shard.has(job.place)]
     with engine() if jobs else nullcontext() as running:
-        if running is None:
-            store_outcomes(run_in_process(work, jobs), store, jobs, store.info(), progress, work)
-        else:
-            store_outcomes(running.run(start, jobs), store, jobs, store.info(), progress)
+        outcomes = run_in_process(work, jobs) if running is None else running.run(start, jobs)
+        here = work if running is None else None
+        return store_outcomes(outcomes, store, jobs, store.info(), progress, here)
 
 
 def reopened(store: Store) -> Study:
@@ -339,15 +341,19 @@ def store_outcomes(
     info: StudyInfo,
     progress: Progress | None = None,
     work: Any = None,
-) -> None:
+) -> dict[Any, str]:
     """Store every outcome before the next one is requested.
 
     What is stored stays, whatever happens next; a KeyboardInterrupt passes with a note on how much
     that is and how to resume. Work in this process reports the progress of its current job.
+
+    Returns:
+        The reasons of jobs that failed.
     """
     total = sum(job.weight for job in jobs)
     done = 0.0
     kept = 0
+    failed: dict[Any, str] = {}
 
     def tell(share: float) -> None:
         if progress is not None:
@@ -364,6 +370,7 @@ def store_outcomes(
                 if failure is not None and job.fatal:
                     raise UserError(failure)
                 if failure is not None:
+                    failed[job] = failure
                     rows = job.failed_rows(failure, info.identity.dtype, info.about.device)
                 store.write(rows, sensitivities, records)
                 done = done + job.weight
@@ -377,6 +384,7 @@ def store_outcomes(
             "Run the same command again to resume."
         )
         raise
+    return failed
 
 
 def gap_of(gap: float | None, dtype: str) -> float | None:
