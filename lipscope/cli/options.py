@@ -49,7 +49,7 @@ Workers = Annotated[int, typer.Option(help="Number of worker processes on this m
 Cluster = Annotated[
     str | None,
     typer.Option(
-        metavar="ADDRESS|slurm:N|FILE", help="Workers elsewhere: tcp://host:port, a batch system."
+        metavar="ADDRESS|slurm:N", help="Workers elsewhere: tcp://host:port, a batch system."
     ),
 ]
 ShardOption = Annotated[

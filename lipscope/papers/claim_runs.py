@@ -19,7 +19,7 @@ from lipscope._types import UserError
 from lipscope.papers.claims import Claim, NotAvailable, Numbers
 from lipscope.papers.setting import Setting
 from lipscope.study.jobs import Outcome
-from lipscope.study.records import About, Identity, StudyInfo, record_of
+from lipscope.study.records import Description, Fingerprint, StudyHeader, record_of
 from lipscope.study.store import Store
 from lipscope.study.validation import CLAIM
 
@@ -27,9 +27,9 @@ PAGE = "reproduce.html"
 MISSING = "needs: "
 """Begins the failure of a claim without something that the user must bring."""
 
-INFO = StudyInfo(
-    record_of(Identity, {"weights": "claims of two papers"}),
-    record_of(About, {"model": "claims of two papers", "command": "lipscope reproduce"}),
+INFO = StudyHeader(
+    record_of(Fingerprint, {"weights": "claims of two papers"}),
+    record_of(Description, {"model": "claims of two papers", "command": "lipscope reproduce"}),
 )
 """Claims have models and texts of their own: the identity of the store only says what it is."""
 

@@ -122,8 +122,8 @@ def reproduce_papers(
         device: The device for large runs.
         seed: Seed of everything random.
         workers: Number of worker processes on this machine; 1 runs claims in this process.
-        cluster: Workers on other machines: the address of a dask scheduler, a batch system and a
-            number of its jobs ("slurm:64"); see docs/scaling.md.
+        cluster: Workers on other machines: the address of a dask scheduler, or a batch system and
+            a number of its jobs ("slurm:64"); see docs/scaling.md.
         shard: (k, N): run only the k-th of N parts of the claims, k from 1.
         out: Directory for the numbers and for `reproduce.html`; repeat the call to resume.
         progress: Called with the number of claims done and their total.

@@ -16,7 +16,7 @@ from lipscope._types import UserError
 from lipscope.models.scopes import WITHOUT_ROUTE
 from lipscope.report.formats import counted, digits, exponent_range, interval
 from lipscope.study.growth import MIN_LENGTHS, Growth
-from lipscope.study.records import BUDGET, Identity, Row
+from lipscope.study.records import BUDGET, Fingerprint, Row
 from lipscope.study.study import Study, Token
 
 TOP_TOKENS = 3
@@ -202,7 +202,7 @@ def apart(ratio: float) -> str:
     return f"{_rounded_up(percent)} %" if ratio < 1.5 else f"a factor {ratio:.4g}"
 
 
-def _remedy(identity: Identity) -> str:
+def _remedy(identity: Fingerprint) -> str:
     """What to try for an upper bound; empty if --gap was given, as the rows say why it failed."""
     if identity.dtype != "float64":
         return "; an upper bound needs --dtype float64"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lipscope._files import claim_folder, kind_of, remove_drafts, require_plain
 from lipscope._types import UserError
-from lipscope.study.records import Identity
+from lipscope.study.records import Fingerprint
 from lipscope.study.salvage import is_damage
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ _WHAT_DIFFERS = {
 }
 
 
-def require_parts(first: Identity, other: Identity, one: Path, two: Path) -> None:
+def require_parts(first: Fingerprint, other: Fingerprint, one: Path, two: Path) -> None:
     """Raise UserError if two studies differ in what decides a number: they are no parts of one."""
     for name in first.differences(other)[:1]:
         what = _WHAT_DIFFERS.get(name)
@@ -370,7 +370,7 @@ def _not_ours(directory: Path) -> UserError:
     return UserError(f"{directory} is not a study: its {FILE} was not written by lipscope")
 
 
-def require_same(kept: Identity, asked: Identity, directory: Path) -> None:
+def require_same(kept: Fingerprint, asked: Fingerprint, directory: Path) -> None:
     """Raise UserError if the stored study and the requested one differ in what decides a number."""
     differences = kept.differences(asked)
     if not differences:

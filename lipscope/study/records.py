@@ -126,7 +126,7 @@ RowKey = tuple[str, int | None, int | None, int, int]
 
 
 @dataclass(frozen=True)
-class Identity:
+class Fingerprint:
     """Everything, besides a row's own columns, that determines its number; one per study."""
 
     weights: str
@@ -142,13 +142,13 @@ class Identity:
     numeric_version: int
     gap: float | None = None
 
-    def differences(self, other: Identity) -> list[str]:
+    def differences(self, other: Fingerprint) -> list[str]:
         """Names of the fields in which two identities differ."""
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
 
 
 @dataclass(frozen=True)
-class About:
+class Description:
     """The description of a study for its readers; nothing here affects a number."""
 
     model: str
@@ -167,11 +167,11 @@ class About:
 
 
 @dataclass(frozen=True)
-class StudyInfo:
+class StudyHeader:
     """Identity and description of a study."""
 
-    identity: Identity
-    about: About
+    identity: Fingerprint
+    about: Description
 
 
 _EMPTY: dict[str, tuple[tuple[type, ...], Any]] = {
@@ -187,7 +187,7 @@ _EMPTY: dict[str, tuple[tuple[type, ...], Any]] = {
 
 
 def well_typed(kind: type[Any], facts: Any) -> bool:
-    """Whether facts are a dict whose known fields have the types of an Identity or About."""
+    """Whether facts are a dict whose fields have the types of a Fingerprint or Description."""
     # type(x), not isinstance: True is an int, and no number of layers.
     return isinstance(facts, dict) and all(
         type(facts[f.name]) in _EMPTY[str(f.type)][0] for f in fields(kind) if f.name in facts
@@ -195,7 +195,7 @@ def well_typed(kind: type[Any], facts: Any) -> bool:
 
 
 def record_of(kind: type[T], facts: Any) -> T:
-    """An Identity or About from facts that may lack fields, hold unknown ones, or be lost."""
+    """A Fingerprint or Description from facts that may lack fields, or be lost."""
     known = facts if isinstance(facts, dict) else {}
     empty = {f.name: _EMPTY[str(f.type)][1] for f in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: known.get(name, value) for name, value in empty.items()})

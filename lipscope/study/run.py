@@ -39,7 +39,7 @@ from lipscope.study.jobs import (
 from lipscope.study.probe import Place, Probe, Sigma
 from lipscope.study.ranks import RankEngine, open_rank_engine
 from lipscope.study.reading import FixedInputs, SampledText, Text, read, sample_tokens
-from lipscope.study.records import About, Identity, StudyInfo
+from lipscope.study.records import Description, Fingerprint, StudyHeader
 from lipscope.study.sharding import Shard, check_shard
 from lipscope.study.store import Store
 from lipscope.study.study import Study
@@ -108,8 +108,8 @@ def measure(
             reach the gap says why in its status.
         seed: Seed for drawing samples and for the solver's random starts.
         workers: Number of worker processes on this machine; 1 measures in this process.
-        cluster: Workers on other machines: the address of a dask scheduler, a batch system and a
-            number of its jobs ("slurm:64"), or a YAML file; see docs/scaling.md.
+        cluster: Workers on other machines: the address of a dask scheduler, or a batch system and
+            a number of its jobs ("slurm:64"); see docs/scaling.md.
         shard: (k, N): measure only the k-th of N parts of the study, k from 1. `lipscope merge`
             or :func:`merge` joins them.
         out: Directory to save the study in; repeat the same call to resume an interrupted run.
@@ -255,7 +255,7 @@ def run(
     sigma = probes[0]
     assert isinstance(sigma, Sigma)
     request, trial = _request(model, inputs, layers, heads, probes)
-    identity = Identity(
+    identity = Fingerprint(
         weights=model.card.weights,
         config=config_digest(model),
         revision=model.card.revision or "",
@@ -271,7 +271,7 @@ def run(
     )
     line = _line(verb, model, inputs, request, identity, options)
     command = Command(verb=verb, line=line, asked=request, probe_prefix=probes[-1].name)
-    info = StudyInfo(identity, describe(model, inputs.name, inputs.tokens, line, SCOPES))
+    info = StudyHeader(identity, describe(model, inputs.name, inputs.tokens, line, SCOPES))
     store = Store.create(None if out is None else Path(out), info, command)
     by_name = {probe.name: probe for probe in probes}
     work = ProbeWork(model, inputs, by_name, surveyed=(request.groups[0], trial))
@@ -338,7 +338,7 @@ def store_outcomes(
     outcomes: Generator[Outcome],
     store: Store,
     jobs: Sequence[Any],
-    info: StudyInfo,
+    info: StudyHeader,
     progress: Progress | None = None,
     work: Any = None,
 ) -> dict[Any, str]:
@@ -474,10 +474,12 @@ def _request(
     return Request(groups=groups, layers=tuple(chosen), heads=numbers, scopes=scopes), trial
 
 
-def describe(model: Model, text: str, tokens: int, line: str, scopes: Mapping[str, Scope]) -> About:
+def describe(
+    model: Model, text: str, tokens: int, line: str, scopes: Mapping[str, Scope]
+) -> Description:
     """The description of a study for its readers."""
     card = model.card
-    return About(
+    return Description(
         model=card.name,
         architecture=card.architecture,
         layers=model.layers,
@@ -523,7 +525,7 @@ def _line(
     model: Model,
     inputs: SampledText | FixedInputs,
     request: Request,
-    identity: Identity,
+    identity: Fingerprint,
     own: Mapping[str, object] | None,
 ) -> str:
     """The command line of a study; other commands than measure fix what their options lack."""

@@ -29,13 +29,13 @@ from lipscope.study.jobs import Command, command_lines
 from lipscope.study.records import (
     COLUMNS,
     FAILED,
-    About,
-    Identity,
+    Description,
+    Fingerprint,
     Row,
     RowKey,
     SampleTokens,
     Sensitivity,
-    StudyInfo,
+    StudyHeader,
     record_of,
 )
 from lipscope.study.salvage import RECORDS, ROWS, Record, Table, record_checksum, row_checksum
@@ -87,7 +87,7 @@ class Store:
     def create(
         cls,
         directory: Path | None,
-        info: StudyInfo,
+        info: StudyHeader,
         command: Command | None = None,
         noun: str = "a study",
         marks: Collection[str] = (),
@@ -136,12 +136,12 @@ class Store:
         if self._lock is not None:
             self._lock.release()
 
-    def info(self) -> StudyInfo:
+    def info(self) -> StudyHeader:
         """Identity and description of the study; what is lost is unknown, 0 or empty."""
-        identity = record_of(Identity, _parsed(self.get(INFO, IDENTITY)))
-        about = record_of(About, _parsed(self.get(INFO, ABOUT)))
+        identity = record_of(Fingerprint, _parsed(self.get(INFO, IDENTITY)))
+        about = record_of(Description, _parsed(self.get(INFO, ABOUT)))
         lines = command_lines(self.commands())
-        return StudyInfo(identity, replace(about, command="\n".join(lines) or about.command))
+        return StudyHeader(identity, replace(about, command="\n".join(lines) or about.command))
 
     def add_commands(self, commands: Iterable[Command]) -> None:
         """Note commands that add to the study; each once, however often it is run."""
@@ -291,7 +291,7 @@ class Store:
             self._lost[table.name] = names
         return found.intact
 
-    def _prepare(self, info: StudyInfo, command: Command | None) -> None:
+    def _prepare(self, info: StudyHeader, command: Command | None) -> None:
         """Create the tables of a new study, or check that the existing one is the same."""
         if self._db.execute("PRAGMA page_count").fetchone()[0] == 0:
             facts = {

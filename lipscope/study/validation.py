@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from lipscope.study.jobs import Command
-from lipscope.study.records import BUDGET, FAILING, WORST_CASE, About, Identity, well_typed
+from lipscope.study.records import BUDGET, FAILING, WORST_CASE, Description, Fingerprint, well_typed
 
 INFO = "info"
 TOKENS = "tokens"
@@ -93,7 +93,7 @@ def parsed_commands(value: Any) -> list[Command]:
 def _identity(key: str, value: str | bytes) -> bool:
     facts = json.loads(value)
     return (
-        well_typed(Identity, facts)
+        well_typed(Fingerprint, facts)
         and _texts(facts, MOST_NAME)
         and facts.get("tol", 0) >= 0
         and (facts.get("gap") is None or facts["gap"] >= 0)
@@ -107,7 +107,7 @@ def _about(key: str, value: str | bytes) -> bool:
     counts = {"layers": MOST_PLACES, "heads": MOST_PLACES, "text_tokens": MOST_SAMPLES}
     tables = [facts.get(name, {}) for name in ("scopes", "versions")]
     return (
-        well_typed(About, facts)
+        well_typed(Description, facts)
         and _texts(facts, MOST_TEXT)
         and all(_is_whole(facts.get(name, 0), 0, most) for name, most in counts.items())
         and 0 <= facts.get("confidence", 0) <= 1

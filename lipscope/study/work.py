@@ -22,7 +22,7 @@ from lipscope.models.sites import Survey
 from lipscope.study.jobs import GROUPED_TOKENS, Group, Job, Outcome
 from lipscope.study.probe import Place, Probe
 from lipscope.study.reading import FixedInputs, SampledText
-from lipscope.study.records import Identity, Row, Sensitivity
+from lipscope.study.records import Fingerprint, Row, Sensitivity
 
 NUMERIC_VERSION = 4
 """Incremented whenever the same inputs give different numbers: a study never mixes two versions."""
@@ -71,7 +71,7 @@ class ProbeWork:
 def start_probes(
     card: Card,
     inputs: SampledText | FixedInputs,
-    identity: Identity,
+    identity: Fingerprint,
     probes: Mapping[str, Probe],
     threads: int,
 ) -> ProbeWork:
@@ -87,7 +87,7 @@ def portable(card: Card) -> Card:
     return replace(card, name=str(Path(card.name).absolute())) if is_path else card
 
 
-def load_same(card: Card, identity: Identity, head: bool = False) -> Model:
+def load_same(card: Card, identity: Fingerprint, head: bool = False) -> Model:
     """The model of a study, on a worker; raises UserError if it is not the same there."""
     if identity.numeric_version != NUMERIC_VERSION:
         raise UserError("the worker has another version of lipscope; install the same everywhere")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lipscope.study.records import COLUMNS, Identity
+from lipscope.study.records import COLUMNS, Fingerprint
 from tests.study.fakes import IDENTITY, row
 
 
@@ -39,5 +39,5 @@ def test_an_impossible_row_is_refused(changes):
 
 def test_identity_names_its_differences():
     assert IDENTITY.differences(IDENTITY) == []
-    changed = Identity(**{**vars(IDENTITY), "tol": 1e-3, "text": "y"})
+    changed = Fingerprint(**{**vars(IDENTITY), "tol": 1e-3, "text": "y"})
     assert IDENTITY.differences(changed) == ["text", "tol"]

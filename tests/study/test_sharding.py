@@ -47,9 +47,11 @@ def test_shards_are_about_equal_and_the_same_in_every_process():
     assert sum(sizes.values()) == 2400 and all(220 < size < 380 for size in sizes.values())
     code = (
         "from lipscope.study.jobs import Job; from lipscope.study.sharding import Shard;"
-        "print([k for k in range(1, 100) if Shard(k, 99).has(Job(8, (0,), 3, ('model',), ()))])"
+        "job = Job(8, (0,), 3, ('model',), ());"
+        "print([k for k in range(1, 100) if Shard(k, 99).has(job.place)])"
     )
-    here = [k for k in range(1, 100) if Shard(k, 99).has(Job(8, (0,), 3, ("heads",), (1,)))]
+    job = Job(8, (0,), 3, ("heads",), (1,))
+    here = [k for k in range(1, 100) if Shard(k, 99).has(job.place)]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(here)
 

@@ -28,10 +28,10 @@ from lipscope.study.records import (
     BUDGET,
     OBSERVED,
     WORST_CASE,
-    About,
-    Identity,
+    Description,
+    Fingerprint,
     Row,
-    StudyInfo,
+    StudyHeader,
     record_of,
 )
 from lipscope.study.run import describe
@@ -223,7 +223,7 @@ def _no_tolerance(state: int, format: str) -> Tolerance:
     )
 
 
-def budget_header(subject: Subject, seed: int, line: str, durable: bool) -> StudyInfo:
+def budget_header(subject: Subject, seed: int, line: str, durable: bool) -> StudyHeader:
     """Identity and description of a study of budgets.
 
     Raises:
@@ -236,15 +236,15 @@ def budget_header(subject: Subject, seed: int, line: str, durable: bool) -> Stud
                 f"{subject.name} is not a transformers model, so a study cannot tell it from "
                 "others; omit out"
             )
-        identity = record_of(Identity, {})
-        return StudyInfo(identity, record_of(About, {"model": subject.name}))
+        identity = record_of(Fingerprint, {})
+        return StudyHeader(identity, record_of(Description, {"model": subject.name}))
     contents = [
         ids.tolist()
         if isinstance(ids, Tensor)
         else {name: x.tolist() for name, x in sorted(ids.arguments.items())}
         for ids in subject.sequences
     ]
-    identity = Identity(
+    identity = Fingerprint(
         weights=model.card.weights,
         config=config_digest(model),
         revision=model.card.revision or "",
@@ -258,4 +258,4 @@ def budget_header(subject: Subject, seed: int, line: str, durable: bool) -> Stud
         numeric_version=NUMERIC_VERSION,
     )
     text = f"{len(subject.sequences)} sequences"
-    return StudyInfo(identity, describe(model, text, subject.tokens, line, {}))
+    return StudyHeader(identity, describe(model, text, subject.tokens, line, {}))

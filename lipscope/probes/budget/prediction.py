@@ -53,7 +53,7 @@ from lipscope.probes.budget.subject import (
 from lipscope.study.clusters import check_engine
 from lipscope.study.jobs import Command, Outcome, Request
 from lipscope.study.reading import text_option
-from lipscope.study.records import BUDGET, Identity, Row
+from lipscope.study.records import BUDGET, Fingerprint, Row
 from lipscope.study.run import OpenEngine, command_line, engine_for, run_jobs
 from lipscope.study.sharding import check_shard
 from lipscope.study.store import Store
@@ -303,7 +303,7 @@ class BudgetWork:
 
 def start_budget(
     card: Card,
-    identity: Identity,
+    identity: Fingerprint,
     sequences: Sequence[Sample],
     formats: Sequence[str],
     settings: Settings,
