@@ -20,6 +20,7 @@ from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
 from lipscope.papers import registry
 from lipscope.papers.claim_runs import (
+    INFO,
     MISSING,
     PAGE,
     ClaimJob,
@@ -165,6 +166,7 @@ def reproduce_papers(
             partial(start_claims, __version__, registry.claims, setting.options),
             [ClaimJob(claim.id, group_of(claim)) for claim in missing],
             store,
+            INFO,
             engine=partial(open_engine, workers, cluster),
             progress=progress,
         )

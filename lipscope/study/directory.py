@@ -37,6 +37,8 @@ LOCK = "study.lock"
 JOURNAL = f"{FILE}-journal"
 APPLICATION_ID = 0x4C495053  # "LIPS" in the file header: this database is a study
 SCHEMA_VERSION = 3
+OLDEST = 2
+"""The schemas that are written, and read."""
 
 # Two tables: the numbers, with typed columns for anyone who opens the file, and everything else by
 # kind and key. "No layer" and "no head" are -1, because in a unique index every NULL differs. Both
@@ -112,9 +114,16 @@ def connect_to_read(directory: Path) -> tuple[sqlite3.Connection, bool]:
         db = _connected(path, "mode=ro")
         try:
             db.execute("PRAGMA query_only = 1")
-            patiently(lambda: require_study(db, directory))
-            if patiently(lambda: has_our_schema(db)):
+            version = patiently(lambda: require_study(db, directory, OLDEST))
+            if version == SCHEMA_VERSION and patiently(lambda: has_our_schema(db)):
                 return db, True
+            if version == OLDEST:
+                if not patiently(lambda: has_our_schema(db, OLDEST)):
+                    raise UserError(f"{directory} is damaged: it has not the tables of a study")
+                if path.stat().st_size > MOST_COPIED:
+                    raise _too_large(path, directory, MOST_COPIED)
+                with closing(db):
+                    return _copied(db), True
         except BaseException:
             db.close()
             raise
@@ -156,10 +165,10 @@ def create_tables(db: sqlite3.Connection) -> None:
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-def has_our_schema(db: sqlite3.Connection) -> bool:
+def has_our_schema(db: sqlite3.Connection, version: int = SCHEMA_VERSION) -> bool:
     """Whether a database has the tables of a study and nothing else: no view, no trigger."""
     try:
-        return _schema(db) == _our_schema()
+        return _schema(db) == _our_schema(version)
     except sqlite3.DatabaseError as error:
         if is_damage(error):
             return False
@@ -289,9 +298,25 @@ def _schema(db: sqlite3.Connection) -> list[tuple[object, ...]]:
 
 
 @cache
-def _our_schema() -> list[tuple[object, ...]]:
+def _our_schema(version: int) -> list[tuple[object, ...]]:
     with closing(_fresh()) as db:
-        return _schema(db)
+        ours = _schema(db)
+    added = "\n    reason TEXT NOT NULL, extra TEXT NOT NULL,"
+    return ours if version > OLDEST else [_without(added, entry) for entry in ours]
+
+
+def _without(part: str, entry: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(x.replace(part, "") if isinstance(x, str) else x for x in entry)
+
+
+def _copied(old: sqlite3.Connection) -> sqlite3.Connection:
+    """A study of the oldest schema in today's form, in memory."""
+    # Late: it reads tables, which this file is for opening.
+    from lipscope.study.schema2 import copy_rows
+
+    new = _fresh()
+    copy_rows(old, new)
+    return new
 
 
 def _fresh(page: int = 4096) -> sqlite3.Connection:
@@ -338,8 +363,8 @@ def patiently(read: Callable[[], T]) -> T:
     return read()
 
 
-def require_study(db: sqlite3.Connection, directory: Path) -> None:
-    """Raise UserError unless the database is a study that this version can read."""
+def require_study(db: sqlite3.Connection, directory: Path, oldest: int = SCHEMA_VERSION) -> int:
+    """The schema of a study; raises UserError unless it is one that this version can use."""
     application, version = (
         db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )
@@ -350,11 +375,17 @@ def require_study(db: sqlite3.Connection, directory: Path) -> None:
             f"{directory} was written by a newer lipscope (schema {version}, this one reads "
             f"{SCHEMA_VERSION}); update lipscope"
         )
-    if version < SCHEMA_VERSION:
-        raise UserError(
-            f"{directory} was written by an older lipscope (schema {version}, this one reads "
-            f"{SCHEMA_VERSION}); export it with that one, or measure again"
+    if version < oldest:
+        remedy = (
+            f"`lipscope merge NEW {directory}` writes a copy that can be resumed"
+            if version == OLDEST
+            else "export it with that one, or measure again"
         )
+        raise UserError(
+            f"{directory} was written by an older lipscope (schema {version}, this one writes "
+            f"{SCHEMA_VERSION}); {remedy}"
+        )
+    return int(version)
 
 
 def _too_large(path: Path, directory: Path, most: int) -> UserError:

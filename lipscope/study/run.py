@@ -41,7 +41,7 @@ from lipscope.study.ranks import RankEngine, open_rank_engine
 from lipscope.study.reading import FixedInputs, SampledText, Text, read, sample_tokens
 from lipscope.study.records import Description, Fingerprint, StudyHeader
 from lipscope.study.sharding import Shard, check_shard
-from lipscope.study.store import Store
+from lipscope.study.store import Kept, Store
 from lipscope.study.study import Study
 from lipscope.study.work import (
     NUMERIC_VERSION,
@@ -197,7 +197,9 @@ def engine_for(model: Model, workers: int, cluster: str | None) -> OpenEngine:
         raise UserError(
             "a live module can only be measured in this process; use workers=1, or give its path"
         )
-    return open_rank_engine() or partial(open_engine, workers, cluster)
+    if workers == 1 and cluster is None:
+        return open_rank_engine() or nullcontext
+    return partial(open_engine, workers, cluster)
 
 
 def read_inputs(
@@ -288,7 +290,7 @@ def run(
         pairs = ((job.n, sample) for job in jobs for sample in job.samples)
         store.write_samples(sample_tokens(model, inputs, pairs))
         start = partial(start_probes, portable(model.card), inputs, identity, by_name)
-        run_jobs(work, start, jobs, store, engine=engine, shard=shard, progress=progress)
+        run_jobs(work, start, jobs, store, info, engine=engine, shard=shard, progress=progress)
     except BaseException:
         store.close()
         raise
@@ -297,9 +299,10 @@ def run(
 
 def run_jobs(
     work: Any,
-    start: Start,
+    start: Start | None,
     jobs: Sequence[Any],
-    store: Store,
+    store: Store | Kept,
+    info: StudyHeader | None,
     *,
     engine: OpenEngine = nullcontext,
     shard: Shard | None = None,
@@ -309,9 +312,10 @@ def run_jobs(
 
     Args:
         work: Does a job in this process; reports its progress to `work.report`.
-        start: Sets up the same work on a worker.
+        start: Sets up the same work on a worker; None if there is no engine.
         jobs: The jobs.
         store: Where the rows and records go.
+        info: The header of the study; None if all errors end the run.
         engine: Opens the engine; None runs the jobs in this process.
         shard: The part of the jobs to run. Default: all.
         progress: Called with the work done and the total work.
@@ -321,9 +325,11 @@ def run_jobs(
     """
     jobs = [job for job in jobs if shard is None or shard.has(job.place)]
     with engine() if jobs else nullcontext() as running:
-        outcomes = run_in_process(work, jobs) if running is None else running.run(start, jobs)
-        here = work if running is None else None
-        return store_outcomes(outcomes, store, jobs, store.info(), progress, here)
+        if running is None:
+            outcomes = run_in_process(work, jobs)
+            return store_outcomes(outcomes, store, jobs, info, progress, work)
+        assert start is not None
+        return store_outcomes(running.run(start, jobs), store, jobs, info, progress)
 
 
 def reopened(store: Store) -> Study:
@@ -336,9 +342,9 @@ def reopened(store: Store) -> Study:
 
 def store_outcomes(
     outcomes: Generator[Outcome],
-    store: Store,
+    store: Store | Kept,
     jobs: Sequence[Any],
-    info: StudyHeader,
+    info: StudyHeader | None,
     progress: Progress | None = None,
     work: Any = None,
 ) -> dict[Any, str]:
@@ -371,6 +377,7 @@ def store_outcomes(
                     raise UserError(failure)
                 if failure is not None:
                     failed[job] = failure
+                    assert info is not None
                     rows = job.failed_rows(failure, info.identity.dtype, info.about.device)
                 store.write(rows, sensitivities, records)
                 done = done + job.weight

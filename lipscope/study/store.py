@@ -59,6 +59,30 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 
+class Kept:
+    """Records in memory, in place of a study that is not saved."""
+
+    directory = None
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str], Any] = {}
+
+    def write(self, rows: Any, sensitivities: Any = (), records: Iterable[Record] = ()) -> None:
+        """Keep the records of one job; rows are for exports."""
+        self._records |= {(kind, key): value for kind, key, value in records}
+
+    def get(self, kind: str, key: str) -> Any:
+        """The value of one record, or None if there is none."""
+        return self._records.get((kind, key))
+
+    def records(self, kind: str) -> list[tuple[str, Any]]:
+        """(key, value) of all records of a kind."""
+        return [(key, value) for (its, key), value in self._records.items() if its == kind]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Store:
     """Reads a study and, in the process that holds the lock, writes it.
 
@@ -79,6 +103,7 @@ class Store:
         self.directory = directory
         self._lost: dict[str, list[str]] = {}
         self._lost_keys: set[Record] = set()
+        self._new = False
         self._without_index: dict[Record, Any] | None = None  # the records, see `get`
         if not as_written:
             self._lost["schema"] = ["the schema"]
@@ -167,6 +192,7 @@ class Store:
 
         They are on disk when it returns.
         """
+        self._new = False
         stored = []
         for row in rows:
             record = _stored(row.check())
@@ -213,9 +239,10 @@ class Store:
             probe: What `Row.probe` begins with.
             settings: The settings in `Row.extra` with which the place was measured.
         """
+        # A study that was just created has no rows.
         return {
             row[1:6]
-            for row in self.rows()
+            for row in ([] if self._new else self.rows())
             if row.probe.startswith(probe)
             and row.status != FAILED
             and row.extra.get("settings", {}) == (settings or {})
@@ -299,6 +326,7 @@ class Store:
                 ABOUT: json.dumps(asdict(info.about)),
                 COMMANDS: _listed([] if command is None else [command]),
             }
+            self._new = True
             with self._transaction():
                 create_tables(self._db)
                 self._put((INFO, name, fact) for name, fact in facts.items())

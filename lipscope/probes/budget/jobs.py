@@ -28,14 +28,12 @@ from lipscope.study.records import (
     BUDGET,
     OBSERVED,
     WORST_CASE,
-    Description,
     Fingerprint,
     Row,
     StudyHeader,
-    record_of,
 )
 from lipscope.study.run import describe
-from lipscope.study.store import Store
+from lipscope.study.store import Kept, Store
 from lipscope.study.study import Study
 from lipscope.study.work import NUMERIC_VERSION, config_digest
 
@@ -182,7 +180,7 @@ def assemble(
     )
 
 
-def stored_parts(store: Store) -> dict[Settings, dict[str, dict[int, Part]]]:
+def stored_parts(store: Store | Kept) -> dict[Settings, dict[str, dict[int, Part]]]:
     """The parts in a study, by settings, format and sequence."""
     found: dict[Settings, dict[str, dict[int, Part]]] = {}
     for key, text in store.records(BUDGET):
@@ -192,7 +190,7 @@ def stored_parts(store: Store) -> dict[Settings, dict[str, dict[int, Part]]]:
     return found
 
 
-def stored_worst(store: Store, metric: str) -> dict[str, float]:
+def stored_worst(store: Store | Kept, metric: str) -> dict[str, float]:
     """The worst cases in a study, by format."""
     every = ((*json.loads(key), json.loads(value)) for key, value in store.records(WORST_CASE))
     return {format: value for its, format, value in every if its == metric}
@@ -223,21 +221,14 @@ def _no_tolerance(state: int, format: str) -> Tolerance:
     )
 
 
-def budget_header(subject: Subject, seed: int, line: str, durable: bool) -> StudyHeader:
-    """Identity and description of a study of budgets.
-
-    Raises:
-        UserError: If the study is to be kept, and cannot tell the model from others.
-    """
+def budget_header(subject: Subject, seed: int, line: str) -> StudyHeader:
+    """Identity and description of a study of budgets; raises UserError if the model has none."""
     model = subject.model
     if model is None:
-        if durable:
-            raise UserError(
-                f"{subject.name} is not a transformers model, so a study cannot tell it from "
-                "others; omit out"
-            )
-        identity = record_of(Fingerprint, {})
-        return StudyHeader(identity, record_of(Description, {"model": subject.name}))
+        raise UserError(
+            f"{subject.name} is not a transformers model, so a study or a worker cannot tell it "
+            "from others; omit out and workers"
+        )
     contents = [
         ids.tolist()
         if isinstance(ids, Tensor)

@@ -56,7 +56,7 @@ from lipscope.study.reading import text_option
 from lipscope.study.records import BUDGET, Fingerprint, Row
 from lipscope.study.run import OpenEngine, command_line, engine_for, run_jobs
 from lipscope.study.sharding import check_shard
-from lipscope.study.store import Store
+from lipscope.study.store import Kept, Store
 from lipscope.study.work import load_same, portable
 
 PROBES = 16
@@ -158,32 +158,35 @@ def error_budget(
     subject = read_subject(
         model, text, inputs=inputs, head=measure.head, length=length, samples=samples
     )
-    if subject.model is None and (workers > 1 or cluster is not None):
-        raise UserError(f"{subject.name} is not a transformers model; use workers=1")
     settings = Settings(
         metric=measure.name, probes=probes, embeddings=embeddings, observe=observe, seed=seed
     )
     names = [f.name for f in wanted]
-    line = _line(subject, text, settings, names, length, samples, worst)
-    header = budget_header(subject, seed, line, durable=out is not None)
-    # A budget has no jobs by layer and length; its line is noted, each different one once.
-    empty = Request(groups=(), layers=(), heads={}, scopes=())
-    command = Command(verb="budget", line=line, asked=empty, probe_prefix=f"{BUDGET} {line}")
-    store = Store.create(None if out is None else Path(out), header, command)
     work = BudgetWork(subject, wanted, measure, settings, with_rows=out is not None)
-    engine: OpenEngine = nullcontext
+    store: Store | Kept = Kept()
+    header: Any = None
     start: Any = None
-    if subject.model is not None:
+    engine: OpenEngine = nullcontext
+    if out is not None or workers > 1 or cluster is not None:
+        line = _line(subject, text, settings, names, length, samples, worst)
+        header = budget_header(subject, seed, line)
+        assert subject.model is not None
         engine = engine_for(subject.model, workers, cluster)
-        card = portable(subject.model.card)
         cpu = [x.cpu() if isinstance(x, Tensor) else x for x in subject.sequences]
-        start = partial(start_budget, card, header.identity, cpu, names, settings, work.with_rows)
+        given = (portable(subject.model.card), header.identity, cpu, names, settings)
+        start = partial(start_budget, *given, work.with_rows)
+    if out is not None:
+        # A budget has no jobs by layer and length; its line is noted, each different one once.
+        empty = Request(groups=(), layers=(), heads={}, scopes=())
+        command = Command(verb="budget", line=line, asked=empty, probe_prefix=f"{BUDGET} {line}")
+        store = Store.create(Path(out), header, command)
     try:
         run_jobs(
             work,
             start,
             _jobs(store, subject, wanted, settings, worst),
             store,
+            header,
             engine=engine,
             shard=None if shard is None else check_shard(shard),
             progress=progress,
@@ -232,7 +235,7 @@ def _line(
 
 
 def _jobs(
-    store: Store, subject: Subject, wanted: list[Format], settings: Settings, worst: bool
+    store: Store | Kept, subject: Subject, wanted: list[Format], settings: Settings, worst: bool
 ) -> list[BudgetJob]:
     """What the study lacks: the formats of each sequence, then the worst cases."""
     jobs = []
