@@ -121,15 +121,21 @@ def translated(old: Flat) -> Flat:
         for before, after in table["keys"].items():
             key = re.sub(before, after, key)
         if key == "names" or key.startswith("help."):
-            value = sorted({table["words"].get(word, word) for word in value} - {""})
+            known = {table["words"].get(word, word) for word in value} - {""}
+            value = sorted(known | set(table["new"].get(key, ())))
         if key:
             found[key] = value
+        # A reason was once a part of the status, and rows had no field `extra`.
+        if key.endswith(".status") and isinstance(value, str):
+            found[key], _, reason = value.partition(": ")
+            found[key.removesuffix("status") + "reason"] = reason
     return found
 
 
 def compare(old: Flat, new: Flat) -> list[str]:
     """A line for every value that differs, is missing or is new."""
     absent = "(absent)"
+    new = {key: value for key, value in new.items() if ".extra" not in key or key in old}
     pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
     return [f"{key}: {a} -> {b}" for key, (a, b) in pairs.items() if a != b]
 

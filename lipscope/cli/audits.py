@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from lipscope._types import UserError
 from lipscope.cli.options import (
     AsJson,
+    Cluster,
     Column,
     Device,
     Layers,
@@ -18,9 +18,12 @@ from lipscope.cli.options import (
     RandomInit,
     Revision,
     Seed,
+    ShardOption,
     StudyOut,
     Texts,
     Tokenizer,
+    Workers,
+    check_parallel,
 )
 from lipscope.cli.studies import write_page
 from lipscope.cli.terminal import numbers, progress, read_texts, show_json, show_table, warn
@@ -48,6 +51,9 @@ def bounds(
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="float64 is most accurate.")] = "float64",
     seed: Seed = 0,
+    workers: Workers = 1,
+    cluster: Cluster = None,
+    shard: ShardOption = None,
     out: StudyOut = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -57,6 +63,7 @@ def bounds(
     where = numbers("layers", layers)
     words = read_texts(text, column, quiet)
     with progress(quiet=quiet) as report:
+        part = check_parallel(workers, cluster, shard)  # before a model is loaded
         from lipscope.models.loading import load
         from lipscope.probes.bounds import audit_model
         from lipscope.report.bounds import bound_summary
@@ -76,6 +83,9 @@ def bounds(
             where,
             radius=radius,
             seed=seed,
+            workers=workers,
+            cluster=cluster,
+            shard=part,
             out=out,
             progress=report,
         )
@@ -107,9 +117,10 @@ def attack(
     device: Device = None,
     dtype: Dtype = None,
     seed: Seed = 0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory to save the results in.")
-    ] = None,
+    workers: Workers = 1,
+    cluster: Cluster = None,
+    shard: ShardOption = None,
+    out: StudyOut = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -123,6 +134,7 @@ def attack(
         from lipscope.probes.attack import AttackPlan, attack_model, attack_table
 
         # Settings are checked before a model is loaded, which may take a while.
+        part = check_parallel(workers, cluster, shard)
         plan = AttackPlan(kind, length, swaps, where, seed, seconds)
         loaded = load(
             model,
@@ -132,8 +144,17 @@ def attack(
             revision=revision,
             random_init=random_init,
         )
-        study, lines = attack_model(loaded, words, plan, out=out, progress=report)
-    if not lines and not quiet:
+        study, lines = attack_model(
+            loaded,
+            words,
+            plan,
+            workers=workers,
+            cluster=cluster,
+            shard=part,
+            out=out,
+            progress=report,
+        )
+    if not lines and shard is None and not quiet:
         warn("the searches ended before a text was measured; give more --seconds")
     if as_json:
         show_json([line._asdict() for line in lines])

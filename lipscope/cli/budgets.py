@@ -9,6 +9,7 @@ import typer
 
 from lipscope.cli.options import (
     AsJson,
+    Cluster,
     Column,
     Device,
     Dtype,
@@ -17,12 +18,15 @@ from lipscope.cli.options import (
     RandomInit,
     Revision,
     Seed,
+    ShardOption,
     StudyOut,
     Texts,
     Tokenizer,
+    Workers,
+    check_parallel,
 )
 from lipscope.cli.studies import write_page
-from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table
+from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table, tell
 
 Length = Annotated[int, typer.Option(help="Maximum number of tokens per sequence.")]
 Samples = Annotated[int, typer.Option(help="Sequences taken from the text.")]
@@ -57,6 +61,9 @@ def budget(
     device: Device = None,
     dtype: Dtype = "float64",
     seed: Seed = 0,
+    workers: Workers = 1,
+    cluster: Cluster = None,
+    shard: ShardOption = None,
     out: StudyOut = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all rows as CSV.")] = None,
     as_json: AsJson = False,
@@ -65,6 +72,7 @@ def budget(
     """Predict what low precision costs, and which layers and heads it comes from."""
     words: Any = read_texts(text, column, quiet)
     with progress("propagating", quiet=quiet) as report:
+        part = check_parallel(workers, cluster, shard)
         from lipscope.models.loading import load, load_language_model
         from lipscope.probes.budget.formats import read_formats
         from lipscope.probes.budget.metrics import read_metric
@@ -92,6 +100,9 @@ def budget(
             embeddings=embeddings,
             worst=worst,
             seed=seed,
+            workers=workers,
+            cluster=cluster,
+            shard=part,
             out=out,
             progress=report,
         )
@@ -99,6 +110,8 @@ def budget(
         found.to_csv(csv)
     if as_json:
         show_json(found.as_dict())
+    elif not found.formats:
+        tell("no sequence belongs to this part", 0)
     else:
         show_table(budget_table(found), quiet)
         show_table("", quiet)

@@ -49,9 +49,19 @@ Workers = Annotated[int, typer.Option(help="Number of worker processes on this m
 Cluster = Annotated[
     str | None,
     typer.Option(
-        metavar="ADDRESS|slurm:N|FILE", help="Workers elsewhere: tcp://host:port, a batch system."
+        metavar="ADDRESS|slurm:N", help="Workers elsewhere: tcp://host:port, a batch system."
     ),
 ]
 ShardOption = Annotated[
-    str | None, typer.Option("--shard", metavar="K/N", help="Measure the K-th of N parts alone.")
+    str | None, typer.Option("--shard", metavar="K/N", help="Measure only part K of N.")
 ]
+
+
+def check_parallel(workers: int, cluster: str | None, shard: str | None) -> tuple[int, int] | None:
+    """Check these options before a model is loaded; the shard as numbers."""
+    from lipscope.study.clusters import check_engine
+    from lipscope.study.sharding import parse_shard
+
+    check_engine(workers, cluster)
+    part = None if shard is None else parse_shard(shard)
+    return None if part is None else (part.number, part.count)

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipscope.cli.options import AsJson, Cluster, Quiet, Seed, Workers
+from lipscope.cli.options import (
+    AsJson,
+    Cluster,
+    Quiet,
+    Seed,
+    ShardOption,
+    Workers,
+    check_parallel,
+)
 from lipscope.cli.terminal import ExitCode, progress, show_json, warn
 
 if TYPE_CHECKING:
@@ -34,6 +42,7 @@ def reproduce(
     seed: Seed = 0,
     workers: Workers = 1,
     cluster: Cluster = None,
+    shard: ShardOption = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Directory for numbers and page; rerun to resume."),
@@ -51,6 +60,7 @@ def reproduce(
         from lipscope.papers.running import reproduce_papers
 
         listed = chosen(paper, names)
+        part = check_parallel(workers, cluster, shard)
         outcomes = (
             []
             if list_claims
@@ -64,6 +74,7 @@ def reproduce(
                 seed=seed,
                 workers=workers,
                 cluster=cluster,
+                shard=part,
                 out=out,
                 progress=report,
             )

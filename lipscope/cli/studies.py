@@ -30,6 +30,7 @@ from lipscope.cli.options import (
     Texts,
     Tokenizer,
     Workers,
+    check_parallel,
 )
 from lipscope.cli.terminal import (
     ExitCode,
@@ -118,11 +119,7 @@ def measure(
     which = numbers("heads", heads)
     words = read_texts(text, column, quiet)
     with progress(quiet=quiet) as report:
-        from lipscope.study.clusters import check_engine
-        from lipscope.study.sharding import parse_shard
-
-        check_engine(workers, cluster)  # before a model is loaded
-        part = None if shard is None else parse_shard(shard)
+        part = check_parallel(workers, cluster, shard)  # before a model is loaded
         from lipscope.models.loading import load
         from lipscope.study.run import measure as run
 
@@ -146,7 +143,7 @@ def measure(
             seed=seed,
             workers=workers,
             cluster=cluster,
-            shard=None if part is None else (part.number, part.count),
+            shard=part,
             out=out,
             special_tokens=special_tokens,
             progress=report,
@@ -170,7 +167,7 @@ def measure(
         measured = "not everything" if study.sigma else "nothing"
         tell(f"{measured} was measured ({missing}), so --fail-above has no answer", 0)
         raise typer.Exit(ExitCode.INCOMPLETE)
-    if any(row.status.startswith("failed") for row in study.failed):
+    if any(row.status == "failed" for row in study.failed):
         raise typer.Exit(ExitCode.INCOMPLETE)
 
 

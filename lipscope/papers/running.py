@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,26 @@ from lipscope._ambient import entry_point
 from lipscope._files import whole_file
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
-from lipscope.papers.claim_records import PAGE, ClaimRecords, Record
-from lipscope.papers.claim_work import run_claims
-from lipscope.papers.claims import PAPERS, Claim, Kind, NotAvailable, Verdict
+from lipscope.papers import registry
+from lipscope.papers.claim_runs import (
+    INFO,
+    MISSING,
+    PAGE,
+    ClaimJob,
+    ClaimWork,
+    Record,
+    find_record,
+    group_of,
+    open_claims,
+    start_claims,
+)
+from lipscope.papers.claims import PAPERS, Claim, Kind, Verdict
 from lipscope.papers.page import Entry, reproduction_html
 from lipscope.papers.quoted import QUOTED
-from lipscope.papers.registry import chosen
 from lipscope.papers.setting import STAND_IN, TEXTS, TOKENIZER, Progress, Setting
-from lipscope.study import jobs
 from lipscope.study.clusters import check_engine, open_engine
+from lipscope.study.run import run_jobs
+from lipscope.study.sharding import check_shard
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,7 @@ def reproduce_papers(
     seed: int = 0,
     workers: int = 1,
     cluster: str | None = None,
+    shard: Sequence[int] | None = None,
     out: os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> list[Outcome]:
@@ -110,8 +123,9 @@ def reproduce_papers(
         device: The device for large runs.
         seed: Seed of everything random.
         workers: Number of worker processes on this machine; 1 runs claims in this process.
-        cluster: Workers on other machines: the address of a dask scheduler, a batch system and a
-            number of its jobs ("slurm:64"), or a YAML file; see docs/scaling.md.
+        cluster: Workers on other machines: the address of a dask scheduler, or a batch system and
+            a number of its jobs ("slurm:64"); see docs/scaling.md.
+        shard: (k, N): run only the k-th of N parts of the claims, k from 1.
         out: Directory for the numbers and for `reproduce.html`; repeat the call to resume.
         progress: Called with the number of claims done and their total.
 
@@ -133,7 +147,10 @@ def reproduce_papers(
             f"{torch.get_default_dtype()}; call torch.set_default_dtype(torch.float32) first"
         )
     check_engine(workers, cluster)
-    listed = chosen(paper, only)
+    listed = registry.chosen(paper, only)
+    if shard is not None:
+        part = check_shard(shard)
+        listed = [claim for claim in listed if part.has(claim.id)]
     setting = Setting(
         quick=quick,
         models=None if models is None else Path(models),
@@ -142,70 +159,33 @@ def reproduce_papers(
         seed=seed,
     )
     directory = None if out is None else Path(out)
-    with closing(ClaimRecords(directory)) as records:
-        ends: dict[str, End] = {
-            claim.id: record for claim in listed if (record := records.find(claim, setting))
-        }
-        missing = [claim for claim in listed if claim.id not in ends]
-
-        def keep(claim: Claim, end: End) -> None:
-            ends[claim.id] = records.add(claim, end) if isinstance(end, Record) else end
-
-        with open_engine(workers, cluster) if missing else nullcontext() as engine:
-            results = run_claims(missing, setting, engine)
-            _keep_all(missing, results, keep, setting, progress, len(listed), directory)
-        outcomes = [_outcome(claim, ends[claim.id]) for claim in listed]
+    with closing(open_claims(directory)) as store:
+        missing = [claim for claim in listed if find_record(store, claim, setting) is None]
+        failures = run_jobs(
+            ClaimWork({claim.id: claim for claim in missing}, setting),
+            partial(start_claims, __version__, registry.claims, setting.options),
+            [ClaimJob(claim.id, group_of(claim)) for claim in missing],
+            store,
+            INFO,
+            engine=partial(open_engine, workers, cluster),
+            progress=progress,
+        )
+        why = {job.id: failure for job, failure in failures.items()}
+        outcomes = [
+            _outcome(claim, why.get(claim.id) or find_record(store, claim, setting))
+            for claim in listed
+        ]
         if directory is not None:
             write_page(outcomes, directory / PAGE, setting)
     return outcomes
 
 
-End = Record | NotAvailable | str
-"""How a run ended: with numbers, without something that the user must bring, or with an error."""
-
-
-def _keep_all(
-    claims: Sequence[Claim],
-    results: Generator[jobs.Outcome],
-    keep: Callable[[Claim, End], None],
-    setting: Setting,
-    progress: Progress | None,
-    total: int,
-    directory: Path | None,
-) -> None:
-    """Keep the end of every run before the next one is asked for."""
-    by_id = {claim.id: claim for claim in claims}
-    done = total - len(claims)
-    try:
-        with closing(results):  # on any error the workers end now, not at exit
-            _report(progress, setting, done, total)
-            for job, found, _, failure in results:
-                keep(by_id[job.id], failure if failure is not None else found[0])
-                done += 1
-                _report(progress, setting, done, total)
-    except KeyboardInterrupt as stop:
-        stop.add_note(
-            "Stopped; nothing was saved, because no --out directory was given."
-            if directory is None
-            else f"Stopped; {done} of {total} claims are done, and their numbers are saved in "
-            f"{directory}. Run the same command again to resume."
-        )
-        raise
-
-
-def _report(progress: Progress | None, setting: Setting, done: int, total: int) -> None:
-    """Report how many claims are done; in this process, the next one reports its own progress."""
-    if progress is not None:
-        progress(done, total)
-        setting.progress = lambda part, whole: progress(
-            done + min(part / max(whole, 1), 1.0), total
-        )
-
-
-def _outcome(claim: Claim, end: End) -> Outcome:
-    if isinstance(end, NotAvailable):
-        return Outcome(claim, Verdict(Kind.NEEDS, None, reason=str(end)))
+def _outcome(claim: Claim, end: Record | str | None) -> Outcome:
+    """The outcome of a claim from its record, or from the reason why it has none."""
+    assert end is not None
     if isinstance(end, str):
+        if end.startswith(MISSING):
+            return Outcome(claim, Verdict(Kind.NEEDS, None, reason=end.removeprefix(MISSING)))
         return Outcome(claim, None, error=end)
     try:
         return Outcome(claim, decide(claim, end), end)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -41,12 +40,14 @@ from lipscope.models.model import Model
 from lipscope.probes.bounds import QUICK, for_one_sequence
 from lipscope.probes.sentence import AT_ONCE
 from lipscope.probes.token_target import layer_sigma
-from lipscope.study.reading import Text, read
+from lipscope.study.clusters import check_engine
+from lipscope.study.probe import Place, Sigma
+from lipscope.study.reading import Text
 from lipscope.study.records import Row
-from lipscope.study.run import Progress, Verb, measure_as
-from lipscope.study.store import Store
+from lipscope.study.run import Progress, engine_for, gap_of, read_inputs, run
+from lipscope.study.sharding import check_shard
 from lipscope.study.study import Study
-from lipscope.study.work import survey, threads_for
+from lipscope.study.work import threads_for
 
 PROBE = "attack: "
 GUIDED_TEXTS = 160
@@ -95,30 +96,6 @@ class AttackPlan:
             )
 
 
-@dataclass
-class Clock:
-    """The time of an attack that is divided into equal steps, one per search.
-
-    interrupted: whether Ctrl-C came
-    """
-
-    steps: int
-    seconds: float = math.inf
-    progress: Progress = lambda done, total: None
-    done: int = 0
-    interrupted: bool = False
-    start: float = field(default_factory=time.monotonic)
-
-    @property
-    def until(self) -> float:
-        """When the current step ends."""
-        return self.start + self.seconds * (self.done + 1) / self.steps
-
-    def report(self, part: int, of: int = 1) -> None:
-        """Tell how much of the current step is done."""
-        self.progress(self.done + min(part / of, 1.0), self.steps)
-
-
 class Line(NamedTuple):
     """One result: a sigma, or a change per unit of step, and where it was found, in words."""
 
@@ -132,16 +109,23 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
-    """One layer to attack: the map and its input at the text."""
+class AttackContext:
+    """One layer to attack: the map and its input at the text.
 
-    model: Model
+    until: when search number i of the layer ends, on the clock of time.monotonic
+    """
+
+    place: Place
     plan: AttackPlan
-    layer: int
     ids: list[int]
     f: Map
     X: Tensor
-    clock: Clock
+    until: Callable[[int], float]
+
+    @property
+    def layer(self) -> int:
+        assert self.place.site.layer is not None
+        return self.place.site.layer
 
     @property
     def ball(self) -> Ball:
@@ -164,7 +148,7 @@ class Scene:
         """The map as plain self-attention; raises UserError if it is not."""
         if not isinstance(self.f, SelfAttention):
             raise UserError(
-                f"layer {self.layer} of {self.model.card.name} is not plain self-attention; "
+                f"layer {self.layer} of {self.place.model.card.name} is not plain self-attention; "
                 "attack it with --kind direction or tokens"
             )
         return self.f
@@ -192,6 +176,9 @@ def attack_model(
     text: Text,
     plan: AttackPlan,
     *,
+    workers: int = 1,
+    cluster: str | None = None,
+    shard: Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> AttackedModel:
@@ -201,9 +188,13 @@ def attack_model(
         model: A :class:`Model`, or anything :func:`load` takes.
         text: A string, a file (``Path``), a list of strings or token ids.
         plan: The kind of attack and its settings.
-        out: Directory of a study to add the results to. Default: keep them in memory.
-        progress: Called with the number of searches done, of which a layer has one or, for the
-            kind "tokens", four, and their total. Default: a bar in notebooks, nothing elsewhere.
+        workers: Number of worker processes on this machine; 1 works in this process.
+        cluster: Workers on other machines, as for :func:`measure`.
+        shard: (k, N): only the k-th of N parts of the study, as for :func:`measure`.
+        out: Directory of a study to add the results to; repeat the call to resume an interrupted
+            run. Default: keep them in memory.
+        progress: Called with the work done and the total work. Default: a bar in notebooks,
+            nothing elsewhere.
 
     Returns:
         The study, with a row per result, and the list of results. After Ctrl-C in a search of the
@@ -226,57 +217,139 @@ def attack_model(
         >>> all(line.value <= 1.01 * sigma.value for line in lines[:1])
         True
     """
-    clock = Clock(1, plan.seconds or math.inf, progress or (lambda done, total: None))
+    began = time.time()
+    check_engine(workers, cluster)
     model = model if isinstance(model, Model) else load(model)
-    options = {"--kind": plan.kind, "--length": plan.length, "--swaps": plan.swaps}
-    if plan.seconds is not None:
-        options["--seconds"] = plan.seconds
-    study = measure_as(
-        Verb("attack", f"{PROBE}{plan.kind}, ", options),
+    settings = {"lengths": (plan.length,), "samples": 1, "layers": plan.layers, "seed": plan.seed}
+    given = read_inputs(model, text, settings)
+    layers = tuple(range(model.layers) if plan.layers is None else plan.layers)
+    probe = Attack(plan, layers, began)
+    study = run(
         model,
-        text,
-        (plan.length,),
-        1,
-        plan.layers,
-        None,
-        ("attention",),
-        seed=plan.seed,
+        given,
+        [Sigma(("attention",), gap=gap_of(None, model.card.dtype), seed=plan.seed), probe],
+        layers=layers,
+        verb="attack",
+        options={
+            "--kind": plan.kind,
+            "--length": plan.length,
+            "--swaps": plan.swaps,
+            "--seconds": plan.seconds,
+        },
+        engine=engine_for(model, workers, cluster),
+        shard=None if shard is None else check_shard(shard),
         out=out,
+        progress=progress,
     )
-    inputs = read(model, text, lengths=(plan.length,), seed=plan.seed)
-    seen = survey(model, inputs, plan.length, (0,))
-    ids = inputs.batch(plan.length, (0,))[0].tolist()
-    # measure has released the lock of the directory; it is taken again to add rows.
-    store = study.store if out is None else Store.create(Path(out), study.info)
-    lines: list[Line] = []
-    layers = range(model.layers) if plan.layers is None else plan.layers
-    searches = len(TOKEN_SEARCHES) if plan.kind == "tokens" else 1
-    clock.steps = searches * len(layers)
-    try:
-        for number, layer in enumerate(layers):
-            clock.done = searches * number
-            clock.report(0)
-            site = seen.site("attention", layer)
-            f = site.f
-            X = site.X[0]
-            # Searches need accurate singular vectors: float64, whatever the model is measured in.
-            if isinstance(f, SelfAttention):
-                f = for_one_sequence(f).double()
-                X = X.double()
-            with threads_for(tokens=1):
-                scene = Scene(model=model, plan=plan, layer=layer, ids=ids, f=f, X=X, clock=clock)
-                found = KINDS[plan.kind](scene)
-            (sigma,) = (
-                r for r in study.largest("attention", layer) if (r.n, r.sample) == (plan.length, 0)
+    found = [
+        row
+        for row in study.rows
+        if row.probe.startswith(probe.name)
+        and row.layer in layers
+        and (row.n, row.sample) == (plan.length, 0)
+        and row.extra.get("settings") in (probe.settings, None)
+    ]
+    found.sort(key=lambda row: (layers.index(row.layer or 0), row.extra.get("order", 0)))
+    lines = [
+        Line(
+            layer=row.layer or 0,
+            n=row.n,
+            name=row.probe.removeprefix(probe.name),
+            value=row.value,
+            lower=row.lower,
+            upper=row.upper,
+            detail=row.extra.get("detail", ""),
+        )
+        for row in found
+    ]
+    return AttackedModel(study, lines)
+
+
+@dataclass
+class Attack:
+    """The probe of this file.
+
+    Args:
+        plan: The kind of attack and its settings.
+        layers: All layers that are attacked; they share the time of the plan.
+        began: When the time began to run, in seconds since the epoch, as on every worker.
+    """
+
+    plan: AttackPlan
+    layers: tuple[int, ...]
+    began: float
+    scopes: tuple[str, ...] = field(default=("attention",), init=False)
+    cost: float = field(default=50.0, init=False)
+    interrupted: bool = field(default=False, init=False)
+
+    @property
+    def name(self) -> str:
+        """The beginning of `Row.probe`."""
+        return f"{PROBE}{self.plan.kind}, "
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that decide the rows, besides those of the study."""
+        return {"swaps": self.plan.swaps, "seconds": self.plan.seconds}
+
+    def check(self, place: Place) -> None:
+        """Some layers can only be attacked in some ways, as the attack finds out."""
+
+    def __call__(self, place: Place) -> list[Row]:
+        if self.interrupted:
+            return []
+        site = place.site
+        f = site.f
+        X = site.X[0]
+        # Searches need accurate singular vectors: float64, whatever the model is measured in.
+        if isinstance(f, SelfAttention):
+            f = for_one_sequence(f).double()
+            X = X.double()
+        ids = place.inputs.batch(place.n, place.samples)[0].tolist()
+        with threads_for(tokens=1):
+            context = AttackContext(
+                place=place, plan=self.plan, ids=ids, f=f, X=X, until=partial(self.until, place)
             )
-            store.write(_row(sigma, plan.kind, line) for line in found)
-            lines += found
-            if clock.interrupted:
-                break
-    finally:
-        if out is not None:
-            store.close()
-    return AttackedModel(Study(store) if out is None else Study.open(Path(out)), lines)
+            try:
+                found = KINDS[self.plan.kind](context)
+            except StoppedError as stop:
+                self.interrupted = True
+                found = stop.lines
+        return [
+            place.row(
+                0,
+                f"{self.name}{line.name}",
+                # A finite difference is not a solve: it has no certificate, and as "ratio" it is
+                # left out of the study's joint confidence.
+                "local" if self.plan.kind != "direction" else "ratio",
+                (line.value, line.lower, line.upper),
+                "evaluated",
+                extra={
+                    # Without settings, the next run attacks the layer again.
+                    "settings": None if self.interrupted else self.settings,
+                    "order": order,
+                    "detail": line.detail,
+                },
+            )
+            for order, line in enumerate(found)
+        ]
+
+    def until(self, place: Place, search: int) -> float:
+        """When a search ends: all searches have equal shares, and what one leaves goes on."""
+        searches = len(TOKEN_SEARCHES)
+        layer = place.site.layer
+        assert layer is not None
+        steps = searches * self.layers.index(layer) + search + 1
+        share = steps / (searches * len(self.layers))
+        return time.monotonic() + self.began + (self.plan.seconds or math.inf) * share - time.time()
+
+
+class StoppedError(Exception):
+    """Ctrl-C ended a search; `lines` were found until then."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        super().__init__()
+        self.lines = lines
 
 
 def attack_table(study: Study, lines: Sequence[Line]) -> Table:
@@ -302,55 +375,40 @@ def attack_table(study: Study, lines: Sequence[Line]) -> Table:
     return table
 
 
-def _row(sigma: Row, kind: str, line: Line) -> Row:
-    # A finite difference is not a solve: it has no certificate, and as "ratio" it is left out of
-    # the study's joint confidence.
-    return sigma._replace(
-        probe=PROBE + f"{kind}, {line.name}",
-        kind="local" if kind != "direction" else "ratio",
-        value=line.value,
-        lower=line.lower,
-        upper=line.upper,
-        residual=math.nan,
-        status="evaluated",
-        seconds=math.nan,
-    )
-
-
-def _construction(scene: Scene) -> list[Line]:
-    found = explicit_inputs(scene.plain(), scene.ball, seed=scene.plan.seed)
+def _construction(context: AttackContext) -> list[Line]:
+    found = explicit_inputs(context.plain(), context.ball, seed=context.plan.seed)
     # Sorted by value, best first: reversed, the best head of each construction is written last.
     best = {one.name.split(", head ")[0]: one for one in reversed(found)}
-    where = f"ball of radius {scene.ball.R:.4g}"
+    where = f"ball of radius {context.ball.R:.4g}"
     return [
-        scene.line(name, one.sigma, ", ".join([where, *one.name.split(", ")[-1:]]))
+        context.line(name, one.sigma, ", ".join([where, *one.name.split(", ")[-1:]]))
         for name, one in sorted(best.items(), key=lambda item: -item[1].value)
     ]
 
 
-def _ascent(scene: Scene) -> list[Line]:
-    f = scene.plain()
-    climb = Climb(QUICK.steps, QUICK.restarts, scene.plan.seed)
-    ball = scene.ball
-    near = Around(scene.X, NEAR * scene.ball.R)
+def _ascent(context: AttackContext) -> list[Line]:
+    f = context.plain()
+    climb = Climb(QUICK.steps, QUICK.restarts, context.plan.seed)
+    ball = context.ball
+    near = Around(context.X, NEAR * context.ball.R)
     return [
-        scene.line(
+        context.line(
             "in the ball",
-            ascend(f, ball, climb, starts=[scene.X]).sigma,
+            ascend(f, ball, climb, starts=[context.X]).sigma,
             f"ball of radius {ball.R:.4g}",
         ),
-        scene.line(
+        context.line(
             "near the text", ascend(f, near, climb).sigma, f"within {near.r:.4g} of the text"
         ),
     ]
 
 
-def _direction(scene: Scene) -> list[Line]:
-    found = singular_response(scene.f, scene.X, seed=scene.plan.seed)
+def _direction(context: AttackContext) -> list[Line]:
+    found = singular_response(context.f, context.X, seed=context.plan.seed)
     return [
         Line(
-            layer=scene.layer,
-            n=len(scene.X),
+            layer=context.layer,
+            n=len(context.X),
             name=f"step {eta:g}",
             value=ratio,
             lower=ratio,
@@ -369,45 +427,53 @@ TOKEN_SEARCHES: dict[str, Callable[..., Swapped]] = {
 }
 
 
-def _tokens(scene: Scene) -> list[Line]:
-    plan = scene.plan
-    clock = scene.clock
-    target = layer_sigma(scene.model, scene.layer, seed=plan.seed)
+def _tokens(context: AttackContext) -> list[Line]:
+    plan = context.plan
+    model = context.place.model
+    target = layer_sigma(model, context.layer, seed=plan.seed)
     found: dict[str, Swapped] = {}
-    for name, search in TOKEN_SEARCHES.items():
+    interrupted = False
+    for number, (name, search) in enumerate(TOKEN_SEARCHES.items()):
         expected = GUIDED_TEXTS * plan.swaps
         options = {"swaps": plan.swaps}
         if name == "random":
             # As many measurements as the guided search used, for a fair comparison.
             expected = found["gradient"].measured - 1 if "gradient" in found else expected
             options |= {"tries": max(1, expected), "seed": plan.seed + 1}
-        one, clock.interrupted = search_until(
+
+        def report(texts: int, number: int = number, expected: int = expected) -> None:
+            part = min(texts / (1 + expected), 1.0)
+            context.place.report((number + part) / len(TOKEN_SEARCHES))
+
+        one, interrupted = search_until(
             partial(search, **options),
             target,
-            scene.ids,
-            until=clock.until,
+            context.ids,
+            until=context.until(number),
             part=AT_ONCE,
-            report=partial(clock.report, of=1 + expected),
+            report=report,
         )
         if one is not None:
             found[name] = one
-        if clock.interrupted:
+        if interrupted:
             break
-        clock.done += 1
-    return [
-        scene.line(name, _measured(scene, one), _in_words(scene.model, scene.ids, one))
+    lines = [
+        context.line(name, _measured(context, one), _in_words(model, context.ids, one))
         for name, one in found.items()
     ]
+    if interrupted:
+        raise StoppedError(lines)
+    return lines
 
 
-def _measured(scene: Scene, one: Swapped) -> Estimate:
+def _measured(context: AttackContext, one: Swapped) -> Estimate:
     """Measure again, to full accuracy and from a random start independent of the search.
 
     The search selected its text with the starts it used, so a bound from the same start would not
     hold with the stated probability.
     """
-    site = scene.model.survey(torch.tensor([one.ids])).site("attention", scene.layer)
-    solver = Solver(seed=fresh_seed(scene.plan.seed, "measure"))
+    site = context.place.model.survey(torch.tensor([one.ids])).site("attention", context.layer)
+    solver = Solver(seed=fresh_seed(context.plan.seed, "measure"))
     return as_batch(local_lipschitz(site.f, site.X, solver=solver))[0]
 
 
@@ -418,7 +484,7 @@ def _in_words(model: Model, ids: Sequence[int], one: Swapped) -> str:
     )
 
 
-KINDS: dict[str, Callable[[Scene], list[Line]]] = {
+KINDS: dict[str, Callable[[AttackContext], list[Line]]] = {
     "construction": _construction,
     "ascent": _ascent,
     "direction": _direction,

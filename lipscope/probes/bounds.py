@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,12 +21,14 @@ from lipscope.attention.layer import HeadsApart, SelfAttention
 from lipscope.attention.scores import Dot
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.study.reading import Text, WholeInputs, Windows, read
+from lipscope.study.clusters import check_engine
+from lipscope.study.probe import Place, Sigma
+from lipscope.study.reading import Text
 from lipscope.study.records import Row
-from lipscope.study.run import Progress, Verb, measure_as
-from lipscope.study.store import Store
+from lipscope.study.run import Progress, engine_for, gap_of, read_inputs, run
+from lipscope.study.sharding import check_shard
 from lipscope.study.study import Study
-from lipscope.study.work import survey, threads_for
+from lipscope.study.work import threads_for
 from lipscope.theorems.registry import REGISTRY, enclosing, evaluate, failed_hypothesis
 from lipscope.theorems.statement import NO_QUERY_BIAS
 
@@ -58,15 +59,6 @@ class Audit(NamedTuple):
         return terminal_html(bound_summary(self))
 
 
-class HeadAtSample(NamedTuple):
-    """One head at one sample; `sigma` is the row that was measured there."""
-
-    sigma: Row
-    f: SelfAttention
-    X: Tensor
-    R: float
-
-
 @entry_point
 @with_bar("bounding")
 def audit_model(
@@ -80,6 +72,9 @@ def audit_model(
     samples: int = 1,
     seed: int = 0,
     climb: Climb | None = None,
+    workers: int = 1,
+    cluster: str | None = None,
+    shard: Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Audit:
@@ -100,9 +95,12 @@ def audit_model(
         samples: Number of samples per length.
         seed: Seed for samples, solver and search.
         climb: Settings of the search for the worst input. Default: a short climb with `seed`.
+        workers: Number of worker processes on this machine; 1 works in this process.
+        cluster: Workers on other machines, as for :func:`measure`.
+        shard: (k, N): only the k-th of N parts of the study, as for :func:`measure`.
         out: Directory to save the study in; repeat the same call to resume an interrupted run.
-        progress: Called with the number of heads done and their total. Default: a
-            bar in notebooks, nothing elsewhere.
+        progress: Called with the work done and the total work. Default: a bar in notebooks,
+            nothing elsewhere.
 
     Returns:
         The study, with a row per bound, and the theorems that do not apply.
@@ -125,106 +123,174 @@ def audit_model(
         True
     """
     climb = climb or replace(QUICK, seed=seed)
-    model = model if isinstance(model, Model) else load(model)
-    lengths = LENGTHS if lengths is None else lengths
+    check_engine(workers, cluster)
     if radius is not None:
         check_positive("radius", radius)
-    verb = Verb("bounds", WORST, {"--radius": radius})
-    study = measure_as(
-        verb, model, text, lengths, samples, layers, heads, ("heads",), seed=seed, out=out
+    model = model if isinstance(model, Model) else load(model)
+    settings: dict[str, Any] = {"lengths": LENGTHS if lengths is None else lengths}
+    settings |= {"samples": samples, "layers": layers, "heads": heads, "seed": seed}
+    given = read_inputs(model, text, settings)
+    probe = Bounds(radius, climb)
+    study = run(
+        model,
+        given,
+        [Sigma(("heads",), gap=gap_of(None, model.card.dtype), seed=seed), probe],
+        layers=layers,
+        heads=heads,
+        verb="bounds",
+        options={"--radius": radius},
+        engine=engine_for(model, workers, cluster),
+        shard=None if shard is None else check_shard(shard),
+        out=out,
+        progress=progress,
     )
-    inputs = read(model, text, lengths=lengths, samples=samples, seed=seed)
-    store = study.store if out is None else Store.create(Path(out), study.info)
-    # The search is the expensive part: it is skipped where the study has it for the same radius.
-    known = {_place(row): row.radius for row in store.rows(WORST)}
-    wanted = [row for row in study.sigma if _asked(row, inputs, layers, heads)]
-    refused: dict[str, str] = {}
-    try:
-        for done, at in enumerate(_heads_at_samples(model, inputs, wanted, radius)):
-            if progress is not None:
-                progress(done, len(wanted))
-            with threads_for(tokens=1):
-                found, why = _bound_rows(at)
-                refused |= why
-                if not math.isclose(known.get(_place(at.sigma), math.nan), at.R, rel_tol=1e-9):
-                    found += _search_rows(at, climb)
-            store.write(found)
-    finally:
-        if out is not None:
-            store.close()
-    return Audit(Study(store) if out is None else Study.open(Path(out)), refused)
+    not_offered: dict[str, str] = {}
+    for row in study.rows:
+        if (
+            row.probe == WORST
+            and row.extra.get("settings") == probe.settings
+            and (row.n, row.sample) in given.pairs
+            and (layers is None or row.layer in layers)
+            and (heads is None or row.head in heads)
+        ):
+            not_offered |= row.extra.get("not_offered", {})
+    return Audit(study, not_offered)
 
 
-def _asked(
-    row: Row,
-    inputs: Windows | WholeInputs,
-    layers: Sequence[int] | None,
-    heads: Sequence[int] | None,
-) -> bool:
-    """Whether a row of the study, which may contain others, is part of this request."""
-    here = (row.n, row.sample) in inputs.pairs and row.scope == "heads"
-    return here and (layers is None or row.layer in layers) and (heads is None or row.head in heads)
+@dataclass(frozen=True)
+class Bounds:
+    """The probe of this file.
 
+    Args:
+        radius: Radius of the ball. Default: the largest norm of a token in the sample.
+        climb: Settings of the search for the worst input.
+    """
 
-def _place(row: Row) -> tuple[Any, ...]:
-    return row.layer, row.head, row.n, row.sample
+    radius: float | None
+    climb: Climb
+    name: str = field(default=WORST, init=False)
+    scopes: tuple[str, ...] = field(default=("heads",), init=False)
+    cost: float = field(default=20.0, init=False)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that decide the rows, besides those of the study."""
+        return {"radius": self.radius, **asdict(self.climb)}
 
-def _heads_at_samples(
-    model: Model, inputs: Windows | WholeInputs, rows: list[Row], radius: float | None
-) -> Iterator[HeadAtSample]:
-    """The heads behind rows of sigma, sample by sample, with one forward pass per sample."""
-    for n, sample in sorted({(row.n, row.sample) for row in rows}):
-        seen = survey(model, inputs, n, (sample,))
-        here = [row for row in rows if (row.n, row.sample) == (n, sample)]
-        for layer in sorted({row.layer for row in here if row.layer is not None}):
-            site = seen.site("heads", layer)
-            if not isinstance(site.f, HeadsApart):
-                raise UserError(
-                    f"layer {layer} of {model.card.name} is not plain self-attention, so no "
-                    "theorem applies to it; choose other --layers, or use lipscope measure"
+    def check(self, place: Place) -> None:
+        """Raise UserError if no theorem applies, or a token lies outside the ball."""
+        site = place.site
+        if not isinstance(site.f, HeadsApart):
+            raise UserError(
+                f"layer {site.layer} of {place.model.card.name} is not plain self-attention, so no "
+                "theorem applies to it; choose other --layers, or use lipscope measure"
+            )
+        largest = float(site.radius.max())
+        if self.radius is not None and self.radius < largest:
+            raise UserError(
+                f"layer {site.layer} reads a token of norm {largest:.4g}, outside the ball of "
+                f"radius {self.radius:g} that the bounds cover; give at least {math.ceil(largest)}"
+                ", or omit the radius"
+            )
+
+    def __call__(self, place: Place) -> list[Row]:
+        self.check(place)
+        site = place.site
+        assert isinstance(site.f, HeadsApart)
+        rows = []
+        with threads_for(tokens=1):
+            for i, (sample, _) in enumerate(site.members):
+                place.report(i / len(site.members))
+                # Samples are the slower index of the members, heads the faster one.
+                head = i % (len(site.members) // len(place.samples))
+                at = HeadAtSample(
+                    place=place,
+                    member=i,
+                    f=for_one_sequence(site.f.layer.head(head), sample),
+                    X=site.X[sample],
+                    # A little larger, so that rounding does not push the sample itself outside.
+                    R=self.radius or float(site.radius[i]) * (1 + 1e-12),
                 )
-            for row in (r for r in here if r.layer == layer and r.head is not None):
-                assert row.head is not None
-                yield HeadAtSample(
-                    sigma=row,
-                    f=for_one_sequence(site.f.layer.head(row.head)),
-                    X=site.X[0],
-                    R=_radius(row, radius),
-                )
+                bounds, refused = _bound_rows(at)
+                rows += [*bounds, *self._search_rows(at, refused)]
+        return rows
+
+    def _search_rows(self, at: HeadAtSample, refused: dict[str, str]) -> list[Row]:
+        """The worst input found from the text, the constructions and random starts; the regime."""
+        began = time.perf_counter()
+        # From the text too: the worst input found is then never smoother than the text.
+        e = ascend(at.f, Ball(at.R, at.place.n), self.climb, starts=[at.X]).sigma
+        rows = [
+            at.row(
+                WORST,
+                "local",
+                (e.value, e.lower, e.upper),
+                e.status.name.lower(),
+                residual=e.residual,
+                seconds=time.perf_counter() - began,
+                extra={"settings": self.settings, "not_offered": refused},
+            )
+        ]
+        if isinstance(at.f.kernel, Dot):
+            reach = regime(at.f, at.R).reach
+            rows.append(at.row(REGIME, "log length", (reach, reach, reach)))
+        return rows
 
 
-def for_one_sequence(f: SelfAttention) -> SelfAttention:
-    """A layer that was recorded in a batch of one, without its batch dimension."""
+@dataclass(frozen=True, eq=False)
+class HeadAtSample:
+    """One head at one sample, in a ball of radius R."""
+
+    place: Place
+    member: int
+    f: SelfAttention
+    X: Tensor
+    R: float
+
+    def row(
+        self,
+        probe: str,
+        kind: str,
+        interval: tuple[float, float, float],
+        status: str = "evaluated",
+        *,
+        residual: float = 0.0,
+        seconds: float = 0.0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Row:
+        return self.place.row(
+            self.member,
+            probe,
+            kind,
+            interval,
+            status,
+            residual=residual,
+            radius=self.R,
+            seconds=seconds,
+            extra=extra,
+        )
+
+
+def for_one_sequence(f: SelfAttention, sample: int = 0) -> SelfAttention:
+    """A layer that was recorded in a batch, at one of its samples, without the batch dimension."""
     mask, padding = (
-        x if x is None or x.ndim == size else x[0] for x, size in ((f.mask, 2), (f.padding, 1))
+        x if x is None or x.ndim == size else x[sample if len(x) > 1 else 0]
+        for x, size in ((f.mask, 2), (f.padding, 1))
     )
     return replace(f, mask=mask, padding=padding)
 
 
-def _radius(row: Row, radius: float | None) -> float:
-    if radius is None:
-        # A little larger, so that rounding does not push the sample itself outside.
-        return row.radius * (1 + 1e-12)
-    if radius < row.radius:
-        raise UserError(
-            f"layer {row.layer} reads a token of norm {row.radius:.4g}, outside the ball of radius "
-            f"{radius:g} that the bounds cover; give at least {math.ceil(row.radius)}, or omit "
-            "the radius"
-        )
-    return radius
-
-
 def _bound_rows(at: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
     """The bounds at the sample and on its ball around the origin, and why others do not apply."""
-    sigma, f, X, R = at
     # Bounds are evaluated in float64 whatever the model is measured in: a rounded bound is none.
-    f = f.double()
+    f = at.f.double()
     rows = []
     refused = {}
     for bound in REGISTRY:
         domain = enclosing(
-            Point(X) if bound.domain is Point else Ball(R, sigma.n), bound.domain, bound.kind
+            Point(at.X) if bound.domain is Point else Ball(at.R, at.place.n),
+            bound.domain,
+            bound.kind,
         )
         if bound.norm != "2" or domain is None:
             continue
@@ -247,53 +313,8 @@ def _bound_rows(at: HeadAtSample) -> tuple[list[Row], dict[str, str]]:
                 continue
         began = time.perf_counter()
         value = evaluate(bound, layer, domain)
-        rows.append(_bound_row(at, name, kind, value, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        # A bound encloses the unknown constant from one side only.
+        interval = (value, value, math.inf) if kind == "lower" else (value, 0.0, value)
+        rows.append(at.row(BOUND + name, kind, interval, seconds=seconds))
     return rows, refused
-
-
-def _bound_row(at: HeadAtSample, name: str, kind: str, value: float, seconds: float) -> Row:
-    """The row of a bound: it encloses the unknown constant from one side only."""
-    lower, upper = (value, math.inf) if kind == "lower" else (0.0, value)
-    return _row(at, BOUND + name, kind, (value, lower, upper, 0.0, "evaluated", seconds))
-
-
-def _search_rows(at: HeadAtSample, climb: Climb) -> list[Row]:
-    """The worst input found from the text, the constructions and random starts; and the regime."""
-    sigma, f, X, R = at
-    began = time.perf_counter()
-    # From the text too: the worst input found is then never smoother than the text.
-    e = ascend(f, Ball(R, sigma.n), climb, starts=[X]).sigma
-    seconds = time.perf_counter() - began
-    rows = [
-        _row(
-            at,
-            WORST,
-            "local",
-            (e.value, e.lower, e.upper, e.residual, e.status.name.lower(), seconds),
-        )
-    ]
-    if isinstance(f.kernel, Dot):
-        reach = regime(f, R).reach
-        rows.append(_row(at, REGIME, "log length", (reach, reach, reach, 0.0, "evaluated", 0.0)))
-    return rows
-
-
-def _row(
-    at: HeadAtSample,
-    probe: str,
-    kind: str,
-    numbers: tuple[float, float, float, float, str, float],
-) -> Row:
-    """A row with these numbers: value, lower, upper, residual, status, seconds."""
-    value, lower, upper, residual, status, seconds = numbers
-    return at.sigma._replace(
-        probe=probe,
-        kind=kind,
-        value=value,
-        lower=lower,
-        upper=upper,
-        residual=residual,
-        status=status,
-        radius=at.R,
-        seconds=seconds,
-    )

@@ -31,7 +31,7 @@ LARGEST = 1e100
 MOST_CELLS = 1_000_000
 """Cells of all heat maps of a page."""
 
-TEXT_COLUMNS = ("probe", "scope", "kind", "norm", "status", "dtype", "device")
+TEXT_COLUMNS = ("probe", "scope", "kind", "norm", "status", "dtype", "device", "reason", "extra")
 FEW_DIGITS = {"residual": 2, "seconds": 2, "radius": 4}
 """Columns that readers need to fewer digits than the rest."""
 
@@ -258,7 +258,8 @@ def _strip(study: Study, row: Row, limit: int = STRIP_TOKENS) -> Strip | None:
 
 def columns(study: Study) -> dict[str, Any]:
     """All rows by column: repeated texts once, numbers as texts of few digits."""
-    by_name = dict(zip(COLUMNS, zip(*study.rows, strict=True), strict=True)) if study.rows else {}
+    flat = [row.flat() for row in study.rows]
+    by_name = dict(zip(COLUMNS, zip(*flat, strict=True), strict=True)) if flat else {}
     found: dict[str, Any] = {}
     for name, values in by_name.items():
         if name in TEXT_COLUMNS:

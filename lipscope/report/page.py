@@ -99,7 +99,7 @@ def html(study: Study, against: Study | None = None) -> str:
     about = study.info.about
     identity = study.info.identity
     data: dict[str, object] = {"table": columns(study)}
-    priced = any(row.probe == BUDGET for row in study.rows)
+    priced = any(row.probe.startswith(BUDGET) for row in study.rows)
     smooth = section("smooth", "How smooth is this model?", *_smooth(study, against))
     body = [] if priced and not study.sigma else [smooth]
     if study.sigma:
@@ -115,7 +115,7 @@ def html(study: Study, against: Study | None = None) -> str:
         body += _measured(study, against, found, every)
     if priced:
         # Late: adding up the parts of a budget imports torch.
-        from lipscope.probes.budget.storing import stored_budgets
+        from lipscope.probes.budget.jobs import stored_budgets
         from lipscope.report.budgets import budget_section
 
         body += [budget_section(budget, i) for i, budget in enumerate(stored_budgets(study))]
@@ -210,7 +210,7 @@ def _measured(
 
 def _worst(study: Study) -> tuple[str, str]:
     """How far sigma is from its bounds, in words and as a chart; or the command that adds them."""
-    if any(row.probe not in (SIGMA, BUDGET, OBSERVED, WORST_CASE) for row in study.rows):
+    if any(not row.probe.startswith((SIGMA, BUDGET, OBSERVED, WORST_CASE)) for row in study.rows):
         # Late: the theorems import torch, which a study without bounds does not need.
         from lipscope.report.bounds import bounds_part, describe_worst_case, surrounded
 
@@ -261,7 +261,9 @@ def _facts(study: Study) -> str:
         f"<dt>{escape(shown(scope, 30))}</dt>"
         f"<dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
         for scope in dict.fromkeys(
-            row.scope for row in study.rows if row.probe not in (BUDGET, OBSERVED, WORST_CASE)
+            row.scope
+            for row in study.rows
+            if not row.probe.startswith((BUDGET, OBSERVED, WORST_CASE))
         )
     )
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""

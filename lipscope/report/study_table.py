@@ -43,9 +43,9 @@ def summary(study: Study) -> RenderableType:
     if study.sigma:
         parts += [_Fitting(study), _peak(study)]
         parts += _ranking(study)
-    elif any(row.probe == BUDGET for row in study.rows):
+    elif any(row.probe.startswith(BUDGET) for row in study.rows):
         # Late: adding up the parts of a budget imports torch.
-        from lipscope.probes.budget.storing import stored_budgets
+        from lipscope.probes.budget.jobs import stored_budgets
         from lipscope.report.budgets import budget_table, shares_table
 
         for one in stored_budgets(study):
@@ -53,7 +53,7 @@ def summary(study: Study) -> RenderableType:
     else:
         parts.append(Text("No value has been measured yet."))
     if study.failed:
-        reason = for_terminal(study.failed[0].status, 200)
+        reason = for_terminal(study.failed[0].explained, 200)
         missing = counted(len(study.failed), "row")
         parts.append(Text(f"\nWithout a value: {missing}; the first reason: {reason}", style="red"))
     if study.unfinished:

@@ -60,7 +60,8 @@ def warning(study: Study) -> str:
 def headline(study: Study) -> str:
     """One sentence."""
     if not study.sigma:
-        formats = sorted({row.scope for row in study.rows if row.probe == BUDGET})
+        priced = [row for row in study.rows if row.probe.startswith(BUDGET)]
+        formats = sorted({row.extra["format"] for row in priced if "format" in row.extra})
         if formats:
             return f"Predicted numerical error in {', '.join(shown(f, 30) for f in formats)}."
         return "Every measurement failed: there is no value to show." if study.failed else NOTHING
@@ -243,8 +244,7 @@ def _top(found: Sequence[Token], part: str) -> str:
 
 def describe_certainty(study: Study) -> str:
     """How the rows ended, how tight they are, and how the attention was checked."""
-    # What follows the colon is the reason of one row; a summary counts the kinds.
-    counts = Counter(row.status.split(":")[0] for row in study.rows)
+    counts = Counter(row.status for row in study.rows)
     status = ", ".join(f"{count:,} {shown(name, 30)}" for name, count in counts.most_common(6))
     text = f"Of {counted(len(study.rows), 'row')}: {status}. " if study.rows else f"{NOTHING} "
     if study.sigma:
@@ -294,13 +294,13 @@ def certificate(study: Study) -> str:
         text += f"; {_have(drowned)} no lower bound above 0, because rounding may exceed them"
     text = f"{text}.{joint(study)}"
     total = len(study.sigma)
-    imprecise = sum(row.status.split(":")[0] == IMPRECISE for row in study.sigma)
+    imprecise = sum(row.status == IMPRECISE for row in study.sigma)
     if imprecise:
         text += f"\n{imprecise} of {total} rows are imprecise: rounding may exceed 1 % of σ."
     missed = [row for row in study.sigma if row.missed]
     if missed:
         # The first reason stands for all: most often it is the same.
-        reason = shown(missed[0].status)
+        reason = shown(missed[0].explained)
         gap = "the requested gap" if identity.gap is None else f"the gap of {identity.gap:g}"
         text += f"\n{len(missed)} of {total} rows miss {gap}; the first reason: {reason}."
     return text
@@ -340,7 +340,7 @@ def apart(ratio: float) -> str:
 
 def failures(study: Study) -> list[str]:
     """Why rows have no value, the most frequent reason first."""
-    reasons = Counter(row.status for row in study.failed)
+    reasons = Counter(row.explained for row in study.failed)
     return [f"{count:,} × {shown(reason, 300)}" for reason, count in reasons.most_common(5)]
 
 

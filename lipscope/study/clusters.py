@@ -1,4 +1,4 @@
-"""Where workers come from: processes on this machine, a scheduler, a batch system, or a file."""
+"""Where workers come from: processes on this machine, a scheduler, or a batch system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope._types import UserError
@@ -58,8 +57,8 @@ def open_engine(workers: int = 1, cluster: str | None = None) -> Iterator[Engine
 
     Args:
         workers: Number of worker processes on this machine.
-        cluster: A scheduler (tcp://host:port or tls://host:port), a batch system and a number of
-            its jobs (slurm:64), or a YAML file; see docs/scaling.md.
+        cluster: A scheduler (tcp://host:port or tls://host:port), or a batch system and a number
+            of its jobs (slurm:64); see docs/scaling.md.
 
     Yields:
         The engine; None if jobs are to be run in this process.
@@ -151,48 +150,15 @@ def _named(cluster: str) -> Iterator[Engine]:
         options = {"processes": 1}
         with _started("dask_jobqueue", BATCH_SYSTEMS[kind], options, int(rest)) as engine:
             yield engine
-    elif cluster.endswith((".yaml", ".yml")):
-        with _from_file(Path(cluster)) as engine:
-            yield engine
     else:
         raise UserError(
-            f"{cluster!r} is not a cluster; give the address of a scheduler (tcp://host:port), a "
-            f"batch system with a number of jobs ({', '.join(BATCH_SYSTEMS)}; as in slurm:64) or "
-            "a YAML file"
+            f"{cluster!r} is not a cluster; give the address of a scheduler (tcp://host:port), or "
+            f"a batch system with a number of jobs ({', '.join(BATCH_SYSTEMS)}; as in slurm:64)"
         )
 
 
 @contextmanager
-def _from_file(path: Path) -> Iterator[Engine]:
-    """The cluster in a YAML file: the address of one that runs, or the class of one to start."""
-    import yaml  # type: ignore[import-untyped]  # it has no types
-    from distributed import Security
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read the cluster in {path}: {error}") from error
-    known = {"version", "address", "security", "module", "class", "kwargs", "workers"}
-    if not isinstance(content, dict) or not content.keys() <= known:
-        raise UserError(f"{path} takes the keys {', '.join(sorted(known))}, and no others")
-    security = Security(**content["security"]) if content.get("security") else None
-    if "address" in content:
-        with _connected(content["address"], security) as client:
-            yield Engine(client)
-    elif {"module", "class"} <= content.keys():
-        options = dict(content.get("kwargs") or {})
-        options |= {"security": security} if security else {}
-        workers = content.get("workers")
-        with _started(content["module"], content["class"], options, workers) as engine:
-            yield engine
-    else:
-        raise UserError(f"{path} needs address, or module and class; see docs/scaling.md")
-
-
-@contextmanager
-def _started(
-    module: str, name: str, options: dict[str, Any], workers: int | None
-) -> Iterator[Engine]:
+def _started(module: str, name: str, options: dict[str, Any], workers: int) -> Iterator[Engine]:
     """A cluster of some class, started now and ended with the block."""
     try:
         kind = getattr(importlib.import_module(module), name)
@@ -201,14 +167,11 @@ def _started(
         raise UserError(
             f"{name} needs {package}; install it with: pip install {package}"
         ) from error
-    except AttributeError as error:
-        raise UserError(f"{module} has no cluster {name}") from error
     with _one_line(name), _interrupts_for_this_process_alone():
         cluster = kind(**options)
 
     def restore() -> None:
-        if workers is not None:
-            cluster.scale(workers)
+        cluster.scale(workers)
 
     async def grow() -> None:
         restore()
@@ -241,12 +204,12 @@ def _closing(cluster: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _connected(cluster: Any, security: Any = None) -> Iterator[Client]:
+def _connected(cluster: Any) -> Iterator[Client]:
     """A client of a scheduler."""
     from distributed import Client
 
     try:
-        client = Client(cluster, timeout=CONNECT, security=security, set_as_default=False)
+        client = Client(cluster, timeout=CONNECT, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(f"no scheduler answers at {cluster}: {why}") from error

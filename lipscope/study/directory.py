@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lipscope._files import claim_folder, kind_of, remove_drafts, require_plain
 from lipscope._types import UserError
-from lipscope.study.records import Identity
+from lipscope.study.records import Fingerprint
 from lipscope.study.salvage import is_damage
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ FILE = "study.sqlite"
 LOCK = "study.lock"
 JOURNAL = f"{FILE}-journal"
 APPLICATION_ID = 0x4C495053  # "LIPS" in the file header: this database is a study
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+OLDEST = 2
+"""The schemas that are written, and read."""
 
 # Two tables: the numbers, with typed columns for anyone who opens the file, and everything else by
 # kind and key. "No layer" and "no head" are -1, because in a unique index every NULL differs. Both
@@ -46,7 +48,8 @@ SCHEMA = (
     probe TEXT NOT NULL, scope TEXT NOT NULL, layer INTEGER NOT NULL, head INTEGER NOT NULL,
     n INTEGER NOT NULL, sample INTEGER NOT NULL, kind TEXT NOT NULL, norm TEXT NOT NULL,
     value REAL, lower REAL NOT NULL, upper REAL NOT NULL, residual REAL, status TEXT NOT NULL,
-    radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL, crc INTEGER NOT NULL,
+    radius REAL, dtype TEXT NOT NULL, device TEXT NOT NULL, seconds REAL,
+    reason TEXT NOT NULL, extra TEXT NOT NULL, crc INTEGER NOT NULL,
     CHECK (value IS NULL OR (lower <= value AND value <= upper))
 )""",
     "CREATE UNIQUE INDEX rows_key ON rows (probe, scope, layer, head, n, sample, kind, norm)",
@@ -78,7 +81,7 @@ _WHAT_DIFFERS = {
 }
 
 
-def require_parts(first: Identity, other: Identity, one: Path, two: Path) -> None:
+def require_parts(first: Fingerprint, other: Fingerprint, one: Path, two: Path) -> None:
     """Raise UserError if two studies differ in what decides a number: they are no parts of one."""
     for name in first.differences(other)[:1]:
         what = _WHAT_DIFFERS.get(name)
@@ -111,9 +114,16 @@ def connect_to_read(directory: Path) -> tuple[sqlite3.Connection, bool]:
         db = _connected(path, "mode=ro")
         try:
             db.execute("PRAGMA query_only = 1")
-            patiently(lambda: require_study(db, directory))
-            if patiently(lambda: has_our_schema(db)):
+            version = patiently(lambda: require_study(db, directory, OLDEST))
+            if version == SCHEMA_VERSION and patiently(lambda: has_our_schema(db)):
                 return db, True
+            if version == OLDEST:
+                if not patiently(lambda: has_our_schema(db, OLDEST)):
+                    raise UserError(f"{directory} is damaged: it has not the tables of a study")
+                if path.stat().st_size > MOST_COPIED:
+                    raise _too_large(path, directory, MOST_COPIED)
+                with closing(db):
+                    return _copied(db), True
         except BaseException:
             db.close()
             raise
@@ -155,10 +165,10 @@ def create_tables(db: sqlite3.Connection) -> None:
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-def has_our_schema(db: sqlite3.Connection) -> bool:
+def has_our_schema(db: sqlite3.Connection, version: int = SCHEMA_VERSION) -> bool:
     """Whether a database has the tables of a study and nothing else: no view, no trigger."""
     try:
-        return _schema(db) == _our_schema()
+        return _schema(db) == _our_schema(version)
     except sqlite3.DatabaseError as error:
         if is_damage(error):
             return False
@@ -288,9 +298,25 @@ def _schema(db: sqlite3.Connection) -> list[tuple[object, ...]]:
 
 
 @cache
-def _our_schema() -> list[tuple[object, ...]]:
+def _our_schema(version: int) -> list[tuple[object, ...]]:
     with closing(_fresh()) as db:
-        return _schema(db)
+        ours = _schema(db)
+    added = "\n    reason TEXT NOT NULL, extra TEXT NOT NULL,"
+    return ours if version > OLDEST else [_without(added, entry) for entry in ours]
+
+
+def _without(part: str, entry: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(x.replace(part, "") if isinstance(x, str) else x for x in entry)
+
+
+def _copied(old: sqlite3.Connection) -> sqlite3.Connection:
+    """A study of the oldest schema in today's form, in memory."""
+    # Late: it reads tables, which this file is for opening.
+    from lipscope.study.schema2 import copy_rows
+
+    new = _fresh()
+    copy_rows(old, new)
+    return new
 
 
 def _fresh(page: int = 4096) -> sqlite3.Connection:
@@ -337,8 +363,8 @@ def patiently(read: Callable[[], T]) -> T:
     return read()
 
 
-def require_study(db: sqlite3.Connection, directory: Path) -> None:
-    """Raise UserError unless the database is a study that this version can read."""
+def require_study(db: sqlite3.Connection, directory: Path, oldest: int = SCHEMA_VERSION) -> int:
+    """The schema of a study; raises UserError unless it is one that this version can use."""
     application, version = (
         db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )
@@ -349,11 +375,17 @@ def require_study(db: sqlite3.Connection, directory: Path) -> None:
             f"{directory} was written by a newer lipscope (schema {version}, this one reads "
             f"{SCHEMA_VERSION}); update lipscope"
         )
-    if version < SCHEMA_VERSION:
-        raise UserError(
-            f"{directory} was written by an older lipscope (schema {version}, this one reads "
-            f"{SCHEMA_VERSION}); export it with that one, or measure again"
+    if version < oldest:
+        remedy = (
+            f"`lipscope merge NEW {directory}` writes a copy that can be resumed"
+            if version == OLDEST
+            else "export it with that one, or measure again"
         )
+        raise UserError(
+            f"{directory} was written by an older lipscope (schema {version}, this one writes "
+            f"{SCHEMA_VERSION}); {remedy}"
+        )
+    return int(version)
 
 
 def _too_large(path: Path, directory: Path, most: int) -> UserError:
@@ -369,7 +401,7 @@ def _not_ours(directory: Path) -> UserError:
     return UserError(f"{directory} is not a study: its {FILE} was not written by lipscope")
 
 
-def require_same(kept: Identity, asked: Identity, directory: Path) -> None:
+def require_same(kept: Fingerprint, asked: Fingerprint, directory: Path) -> None:
     """Raise UserError if the stored study and the requested one differ in what decides a number."""
     differences = kept.differences(asked)
     if not differences:

@@ -76,9 +76,9 @@ class Engine:
         run = _Run(self, start, _Queue(jobs))
         try:
             while run.queue or run.busy():
-                yield from run.look()
-                run.give()
-                yield from run.take()
+                yield from run.refresh()
+                run.dispatch()
+                yield from run.collect()
         except UserError:
             raise
         except Exception:
@@ -117,7 +117,7 @@ class _Run:
     def busy(self) -> bool:
         return any(worker.job for worker in self.workers.values())
 
-    def look(self) -> Generator[Outcome]:
+    def refresh(self) -> Generator[Outcome]:
         """Compare the scheduler's list of workers with ours, once a second."""
         now = time.monotonic()
         if now < self.next_look:
@@ -127,7 +127,7 @@ class _Run:
         # Most schedulers keep the task of a dead worker waiting for another one, and none may run
         # it: the worker is missed here.
         for address in self.workers.keys() - listed:
-            yield from self.bury(self.workers[address])
+            yield from self.mark_dead(self.workers[address])
         for address in listed:
             self.workers.setdefault(address, _Worker(address))
         self.engine.restore()
@@ -149,7 +149,7 @@ class _Run:
                 "was given: run the same command again to resume"
             ) from error
 
-    def give(self) -> None:
+    def dispatch(self) -> None:
         """Give every idle worker a job; before its first, the work itself."""
         every = self.workers.values()
         starting = sum(worker.future is not None and not worker.ready for worker in every)
@@ -170,7 +170,7 @@ class _Run:
         )
         future.add_done_callback(lambda done: self.finished.put((worker, done)))
 
-    def take(self) -> Generator[Outcome]:
+    def collect(self) -> Generator[Outcome]:
         """What the next worker has to say, if one has within a second."""
         try:
             worker, future = self.finished.get(timeout=LOOK_EVERY)
@@ -181,7 +181,7 @@ class _Run:
         try:
             found = self.result(worker)
         except _WorkerLostError:
-            yield from self.bury(worker)
+            yield from self.mark_dead(worker)
             return
         job = worker.job
         worker.future = None
@@ -217,14 +217,14 @@ class _Run:
             except Exception as error:
                 if future.status == "finished":
                     return error
-        # Nothing here is cancelled before it is buried: this is the end of a connection.
+        # Nothing here is cancelled before it is marked dead: this is the end of a connection.
         self.ask_for_workers()
         failure = future.exception(timeout=patience) if future.status == "error" else None
         if failure is None or isinstance(failure, KilledWorker):
             raise _WorkerLostError
         return failure
 
-    def bury(self, worker: _Worker) -> Generator[Outcome]:
+    def mark_dead(self, worker: _Worker) -> Generator[Outcome]:
         """Forget a dead worker; its job is tried again, or has failed for good."""
         del self.workers[worker.address]
         if worker.future is not None:

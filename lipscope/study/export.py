@@ -34,7 +34,8 @@ def records(
 
     Text is untrusted, and may hold what UTF-8 cannot: that is escaped.
     """
-    columns, found = (TOKEN_COLUMNS, study.token_records()) if tokens else (COLUMNS, study.rows)
+    columns: tuple[str, ...] = TOKEN_COLUMNS if tokens else COLUMNS
+    found = study.token_records() if tokens else (row.flat() for row in study.rows)
     encodable = cache(lambda text: text.encode("utf-8", "backslashreplace").decode())
     whole = ((*record, *study.subject) for record in found)
     return (*columns, *SUBJECT_COLUMNS), (
@@ -82,6 +83,8 @@ def write_parquet(study: Study, path: Path, tokens: bool = False) -> None:
         "status",
         "dtype",
         "device",
+        "reason",
+        "extra",
         "token",
         *SUBJECT_COLUMNS,
     )

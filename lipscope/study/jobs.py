@@ -26,7 +26,7 @@ GROUPED_TOKENS = 512
 """Samples of one length are solved together up to this many tokens; larger batches gain nothing."""
 
 MOST_REASON = 10_000
-"""Characters of the reason in the status of a failed row."""
+"""Characters of the reason of a failed row."""
 
 Group = tuple[int, tuple[int, ...]]
 """(n, samples): samples of one length that share one forward pass."""
@@ -43,6 +43,19 @@ class Job(NamedTuple):
     layer: int | None
     scopes: tuple[str, ...]
     heads: tuple[int, ...]
+    probe: str = SIGMA
+    cost: float = 1.0
+
+    @property
+    def fatal(self) -> bool:
+        """Whether an error ends the run; sigma has rows for its errors."""
+        return self.probe != SIGMA
+
+    @property
+    def place(self) -> str:
+        """The name that decides which shard the job belongs to."""
+        # Never its samples or scopes: those depend on what is stored already.
+        return f"{self.n} {_block(self.n, self.samples[0])} {self.layer}"
 
     @property
     def group(self) -> Group:
@@ -52,7 +65,7 @@ class Job(NamedTuple):
     @property
     def weight(self) -> float:
         """The approximate cost: products with n x d matrices and with n x n matrices."""
-        return len(self.samples) * self.n * (1 + self.n / 1024)
+        return self.cost * len(self.samples) * self.n * (1 + self.n / 1024)
 
     def row_keys(self) -> Iterator[RowKey]:
         """(scope, layer, head, n, sample) of every row this job produces."""
@@ -62,9 +75,8 @@ class Job(NamedTuple):
                     yield scope, self.layer, head, self.n, sample
 
     def failed_rows(self, reason: str, dtype: str, device: str) -> tuple[Row, ...]:
-        """The rows of a job that failed, with the reason in their status."""
+        """The rows of a job that failed, with the reason."""
         nan = math.nan
-        status = f"{FAILED}: {' '.join(reason.split())[:MOST_REASON]}"
         return tuple(
             Row(
                 SIGMA,
@@ -75,11 +87,12 @@ class Job(NamedTuple):
                 lower=0.0,
                 upper=math.inf,
                 residual=nan,
-                status=status,
+                status=FAILED,
                 radius=nan,
                 dtype=dtype,
                 device=device,
                 seconds=nan,
+                reason=" ".join(reason.split())[:MOST_REASON],
             )
             for key in self.row_keys()
         )
@@ -88,13 +101,16 @@ class Job(NamedTuple):
 class Outcome(NamedTuple):
     """The result of a job: its rows, or the reason why there are none.
 
-    Engines run jobs of other kinds too, with rows of their own: `lipscope reproduce` does.
+    Engines run jobs of other kinds too: those of `lipscope budget` and `lipscope reproduce`.
+
+    records: (kind, key, value) of what a study keeps besides rows
     """
 
     job: Any
     rows: tuple[Any, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
     failure: str | None = None
+    records: tuple[tuple[str, str, str | bytes], ...] = ()
 
 
 Work = Callable[[Any], Outcome]
@@ -119,23 +135,31 @@ class Request:
             places.append((None, (WHOLE_MODEL,), ()))
         return places
 
-    def jobs(self, done: Collection[RowKey]) -> list[Job]:
-        """The remaining jobs, shortest samples first."""
+    def jobs(self, done: Collection[RowKey], probe: str = SIGMA, cost: float = 1.0) -> list[Job]:
+        """The remaining jobs of a probe, shortest samples first."""
         jobs = []
         places = self.places()
         for n, samples in self.groups:
             for layer, scopes, heads in places:
                 # Samples that lack the same rows stay together.
-                owed = defaultdict[tuple[tuple[str, ...], tuple[int, ...]], list[int]](list)
+                missing = defaultdict[tuple[tuple[str, ...], tuple[int, ...]], list[int]](list)
                 for sample in samples:
                     one = Job(n=n, samples=(sample,), layer=layer, scopes=scopes, heads=heads)
                     left = [key for key in one.row_keys() if key not in done]
-                    lacking = tuple(dict.fromkeys(key[0] for key in left))
-                    owed[lacking, tuple(h for _, _, h, _, _ in left if h is not None)] += [sample]
+                    maps = tuple(dict.fromkeys(key[0] for key in left))
+                    missing[maps, tuple(h for _, _, h, _, _ in left if h is not None)] += [sample]
                 jobs += [
-                    Job(n=n, samples=tuple(same), layer=layer, scopes=lacking, heads=which)
-                    for (lacking, which), same in sorted(owed.items())
-                    if lacking
+                    Job(
+                        n=n,
+                        samples=tuple(same),
+                        layer=layer,
+                        scopes=maps,
+                        heads=which,
+                        probe=probe,
+                        cost=cost,
+                    )
+                    for (maps, which), same in sorted(missing.items())
+                    if maps
                 ]
         return jobs
 
@@ -240,7 +264,7 @@ def count_jobs(commands: Iterable[Command], rows: Iterable[Row]) -> JobCount:
                     continue
                 # Runs with more samples or scopes extend a job of an earlier run.
                 for probe in {SIGMA, command.probe_prefix}:
-                    asked[probe, n, block_of(job), layer].append(job)
+                    asked[probe, n, _block(n, samples[0]), layer].append(job)
     there = {probe: set[RowKey]() for probe, *_ in asked}
     for row in rows:
         for probe, keys in there.items():
@@ -262,19 +286,15 @@ def grouped(pairs: Sequence[tuple[int, int]]) -> tuple[Group, ...]:
     return tuple((n, tuple(sample for _, sample in block)) for (n, _), block in blocks)
 
 
-def block_of(job: Job) -> int:
-    """The number of the group, among those of one length, that the samples of a job are from."""
-    return _block(job.n, job.samples[0])
-
-
 def _block(n: int, sample: int) -> int:
+    """The number of the group, among those of one length, that a sample belongs to."""
     return sample // max(1, GROUPED_TOKENS // n)
 
 
 def run_in_process(work: Work, jobs: Sequence[Any]) -> Generator[Outcome]:
-    """Run one job after the other in this process."""
+    """Run one job after the other in this process; fatal errors keep their traceback."""
     for job in jobs:
-        yield attempt(work, job)
+        yield work(job) if job.fatal else attempt(work, job)
 
 
 def attempt(work: Work, job: Any) -> Outcome:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lipscope._files import whole_file
 from lipscope._types import UserError
 from lipscope.study.directory import FILE, claim, require_parts
-from lipscope.study.records import Row, StudyInfo
+from lipscope.study.records import Row, StudyHeader
 from lipscope.study.store import Store, content, damage
 from lipscope.study.validation import COMMANDS, INFO
 
@@ -45,7 +45,7 @@ def join(stores: Iterable[Store]) -> Joined:
     records: dict[tuple[str, str], Any] = {}
     commands: dict[str, Any] = {}
     disputed: set[tuple[Any, ...]] = set()
-    info: StudyInfo | None = None
+    info: StudyHeader | None = None
     for store in stores:
         info = info or store.info()
         for row in store.rows():

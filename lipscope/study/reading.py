@@ -42,7 +42,7 @@ class TextWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Windows:
+class SampledText:
     """Samples of a text: n consecutive tokens at an offset drawn from (seed, n, sample).
 
     Special tokens `before` and `after` frame the window and count towards n. Positions are 0..n-1.
@@ -81,7 +81,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class WholeInputs:
+class FixedInputs:
     """Inputs measured whole: row i is sample i, of lengths[i] tokens.
 
     argument: the model's argument that the rows are; empty for token ids
@@ -131,7 +131,7 @@ def read(
     samples: int = 1,
     seed: int = 0,
     special_tokens: bool = False,
-) -> Windows | WholeInputs:
+) -> SampledText | FixedInputs:
     """The inputs described by `text` or `inputs`, with samples drawn as the options say."""
     if samples > MOST_SAMPLES:
         raise UserError(
@@ -179,11 +179,11 @@ def read(
     if parts is None and lengths is None:
         sizes = tuple(len(row) for row in rows)
         _check_positions(model, sizes)
-        return WholeInputs(
+        return FixedInputs(
             rows=tuple(torch.tensor(row) for row in rows), lengths=sizes, digest=digest, name=name
         )
     before, after = special_frame(model) if special_tokens else ((), ())
-    return Windows(
+    return SampledText(
         ids=ids,
         lengths=_lengths(model, len(ids), len(before) + len(after), lengths),
         samples=samples,
@@ -234,7 +234,7 @@ def special_frame(model: Model) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def sample_tokens(
-    model: Model, inputs: Windows | WholeInputs, pairs: Iterable[tuple[int, int]]
+    model: Model, inputs: SampledText | FixedInputs, pairs: Iterable[tuple[int, int]]
 ) -> Iterator[SampleTokens]:
     """The tokens of samples (n, sample) as text; none if the input does not consist of tokens."""
     words: dict[int, str] = {}
@@ -329,7 +329,7 @@ def _check_positions(model: Model, lengths: Sequence[int]) -> None:
         )
 
 
-def _read_inputs(model: Model, inputs: Any) -> WholeInputs:
+def _read_inputs(model: Model, inputs: Any) -> FixedInputs:
     """A tensor for the model's main argument or its embeddings, or tensors for all arguments."""
     kinds = model.trunk.main_input_name
     kind = kinds if isinstance(kinds, str) else kinds[0]
@@ -360,7 +360,7 @@ def _read_inputs(model: Model, inputs: Any) -> WholeInputs:
         for name, x in sorted(given.items())
     ]
     what, _ = KINDS.get(argument, (argument, None))
-    return WholeInputs(
+    return FixedInputs(
         rows=tuple(given.pop(argument)),
         lengths=(n,) * count,
         digest=_digest(*(part for pair in contents for part in pair)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,11 +30,12 @@ class Row(NamedTuple):
     layer, head: where; no layer for the whole model, no head for all heads together
     n, sample:   at which input
     kind, norm:  "local" and "2" for sigma; bounds have the kinds "upper" and "lower"
-    status:      converged, breakdown, resolution, imprecise, max_steps, overflow, non_finite, or
-                 "failed: why"; a requested gap that was not reached is appended, as in
-                 "converged: gap not reached: why"
+    status:      converged, breakdown, resolution, imprecise, max_steps, overflow, non_finite or
+                 failed; evaluated, predicted or observed for numbers that are not solved for
     radius:      the largest norm of a token at the map's input
     seconds:     time of the solve, divided by the size of its batch
+    reason:      why the row failed, or why a requested gap was not reached; empty otherwise
+    extra:       what only this probe has to say, as a JSON object
     """
 
     probe: str
@@ -52,16 +55,31 @@ class Row(NamedTuple):
     dtype: str
     device: str
     seconds: float
+    reason: str = ""
+    extra: Mapping[str, Any] = {}
+
+    def __hash__(self) -> int:
+        # Rows stay members of sets: what is equal has an equal hash without `extra` too.
+        return hash(self[:-1])
 
     @property
     def failing(self) -> bool:
         """Whether the row has no number, according to its status."""
-        return self.status.split(":")[0] in FAILING
+        return self.status in FAILING
 
     @property
     def missed(self) -> str:
         """Why a requested gap was not reached; empty if it was, or if none was requested."""
-        return "" if self.failing else self.status.partition(": ")[2]
+        return "" if self.failing else self.reason
+
+    @property
+    def explained(self) -> str:
+        """The status, and the reason if there is one."""
+        return f"{self.status}: {self.reason}" if self.reason else self.status
+
+    def flat(self) -> tuple[Any, ...]:
+        """The fields in order, with `extra` as text, for tables."""
+        return (*self[:-1], json.dumps(self.extra) if self.extra else "")
 
     def check(self) -> Row:
         """Return this row; raises ValueError if it contradicts itself."""
@@ -108,7 +126,7 @@ RowKey = tuple[str, int | None, int | None, int, int]
 
 
 @dataclass(frozen=True)
-class Identity:
+class Fingerprint:
     """Everything, besides a row's own columns, that determines its number; one per study."""
 
     weights: str
@@ -124,13 +142,13 @@ class Identity:
     numeric_version: int
     gap: float | None = None
 
-    def differences(self, other: Identity) -> list[str]:
+    def differences(self, other: Fingerprint) -> list[str]:
         """Names of the fields in which two identities differ."""
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
 
 
 @dataclass(frozen=True)
-class About:
+class Description:
     """The description of a study for its readers; nothing here affects a number."""
 
     model: str
@@ -149,11 +167,11 @@ class About:
 
 
 @dataclass(frozen=True)
-class StudyInfo:
+class StudyHeader:
     """Identity and description of a study."""
 
-    identity: Identity
-    about: About
+    identity: Fingerprint
+    about: Description
 
 
 _EMPTY: dict[str, tuple[tuple[type, ...], Any]] = {
@@ -169,7 +187,7 @@ _EMPTY: dict[str, tuple[tuple[type, ...], Any]] = {
 
 
 def well_typed(kind: type[Any], facts: Any) -> bool:
-    """Whether facts are a dict whose known fields have the types of an Identity or About."""
+    """Whether facts are a dict whose fields have the types of a Fingerprint or Description."""
     # type(x), not isinstance: True is an int, and no number of layers.
     return isinstance(facts, dict) and all(
         type(facts[f.name]) in _EMPTY[str(f.type)][0] for f in fields(kind) if f.name in facts
@@ -177,7 +195,7 @@ def well_typed(kind: type[Any], facts: Any) -> bool:
 
 
 def record_of(kind: type[T], facts: Any) -> T:
-    """An Identity or About from facts that may lack fields, hold unknown ones, or be lost."""
+    """A Fingerprint or Description from facts that may lack fields, or be lost."""
     known = facts if isinstance(facts, dict) else {}
     empty = {f.name: _EMPTY[str(f.type)][1] for f in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: known.get(name, value) for name, value in empty.items()})

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -24,30 +24,31 @@ from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.spectral import Solver
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.models.scopes import SCOPES, check_scope_names
+from lipscope.models.scopes import SCOPES, Scope, check_scope_names
 from lipscope.models.sites import Survey
 from lipscope.study.clusters import check_engine, open_engine
 from lipscope.study.engines import Engine, Start
 from lipscope.study.jobs import (
     WHOLE_MODEL,
     Command,
-    Job,
     Outcome,
     Request,
     grouped,
     run_in_process,
 )
+from lipscope.study.probe import Place, Probe, Sigma
 from lipscope.study.ranks import RankEngine, open_rank_engine
-from lipscope.study.reading import Text, WholeInputs, Windows, read, sample_tokens
-from lipscope.study.records import SIGMA, About, Identity, StudyInfo
+from lipscope.study.reading import FixedInputs, SampledText, Text, read, sample_tokens
+from lipscope.study.records import Description, Fingerprint, StudyHeader
 from lipscope.study.sharding import Shard, check_shard
-from lipscope.study.store import Store
+from lipscope.study.store import Kept, Store
 from lipscope.study.study import Study
 from lipscope.study.work import (
     NUMERIC_VERSION,
-    SigmaWork,
+    ProbeWork,
     config_digest,
-    start_sigma_work,
+    portable,
+    start_probes,
     survey,
     threads_for,
 )
@@ -57,6 +58,12 @@ Progress = Callable[[float, float], None]
 
 GAP = 0.1
 """How close the bounds of a float64 study are brought together by default."""
+
+DEFAULTS: Mapping[str, Any] = {
+    "lengths": None, "samples": 3, "layers": None, "heads": None, "scopes": ["heads", "attention"],
+    "tol": 1e-6, "gap": None, "seed": 0, "special_tokens": False,
+}  # fmt: skip
+"""The settings of a measurement, with their defaults."""
 
 OpenEngine = Callable[[], AbstractContextManager[Engine | RankEngine | None]]
 
@@ -101,8 +108,8 @@ def measure(
             reach the gap says why in its status.
         seed: Seed for drawing samples and for the solver's random starts.
         workers: Number of worker processes on this machine; 1 measures in this process.
-        cluster: Workers on other machines: the address of a dask scheduler, a batch system and a
-            number of its jobs ("slurm:64"), or a YAML file; see docs/scaling.md.
+        cluster: Workers on other machines: the address of a dask scheduler, or a batch system and
+            a number of its jobs ("slurm:64"); see docs/scaling.md.
         shard: (k, N): measure only the k-th of N parts of the study, k from 1. `lipscope merge`
             or :func:`merge` joins them.
         out: Directory to save the study in; repeat the same call to resume an interrupted run.
@@ -132,170 +139,250 @@ def measure(
     """
     check_engine(workers, cluster)
     model = model if isinstance(model, Model) else load(model)
-    if (workers > 1 or cluster is not None) and not model.owned:
-        raise UserError(
-            "a live module can only be measured in this process; use workers=1, or give its path"
-        )
-    return measure_as(
-        Verb("measure"),
+    settings = {
+        "lengths": lengths,
+        "samples": samples,
+        "layers": layers,
+        "heads": heads,
+        "scopes": [scopes] if isinstance(scopes, str) else scopes,
+        "tol": tol,
+        "gap": gap,
+        "seed": seed,
+        "special_tokens": special_tokens,
+    }
+    return run_measurement(
         model,
         text,
-        lengths,
-        samples,
-        layers,
-        heads,
-        scopes,
-        tol=tol,
-        gap=gap,
-        seed=seed,
-        engine=open_rank_engine() or partial(open_engine, workers, cluster),
+        settings,
+        engine=engine_for(model, workers, cluster),
         shard=None if shard is None else check_shard(shard),
         out=out,
         inputs=inputs,
-        special_tokens=special_tokens,
         progress=progress,
     )
 
 
-class Verb(NamedTuple):
-    """The command on whose behalf a model is measured, for the list of commands of the study.
-
-    probe_prefix: how `Row.probe` begins in the rows that the command writes last at each place
-    options:      the options that only this command has
-    """
-
-    name: str
-    probe_prefix: str = SIGMA
-    options: Mapping[str, object] = {}
-
-
-def measure_as(
-    verb: Verb,
-    model: Any,
+def run_measurement(
+    model: Model,
     text: Text,
-    lengths: Sequence[int] | None,
-    samples: int,
-    layers: Sequence[int] | None,
-    heads: Sequence[int] | None,
-    scopes: Sequence[str],
+    settings: Mapping[str, Any],
     *,
-    tol: float = 1e-6,
-    gap: float | None = None,
-    seed: int = 0,
     engine: OpenEngine = nullcontext,
     shard: Shard | None = None,
     out: str | os.PathLike[str] | None = None,
     inputs: Tensor | Mapping[str, Tensor] | None = None,
-    special_tokens: bool = False,
     progress: Progress | None = None,
 ) -> Study:
-    """`measure` for any command; the other arguments are those of `measure`.
-
-    Args:
-        engine: Opens the engine that runs the jobs; None runs them in this process.
-    """
-    lengths = _as_list(lengths)
-    layers = _as_list(layers)
-    heads = _as_list(heads)
-    scopes = [scopes] if isinstance(scopes, str) else scopes
-    check_settings(
-        {
-            "lengths": lengths,
-            "samples": samples,
-            "layers": layers,
-            "heads": heads,
-            "scopes": scopes,
-            "tol": tol,
-            "gap": gap,
-            "seed": seed,
-            "special_tokens": special_tokens,
-        }
+    """`measure` with its settings in a table, and on an engine that may be open already."""
+    given = read_inputs(model, text, settings, inputs)
+    scopes = tuple(dict.fromkeys(settings["scopes"]))
+    gap = gap_of(settings["gap"], model.card.dtype)
+    return run(
+        model,
+        given,
+        [Sigma(scopes, settings["tol"], gap, settings["seed"])],
+        layers=settings["layers"],
+        heads=settings["heads"],
+        special_tokens=settings["special_tokens"],
+        engine=engine,
+        shard=shard,
+        out=out,
+        progress=progress,
     )
-    model = model if isinstance(model, Model) else load(model)
-    gap = _gap(gap, model.card.dtype)
+
+
+def engine_for(model: Model, workers: int, cluster: str | None) -> OpenEngine:
+    """What opens the engine for a model, or raises UserError if workers cannot have the model."""
+    if (workers > 1 or cluster is not None) and not model.owned:
+        raise UserError(
+            "a live module can only be measured in this process; use workers=1, or give its path"
+        )
+    if workers == 1 and cluster is None:
+        return open_rank_engine() or nullcontext
+    return partial(open_engine, workers, cluster)
+
+
+def read_inputs(
+    model: Model,
+    text: Text,
+    settings: Mapping[str, Any],
+    inputs: Tensor | Mapping[str, Tensor] | None = None,
+) -> SampledText | FixedInputs:
+    """The samples of a study, after a check of all its settings."""
+    settings = {name: _as_list(value) for name, value in {**DEFAULTS, **settings}.items()}
+    check_settings(settings)
     with threads_for(tokens=1):
-        given = read(
+        return read(
             model,
             text,
             inputs,
-            lengths=lengths,
-            samples=samples,
-            seed=seed,
-            special_tokens=special_tokens,
+            lengths=settings["lengths"],
+            samples=settings["samples"],
+            seed=settings["seed"],
+            special_tokens=settings["special_tokens"],
         )
-    request, trial = _request(model, given, layers, heads, scopes)
-    identity = Identity(
+
+
+def run(
+    model: Model,
+    inputs: SampledText | FixedInputs,
+    probes: Sequence[Probe],
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    special_tokens: bool = False,
+    verb: str = "measure",
+    options: Mapping[str, object] | None = None,
+    engine: OpenEngine = nullcontext,
+    shard: Shard | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Study:
+    """Call probes at the sites of a model, and keep their rows in a study.
+
+    Args:
+        model: The model.
+        inputs: The samples.
+        probes: The first is :class:`Sigma`, the others measure some of its scopes.
+        layers: Layer numbers. Default: all.
+        heads: Head numbers, for the scope heads. Default: all.
+        special_tokens: Whether special tokens frame the samples.
+        verb: The command on whose behalf the model is measured, for the study's list of commands.
+        options: The options that only this command has.
+        engine: Opens the engine that runs the jobs; None runs them in this process.
+        shard: The part of the jobs to run. Default: all.
+        out: Directory to save the study in, or to resume it in.
+        progress: Called with the work done and the total work.
+    """
+    sigma = probes[0]
+    assert isinstance(sigma, Sigma)
+    request, trial = _request(model, inputs, layers, heads, probes)
+    identity = Fingerprint(
         weights=model.card.weights,
         config=config_digest(model),
         revision=model.card.revision or "",
         tokenizer=model.card.tokenizer or "",
-        text=given.digest,
+        text=inputs.digest,
         special_tokens=special_tokens,
         dtype=model.card.dtype,
         mask="the model's own; nothing is padded",
-        tol=float(tol),
-        seed=seed,
+        tol=float(sigma.tol),
+        seed=sigma.seed,
         numeric_version=NUMERIC_VERSION,
-        gap=gap,
+        gap=sigma.gap,
     )
-    command = Command(
-        verb=verb.name,
-        line=_line(verb, model, given, request, identity),
-        asked=request,
-        probe_prefix=verb.probe_prefix,
-    )
-    info = StudyInfo(identity, _about(model, given, command.line))
+    line = _line(verb, model, inputs, request, identity, options)
+    command = Command(verb=verb, line=line, asked=request, probe_prefix=probes[-1].name)
+    info = StudyHeader(identity, describe(model, inputs.name, inputs.tokens, line, SCOPES))
     store = Store.create(None if out is None else Path(out), info, command)
+    by_name = {probe.name: probe for probe in probes}
+    work = ProbeWork(model, inputs, by_name, surveyed=(request.groups[0], trial))
     try:
-        jobs = request.jobs(store.done(SIGMA))
+        jobs = [
+            job
+            for probe in probes
+            for job in replace(request, scopes=probe.scopes).jobs(
+                store.done(probe.name, probe.settings), probe.name, probe.cost
+            )
+        ]
+        # Jobs of one group share a forward pass.
+        jobs.sort(key=lambda job: (job.n, job.samples[0]))
         pairs = ((job.n, sample) for job in jobs for sample in job.samples)
-        store.write_samples(sample_tokens(model, given, pairs))
-        if shard is not None:
-            jobs = [job for job in jobs if shard.has(job)]
-        with engine() if jobs else nullcontext() as running:
-            if running is None:
-                work = SigmaWork(model, given, identity, surveyed=(request.groups[0], trial))
-                outcomes = run_in_process(work, jobs)
-            else:
-                outcomes = running.run(_start(model, given, identity), jobs)
-            store_outcomes(outcomes, store, jobs, info, progress)
+        store.write_samples(sample_tokens(model, inputs, pairs))
+        start = partial(start_probes, portable(model.card), inputs, identity, by_name)
+        run_jobs(work, start, jobs, store, info, engine=engine, shard=shard, progress=progress)
     except BaseException:
         store.close()
         raise
+    return reopened(store)
+
+
+def run_jobs(
+    work: Any,
+    start: Start | None,
+    jobs: Sequence[Any],
+    store: Store | Kept,
+    info: StudyHeader | None,
+    *,
+    engine: OpenEngine = nullcontext,
+    shard: Shard | None = None,
+    progress: Progress | None = None,
+) -> dict[Any, str]:
+    """Run the jobs of a shard, in this process by `work` or on an engine, and store what they find.
+
+    Args:
+        work: Does a job in this process; reports its progress to `work.report`.
+        start: Sets up the same work on a worker; None if there is no engine.
+        jobs: The jobs.
+        store: Where the rows and records go.
+        info: The header of the study; None if all errors end the run.
+        engine: Opens the engine; None runs the jobs in this process.
+        shard: The part of the jobs to run. Default: all.
+        progress: Called with the work done and the total work.
+
+    Returns:
+        The reasons of jobs that failed.
+    """
+    jobs = [job for job in jobs if shard is None or shard.has(job.place)]
+    with engine() if jobs else nullcontext() as running:
+        if running is None:
+            outcomes = run_in_process(work, jobs)
+            return store_outcomes(outcomes, store, jobs, info, progress, work)
+        assert start is not None
+        return store_outcomes(running.run(start, jobs), store, jobs, info, progress)
+
+
+def reopened(store: Store) -> Study:
+    """The study in a store that was written to; it does not hold the lock of the directory."""
     if store.directory is None:
         return Study(store)
-    # Reopened for reading: the returned study does not hold the lock of the directory.
     store.close()
     return Study.open(store.directory)
 
 
 def store_outcomes(
     outcomes: Generator[Outcome],
-    store: Store,
-    jobs: Sequence[Job],
-    info: StudyInfo,
+    store: Store | Kept,
+    jobs: Sequence[Any],
+    info: StudyHeader | None,
     progress: Progress | None = None,
-) -> None:
+    work: Any = None,
+) -> dict[Any, str]:
     """Store every outcome before the next one is requested.
 
     What is stored stays, whatever happens next; a KeyboardInterrupt passes with a note on how much
-    that is and how to resume.
+    that is and how to resume. Work in this process reports the progress of its current job.
+
+    Returns:
+        The reasons of jobs that failed.
     """
     total = sum(job.weight for job in jobs)
     done = 0.0
     kept = 0
-    try:
+    failed: dict[Any, str] = {}
+
+    def tell(share: float) -> None:
         if progress is not None:
-            progress(done, total)
+            # Only work in this process tells shares of a job, and it does jobs in their order.
+            current = jobs[kept].weight if share else 0.0
+            progress(done + min(share, 1.0) * current, total)
+
+    if work is not None:
+        work.report = tell
+    try:
+        tell(0.0)
         with closing(outcomes):  # on any error the workers end now, not at exit
-            for job, rows, sensitivities, failure in outcomes:
+            for job, rows, sensitivities, failure, records in outcomes:
+                if failure is not None and job.fatal:
+                    raise UserError(failure)
                 if failure is not None:
+                    failed[job] = failure
+                    assert info is not None
                     rows = job.failed_rows(failure, info.identity.dtype, info.about.device)
-                store.write(rows, sensitivities)
+                store.write(rows, sensitivities, records)
                 done = done + job.weight
                 kept = kept + 1
-                if progress is not None:
-                    progress(done, total)
+                tell(0.0)
     except KeyboardInterrupt as stop:
         stop.add_note(
             "Stopped; nothing was saved, because no --out directory was given."
@@ -304,17 +391,10 @@ def store_outcomes(
             "Run the same command again to resume."
         )
         raise
+    return failed
 
 
-def _start(model: Model, inputs: Windows | WholeInputs, identity: Identity) -> Start:
-    """What sets up the work on a worker, which may be on another machine."""
-    card = model.card
-    if Path(card.name).is_dir():  # a worker may have been started elsewhere
-        card = replace(card, name=str(Path(card.name).absolute()))
-    return partial(start_sigma_work, card, inputs, identity)
-
-
-def _gap(gap: float | None, dtype: str) -> float | None:
+def gap_of(gap: float | None, dtype: str) -> float | None:
     """The gap of a study: what was requested, or the default; None for bounds as they come."""
     if gap == math.inf or (gap is None and dtype != "float64"):
         return None
@@ -360,14 +440,16 @@ def _as_list(given: Any) -> Any:
 
 def _request(
     model: Model,
-    inputs: Windows | WholeInputs,
+    inputs: SampledText | FixedInputs,
     layers: Sequence[int] | None,
     heads: Sequence[int] | None,
-    scopes: Sequence[str],
+    probes: Sequence[Probe],
 ) -> tuple[Request, Survey]:
     """The request, and the trial on its shortest samples that shows the model supports it."""
-    wanted = tuple(dict.fromkeys(scopes))
-    model.check_scopes(wanted)
+    scopes = probes[0].scopes
+    layers = _as_list(layers)
+    heads = _as_list(heads)
+    model.check_scopes(scopes)
     chosen = range(model.layers) if layers is None else tuple(dict.fromkeys(layers))
     for layer in chosen:
         if not 0 <= layer < model.layers:
@@ -383,74 +465,97 @@ def _request(
         trial = survey(model, inputs, n, samples)
         numbers: dict[int, tuple[int, ...]] = {}
         for layer in chosen:
-            sites = [trial.site(scope, layer, heads) for scope in wanted if scope != WHOLE_MODEL]
+            sites = [trial.site(scope, layer, heads) for scope in scopes if scope != WHOLE_MODEL]
             numbers[layer] = tuple(
                 dict.fromkeys(
                     head for site in sites for _, head in site.members if head is not None
                 )
             )
-        if WHOLE_MODEL in wanted:
+            for site in sites:
+                place = Place(site=site, n=n, samples=samples, model=model, inputs=inputs)
+                for probe in probes:
+                    if site.scope in probe.scopes:
+                        probe.check(place)
+        if WHOLE_MODEL in scopes:
             trial.site(WHOLE_MODEL)  # raises if the model has no such map
-    return Request(groups=groups, layers=tuple(chosen), heads=numbers, scopes=wanted), trial
+    return Request(groups=groups, layers=tuple(chosen), heads=numbers, scopes=scopes), trial
 
 
-def _about(model: Model, inputs: Windows | WholeInputs, line: str) -> About:
-    """The description of the study for its readers."""
+def describe(
+    model: Model, text: str, tokens: int, line: str, scopes: Mapping[str, Scope]
+) -> Description:
+    """The description of a study for its readers."""
     card = model.card
-    return About(
+    return Description(
         model=card.name,
         architecture=card.architecture,
         layers=model.layers,
         heads=model.heads,
         device=model.device.type,
-        text=inputs.name,
-        text_tokens=inputs.tokens,
-        scopes={name: f"{scope.formula}: {scope.description}" for name, scope in SCOPES.items()},
+        text=text,
+        text_tokens=tokens,
+        scopes={name: f"{scope.formula}: {scope.description}" for name, scope in scopes.items()},
         difference_to_eager=model.preflight.difference,
         # Only float64 solves have an upper bound, and with it a probability to fail.
-        confidence=1 - Solver().failure if card.dtype == "float64" else 0.0,
+        confidence=1 - Solver().failure if scopes and card.dtype == "float64" else 0.0,
         versions={"lipscope": __version__, "python": platform.python_version(), **card.versions},
         command=line,
         random_init=card.random_init,
     )
 
 
-def _line(
-    verb: Verb,
-    model: Model,
-    inputs: Windows | WholeInputs,
-    request: Request,
-    identity: Identity,
+def command_line(
+    verb: str, model: Model, text: Sequence[str] | None, options: Mapping[str, object]
 ) -> str:
-    """The command line that repeats the measurement; empty if only Python can."""
-    if inputs.option is None or model.card.option is None:
+    """The command line that repeats a run; empty if only Python can.
+
+    Args:
+        verb: The command.
+        model: The model.
+        text: The words that give the text; None if a command line cannot give it.
+        options: Values by option: None and False leave it out, True is a flag, a tuple repeats it.
+    """
+    if text is None or model.card.option is None:
         return ""
+    words = ["lipscope", verb, *model.card.option, *text]
+    for name, value in options.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is True:
+                words.append(name)
+            elif one is not None and one is not False:
+                words += [name, str(one)]
+    return shlex.join(words)
+
+
+def _line(
+    verb: str,
+    model: Model,
+    inputs: SampledText | FixedInputs,
+    request: Request,
+    identity: Fingerprint,
+    own: Mapping[str, object] | None,
+) -> str:
+    """The command line of a study; other commands than measure fix what their options lack."""
     lengths = sorted({n for n, _ in request.groups})
+    samples = len(inputs.pairs) // len(lengths)
     heads = request.heads[request.layers[0]] if "heads" in request.scopes else ()
+    some = ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None
+    if verb != "measure" and (samples != 1 or some is not None):
+        return ""  # only Python can ask for this
+    layers = ",".join(map(str, request.layers)) if len(request.layers) < model.layers else None
     options: dict[str, object] = {
         "--lengths": ",".join(map(str, lengths)),
-        "--samples": len(inputs.pairs) // len(lengths),
-        "--layers": ",".join(map(str, request.layers))
-        if len(request.layers) < model.layers
-        else None,
-        "--heads": ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None,
+        "--samples": samples,
+        "--layers": layers,
+        "--heads": some,
         "--tol": identity.tol,
         "--gap": math.inf if identity.gap is None and identity.dtype == "float64" else identity.gap,
         "--dtype": identity.dtype,
         "--seed": identity.seed,
+        "--scope": request.scopes,
+        "--special-tokens": identity.special_tokens,
     }
-    last = [word for scope in request.scopes for word in ("--scope", scope)]
-    last += ["--special-tokens"] if identity.special_tokens else []
-    if verb.name != "measure":
-        # Other commands fix the number of samples, the accuracy and the scope.
-        fixed = ("--samples", "--tol", "--gap", *(("--lengths",) if verb.name == "attack" else ()))
-        if options["--samples"] != 1 or options["--heads"] is not None:
-            return ""  # only Python can ask for this
-        options = {name: value for name, value in options.items() if name not in fixed}
-        options = {**options, **verb.options}
-        last = []
-    words = ["lipscope", verb.name, *model.card.option, *inputs.option]
-    words += [
-        word for name, value in options.items() if value is not None for word in (name, str(value))
-    ]
-    return shlex.join(words + last)
+    if own is not None:
+        shared = (*(() if "--length" in own else ("--lengths",)), "--layers", "--dtype", "--seed")
+        options = {name: options[name] for name in shared} | dict(own)
+    return command_line(verb, model, inputs.option, options)

@@ -32,13 +32,14 @@ _NUMBERS = struct.Struct("<4q6d")
 def row_checksum(record: Record) -> int:
     """CRC-32 of a row as it is stored, without the checksum; -1 if a type is wrong.
 
-    The seven texts as UTF-8, joined by NUL; then layer, head, n, sample as 64-bit integers and
+    The nine texts as UTF-8, joined by NUL; then layer, head, n, sample as 64-bit integers and
     value, lower, upper, residual, radius, seconds as doubles, little-endian, NaN where NULL.
     """
     try:
         probe, scope, layer, head, n, sample, kind, norm, *rest = record
-        value, lower, upper, residual, status, radius, dtype, device, seconds = rest
-        texts = zlib.crc32("\0".join((probe, scope, kind, norm, status, dtype, device)).encode())
+        value, lower, upper, residual, status, radius, dtype, device, seconds, *last = rest
+        words = (probe, scope, kind, norm, status, dtype, device, *last)
+        texts = zlib.crc32("\0".join(words).encode())
         numbers = _NUMBERS.pack(
             layer,
             head,
@@ -93,7 +94,7 @@ class Table(NamedTuple):
 ROWS = Table(
     name="rows",
     key=("probe", "scope", "layer", "head", "n", "sample", "kind", "norm"),
-    columns=18,
+    columns=20,
     checksum=row_checksum,
     valid=valid_row,
 )
@@ -194,20 +195,17 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 
 def _salvage(db: sqlite3.Connection, table: Table) -> Found:
-    """Read a damaged table from both ends and row by row, through the table and its index."""
+    """Read a damaged table up to the damage, then row by row what its index names."""
     # Damaged text must not stop a read; its checksum will not match.
     db.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
-    name = table.name
     width = len(table.key)
     limit = _Limit(db)
     keys = dict[int, Record]()
     rows = dict[int, Record]()
-    through = [False, False]
-    for way in ("ASC", "DESC"):
-        order = ", ".join(f"{column} {way}" for column in table.key)
-        by_key = f"SELECT rowid, {', '.join(table.key)} FROM {name} INDEXED BY {name}_key"
-        through[0] |= _read_into(keys, limit.again(), f"{by_key} ORDER BY {order}")
-        through[1] |= _read_into(rows, limit.again(), table.scan(f" ORDER BY rowid {way}"))
+    columns = ", ".join(table.key)
+    by_key = f"SELECT rowid, {columns} FROM {table.name} INDEXED BY {table.name}_key"
+    index_read = _read_into(keys, limit, f"{by_key} ORDER BY {columns}")
+    table_read = _read_into(rows, limit.again(), table.scan(" ORDER BY rowid"))
     limit.again()
     for missing in keys.keys() - rows.keys():
         _read_into(rows, limit, table.scan(f" WHERE rowid = {missing}"))
@@ -221,7 +219,7 @@ def _salvage(db: sqlite3.Connection, table: Table) -> Found:
     # The rowid tells a lost row from an index entry that names an intact one wrongly.
     lost = [k for rowid, k in sorted(keys.items()) if rowid not in good and k not in intact]
     lost += [() for rowid in rows if rowid not in good and rowid not in keys]
-    unknown = not any(through)
+    unknown = not index_read and not table_read
     only_index = not lost and not unknown
     return Found(list(intact.values()), lost, unknown=unknown, only_index=only_index)
 

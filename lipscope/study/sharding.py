@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from lipscope._checks import check_whole
 from lipscope._types import UserError
-from lipscope.study.jobs import Job, block_of
 
 MOST = 1_000_000
 
@@ -20,13 +19,8 @@ class Shard:
     number: int
     count: int
 
-    def has(self, job: Job) -> bool:
-        """Whether a job belongs to this part."""
-        # The place of a job, never its samples or scopes: those depend on what is stored already.
-        return self.has_name(f"{job.n} {block_of(job)} {job.layer}")
-
-    def has_name(self, name: str) -> bool:
-        """Whether what has this name belongs to this part, as exactly one of the parts says."""
+    def has(self, name: str) -> bool:
+        """Whether the job or model of this name belongs to this part, and to no other."""
         # A hash rather than a count: the same on every machine, whatever else is asked for.
         digest = hashlib.sha256(f"lipscope shard {name}".encode()).digest()
         return int.from_bytes(digest, "big") % self.count == self.number - 1

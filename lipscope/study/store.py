@@ -6,7 +6,7 @@ import json
 import math
 import sqlite3
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,13 +29,13 @@ from lipscope.study.jobs import Command, command_lines
 from lipscope.study.records import (
     COLUMNS,
     FAILED,
-    About,
-    Identity,
+    Description,
+    Fingerprint,
     Row,
     RowKey,
     SampleTokens,
     Sensitivity,
-    StudyInfo,
+    StudyHeader,
     record_of,
 )
 from lipscope.study.salvage import RECORDS, ROWS, Record, Table, record_checksum, row_checksum
@@ -59,6 +59,30 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 
+class Kept:
+    """Records in memory, in place of a study that is not saved."""
+
+    directory = None
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str], Any] = {}
+
+    def write(self, rows: Any, sensitivities: Any = (), records: Iterable[Record] = ()) -> None:
+        """Keep the records of one job; rows are for exports."""
+        self._records |= {(kind, key): value for kind, key, value in records}
+
+    def get(self, kind: str, key: str) -> Any:
+        """The value of one record, or None if there is none."""
+        return self._records.get((kind, key))
+
+    def records(self, kind: str) -> list[tuple[str, Any]]:
+        """(key, value) of all records of a kind."""
+        return [(key, value) for (its, key), value in self._records.items() if its == kind]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Store:
     """Reads a study and, in the process that holds the lock, writes it.
 
@@ -79,6 +103,7 @@ class Store:
         self.directory = directory
         self._lost: dict[str, list[str]] = {}
         self._lost_keys: set[Record] = set()
+        self._new = False
         self._without_index: dict[Record, Any] | None = None  # the records, see `get`
         if not as_written:
             self._lost["schema"] = ["the schema"]
@@ -87,7 +112,7 @@ class Store:
     def create(
         cls,
         directory: Path | None,
-        info: StudyInfo,
+        info: StudyHeader,
         command: Command | None = None,
         noun: str = "a study",
         marks: Collection[str] = (),
@@ -136,12 +161,12 @@ class Store:
         if self._lock is not None:
             self._lock.release()
 
-    def info(self) -> StudyInfo:
+    def info(self) -> StudyHeader:
         """Identity and description of the study; what is lost is unknown, 0 or empty."""
-        identity = record_of(Identity, _parsed(self.get(INFO, IDENTITY)))
-        about = record_of(About, _parsed(self.get(INFO, ABOUT)))
+        identity = record_of(Fingerprint, _parsed(self.get(INFO, IDENTITY)))
+        about = record_of(Description, _parsed(self.get(INFO, ABOUT)))
         lines = command_lines(self.commands())
-        return StudyInfo(identity, replace(about, command="\n".join(lines) or about.command))
+        return StudyHeader(identity, replace(about, command="\n".join(lines) or about.command))
 
     def add_commands(self, commands: Iterable[Command]) -> None:
         """Note commands that add to the study; each once, however often it is run."""
@@ -157,8 +182,17 @@ class Store:
         """The commands that made the study, in the order of their first run."""
         return parsed_commands(self.get(INFO, COMMANDS))
 
-    def write(self, rows: Iterable[Row], sensitivities: Iterable[Sensitivity] = ()) -> None:
-        """Store the rows of one job, replacing rows with the same keys; on disk when it returns."""
+    def write(
+        self,
+        rows: Iterable[Row],
+        sensitivities: Iterable[Sensitivity] = (),
+        records: Iterable[Record] = (),
+    ) -> None:
+        """Store the rows and records of one job, replacing those with the same keys.
+
+        They are on disk when it returns.
+        """
+        self._new = False
         stored = []
         for row in rows:
             record = _stored(row.check())
@@ -177,6 +211,7 @@ class Store:
                 for s in sensitivities
             )
             self._put(record for record in norms if valid_record(record))  # not those with NaN
+            self._put(records)
 
     def write_samples(self, samples: Iterable[SampleTokens]) -> None:
         """Store the tokens of the samples to be measured."""
@@ -197,9 +232,21 @@ class Store:
         rows = (_row(record) for record in self._read(ROWS))
         return sorted((row for row in rows if probe in (None, row.probe)), key=_place)
 
-    def done(self, probe: str) -> set[RowKey]:
-        """(scope, layer, head, n, sample) of every stored row of a probe that has not failed."""
-        return {row[1:6] for row in self.rows(probe) if not row.status.startswith(FAILED)}
+    def done(self, probe: str, settings: Mapping[str, Any] | None = None) -> set[RowKey]:
+        """(scope, layer, head, n, sample) of every place that a probe need not measure again.
+
+        Args:
+            probe: What `Row.probe` begins with.
+            settings: The settings in `Row.extra` with which the place was measured.
+        """
+        # A study that was just created has no rows.
+        return {
+            row[1:6]
+            for row in ([] if self._new else self.rows())
+            if row.probe.startswith(probe)
+            and row.status != FAILED
+            and row.extra.get("settings", {}) == (settings or {})
+        }
 
     def sample(self, n: int, sample: int) -> SampleTokens | None:
         """The tokens of one sample; empty if it has none, None if they are lost."""
@@ -271,7 +318,7 @@ class Store:
             self._lost[table.name] = names
         return found.intact
 
-    def _prepare(self, info: StudyInfo, command: Command | None) -> None:
+    def _prepare(self, info: StudyHeader, command: Command | None) -> None:
         """Create the tables of a new study, or check that the existing one is the same."""
         if self._db.execute("PRAGMA page_count").fetchone()[0] == 0:
             facts = {
@@ -279,6 +326,7 @@ class Store:
                 ABOUT: json.dumps(asdict(info.about)),
                 COMMANDS: _listed([] if command is None else [command]),
             }
+            self._new = True
             with self._transaction():
                 create_tables(self._db)
                 self._put((INFO, name, fact) for name, fact in facts.items())
@@ -294,7 +342,7 @@ class Store:
         if command is not None:
             self.add_commands([command])
 
-    def _put(self, records: Iterable[tuple[str, str, str | bytes]]) -> None:
+    def _put(self, records: Iterable[Record]) -> None:
         for record in records:
             if not valid_record(record):
                 raise ValueError(f"a study cannot hold this record: {record[0]} {record[1]}")
@@ -374,18 +422,19 @@ def _stored(row: Row) -> Record:
         None if math.isnan(x) else float(x) + 0.0
         for x in (row.value, row.lower, row.upper, row.residual, row.radius, row.seconds)
     )
-    probe, scope, kind, norm, status, dtype, device = (
-        x.encode("utf-8", "backslashreplace").decode()
-        for x in (row.probe, row.scope, row.kind, row.norm, row.status, row.dtype, row.device)
+    words = (row.probe, row.scope, row.kind, row.norm, row.status, row.dtype, row.device)
+    probe, scope, kind, norm, status, dtype, device, reason = (
+        x.encode("utf-8", "backslashreplace").decode() for x in (*words, row.reason)
     )
     where = (probe, scope, layer, head, int(row.n), int(row.sample), kind, norm)
-    return (*where, value, lower, upper, residual, status, radius, dtype, device, seconds)
+    numbers = (value, lower, upper, residual, status, radius, dtype, device, seconds)
+    return (*where, *numbers, reason, json.dumps(row.extra))
 
 
 def _row(record: Record) -> Row:
     nan = math.nan
     probe, scope, layer, head, n, sample, kind, norm, value, lower, upper, residual, *rest = record
-    status, radius, dtype, device, seconds = rest
+    status, radius, dtype, device, seconds, reason, extra = rest
     return Row(
         probe=probe,
         scope=scope,
@@ -404,6 +453,8 @@ def _row(record: Record) -> Row:
         dtype=dtype,
         device=device,
         seconds=nan if seconds is None else seconds,
+        reason=reason,
+        extra=json.loads(extra),
     )
 
 

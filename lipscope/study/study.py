@@ -20,7 +20,7 @@ from lipscope.study.frames import data_frame
 from lipscope.study.growth import Growth, check_lengths, fit
 from lipscope.study.jobs import JobCount, command_lines, count_jobs
 from lipscope.study.merging import claimed, join, write_whole
-from lipscope.study.records import COLUMNS, SIGMA, Row, StudyInfo
+from lipscope.study.records import COLUMNS, SIGMA, Row, StudyHeader
 from lipscope.study.store import Store, damage
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Study:
         return self._store.directory
 
     @cached_property
-    def info(self) -> StudyInfo:
+    def info(self) -> StudyHeader:
         """Identity and description of the study."""
         info = self._store.info()
         self._warn()
@@ -352,7 +352,7 @@ class Study:
         The last columns, the same in every row, say what was measured: frames of several studies
         can be concatenated.
         """
-        records = [(*row, *self.subject) for row in self.rows]
+        records = [(*row.flat(), *self.subject) for row in self.rows]
         return data_frame(records, [*COLUMNS, *SUBJECT_COLUMNS])
 
     def plot_heatmap(self, ax: Any = None, *, n: int | None = None) -> Any:

@@ -20,7 +20,7 @@ from lipscope.models.loading import check_loading, load
 from lipscope.models.model import Model
 from lipscope.models.model_files import on_one_line
 from lipscope.study.engines import SchedulerLostError
-from lipscope.study.run import OpenEngine, Progress, Verb, check_settings, measure_as
+from lipscope.study.run import DEFAULTS, OpenEngine, Progress, check_settings, run_measurement
 from lipscope.study.sharding import Shard
 from lipscope.study.study import Study
 from lipscope.study.texts import TextColumn, content
@@ -31,11 +31,7 @@ STAMP = "sweep.stamp"
 OF_MODEL: Mapping[str, Any] = {
     "dtype": None, "device": None, "revision": None, "random_init": None, "tokenizer": None,
 }  # fmt: skip
-OF_MEASUREMENT: Mapping[str, Any] = {
-    "lengths": None, "samples": 3, "layers": None, "heads": None, "scopes": ["heads", "attention"],
-    "tol": 1e-6, "gap": None, "seed": 0, "special_tokens": False,
-}  # fmt: skip
-"""The settings of a sweep, arguments of `load` and of `measure`, with their defaults."""
+"""The settings of a sweep that are arguments of `load`; the others are those of `measure`."""
 
 MOST_STUDIES = 100_000
 """All studies are listed before the first is made; more of them would fill memory."""
@@ -89,7 +85,7 @@ class Sweep:
 
     def part(self, shard: Shard) -> Sweep:
         """A part of the sweep; all studies of a model are in one part, which alone loads it."""
-        return Sweep(tuple(entry for entry in self.entries if shard.has_name(entry.model)))
+        return Sweep(tuple(entry for entry in self.entries if shard.has(entry.model)))
 
     def run(
         self, engine: OpenEngine, progress: Callable[[Entry], Progress | None]
@@ -121,14 +117,8 @@ class Sweep:
 
 def _measure(entry: Entry, model: Model, engine: OpenEngine, progress: Progress | None) -> Ending:
     stamp = entry.stamp()
-    study = measure_as(
-        Verb("measure"),
-        model,
-        entry.text,
-        **entry.measuring,
-        engine=engine,
-        out=entry.out,
-        progress=progress,
+    study = run_measurement(
+        model, entry.text, entry.measuring, engine=engine, out=entry.out, progress=progress
     )
     with closing(study):
         if study.failed:
@@ -190,9 +180,9 @@ def read_sweep(path: Path) -> Sweep:
 
 def _settings(table: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `load` and of `measure` in a table of settings, checked as theirs are."""
-    _check_keys(table, (*OF_MODEL, *OF_MEASUREMENT), where)
+    _check_keys(table, (*OF_MODEL, *DEFAULTS), where)
     loading = {key: table[key] for key in OF_MODEL if key in table}
-    measuring = {key: table.get(key, default) for key, default in OF_MEASUREMENT.items()}
+    measuring = {key: table.get(key, default) for key, default in DEFAULTS.items()}
     try:
         check_arguments(load, loading)
         check_loading(loading.get("dtype"), loading.get("random_init"))

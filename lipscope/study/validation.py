@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from lipscope.study.jobs import Command
-from lipscope.study.records import BUDGET, FAILING, WORST_CASE, About, Identity, well_typed
+from lipscope.study.records import BUDGET, FAILING, WORST_CASE, Description, Fingerprint, well_typed
 
 INFO = "info"
 TOKENS = "tokens"
@@ -47,12 +47,16 @@ def valid_row(record: tuple[Any, ...]) -> bool:
     """Whether a row, as it is stored, has the right types and ranges and no contradiction."""
     try:
         probe, scope, layer, head, n, sample, kind, norm, *rest = record
-        value, lower, upper, residual, status, radius, dtype, device, seconds = rest
-    except ValueError:
+        value, lower, upper, residual, status, radius, dtype, device, seconds, *last = rest
+        reason, extra = last
+        if not (_is_text(extra, MOST_TEXT) and _is_extra(json.loads(extra))):
+            return False
+    except (ValueError, RecursionError):  # too few fields, no JSON, deep nesting
         return False
     return (
         all(_is_text(x, MOST_NAME) for x in (probe, scope, kind, norm, dtype, device))
-        and _is_text(status, MOST_TEXT)
+        and _is_text(status, MOST_NAME)
+        and _is_text(reason, MOST_TEXT)
         and _is_whole(layer, -1, MOST_PLACES)
         and _is_whole(head, -1, MOST_PLACES)
         and _is_whole(n, 1, MOST_TOKENS)
@@ -61,7 +65,7 @@ def valid_row(record: tuple[Any, ...]) -> bool:
         and type(lower) is type(upper) is float
         and not (math.isnan(lower) or math.isnan(upper))
         # NaN is stored as NULL.
-        and (status.split(":")[0] in FAILING if value is None else lower <= value <= upper)
+        and (status in FAILING if value is None else lower <= value <= upper)
         and all(x is None or x >= 0 for x in (radius, seconds))
     )
 
@@ -89,7 +93,7 @@ def parsed_commands(value: Any) -> list[Command]:
 def _identity(key: str, value: str | bytes) -> bool:
     facts = json.loads(value)
     return (
-        well_typed(Identity, facts)
+        well_typed(Fingerprint, facts)
         and _texts(facts, MOST_NAME)
         and facts.get("tol", 0) >= 0
         and (facts.get("gap") is None or facts["gap"] >= 0)
@@ -103,7 +107,7 @@ def _about(key: str, value: str | bytes) -> bool:
     counts = {"layers": MOST_PLACES, "heads": MOST_PLACES, "text_tokens": MOST_SAMPLES}
     tables = [facts.get(name, {}) for name in ("scopes", "versions")]
     return (
-        well_typed(About, facts)
+        well_typed(Description, facts)
         and _texts(facts, MOST_TEXT)
         and all(_is_whole(facts.get(name, 0), 0, most) for name, most in counts.items())
         and 0 <= facts.get("confidence", 0) <= 1
@@ -202,6 +206,20 @@ def _budget(key: str, value: str | bytes) -> bool:
     )
 
 
+def _is_extra(extra: Any) -> bool:
+    """Whether the extra of a row is an object, and what lipscope writes there has its type."""
+    if type(extra) is not dict:
+        return False
+    refused = extra.get("not_offered", {})
+    return (
+        isinstance(extra.get("settings"), dict | None)
+        and all(_is_text(extra.get(name, ""), MOST_TEXT) for name in ("detail", "format"))
+        and _is_whole(extra.get("order", 0), 0, MOST_JOBS)
+        and isinstance(refused, dict)
+        and all(_is_text(why, MOST_TEXT) for why in refused.values())
+    )
+
+
 def _is_site(name: Any, layer: Any, kind: Any, head: Any) -> bool:
     return (
         _is_text(name, MOST_NAME)
@@ -255,7 +273,7 @@ def _is_whole(x: Any, least: int, most: int) -> bool:
 
 
 def _is_square(x: Any) -> bool:
-    return _is_number(x) and x >= 0
+    return _is_number(x) and not x < 0  # NaN where a run overflows
 
 
 def _is_number(x: Any) -> bool:

@@ -52,7 +52,8 @@ TEXTS = (
     "",
     "x" * 100_000,
     "a\0b",
-    "failed: \x9b31m",
+    "\x9b31m",
+    "failed",
     "overflow",
     "converged",
     "sigma",
@@ -73,7 +74,7 @@ JSON: tuple[Any, ...] = (
 )  # fmt: skip
 COLUMNS = (
     "probe", "scope", "layer", "head", "n", "sample", "kind", "norm", "value", "lower", "upper",
-    "residual", "status", "radius", "dtype", "device", "seconds",
+    "residual", "status", "radius", "dtype", "device", "seconds", "reason", "extra",
 )  # fmt: skip
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -99,7 +100,7 @@ def good(directory: Path) -> None:
     store = Store.create(directory, info())
     rows = [
         row("model", None, None, 8, 0, value=3.0),
-        row(layer=1, n=64, value=float("nan"), lower=0.0, upper=float("inf"), status="failed: x"),
+        row(layer=1, n=64, value=float("nan"), lower=0.0, upper=float("inf"), status="failed"),
         *(
             row("heads", 0, 0, n, 0, value=9.0 * n, probe="bound: ball", kind="upper")
             for n in (8, 16)

@@ -50,7 +50,7 @@ def test_budget_is_saved_resumed_and_reported(place, capsys):
     capsys.readouterr()
     assert main(["export", str(study)]) == 0
     found = list(csv.DictReader(capsys.readouterr().out.splitlines()))
-    assert {row["scope"] for row in found} == {"int8", "kv4"}
+    assert {json.loads(row["extra"])["format"] for row in found} == {"int8", "kv4"}
 
 
 def test_budget_prints_json(place, capsys):

@@ -8,7 +8,7 @@ from lipscope import UserError
 from lipscope.cli import main
 from lipscope.models import embedded
 from lipscope.papers import setting as settings
-from lipscope.papers.claim_records import ClaimRecords, Record
+from lipscope.papers.claim_runs import Record, code_of, find_record, open_claims
 from lipscope.papers.registry import chosen
 from lipscope.papers.running import reproduce_papers
 from lipscope.papers.setting import Setting
@@ -52,27 +52,25 @@ def test_numbers_name_the_prose_and_another_text_runs_the_claim_again(
 
 def test_every_stand_in_is_found_again(tmp_path):
     """What a run notes is what the next one compares, for the long-context model too."""
-    records, setting = ClaimRecords(None), Setting(quick=True)
+    store, setting = open_claims(None), Setting(quick=True)
     for one in chosen(None, ["S11", "V7"]):
         for name in ("long-context", "bert-base-uncased", "gpt2"):
             assert setting.folder(name) is None
         used = setting.used | {"long-context": "stand-in a Llama with random weights"}
-        found = records.add(
-            one,
-            Record(one.id, {}, quick=True, seed=0, device="cpu", seconds=1.0, used=used),
-        )
-        assert records.find(one, Setting(quick=True)) == found
-        assert records.find(one, Setting(quick=False)) is None
+        found = Record(one.id, {}, True, 0, "cpu", 1.0, used, code=code_of(one))
+        store.put(*found.stored())
+        assert find_record(store, one, Setting(quick=True)) == found
+        assert find_record(store, one, Setting(quick=False)) is None
 
 
 def test_the_newest_record_of_one_set_of_conditions_counts(tmp_path):
-    records, one = ClaimRecords(tmp_path), claim(two)
+    store, one = open_claims(tmp_path), claim(two)
     for x in (1, 2):
-        records.add(one, Record("C1", {"x": x}, False, 0, "cpu", 1.0, {}))
-    records.close()
-    records = ClaimRecords(tmp_path)
-    assert records.find(one, Setting()).numbers == {"x": 2}
-    records.close()
+        store.put(*Record("C1", {"x": x}, False, 0, "cpu", 1.0, {}, code=code_of(one)).stored())
+    store.close()
+    store = open_claims(tmp_path)
+    assert find_record(store, one, Setting()).numbers == {"x": 2}
+    store.close()
 
 
 def test_runs_of_two_machines_are_merged_in_any_order(registered, tmp_path, capsys):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lipscope.cli import main
-from lipscope.papers.claim_records import PAGE, Record
+from lipscope.papers.claim_runs import PAGE, Record
 from lipscope.papers.claims import Kind, NotAvailable, judged
 from lipscope.papers.running import decide, reproduce_papers
 from lipscope.papers.setting import Setting
@@ -103,12 +103,12 @@ def test_an_interrupted_run_resumes_where_it_left_off(registered, tmp_path):
     with pytest.raises(KeyboardInterrupt) as stop:
         reproduce_papers(out=tmp_path)
     (note,) = stop.value.__notes__
-    assert "1 of 2 claims are done" in note and "to resume" in note
+    assert "1 of 2 jobs are saved" in note and "to resume" in note
     registered[1] = claim(lambda setting: {"x": 2}, id="C2")
     seen = []
     outcomes = reproduce_papers(out=tmp_path, progress=lambda done, total: seen.append(done))
     assert [one.word for one in outcomes] == ["REPRODUCED"] * 2 and calls == [1]
-    assert seen == [1, 2]
+    assert seen == [0, 1]
 
 
 def test_a_claim_that_needs_a_gpu_is_run_again_once_there_is_one(registered, tmp_path):

@@ -8,6 +8,7 @@ from lipscope.attack.ascent import Climb
 from lipscope.cli import main
 from lipscope.models.loading import load
 from lipscope.probes.bounds import BOUND, REGIME, WORST, audit_model
+from lipscope.study.merging import merge
 from lipscope.study.records import SIGMA
 from lipscope.study.study import Study
 
@@ -107,7 +108,9 @@ def test_the_command_prints_ratios_and_its_rows_join_the_study(tiny, prose, tmp_
     repeated = Study.open(tmp_path / "again")
     # Where no command fails, no file is left beside the database.
     assert not list(tmp_path.glob("*/study.sqlite-*"))
-    assert [r[:-1] for r in repeated.rows] == [r[:-1] for r in again.rows]
+    assert [r._replace(seconds=0) for r in repeated.rows] == [
+        r._replace(seconds=0) for r in again.rows
+    ]
     assert repeated.info == again.info
 
 
@@ -127,3 +130,25 @@ def test_bad_input_is_told_in_a_line(tiny, options, says, tmp_path, prose, capsy
     given = [*options, *([] if "--lengths" in options else ["--lengths", "8"])]
     assert main(["bounds", tiny, "--text", str(text), *given]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_workers_and_shards_give_the_same_rows(tiny, prose, tmp_path):
+    asked = {"lengths": (8,), "samples": 2, "climb": SHORT}
+
+    def rows(study):
+        return [row._replace(seconds=0) for row in study.rows]
+
+    whole, refused = audit_model(load(tiny), prose, **asked)
+    parallel = audit_model(load(tiny), prose, **asked, workers=2)
+    assert rows(parallel.study) == rows(whole) and parallel.not_offered == refused
+    parts = [tmp_path / str(k) for k in (1, 2, 3)]
+    for k, part in enumerate(parts, 1):
+        audit_model(load(tiny), prose, **asked, shard=(k, 3), out=part)
+    merge(tmp_path / "all", parts)
+    merged = Study.open(tmp_path / "all")
+    assert rows(merged) == rows(whole) and not merged.unfinished
+    seen = []
+    again = audit_model(
+        load(tiny), prose, **asked, out=tmp_path / "all", progress=lambda *at: seen.append(at)
+    )
+    assert seen == [(0.0, 0)] and again.not_offered == refused  # nothing was left to do

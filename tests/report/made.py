@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from lipscope.study.records import Row, SampleTokens, StudyInfo
+from lipscope.study.records import Row, SampleTokens, StudyHeader
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from tests.study.fakes import info, row, sensitivity
@@ -35,7 +35,7 @@ def study(
 ) -> Study:
     """A study in a directory, with token norms for every row that has a value."""
     facts = info(**(identity or {}))
-    store = Store.create(place, StudyInfo(facts.identity, replace(facts.about, **about)))
+    store = Store.create(place, StudyHeader(facts.identity, replace(facts.about, **about)))
     inputs = sorted({(r.n, r.sample) for r in rows})
     store.write_samples(
         SampleTokens(n, s, tuple(words[i % len(words)] for i in range(n))) for n, s in inputs
@@ -66,8 +66,8 @@ def grid(lengths=(8, 16, 32), layers=2, heads=2, samples=2) -> list[Row]:
     ]
 
 
-def failed(reason: str = "failed: out of <b>memory</b>") -> Row:
-    return row(value=math.nan, lower=0.0, upper=math.inf, status=reason)
+def failed(reason: str = "out of <b>memory</b>") -> Row:
+    return row(value=math.nan, lower=0.0, upper=math.inf, status="failed", reason=reason)
 
 
 def bounded(rows: list[Row], factors: dict[str, float]) -> list[Row]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lipscope.study.jobs import Job, Outcome, run_in_process
-from lipscope.study.records import About, Identity, Row, Sensitivity, StudyInfo
+from lipscope.study.records import Description, Fingerprint, Row, Sensitivity, StudyHeader
 
-IDENTITY = Identity(
+IDENTITY = Fingerprint(
     weights="w" * 64,
     config="c" * 64,
     revision="none",
@@ -25,7 +25,7 @@ IDENTITY = Identity(
     seed=0,
     numeric_version=1,
 )
-ABOUT = About(
+ABOUT = Description(
     model="fake/model",
     architecture="FakeModel",
     layers=3,
@@ -41,9 +41,9 @@ ABOUT = About(
 )
 
 
-def info(**changes) -> StudyInfo:
+def info(**changes) -> StudyHeader:
     """The facts of a study, with some of its identity changed."""
-    return StudyInfo(replace(IDENTITY, **changes), ABOUT)
+    return StudyHeader(replace(IDENTITY, **changes), ABOUT)
 
 
 def row(scope="attention", layer=0, head=None, n=8, sample=0, value=2.0, **changes) -> Row:

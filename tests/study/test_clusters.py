@@ -9,6 +9,7 @@ from pathlib import Path
 
 import dask
 import pytest
+from distributed import Scheduler
 from distributed.deploy.spec import ProcessInterface
 
 from lipscope._types import UserError
@@ -35,32 +36,11 @@ def test_one_worker_is_this_process():
         (1, "slurm", "'slurm' is not a cluster; give the address of a scheduler"),
         (1, "slurm:many", "slurm:many: give the number of batch jobs, as in slurm:64"),
         (1, "slurm:0", "give the number of batch jobs"),
-        (1, "nowhere.yaml", "cannot read the cluster in nowhere.yaml"),
+        (1, "cluster.yaml", "'cluster.yaml' is not a cluster"),
     ],
 )
 def test_what_is_refused(workers, cluster, told):
     with pytest.raises(UserError, match=told), open_engine(workers, cluster):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("nodes: 3", "takes the keys address, class, kwargs"),
-        ("[]", "takes the keys address"),
-        ("{", "cannot read the cluster"),
-        ("workers: 3", "needs address, or module and class"),
-        ("{module: distributed, class: NoCluster}", "distributed has no cluster NoCluster"),
-        (
-            "{module: no_such_package, class: A}",
-            "A needs no-such-package; install it",
-        ),
-        ("{module: distributed, class: LocalCluster, kwargs: {n: 1}}", "cannot be started"),
-    ],
-)
-def test_a_file_that_names_no_cluster(tmp_path, content, told):
-    (tmp_path / "cluster.yaml").write_text(content)
-    with pytest.raises(UserError, match=told), open_engine(1, str(tmp_path / "cluster.yaml")):
         pass
 
 
@@ -73,14 +53,16 @@ def test_a_scheduler_that_does_not_answer(monkeypatch):
         pass
 
 
-def test_a_cluster_from_a_file(tmp_path):
-    (tmp_path / "cluster.yaml").write_text(
-        "version: 1\nmodule: distributed\nclass: LocalCluster\nworkers: 1\n"
-        "kwargs: {n_workers: 1, threads_per_worker: 1, processes: false, dashboard_address: null}\n"
-    )
-    with open_engine(1, str(tmp_path / "cluster.yaml")) as engine:
-        assert engine is not None
+def test_a_cluster_that_is_started():
+    options = {"n_workers": 1, "threads_per_worker": 1, "processes": False}
+    options |= {"dashboard_address": None}
+    with clusters._started("distributed", "LocalCluster", options, 1) as engine:
         assert sorted(engine.run(start_answering, jobs(5))) == sorted(map(answer, jobs(5)))
+    with (
+        pytest.raises(UserError, match="LocalCluster cannot be started"),
+        clusters._started("distributed", "LocalCluster", {"n": 1}, 1),
+    ):
+        pass
 
 
 class RefusedJob(ProcessInterface):
@@ -90,15 +72,14 @@ class RefusedJob(ProcessInterface):
         raise RuntimeError("Command exited with code 1.\nstderr:\nno partition gpu")
 
 
-def test_a_job_that_is_refused_ends_the_command(tmp_path):
-    (tmp_path / "cluster.yaml").write_text(
-        "module: distributed\nclass: SpecCluster\nworkers: 2\nkwargs:\n"
-        f"  worker: {{cls: {RefusedJob.__module__}.RefusedJob}}\n"
-        "  scheduler: {cls: distributed.Scheduler,"
-        " options: {host: 127.0.0.1, dashboard_address: null}}\n"
-    )
+def test_a_job_that_is_refused_ends_the_command():
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": None}}
+    options = {"worker": {"cls": RefusedJob}, "scheduler": scheduler}
     told = "SpecCluster cannot be started: Command exited with code 1. stderr: no partition gpu"
-    with pytest.raises(UserError, match=told), open_engine(1, str(tmp_path / "cluster.yaml")):
+    with (
+        pytest.raises(UserError, match=told),
+        clusters._started("distributed", "SpecCluster", options, 2),
+    ):
         pass
 
 

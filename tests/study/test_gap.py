@@ -12,12 +12,10 @@ from lipscope.linalg.certificate import NOISE
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.local import local_lipschitz
 from lipscope.models.loading import load
-from lipscope.study.reading import Windows
 from lipscope.study.run import measure
 from lipscope.study.store import Store
 from lipscope.study.study import Study
 from lipscope.study.validation import INFO
-from lipscope.study.work import NUMERIC_VERSION, config_digest, start_sigma_work
 from tests.study.fakes import info, row, sensitivity
 from tests.study.printed import exported, shown
 
@@ -49,7 +47,8 @@ def test_every_certificate_is_closed_around_the_truth(model, prose):
 
 def test_a_gap_that_rounding_hides_is_told_in_its_row_and_table(model, prose, tmp_path):
     study = measure(model, prose, (16,), 1, scopes=("attention",), gap=1e-9, out=tmp_path / "s")
-    assert {row.status for row in study.rows} <= {f"converged: {NOISE}", f"breakdown: {NOISE}"}
+    assert {row.status for row in study.rows} <= {"converged", "breakdown"}
+    assert {row.reason for row in study.rows} == {NOISE}
     assert len(study.sigma) == 2 and not study.failed and study.sigma[0].missed == NOISE
     assert (
         f"2 of 2 rows miss the gap of 1e-09; the first reason: converged: {NOISE}."
@@ -106,12 +105,6 @@ def test_a_study_from_before_there_were_gaps_is_read_and_resumed(model, prose, t
         measure(model, prose, (4,), 1, gap=0.5, out=tmp_path / "s")
 
 
-def test_workers_are_asked_for_the_same(model):
-    identity = info(gap=0.01, numeric_version=NUMERIC_VERSION, config=config_digest(model)).identity
-    work = start_sigma_work(model.card, Windows((), (), 0, 0, ""), identity, 1)
-    assert work.identity == identity
-
-
 def test_ten_per_cent_by_default_where_there_are_upper_bounds(model, tiny, prose):
     asked = {"lengths": (8, 24), "samples": 2}
     closed, free = measure(model, prose, **asked), measure(model, prose, **asked, gap=math.inf)
@@ -131,7 +124,7 @@ def test_every_row_has_a_failure_probability_of_its_own(model, prose, monkeypatc
         seen.append((solver.failure, len(solved)))
         return solved
 
-    monkeypatch.setattr("lipscope.study.work.solve", recording)
+    monkeypatch.setattr("lipscope.study.probe.solve", recording)
     study = measure(model, prose, (8,), 3)
     assert sum(count for _, count in seen) == len(study.sigma) and max(seen)[1] > 3
     assert all(failure == pytest.approx(count * 1e-9) for failure, count in seen)
@@ -209,7 +202,7 @@ def test_a_study_says_with_what_probability_all_its_upper_bounds_hold(certified,
         row(probe="attack: direction, step 1", kind="ratio"),
         row(probe="regime", kind="log length"),
     ]
-    rows += [row(sample=201, value=math.nan, lower=0.0, upper=math.inf, status="failed: memory")]
+    rows += [row(sample=201, value=math.nan, lower=0.0, upper=math.inf, status="failed")]
     store.write(rows, [sensitivity(r) for r in rows if r.probe == "sigma" and not r.failing])
     study = Study(store)
     assert study.joint_failure == failure and study.joint_confidence == 1 - failure

@@ -59,7 +59,7 @@ def test_a_job_owes_a_row_per_scope_head_and_sample():
     ]  # fmt: skip
     failed = job.failed_rows("out of\n memory", "float32", "cuda")
     assert [r[1:6] for r in failed] == list(job.row_keys())
-    assert {r.status for r in failed} == {"failed: out of memory"}
+    assert {r.explained for r in failed} == {"failed: out of memory"}
     assert all(
         r.check().failing and math.isnan(r.value) and (r.lower, r.upper) == (0.0, math.inf)
         for r in failed

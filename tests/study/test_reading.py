@@ -20,7 +20,7 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.models._transformers_internals import random_model
 from lipscope.models.loading import load
 from lipscope.study import reading
-from lipscope.study.reading import Windows, offset, read
+from lipscope.study.reading import SampledText, offset, read
 from lipscope.study.run import measure
 from lipscope.study.texts import TextColumn
 from tests.models.small import small_configs
@@ -192,9 +192,9 @@ def test_several_texts_record_the_options_that_give_them(model, tmp_path):
     assert read(model, [files[0], "ba be bi bo bu " * 4], **WINDOWS).option is None
 
 
-def windows(**changes) -> Windows:
+def windows(**changes) -> SampledText:
     fields = {"ids": tuple(range(100)), "lengths": (8, 16), "samples": 3, "seed": 0, "digest": ""}
-    return Windows(**{**fields, **changes})
+    return SampledText(**{**fields, **changes})
 
 
 def test_offsets_are_fixed_for_ever():

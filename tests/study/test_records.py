@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from lipscope.study.records import COLUMNS, Identity
+from lipscope.study.records import COLUMNS, Fingerprint
 from tests.study.fakes import IDENTITY, row
 
 
 def test_columns_are_frozen():
     assert ",".join(COLUMNS) == (
-        "probe,scope,layer,head,n,sample,kind,norm,value,lower,upper,residual,status,radius,dtype,device,seconds"
+        "probe,scope,layer,head,n,sample,kind,norm,value,lower,upper,residual,status,radius,dtype,device,seconds,reason,extra"
     )
 
 
@@ -18,9 +18,7 @@ def test_a_true_row_passes():
     assert row().check() == row()
     assert row(value=0.0, lower=0.0, upper=math.inf).check()
     assert row(value=math.nan, lower=0.0, upper=math.inf, status="overflow").check()
-    assert row(
-        value=math.nan, lower=0.0, upper=math.inf, status="failed: the worker was killed by SIGKILL"
-    ).check()
+    assert row(value=math.nan, lower=0.0, upper=math.inf, status="failed").check()
 
 
 @pytest.mark.parametrize(
@@ -41,5 +39,5 @@ def test_an_impossible_row_is_refused(changes):
 
 def test_identity_names_its_differences():
     assert IDENTITY.differences(IDENTITY) == []
-    changed = Identity(**{**vars(IDENTITY), "tol": 1e-3, "text": "y"})
+    changed = Fingerprint(**{**vars(IDENTITY), "tol": 1e-3, "text": "y"})
     assert IDENTITY.differences(changed) == ["text", "tol"]

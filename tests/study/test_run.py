@@ -10,7 +10,7 @@ import torch
 from lipscope._types import UserError
 from lipscope.linalg.differentiate import jacobian
 from lipscope.models.loading import load
-from lipscope.study import work
+from lipscope.study.probe import Sigma
 from lipscope.study.run import measure
 from lipscope.study.study import Study
 from tests.study.printed import exported
@@ -153,15 +153,15 @@ def test_a_study_without_upper_bounds_claims_no_confidence(tiny, prose):
 
 
 def test_a_job_that_fails_is_a_row_that_says_why(model, prose, monkeypatch, tmp_path):
-    def weak(site, *rest):
-        if site.layer == 1:
+    def weak(probe, place):
+        if place.site.layer == 1:
             raise MemoryError("no room\nfor this")
-        return honest(site, *rest)
+        return honest(probe, place)
 
-    honest = work.sigma
-    monkeypatch.setattr("lipscope.study.work.sigma", weak)
+    honest = Sigma.__call__
+    monkeypatch.setattr(Sigma, "__call__", weak)
     study = measure(model, prose, (4,), 1, out=tmp_path / "s")
-    assert {row.status for row in study.failed} == {"failed: MemoryError: no room for this"}
+    assert {row.explained for row in study.failed} == {"failed: MemoryError: no room for this"}
     assert {row.layer for row in study.failed} == {1} and all(
         math.isnan(row.value) for row in study.failed
     )

@@ -66,9 +66,9 @@ def zero_page(place, page: int) -> None:
 
 
 def test_the_checksum_of_a_row_is_as_documented():
-    one = row(value=math.nan, lower=0.0, upper=math.inf, status="failed: ü", layer=None)
+    one = row(value=math.nan, lower=0.0, upper=math.inf, status="failed", layer=None, reason="ü")
     texts = b"\0".join(
-        [b"sigma", b"attention", b"local", b"2", "failed: ü".encode(), b"float64", b"cpu"]
+        [b"sigma", b"attention", b"local", b"2", b"failed", b"float64", b"cpu", b"\xc3\xbc", b"{}"]
     )
     numbers = struct.pack(
         "<4q6d", -1, -1, 8, 0, math.nan, 0.0, math.inf, one.residual, one.radius, one.seconds

@@ -25,7 +25,7 @@ REQUEST = Request(
 def test_every_job_is_in_exactly_one_shard(count):
     shards = [Shard(number, count) for number in range(1, count + 1)]
     for job in REQUEST.jobs(()):
-        assert sum(shard.has(job) for shard in shards) == 1
+        assert sum(shard.has(job.place) for shard in shards) == 1
 
 
 @settings(deadline=None, max_examples=20)
@@ -35,21 +35,23 @@ def test_what_is_stored_moves_no_job_to_another_shard(count, picks):
     done = {keys[pick % len(keys)] for pick in picks}
     for number in range(1, count + 1):
         shard = Shard(number, count)
-        whole = {key for job in REQUEST.jobs(()) if shard.has(job) for key in job.row_keys()}
-        rest = {key for job in REQUEST.jobs(done) if shard.has(job) for key in job.row_keys()}
+        whole = {key for job in REQUEST.jobs(()) if shard.has(job.place) for key in job.row_keys()}
+        rest = {key for job in REQUEST.jobs(done) if shard.has(job.place) for key in job.row_keys()}
         assert rest == whole - done
 
 
 def test_shards_are_about_equal_and_the_same_in_every_process():
     jobs = [Job(n, (0,), layer, ("attention",), ()) for n in range(4, 204) for layer in range(12)]
-    sizes = Counter(next(k for k in range(1, 9) if Shard(k, 8).has(job)) for job in jobs)
+    sizes = Counter(next(k for k in range(1, 9) if Shard(k, 8).has(job.place)) for job in jobs)
     # 2,400 jobs in 8 shards: 300 each, with a standard deviation of 16.
     assert sum(sizes.values()) == 2400 and all(220 < size < 380 for size in sizes.values())
     code = (
         "from lipscope.study.jobs import Job; from lipscope.study.sharding import Shard;"
-        "print([k for k in range(1, 100) if Shard(k, 99).has(Job(8, (0,), 3, ('model',), ()))])"
+        "job = Job(8, (0,), 3, ('model',), ());"
+        "print([k for k in range(1, 100) if Shard(k, 99).has(job.place)])"
     )
-    here = [k for k in range(1, 100) if Shard(k, 99).has(Job(8, (0,), 3, ("heads",), (1,)))]
+    job = Job(8, (0,), 3, ("heads",), (1,))
+    here = [k for k in range(1, 100) if Shard(k, 99).has(job.place)]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(here)
 

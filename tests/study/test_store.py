@@ -4,14 +4,17 @@ import math
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from lipscope._types import UserError
-from lipscope.study.directory import FILE, SCHEMA_VERSION
+from lipscope.cli import main
+from lipscope.study.directory import APPLICATION_ID, FILE, OLDEST, SCHEMA, SCHEMA_VERSION
 from lipscope.study.records import SampleTokens
-from lipscope.study.store import Store
+from lipscope.study.salvage import record_checksum, row_checksum
+from lipscope.study.store import Store, _stored
 from tests.study.fakes import info, row, sensitivity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +82,7 @@ def test_the_database_itself_enforces_the_order_of_the_bounds(tmp_path):
 
 def test_writing_again_replaces_and_failed_rows_are_not_done(tmp_path):
     store = Store.create(tmp_path / "s", info())
-    store.write([row(value=math.nan, lower=0.0, upper=math.inf, status="failed: out of memory")])
+    store.write([row(value=math.nan, lower=0.0, upper=math.inf, status="failed")])
     assert store.done("sigma") == set()
     store.write([row(), row(layer=None, scope="model")])
     store.write([row(), row(layer=None, scope="model")])
@@ -154,7 +157,7 @@ def broken(directory: Path, case: str) -> Path:
     elif case == "newer":
         with_version(place, SCHEMA_VERSION + 1)
     elif case == "older":
-        with_version(place, SCHEMA_VERSION - 1)
+        with_version(place, OLDEST - 1)
     elif case == "truncated":
         Store.create(place, info()).close()
         (place / FILE).write_bytes((place / FILE).read_bytes()[:5000])
@@ -171,7 +174,7 @@ def broken(directory: Path, case: str) -> Path:
         ("empty database", "is not a study"),
         ("foreign database", "is not a study"),
         ("newer", rf"newer lipscope \(schema {SCHEMA_VERSION + 1}"),
-        ("older", rf"older lipscope \(schema {SCHEMA_VERSION - 1}"),
+        ("older", rf"older lipscope \(schema {OLDEST - 1}"),
     ],
 )
 def test_what_is_not_a_study_is_told(tmp_path, case, told):
@@ -299,3 +302,54 @@ def test_in_memory(tmp_path):
     store = Store.create(None, info())
     store.write([row()], [sensitivity(row())])
     assert store.rows() == [row()] and store.info() == info()
+
+
+def older(directory, store) -> None:
+    """Write a store in memory as schema 2: the status with its reason, the format as the scope."""
+    statement = SCHEMA[0].replace("\n    reason TEXT NOT NULL, extra TEXT NOT NULL,", "")
+    directory.mkdir()
+    with closing(sqlite3.connect(directory / FILE)) as db:
+        for line in (statement, *SCHEMA[1:]):
+            db.execute(line)
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute("PRAGMA user_version = 2")
+        for one in store.rows():
+            record = list(_stored(one)[:-2])
+            record[12] = one.explained
+            if "format" in one.extra:
+                record[0], record[1] = "budget", one.extra["format"]
+                record[11] = one.extra["second_order"]
+            db.execute(
+                f"INSERT INTO rows VALUES ({', '.join('?' * 18)})",
+                (*record, row_checksum(tuple(record))),
+            )
+        for record in store.all_records():
+            db.execute(
+                "INSERT INTO records VALUES (?, ?, ?, ?)", (*record, record_checksum(record))
+            )
+        db.commit()
+
+
+def test_a_study_of_schema_2_is_read_merged_and_not_written_to(tmp_path, capsys):
+    store = Store.create(None, info())
+    budget = row("model", None, probe="budget: int8", kind="total", residual=math.nan)
+    rows = [
+        row(reason="gap not reached"),
+        row(layer=1, value=math.nan, lower=0.0, upper=math.inf, status="failed", reason="memory"),
+        budget._replace(extra={"format": "int8", "second_order": 0.25}),
+    ]
+    store.write(rows, [sensitivity(rows[0])])
+    older(tmp_path / "old", store)
+    before = (tmp_path / "old" / FILE).read_bytes()
+    found = Store.open(tmp_path / "old")
+    assert repr(found.rows()) == repr(store.rows()) and not found.check()
+    assert found.sensitivities() == store.sensitivities() and found.info() == store.info()
+    with pytest.raises(UserError, match=r"older lipscope \(schema 2.*`lipscope merge NEW"):
+        Store.create(tmp_path / "old", info())
+    assert main(["merge", str(tmp_path / "new"), str(tmp_path / "old")]) == 0
+    assert repr(Store.open(tmp_path / "new").rows()) == repr(store.rows())
+    Store.create(tmp_path / "new", info()).close()
+    assert (tmp_path / "old" / FILE).read_bytes() == before
+    (tmp_path / "old" / FILE).write_bytes(before.replace(b"gap not reached", b"gap has reached"))
+    with pytest.raises(UserError, match="is damaged, and of an older schema"):
+        Store.open(tmp_path / "old")

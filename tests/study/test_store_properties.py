@@ -21,6 +21,7 @@ NUMBER = st.integers(0, 2**40)
 LAYER = st.integers(0, MOST_PLACES)
 PLACE = st.none() | LAYER
 LENGTH = st.integers(1, MOST_TOKENS)
+EXTRA = st.dictionaries(st.text(), st.none() | st.integers() | st.text())
 NORM = st.floats(0, 1, width=32)
 
 
@@ -29,7 +30,6 @@ def rows(draw) -> Row:
     """Any row that is allowed to exist."""
     lower, value, upper = sorted(draw(st.floats(allow_nan=False)) for _ in range(3))
     missing = draw(st.booleans())
-    failed = "failed: " + draw(TEXT)
     return Row(
         probe=draw(TEXT),
         scope=draw(TEXT),
@@ -43,11 +43,13 @@ def rows(draw) -> Row:
         lower=lower,
         upper=upper,
         residual=draw(FLOAT),
-        status=failed if missing else "converged: " + draw(TEXT),
+        status="failed" if missing else draw(TEXT),
         radius=abs(draw(FLOAT)),
         dtype=draw(TEXT),
         device=draw(TEXT),
         seconds=abs(draw(FLOAT)),
+        reason=draw(TEXT),
+        extra=draw(EXTRA),
     )
 
 

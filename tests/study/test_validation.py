@@ -45,7 +45,7 @@ def test_rows_that_make_sense():
     assert valid_row(_stored(row()))
     assert valid_row(_stored(row(layer=None, upper=math.inf, residual=math.nan, radius=math.nan)))
     assert valid_row(_stored(row(value=0.0, lower=0.0, upper=0.0)))  # a map that is constant
-    failed = row(value=math.nan, lower=0.0, upper=math.inf, status="failed: x")
+    failed = row(value=math.nan, lower=0.0, upper=math.inf, status="failed", reason="x")
     assert valid_row(_stored(failed))
 
 
@@ -55,6 +55,7 @@ def test_rows_that_make_sense():
         (0, "x" * 2000), (0, None), (1, b"heads"), (2, -2), (2, 2**40), (2, 0.0), (3, True),
         (4, 0), (4, 2**62), (4, "8"), (5, -1), (8, None), (8, 5.0), (8, "2"), (9, 3.0),
         (9, math.nan), (10, None), (10, 1.0), (12, "x" * 200_000), (13, -1.0), (16, "soon"),
+        (17, None), (17, "x" * 200_000), (18, ""), (18, "[]"), (18, "[" * 10_000), (18, None),
     ],
 )  # fmt: skip
 def test_rows_that_do_not(column, value):
@@ -213,7 +214,7 @@ def test_absurd_content_with_right_checksums_is_lost_and_said_to_be(tmp_path, ca
     absurd[4] = 2**62
     store._db.execute("PRAGMA ignore_check_constraints = 1")
     store._db.execute(
-        f"INSERT INTO rows VALUES ({', '.join('?' * 18)})", (*absurd, row_checksum(tuple(absurd)))
+        f"INSERT INTO rows VALUES ({', '.join('?' * 20)})", (*absurd, row_checksum(tuple(absurd)))
     )
     record = (INFO, "commands", json.dumps([command(groups=[[0, [0]]])]))
     store._db.execute(

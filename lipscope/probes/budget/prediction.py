@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +17,21 @@ from torch import Tensor
 from lipscope._ambient import entry_point
 from lipscope._notebook_bar import with_bar
 from lipscope._types import UserError
+from lipscope.models.model import Card
 from lipscope.probes.budget.comparing import FALSE_ALARMS, state_tolerance
 from lipscope.probes.budget.formats import Format, Quantiser, read_formats
+from lipscope.probes.budget.jobs import (
+    BudgetJob,
+    Settings,
+    assemble,
+    budget_header,
+    part_record,
+    part_rows,
+    stored_parts,
+    stored_worst,
+    worst_record,
+    worst_row,
+)
 from lipscope.probes.budget.metrics import (
     Measure,
     Metric,
@@ -34,10 +50,25 @@ from lipscope.probes.budget.sites import (
     outputs_in,
     second_order,
 )
-from lipscope.probes.budget.storing import BudgetStore, Settings, assemble, command_line
-from lipscope.probes.budget.subject import Inputs, Source, Subject, Text, length_of, read_subject
+from lipscope.probes.budget.subject import (
+    Inputs,
+    Sample,
+    Source,
+    Subject,
+    Text,
+    length_of,
+    read_subject,
+)
 from lipscope.probes.budget.tracing import batches
 from lipscope.probes.budget.worst import worst_cases
+from lipscope.study.clusters import check_engine
+from lipscope.study.jobs import Command, Outcome, Request
+from lipscope.study.reading import text_option
+from lipscope.study.records import BUDGET, Fingerprint, Row
+from lipscope.study.run import OpenEngine, command_line, engine_for, run_jobs
+from lipscope.study.sharding import check_shard
+from lipscope.study.store import Kept, Store
+from lipscope.study.work import load_same, portable
 
 PROBES = 16
 
@@ -61,6 +92,9 @@ def error_budget(
     embeddings: bool = False,
     worst: bool = False,
     seed: int = 0,
+    workers: int = 1,
+    cluster: str | None = None,
+    shard: Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: Callable[[float, float], None] | None = None,
 ) -> ErrorBudget:
@@ -94,6 +128,10 @@ def error_budget(
             bound of the error to first order of weight and cache formats, in `budget.worst`. It
             takes longest.
         seed: Seed of the probes.
+        workers: Number of worker processes on this machine; 1 works in this process.
+        cluster: Workers on other machines, as for :func:`measure`.
+        shard: (k, N): only the k-th of N parts of the sequences, as for :func:`measure`; the
+            budget is of these.
         out: Directory of a study to save the budget in, one job per sequence; rerun to resume.
         progress: Called with the work done and the total work. Default: a bar in notebooks,
             nothing elsewhere.
@@ -117,12 +155,14 @@ def error_budget(
         True
     """
     check_probes(probes, least=2)
+    check_engine(workers, cluster)
     wanted = read_formats(formats)
     measure = read_metric(metric)
-    if out is not None and not (isinstance(metric, str) and not isinstance(formats, Mapping)):
+    named = isinstance(metric, str) and not isinstance(formats, Mapping)
+    if not named and (out is not None or workers > 1 or cluster is not None):
         raise UserError(
             "a saved budget needs formats and a metric with names: functions cannot be recognised "
-            "when a run is resumed; omit out"
+            "when a run is resumed, or sent to workers; omit out and workers"
         )
     if worst and measure.divergence:
         raise UserError("the worst case is of the output, not of a divergence; omit worst")
@@ -132,81 +172,175 @@ def error_budget(
     settings = Settings(
         metric=measure.name, probes=probes, embeddings=embeddings, observe=observe, seed=seed
     )
-    store = None
+    names = [f.name for f in wanted]
+    work = BudgetWork(subject, wanted, measure, settings, with_rows=out is not None)
+    store: Store | Kept = Kept()
+    header: Any = None
+    start: Any = None
+    engine: OpenEngine = nullcontext
+    if out is not None or workers > 1 or cluster is not None:
+        line = _line(subject, text, settings, names, length, samples, worst)
+        header = budget_header(subject, seed, line)
+        assert subject.model is not None
+        engine = engine_for(subject.model, workers, cluster)
+        cpu = [x.cpu() if isinstance(x, Tensor) else x for x in subject.sequences]
+        given = (portable(subject.model.card), header.identity, cpu, names, settings)
+        start = partial(start_budget, *given, work.with_rows)
     if out is not None:
-        line = command_line(
-            subject,
-            text,
-            settings,
-            [f.name for f in wanted],
-            length,
-            samples,
-            worst,
-        )
-        store = BudgetStore(Path(out), subject, seed, line)
-    parts: dict[str, list[Part]] = {f.name: [] for f in wanted}
-    total = len(subject.sequences) * (2 if worst else 1)
-    report = progress or (lambda done, total: None)
-    report(0, total)  # from here on, time is what the work takes
+        # A budget has no jobs by layer and length; its line is noted, each different one once.
+        empty = Request(groups=(), layers=(), heads={}, scopes=())
+        command = Command(verb="budget", line=line, asked=empty, probe_prefix=f"{BUDGET} {line}")
+        store = Store.create(Path(out), header, command)
     try:
-        for b, found in enumerate(_jobs(subject, wanted, measure, settings, store)):
-            for name, part in found.items():
-                parts[name].append(part)
-            report(b + 1, total)
-        conspired = _worst(subject, wanted, measure, store, report) if worst else {}
+        run_jobs(
+            work,
+            start,
+            _jobs(store, subject, wanted, settings, worst),
+            store,
+            header,
+            engine=engine,
+            shard=None if shard is None else check_shard(shard),
+            progress=progress,
+        )
+        found = stored_parts(store).get(settings, {})
+        known = stored_worst(store, measure.name) if worst else {}
     finally:
-        if store is not None:
-            store.close()
+        store.close()
+    count = range(len(subject.sequences))
+    parts = {f: [found[f][b] for b in count if b in found[f]] for f in names if f in found}
     return assemble(
         subject.name,
         settings,
         parts,
         measure,
-        worst=conspired,
+        worst={name: known[name] for name in names if name in known},
         tolerance=lambda state, f: state_tolerance(subject, f, state, probes, seed),
     )
 
 
-def _worst(
+def _line(
     subject: Subject,
-    wanted: list[Format],
-    metric: Metric,
-    store: BudgetStore | None,
-    progress: Callable[[float, float], None],
-) -> dict[str, float]:
-    """The worst cases of all formats that have one: stored ones, or new ones, then stored."""
-    found = {} if store is None else store.worst(metric.name)
-    missing = [f for f in wanted if f.name not in found]
-    # The second half of the work, however long it takes.
-    made = worst_cases(subject, missing, metric, lambda done, total: progress(1 + done / total, 2))
-    if store is not None and made:
-        store.write_worst(metric.name, made)
-    return {f.name: {**found, **made}[f.name] for f in wanted if f.name in found or f.name in made}
+    text: Text,
+    settings: Settings,
+    formats: Sequence[str],
+    length: int,
+    samples: int,
+    worst: bool,
+) -> str:
+    """The command line that computes a budget again; empty if only Python can."""
+    if subject.model is None or not isinstance(subject.sequences[0], Tensor):
+        return ""
+    options = {
+        "--format": ",".join(formats),
+        "--metric": settings.metric,
+        "--probes": settings.probes,
+        "--length": length,
+        "--samples": samples,
+        "--dtype": subject.model.card.dtype,
+        "--seed": settings.seed,
+        "--observe": settings.observe,
+        "--embeddings": settings.embeddings,
+        "--worst": worst,
+    }
+    return command_line("budget", subject.model, text_option(text), options)
 
 
 def _jobs(
-    subject: Subject,
-    wanted: list[Format],
-    metric: Metric,
-    settings: Settings,
-    store: BudgetStore | None,
-) -> Iterator[dict[str, Part]]:
-    """The parts of all formats, sequence by sequence: stored ones, or new ones, then stored."""
-    lows: dict[str, Subject] = {}
+    store: Store | Kept, subject: Subject, wanted: list[Format], settings: Settings, worst: bool
+) -> list[BudgetJob]:
+    """What the study lacks: the formats of each sequence, then the worst cases."""
+    jobs = []
     for b, sample in enumerate(subject.sequences):
-        found = {} if store is None else store.parts(settings, b, length_of(sample), wanted)
-        missing = [f for f in wanted if f.name not in found]
+        n = length_of(sample)
+        missing = [f.name for f in wanted if store.get(BUDGET, settings.key(b, n, f.name)) is None]
         if missing:
-            for f in missing:
-                if f.dtype is not None and f.name not in lows:
-                    lows[f.name] = subject.in_dtype(f.dtype)
-            began = time.perf_counter()
-            one = replace(subject, sequences=(sample,))
-            made = _price_sequence(one, missing, metric, settings, b, lows)
-            if store is not None:
-                store.write(settings, b, made, metric, time.perf_counter() - began)
-            found |= made
-        yield {f.name: found[f.name] for f in wanted}
+            jobs.append(BudgetJob(b=b, n=n, formats=tuple(missing)))
+    if worst:
+        known = stored_worst(store, settings.metric)
+        missing = [f.name for f in wanted if f.name not in known]
+        if missing:
+            # Half of the work, however long it takes.
+            weight = float(len(subject.sequences))
+            n = length_of(subject.sequences[0])
+            jobs.append(BudgetJob(b=0, n=n, formats=tuple(missing), worst=True, weight=weight))
+    return jobs
+
+
+@dataclass
+class BudgetWork:
+    """Prices sequences and bounds worst cases.
+
+    with_rows: whether the numbers are also rows, for exports
+    lows:      the model in the dtypes of formats, once it was needed there
+    report:    tells which share of the current job is done
+    """
+
+    subject: Subject
+    formats: list[Format]
+    metric: Metric
+    settings: Settings
+    with_rows: bool
+    lows: dict[str, Subject] = field(default_factory=dict)
+    report: Callable[[float], None] = lambda share: None
+
+    def __call__(self, job: BudgetJob) -> Outcome:
+        wanted = [f for f in self.formats if f.name in job.formats]
+        rows: list[Row] = []
+        began = time.perf_counter()
+        if job.worst:
+            bounds = worst_cases(
+                self.subject, wanted, self.metric, lambda done, total: self.report(done / total)
+            )
+            name = self.metric.name
+            records = [worst_record(name, f, value) for f, value in bounds.items()]
+            if self.with_rows:
+                rows = [
+                    worst_row(self.subject, f, job.n, name, value) for f, value in bounds.items()
+                ]
+            return Outcome(job, tuple(rows), records=tuple(records))
+        for f in wanted:
+            if f.dtype is not None and f.name not in self.lows:
+                self.lows[f.name] = self.subject.in_dtype(f.dtype)
+        one = replace(self.subject, sequences=(self.subject.sequences[job.b],))
+        parts = _price_sequence(one, wanted, self.metric, self.settings, job.b, self.lows)
+        records = [part_record(self.settings, job.b, f, part) for f, part in parts.items()]
+        if self.with_rows:
+            rows = [
+                row
+                for f, part in parts.items()
+                for row in part_rows(self.subject, f, part, job.b, self.metric)
+            ]
+            seconds = (time.perf_counter() - began) / len(rows)
+            rows = [row._replace(seconds=seconds) for row in rows]
+        return Outcome(job, tuple(rows), records=tuple(records))
+
+
+def start_budget(
+    card: Card,
+    identity: Fingerprint,
+    sequences: Sequence[Sample],
+    formats: Sequence[str],
+    settings: Settings,
+    with_rows: bool,
+    threads: int,
+) -> BudgetWork:
+    """The same work, on a worker; raises UserError if the model is not the same there."""
+    torch.set_num_threads(threads)
+    metric = read_metric(settings.metric)
+    model = load_same(card, identity, metric.head)
+    first = sequences[0]
+    subject = read_subject(
+        model,
+        first if isinstance(first, Tensor) else None,
+        inputs=None if isinstance(first, Tensor) else first.arguments,
+        head=metric.head,
+        length=length_of(first),
+        samples=1,
+    )
+    device = next(subject.module.parameters()).device
+    rows = tuple(x.to(device) if isinstance(x, Tensor) else x for x in sequences)
+    subject = replace(subject, sequences=rows)
+    return BudgetWork(subject, read_formats(formats), metric, settings, with_rows)
 
 
 def _price_sequence(

@@ -27,7 +27,7 @@ from lipscope.models.model_files import on_one_line
 from lipscope.models.running import Float64
 from lipscope.models.structure import block_calls
 from lipscope.probes.budget.weights import Uses, Weight, find_uses, find_weights
-from lipscope.study.reading import WholeInputs, warn_of_unknown
+from lipscope.study.reading import FixedInputs, warn_of_unknown
 from lipscope.study.reading import read as read_whole
 from lipscope.study.texts import TextColumn, content
 
@@ -319,7 +319,7 @@ def length_of(sample: Sample) -> int:
 def _whole_inputs(model: Model, inputs: Any) -> list[Sample]:
     """The rows of what a model of transformers reads in place of text, checked."""
     whole = read_whole(model, inputs=inputs)
-    assert isinstance(whole, WholeInputs)
+    assert isinstance(whole, FixedInputs)
     return [NamedInputs(whole.arguments([i]), n) for i, n in enumerate(whole.lengths)]
 
 

@@ -3,7 +3,7 @@
 const PAGE = 50;
 const HELP = "layer=3 n>=64 σ>10";
 const DIGITS = { value: 6, lower: 6, upper: 6, radius: 4, residual: 2, seconds: 2 };
-const FIRST = ["scope", "layer", "head", "n", "sample", "value", "lower", "upper", "status", "probe"];
+const FIRST = ["scope", "layer", "head", "n", "sample", "value", "lower", "upper", "status", "reason", "probe"];
 
 PARTS.table = (part, data) => {
   const { count, columns } = data.table;

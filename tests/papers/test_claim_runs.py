@@ -8,11 +8,12 @@ import pytest
 
 from lipscope import UserError, __version__
 from lipscope.cli import main
-from lipscope.papers.claim_work import ClaimJob, ClaimWork, _group, start_claims
+from lipscope.papers.claim_runs import ClaimJob, ClaimWork, group_of, start_claims
 from lipscope.papers.claims import NotAvailable
 from lipscope.papers.registry import claims
 from lipscope.papers.running import reproduce_papers
 from lipscope.papers.setting import Setting
+from lipscope.study.merging import merge
 from tests.papers.planted import claim
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,7 +45,7 @@ def lack(setting):
 def test_groups_are_the_claims_that_share_a_measurement():
     groups = {}
     for one in claims():
-        groups.setdefault(_group(one), []).append(one.id)
+        groups.setdefault(group_of(one), []).append(one.id)
     together = [ids for ids in groups.values() if len(ids) > 1]
     assert ["C1", "C2", "C3", "C4"] in together and ["C25", "C26", "C27", "C28", "C29"] in together
     assert ["K4", "K5"] in together and ["K7", "K8"] in together
@@ -107,10 +108,25 @@ def test_a_worker_with_another_version_or_without_the_folders_is_refused(tmp_pat
         start_claims(__version__, claims, options, 1)
 
 
-def test_what_is_missing_is_a_result_and_not_a_failure():
+def test_what_is_missing_is_named_and_not_kept():
     work = ClaimWork({"C1": claim(lack)}, Setting())
     found = work(ClaimJob("C1", ""))
-    assert found.failure is None and str(found.rows[0]) == "a GPU"
+    assert found.failure == "needs: a GPU" and not found.records
+
+
+def test_shards_share_the_claims_and_are_merged(registered, tmp_path):
+    registered += [claim(lambda setting: {"x": 2}, id=f"C{i}") for i in range(1, 7)]
+    parts = [tmp_path / str(k) for k in (1, 2, 3)]
+    ran = [
+        one.claim.id
+        for k, part in enumerate(parts, 1)
+        for one in reproduce_papers(out=part, shard=(k, 3))
+    ]
+    assert sorted(ran) == [f"C{i}" for i in range(1, 7)]
+    merge(tmp_path / "all", parts)
+    seen = []
+    outcomes = reproduce_papers(out=tmp_path / "all", progress=lambda *at: seen.append(at))
+    assert [one.word for one in outcomes] == ["REPRODUCED"] * 6 and seen == [(0.0, 0)]
 
 
 def test_workers_are_checked_before_anything_is_run(capsys):
