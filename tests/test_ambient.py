@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -624,6 +625,7 @@ QUICK = ("inference_mode", "default float64", "autocast", "default device meta")
 """States with a fault before there were entry points; main() tries the others, too."""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("state", QUICK)
 def test_results_do_not_depend_on_the_state_of_the_caller(state: str) -> None:
     assert compare(state) == {}
@@ -723,6 +725,7 @@ CHEAP = (
 )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "state", sorted(set(STATES) - set(QUICK) - {"plain", "default device cuda"})
 )
@@ -730,6 +733,7 @@ def test_some_results_do_not_depend_on_rarer_states(state: str) -> None:
     assert compare(state, [*CHEAP]) == {}
 
 
+@pytest.mark.wide
 def test_arguments_made_in_inference_mode_are_copied_or_refused() -> None:
     names = [*CHEAP, "measure", "nn.InvertibleResidual", "mean_field.push", "watch", "Normed"]
     assert compare("inference_mode", names, inside=True) == {}

@@ -1025,6 +1025,7 @@ APART = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", APART)
 def test_a_map_that_treats_members_apart_passes(name: str):
     layer, X = APART[name]().eval().double(), Draw(0).normal(6, 10, 16)

@@ -59,6 +59,7 @@ def compare_messages() -> None:
                 raise AssertionError(f"taken: {words}")
 
 
+@pytest.mark.wide
 def test_the_wrong_argument_is_named():
     root = Path(__file__).resolve().parents[1]
     code = "from tests.test_checks import compare_messages; compare_messages()"

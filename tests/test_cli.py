@@ -266,6 +266,7 @@ def test_version_help_and_doctor(capsys):
         assert piece in report
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("command", ["show", "export"])
 def test_100_000_rows_without_torch(big, command):
     code = (

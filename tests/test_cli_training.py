@@ -65,6 +65,7 @@ def test_a_trained_model_is_measured(tmp_path, text, extra, capsys):
     assert "attention" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_training_needs_neither_transformers_nor_pydantic(tmp_path, text):
     code = (
         "import sys; from pathlib import Path; from lipscope.cli.training import train\n"

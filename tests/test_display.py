@@ -174,6 +174,7 @@ def results() -> dict[str, object]:
     return found
 
 
+@pytest.mark.wide
 def test_every_public_result_is_short_and_a_table_in_a_notebook():
     found = results()
     for name, result in found.items():

@@ -82,6 +82,7 @@ def assert_same_output(found: str, expected: str) -> None:
 RUN = [page for page in PAGES if any(block.reason is None for block in blocks(page.read_text()))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -31,11 +31,13 @@ HOPS = {
 """Functions and files of lipscope that a warm call touches."""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SIZE)
 def test_counts_only_fall(name):
     assert size()[name] <= SIZE[name]
 
 
+@pytest.mark.wide
 def test_calls_do_not_travel_further():
     # In a fresh process: under pytest all functions are wrapped, for the shapes of their arguments.
     done = subprocess.run(

@@ -115,6 +115,7 @@ def run_together(calls: list[Callable[[], object]]) -> list[object]:
     return results
 
 
+@pytest.mark.wide
 def test_threads_measure_one_model_as_one_thread_does(model: LlamaModel) -> None:
     ways = (measured, budgeted, compared, sited)
     expected, before = [way(model) for way in ways], state(model)
@@ -122,6 +123,7 @@ def test_threads_measure_one_model_as_one_thread_does(model: LlamaModel) -> None
     assert state(model) == before
 
 
+@pytest.mark.wide
 def test_threads_share_one_loaded_model(model: LlamaModel) -> None:
     expected = measured(ls.load(model))
     shared = ls.load(model)
@@ -150,6 +152,7 @@ def test_settings_of_torch_are_restored_when_calls_overlap() -> None:
     assert (torch.get_num_threads(), torch.backends.cuda.flash_sdp_enabled()) == before
 
 
+@pytest.mark.wide
 def test_models_that_share_modules_are_measured_one_after_the_other(model: LlamaModel) -> None:
     other = LlamaForCausalLM(model.config)
     other.model = model  # tied: its trunk is the first model
@@ -159,6 +162,7 @@ def test_models_that_share_modules_are_measured_one_after_the_other(model: Llama
     assert state(model) == before
 
 
+@pytest.mark.wide
 def test_a_monitor_does_not_record_measurements(model: LlamaModel) -> None:
     model.eval()
     expected = watched(model)

@@ -82,6 +82,7 @@ def test_ascent_around_an_input_stays_near_and_rises(r):
     assert found.value > max(here, *(dense_sigma(f, Y) for Y in steps))
 
 
+@pytest.mark.wide
 def test_ascent_over_what_a_layer_norm_can_give():
     f, n, d = head(9), 7, 6
     weight, bias = 0.5 + random_tokens(10, d).abs(), random_tokens(11, d)

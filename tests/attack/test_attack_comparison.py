@@ -48,6 +48,7 @@ def trials(model, texts) -> list[Trial]:
         return compare_attacks(model, texts, SETTINGS)
 
 
+@pytest.mark.wide
 def test_every_attack_has_every_norm_and_norms_agree(trials, texts):
     sizes = {(t.text, t.attack, t.budget): t.norm for t in trials}
     budgets = (*SMALL, LARGE, 1, 2)

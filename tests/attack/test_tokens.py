@@ -73,6 +73,7 @@ def test_a_linear_number_needs_no_more_than_its_first_order_scores():
     assert found.measured <= 1 + 3 * 3 * 12
 
 
+@pytest.mark.wide
 def test_guided_swaps_find_the_best_pair_and_beat_random_ones():
     reached = []
     for seed in range(20):

@@ -184,6 +184,7 @@ def test_a_norm_beyond_the_largest_number():
     )
 
 
+@pytest.mark.wide
 def test_later_triplets_have_true_lower_bounds():
     s = torch.tensor([1.0, 0.5, 0.3, 0.2, 0.1, 0.05] + [0.01] * 10, dtype=torch.float64)
     for seed in range(60):

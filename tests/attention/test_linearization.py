@@ -81,6 +81,7 @@ def test_a_head_is_solved_in_the_space_it_reads():
     assert_adjoint(J.compressed.core)
 
 
+@pytest.mark.wide
 def test_stated_rounding_holds_in_float32():
     """A float32 solve differs from a float64 solve by no more than the rounding it states."""
     for kind in KINDS:

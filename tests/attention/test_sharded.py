@@ -59,6 +59,7 @@ def truth(name):
     return D, true, max(tol, float(ls.jacobian(f, X).stated_rounding.max())) * float(true)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_is_the_plain_solve_bit_by_bit(found, name):
     plain, one = found[0]["solves"][None][name], found[0]["solves"][1][name]

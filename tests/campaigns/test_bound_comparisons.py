@@ -55,6 +55,7 @@ def test_bounds_of_layers_and_networks_hold(check):
     assert result.total()["comparisons"] > 10 and not result.faults, result.faults
 
 
+@pytest.mark.wide
 def test_bounds_that_are_too_small_are_found(monkeypatch):
     right = bound_comparisons.evaluate
     monkeypatch.setattr(bound_comparisons, "evaluate", lambda *x: 0.1 * right(*x))

@@ -19,6 +19,7 @@ main(["doctor"])
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "code",
     ['raise RuntimeError("operator torchvision::nms does not exist")', "import no_such_module"],

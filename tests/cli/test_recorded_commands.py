@@ -71,6 +71,7 @@ def test_every_verb_that_measures_loads_models_alike(verb):
     assert options >= OF_LOADING
 
 
+@pytest.mark.wide
 def test_objects_of_python_have_no_command(place, tmp_path):
     text = place / "prose.csv"
     folder = ls.load(str(place / "whole"))

@@ -55,6 +55,7 @@ def test_the_product_of_layers_and_its_adjoint():
     assert_adjoint(whole)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_the_bounds(seed):
     found = ls.dynamics.growth_along_depth(
@@ -68,6 +69,7 @@ def test_the_order_of_the_bounds(seed):
     )
 
 
+@pytest.mark.wide
 def test_the_flow_grows_as_finite_differences_say():
     """The dense derivative of the adaptive flow, by differences: what sigma tends to like 1/L."""
     f, X, h = random_head(2), draw(2, 2), 1e-5
@@ -111,6 +113,7 @@ def test_a_network_deeper_than_the_call_stack():
     assert torch.allclose(whole, torch.tensor([[1.0, 3.0], [0.0, 1.0]], dtype=torch.float64))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("n", "time"), [(4, 1e5), (6, 500.0), (2, 1e300)])
 def test_numbers_end_before_the_first_that_overflows(n, time):
     found = ls.dynamics.growth_along_depth(identity(), draw(n, 2), time)
@@ -137,6 +140,7 @@ def test_a_start_without_a_derivative_is_told():
     assert "overflow" in found.summary
 
 
+@pytest.mark.wide
 def test_unresolved_scores_are_told():
     found = ls.dynamics.growth_along_depth(identity(), draw(3, 2), 20.0, layers=80, points=2)
     assert found.flow.unresolved is not None and "rounding decides" in found.summary

@@ -9,6 +9,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "dynamics.md").read_text()
 
 
+@pytest.mark.wide
 def test_the_example_runs(capsys):
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
     exec(compile(example, "dynamics.md", "exec"), {})

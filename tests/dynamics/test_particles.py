@@ -157,6 +157,7 @@ def test_overflow_stops_the_flow_with_its_time(renormalise):
         assert reached == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.wide
 def test_unresolved_scores_are_told():
     found = ls.dynamics.flow(
         identity(1), torch.tensor([[1.0], [2.0]], dtype=torch.float64), 25.0, tol=1e-4

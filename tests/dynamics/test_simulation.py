@@ -29,6 +29,7 @@ def test_masked_tokens_cluster_and_the_first_rests():
     assert torch.allclose(z, z[0].expand_as(z), atol=1e-4) and not found.found.extreme.all()
 
 
+@pytest.mark.wide
 def test_the_gaussian_blows_up_where_it_must():
     """A = a I and V a rotation by 30 degrees; test_gaussian integrates the path with scipy too."""
     found = ls.simulate("gaussian", n=50)
@@ -43,6 +44,7 @@ def test_a_blow_up_is_looked_for_as_far_as_it_is_told():
     assert short.blow_up is None and short.searched == pytest.approx(0.1)
 
 
+@pytest.mark.wide
 def test_growth_is_bounded_by_the_product():
     found = ls.simulate("growth", n=5, time=0.5)
     assert 1 < found.found.sigma[-1] <= found.found.product[-1] * (1 + 1e-6)
@@ -56,6 +58,7 @@ def test_other_dimensions(name, dim):
     assert found.flow.positions.shape[1:] == (4, dim) and found.flow.ok
 
 
+@pytest.mark.wide
 def test_the_network_of_growth_is_shown_as_it_is():
     """Its Euler steps grow like (1 + h)^k, which e^{-tV} does not take out."""
     found = ls.simulate("growth", n=3, time=0.5)

@@ -84,6 +84,7 @@ def test_kernels_compile(compiled: dict[str, Any], pattern: str, dtype: str) -> 
     assert compiled["failed"][f"{pattern}, {dtype}"] is None
 
 
+@pytest.mark.wide
 def test_every_kernel_is_among_them(compiled: dict[str, Any]) -> None:
     expected = {f"{file}.{name}" for file, names in KERNELS.items() for name in names}
     assert set(compiled["kernels"]) == expected

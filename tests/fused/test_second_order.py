@@ -144,6 +144,7 @@ for options in ({}, {"causal": True}, {"window": 5}):
 """
 
 
+@pytest.mark.wide
 def test_compiled_forward_and_backward():
     """In a process of its own: run-time type checks of the tests cannot be compiled."""
     subprocess.run([sys.executable, "-c", COMPILED], check=True)

@@ -34,6 +34,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((place / "report").read_text())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES)
 def test_torchs_samples(report: dict[str, Any], case: str) -> None:
     found = report[case]

@@ -45,6 +45,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SPECTRA)
 def test_coverage_at_a_failure_probability_one_can_see(name):
     """With failure 0.2 and few steps the bound fails at most that often (240 starts, 3 sigma)."""
@@ -56,6 +57,7 @@ def test_coverage_at_a_failure_probability_one_can_see(name):
     assert misses <= runs * 0.2 + 3 * math.sqrt(runs * 0.2 * 0.8)
 
 
+@pytest.mark.wide
 def test_two_level_spectrum_is_the_sharp_case():
     """One step, spectrum (1, 0, ..., 0): the miss rate is the failure probability itself."""
     spectrum = torch.zeros(20, dtype=torch.float64)
@@ -90,6 +92,7 @@ def miss_rate(spectrum: torch.Tensor, gap: float, overlap: float, members: int =
     return (run.evaluate("").upper < 1).double().mean().item()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", BANDS)
 def test_a_solve_that_stops_at_its_gap_fails_as_often_as_stated(name):
     """2500 starts, a failure probability of 5 %, a rule that stops on what it sees: at most 5 %

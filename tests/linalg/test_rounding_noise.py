@@ -179,6 +179,7 @@ def test_rounding_of_a_matrix_that_is_solved_with_counts(norm: str, seed: int):
     assert e.lower <= truth <= e.upper and e.lower > (1 - 1e-4) * truth
 
 
+@pytest.mark.wide
 def test_equal_weights_stay_equal():
     """Distances of constants to themselves are zero, also when the constants move."""
     C = draw(4, 2)

@@ -48,6 +48,7 @@ def test_the_example_on_the_line():
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("block", range(4))
 def test_two_copies_reach_the_closed_form_and_eight_no_more(block):
     """200 random measures, the split Jacobian written out and differentiated by autograd."""
@@ -162,6 +163,7 @@ def test_the_estimate_with_splitting_has_fields_on_two_copies(seed):
     assert torch.allclose(J.mv(e.right), e.value * e.left, atol=1e-6 * e.value)
 
 
+@pytest.mark.wide
 def test_the_bounds_hold_for_the_largest_block_whichever_it_is():
     """Two equal pairs far apart, whose query blocks tie; and random cases."""
     finite = 0
@@ -245,6 +247,7 @@ def test_attractive_scores_split_where_the_analysis_puts_it():
     assert found.helps and found.token == 0 and found.gain == pytest.approx(1.0050, abs=1e-4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "least"), [("A = -I", 1.5), ("masked, A = -I", 1.8), ("A = I", 1.0), ("L2", 1.0)]
 )
@@ -256,6 +259,7 @@ def test_the_search_finds_measures_in_the_plane_and_reports_their_true_gain(name
     assert name != "L2" or gain == 1.0
 
 
+@pytest.mark.wide
 def test_equal_weights_stay_equal():
     gain, mu = largest_gain(MAPS["A = -I"](), 2, 6.0, tries=200, seed=1)
     assert gain > 1.2 and mu.weights.tolist() == [0.5, 0.5]

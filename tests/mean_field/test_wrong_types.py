@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import torch
 import lipscope as ls
@@ -54,6 +56,7 @@ for case in (
 """
 
 
+@pytest.mark.wide
 def test_every_wrong_type_is_explained():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120

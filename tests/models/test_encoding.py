@@ -52,6 +52,7 @@ def test_a_long_text_has_more_time(monkeypatch):
         tokenizers.encode(slow, "a", False, "name")
 
 
+@pytest.mark.wide
 def test_a_panic_is_a_sentence():
     """The engine gives up a single match after ten million steps, by a panic."""
     with pytest.raises(UserError, match="fails on the text"):

@@ -87,6 +87,7 @@ def blocks(dtype: str):
     return jacobian(site.f, site.X)
 
 
+@pytest.mark.wide
 def test_vectors_of_a_block_are_searched_for_roughly_and_its_products_stay_exact(monkeypatch):
     assert blocks("float32").low_precision is None  # too short
     monkeypatch.setattr(maps, "_takes_long", lambda X: True)

@@ -196,6 +196,7 @@ def test_windows_and_chunks_of_models_are_those_of_eager_attention(make_model, p
     torch.testing.assert_close(mine[real.bool()], eager[real.bool()])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("large", [closed_form.LARGE, 100], ids=["closed form", "autograd"])
 @pytest.mark.parametrize(
     ("make_model", "module"), [(windowed, "layers.1.attn"), (chunked, "layers.1.self_attn")]
@@ -217,6 +218,7 @@ def test_windows_and_chunks_have_the_constants_of_eager_attention(
         torch.testing.assert_close(mine, dense)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("make_model", [windowed, chunked])
 def test_long_windows_and_chunks_are_never_written_down(make_model, monkeypatch):
     """At no scope is a mask of n x n made; heads are those of the closed form."""

@@ -77,6 +77,7 @@ def test_without_inputs_the_error_says_how():
         load(build("picture")[0]).layers  # noqa: B018
 
 
+@pytest.mark.wide
 def test_windows_of_a_picture_are_not_taken_for_samples():
     """Swin runs attention on windows, shifted ones with a mask each, not on all tokens."""
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ def found(tmp_path_factory):
 EVERYWHERE = ["heads", "attention", "residual", "block"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scope", [*EVERYWHERE, "normed"])
 @pytest.mark.parametrize("name", ["Llama", "BERT", "Gemma 2"])
 def test_two_ranks_give_the_numbers_of_one_process(found, name, scope):

@@ -16,6 +16,7 @@ def row():
     return survey.examine("gpt2")
 
 
+@pytest.mark.wide
 def test_an_architecture_gets_scopes_budgets_and_verdicts(row):
     assert row["outcome"] == "measured" and "model" in row["scopes"]
     cells = {name: cell["outcome"] for name, cell in row["budgets"].items()}
@@ -62,6 +63,7 @@ def test_a_model_whose_signs_do_not_matter_is_said_to_be_one():
     assert bug == {"weight": None, "layer": None, "effect": 0.0}
 
 
+@pytest.mark.wide
 def test_wrong_verdicts_are_seen(monkeypatch):
     model, given = ls.load(tiny("llama")), {"text": some_ids(4, 12)}
     cells = dict(survey_budgets.budget_cells(model, given))

@@ -93,6 +93,7 @@ def exactly(g: ls.nn.ContractiveL2Attention, X: mpmath.matrix) -> mpmath.matrix:
     return out * M.T * O.T
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_far_pairs_are_not_called_a_broken_promise_and_their_error_is_bounded(dtype):
     scales = (3e2, 3e3, 1e5) if dtype == torch.float32 else (1e5, 1e7, 1e9)
@@ -115,6 +116,7 @@ def test_far_pairs_are_not_called_a_broken_promise_and_their_error_is_bounded(dt
     assert noisy > 0 or dtype == torch.float32
 
 
+@pytest.mark.wide
 def test_rounding_of_g_in_float64_is_inside_the_error_bound():
     """Rounding decides where the iteration ends, and the residual there rounds in the same way."""
     unseen = 0
@@ -141,6 +143,7 @@ def test_rounding_of_g_in_float64_is_inside_the_error_bound():
     assert unseen > 0
 
 
+@pytest.mark.wide
 def test_a_layer_with_a_proof_is_never_accused():
     """Not even where points next to x say nothing of how rounding moves g a step away from it."""
     for seed in range(4):

@@ -328,6 +328,7 @@ def padded_tokens():
     return x.masked_fill(~real[..., None], math.nan), real
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("norm", ["2", "inf"])
 def test_padded_sequences_invert_as_they_do_alone(norm):
     torch.manual_seed(0)

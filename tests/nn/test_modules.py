@@ -193,6 +193,7 @@ def compiled(backend: str, names: list[str], device: str = "cpu") -> None:
     assert done.stdout.strip() == "compiled", done.stderr
 
 
+@pytest.mark.wide
 def test_the_layers_compile_whole_in_training():
     compiled("aot_eager", ["contractive"])
 
@@ -205,6 +206,7 @@ def test_the_layers_compile_to_machine_code(name):
     compiled("inductor", [name])
 
 
+@pytest.mark.wide
 def test_nn_needs_torch_alone():
     code = (
         "import sys; from lipscope.nn import *; "

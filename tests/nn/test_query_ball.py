@@ -252,6 +252,7 @@ def dense(layer: torch.nn.Module, X: Tensor, norm: str) -> float:
     return torch.linalg.matrix_norm(J, float(norm)).item()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("norm", ["2", "inf"])
 def test_layers_with_a_ball_keep_their_bound(norm, causal):

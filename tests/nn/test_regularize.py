@@ -59,6 +59,7 @@ def test_a_bfloat16_layer_is_measured_in_float32(name):
         assert (a.grad.double() - b.grad).norm() < 0.02 * b.grad.norm() + 1e-6
 
 
+@pytest.mark.wide
 def test_the_penalty_lowers_the_constant_in_training_under_autocast():
     torch.manual_seed(0)
     m, X = ls.nn.DotSelfAttention(8, 2), 3 * torch.randn(2, 6, 8)

@@ -85,6 +85,7 @@ print("undisturbed")
 """
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore")
 def test_distributed_data_parallel_changes_nothing_and_shards_are_named():
     done = subprocess.run(

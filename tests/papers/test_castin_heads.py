@@ -138,6 +138,7 @@ def test_planted_the_wrong_slice_of_a_head_turns_a_verdict():
     assert verdict(wrong_slice) is False
 
 
+@pytest.mark.wide
 def test_planted_a_lower_bound_off_by_two_turns_a_verdict(monkeypatch):
     def run():
         (one,) = reproduce_papers(only=["S1"], quick=True)
@@ -156,6 +157,7 @@ def test_planted_a_lower_bound_off_by_two_turns_a_verdict(monkeypatch):
     assert run() == "DIFFERS"
 
 
+@pytest.mark.wide
 def test_the_numbers_of_the_theorems_agree_with_dense_matrices():
     (row, *_) = run_theorems(Setting(quick=True))["rows"]
     (f, *_) = castin_heads._random_heads(Setting(quick=True), 1)
@@ -167,6 +169,7 @@ def test_the_numbers_of_the_theorems_agree_with_dense_matrices():
     assert row["upper"] == pytest.approx(math.sqrt(3) * math.sqrt(a**2 * (4 * n + 1) + n))
 
 
+@pytest.mark.wide
 def test_large_radii_and_the_quadratic_rate():
     numbers = run_large_radius(Setting(quick=True))
     assert max(r["errors"][-1] for r in numbers["rows"]) < 1e-6

@@ -52,6 +52,7 @@ def test_groups_are_the_claims_that_share_a_measurement():
     assert ["C30"] in groups.values()
 
 
+@pytest.mark.wide
 def test_two_workers_give_what_one_process_gives(tmp_path):
     only = ["C34", "S1", "S3", "S9", "S10", "V4"]
     alone = reproduce_papers(only=only, quick=True)

@@ -87,6 +87,7 @@ def test_the_second_power_is_too_small():
     assert second_power(1.0)["sigma"] < second_power(1.0)["second"]
 
 
+@pytest.mark.wide
 def test_in_norm_2_the_bound_is_loose(monkeypatch):
     monkeypatch.setattr(kim_bounds, "STARTS", 6)
     monkeypatch.setattr(kim_bounds, "QUICK_LENGTHS", (3, 21))
@@ -99,6 +100,7 @@ def test_in_norm_2_the_bound_is_loose(monkeypatch):
     assert judge_looseness(planted, QUOTED["K2"]).kind is Kind.DIFFERS
 
 
+@pytest.mark.wide
 def test_dot_product_grows_like_the_square_of_the_radius():
     numbers = run_unbounded(QUICK)
     verdict = judge_unbounded(numbers, QUOTED["K9"])

@@ -89,6 +89,7 @@ def brought(request, tmp_path_factory):
     shutil.rmtree(place)  # a gigabyte in the released shapes
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(1800)
 def test_the_same_command_judges_the_models_that_the_user_brings(
     brought, texts, tmp_path, monkeypatch

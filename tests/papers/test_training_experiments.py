@@ -30,6 +30,7 @@ QUICK = {
 }
 
 
+@pytest.mark.wide
 def test_every_plan_and_variant_reaches_the_page(tmp_path):
     plans = {
         name: replace(plan, **QUICK, rates=plan.rates[:2], tested=2) for name, plan in PLANS.items()

@@ -53,6 +53,7 @@ def test_every_kind_finds_something_and_keeps_it(kind, tiny, prose, tmp_path, ca
     assert {path.name for path in out.iterdir()} - {"study.lock"} == {"study.sqlite"}
 
 
+@pytest.mark.wide
 def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):
     for kind in ("ascent", "tokens"):
         study, lines = attack_model(model, prose, AttackPlan(kind, length=6, swaps=2, layers=[0]))
@@ -64,6 +65,7 @@ def test_ascent_and_guided_tokens_do_not_end_below_the_text(model, prose):
         )
 
 
+@pytest.mark.wide
 def test_a_text_is_not_measured_with_a_seed_it_was_found_with(model, prose, monkeypatch):
     used = []
 
@@ -114,6 +116,7 @@ def test_the_change_of_the_output_is_that_of_the_model_and_its_slope_is_right(mo
     assert (gradient * D).sum().item() == pytest.approx(difference, rel=1e-4)
 
 
+@pytest.mark.wide
 def test_guided_swaps_change_the_output_more_than_random_ones(model, prose):
     ids = model.encode(prose)[:6]
     t = output_change(model, ids)
@@ -166,6 +169,7 @@ def test_a_layer_that_does_not_exist_has_no_slope(model):
         layer_sigma(model, 5)
 
 
+@pytest.mark.wide
 def test_token_attacks_keep_their_time_and_report_every_search(model, prose):
     seen = []
     start = time.monotonic()

@@ -31,6 +31,7 @@ def text_of(thing):
     return console.export_text()
 
 
+@pytest.mark.wide
 def test_the_terminal_shows_totals_worst_case_and_shares(budget):
     text = text_of(budget_table(budget))
     for name in budget.formats:

@@ -386,6 +386,7 @@ def test_a_hundred_thousand_rows(tmp_path):
     assert path.stat().st_size < 5_000_000
 
 
+@pytest.mark.wide
 def test_an_unfinished_study_says_so(tmp_path, monkeypatch):
     made = study(tmp_path / "s", grid())
     assert "unfinished" not in html(made)

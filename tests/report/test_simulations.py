@@ -19,6 +19,7 @@ from lipscope.report.simulations import (
 )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", PRESETS)
 def test_everything_is_written_and_can_be_read(name, tmp_path):
     found = ls.simulate(name, n=5, time=0.25)
@@ -80,6 +81,7 @@ def test_a_run_cut_short_leaves_no_broken_or_older_picture(tmp_path, monkeypatch
     check_simulation_folder(tmp_path)
 
 
+@pytest.mark.wide
 def test_a_blow_up_is_drawn_and_told():
     found = ls.simulate("gaussian", n=20, time=2.0)
     numbers = json.loads(json.dumps(numbers_of(found), allow_nan=False))["gaussian"]
@@ -115,6 +117,7 @@ def drawn(ax):
     return [[float(y) for y in line.get_ydata()] for line in ax.lines]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("preset", ["clusters", "gaussian", "growth", "masked"])
 def test_a_simulation_draws_what_the_command_draws(preset):
     simulation = ls.simulate(preset, n=6, time=0.5)
@@ -139,6 +142,7 @@ def test_a_flow_draws_the_path_of_every_token():
     assert other.get_xlabel().startswith("z")
 
 
+@pytest.mark.wide
 def test_growth_along_depth_draws_itself():
     I = torch.eye(2, dtype=torch.float64)
     found = ls.dynamics.growth_along_depth(

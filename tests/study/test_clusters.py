@@ -157,6 +157,7 @@ def test_without_dask_the_message_is_the_pip_line(monkeypatch, tiny, capsys):
     )
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_the_array_script_through_a_stub_of_sbatch(tiny, prose, tmp_path):
     (tmp_path / "text.txt").write_text(prose)

@@ -60,6 +60,7 @@ def test_the_doctor_repairs_only_a_study(tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_no_damage_is_silent(capsys):
     """A few places of the campaign `python -m tests.study.damage`."""
     found = Counter(said for _, said in campaign(every=4099, ways=("bit", "cut")))

@@ -61,6 +61,7 @@ def test_no_jobs_no_work(run):
     assert list(run([])) == []
 
 
+@pytest.mark.wide
 def test_a_dead_worker_costs_its_job_one_try_and_no_neighbour(engine, tmp_path):
     todo = jobs(8)
     outcomes = list(engine.run(Start(tmp_path, deadly=(1,), deaths=2), todo))
@@ -120,6 +121,7 @@ def test_another_run_on_the_same_workers_costs_only_time(engine, tmp_path):
     assert sorted(found) == sorted(map(answer, todo))
 
 
+@pytest.mark.wide
 def test_workers_that_cannot_start_are_named_once(engine):
     with pytest.raises(UserError, match="a worker cannot be set up: no such model"):
         list(engine.run(refuse_at_birth, jobs(3)))
@@ -128,6 +130,7 @@ def test_workers_that_cannot_start_are_named_once(engine):
     assert len(list(engine.run(start_answering, jobs(3)))) == 3  # the engine survives both
 
 
+@pytest.mark.wide
 def test_random_deaths_lose_nothing(engine, tmp_path):
     """Whichever worker is shot, whenever: all jobs come back as if nothing had happened."""
     todo = jobs(24)
@@ -168,6 +171,7 @@ def test_workers_end_with_the_engine_and_listen_on_loopback_only(tmp_path):
     assert not any(map(alive, pids))
 
 
+@pytest.mark.wide
 def test_the_death_of_a_scheduler_is_one_line(tmp_path):
     """`dask scheduler` and a worker in processes of their own; the scheduler is killed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

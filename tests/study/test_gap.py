@@ -28,6 +28,7 @@ def width(study: Study) -> float:
     return max(row.upper / row.lower for row in study.sigma) - 1
 
 
+@pytest.mark.wide
 def test_every_certificate_is_closed_around_the_truth(model, prose):
     asked = {"lengths": (1, 16), "samples": 2}
     free, closed = (measure(model, prose, **asked, gap=gap) for gap in (math.inf, 0.01))
@@ -63,6 +64,7 @@ def test_a_gap_that_rounding_hides_is_told_in_its_row_and_table(model, prose, tm
     assert again == [0]
 
 
+@pytest.mark.wide
 def test_a_study_in_pieces_is_the_study_at_once(model, prose, tmp_path):
     def stop(done: int, total: int) -> None:
         if done:
@@ -105,6 +107,7 @@ def test_a_study_from_before_there_were_gaps_is_read_and_resumed(model, prose, t
         measure(model, prose, (4,), 1, gap=0.5, out=tmp_path / "s")
 
 
+@pytest.mark.wide
 def test_ten_per_cent_by_default_where_there_are_upper_bounds(model, tiny, prose):
     asked = {"lengths": (8, 24), "samples": 2}
     closed, free = measure(model, prose, **asked), measure(model, prose, **asked, gap=math.inf)

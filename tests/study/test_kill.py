@@ -21,6 +21,7 @@ from tests.study.tiny import save_tiny
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.wide
 def test_a_few_kills(tmp_path, capsys):
     random.seed(0)
     code = (

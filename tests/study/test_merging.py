@@ -42,6 +42,7 @@ def tokens(study: Study) -> list[tuple]:
     return list(study.token_records())
 
 
+@pytest.mark.wide
 def test_64_shards_in_random_order_some_twice_are_the_study(tmp_path):
     whole = Study.open(write_part(tmp_path / "whole", Shard(1, 1)))
     parts = [write_part(tmp_path / f"s{k}", Shard(k, 64)) for k in range(1, 65)]

@@ -133,6 +133,7 @@ def test_pixels():
         measure(model, inputs=torch.randn(2, 8))
 
 
+@pytest.mark.wide
 def test_sound():
     """What an audio model reads is measured like any other input, sample by sample."""
     torch.manual_seed(0)
@@ -151,6 +152,7 @@ def test_sound():
         measure(model, "a text")
 
 
+@pytest.mark.wide
 def test_several_inputs_by_name():
     """Another picture changes the numbers of its own sample and of no other."""
     torch.manual_seed(0)

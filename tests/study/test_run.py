@@ -16,6 +16,7 @@ from lipscope.study.study import Study
 from tests.study.printed import exported
 
 
+@pytest.mark.wide
 def test_every_number_is_the_norm_of_the_dense_jacobian(model, prose):
     study = measure(
         model, prose, (3, 6), 2, scopes=("heads", "attention", "residual", "block", "model")
@@ -70,6 +71,7 @@ def test_in_pieces_or_at_once_the_table_is_the_same(model, prose, tmp_path):
     assert seen == [0] and exported(again) == exported(whole)
 
 
+@pytest.mark.wide
 def test_workers_give_the_same_table(model, prose, tmp_path):
     asked: Any = {"lengths": (4, 8), "samples": 2}
     assert exported(measure(model, prose, **asked, workers=2, out=tmp_path / "s")) == exported(

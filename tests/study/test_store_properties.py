@@ -4,6 +4,7 @@ import json
 import math
 import sqlite3
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,7 @@ def key(one: Row) -> str:
     return plain(one._replace(**dict.fromkeys(COLUMNS[8:], 0.0)))
 
 
+@pytest.mark.wide
 @settings(max_examples=200, deadline=None)
 @given(st.lists(rows(), max_size=6, unique_by=key))
 def test_any_rows_come_back(given_rows):

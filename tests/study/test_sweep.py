@@ -60,6 +60,7 @@ def test_models_times_texts_times_settings(place):
     assert sum(len({entry.model for entry in part}) for part in parts) == 2
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_each_study_is_made_once_and_each_model_loaded_once(place, monkeypatch, prose):
     loaded: list[str] = []
@@ -150,6 +151,7 @@ def test_without_texts_and_settings_the_defaults_are_measured(tmp_path):
     assert first.text is None and first.measuring["samples"] == 3
 
 
+@pytest.mark.wide
 def test_bad_sweep_files_end_with_a_sentence_inside_their_directory(tiny):
     cases = list(bad_sweeps().items())[:90]
     assert {name: said for name, text in cases if (said := outcome(text, Path(tiny)))} == {}

@@ -251,6 +251,7 @@ def test_two_hundred_certificates_against_fifty_digits(monkeypatch):
     )
 
 
+@pytest.mark.wide
 def test_the_integral_of_the_second_derivative_is_bounded_within_one_step():
     """Upper sums of a nondecreasing B: above the integral, by at most (B(r) - B(0)) r / STEPS."""
     (f, X), r = drawn(8, causal=False), 0.1

@@ -258,6 +258,7 @@ def test_what_is_promised_at_given_lengths():
     assert distance_reaction(visibility(layer(), 131_072), 8) < 27.6
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("k", [1, 3])
 def test_ascent_on_sigma_stays_below(k: int, causal: bool):

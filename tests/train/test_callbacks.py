@@ -84,6 +84,7 @@ def quiet():
         yield
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -198,6 +199,7 @@ def lightning_run(folder, monitored, accumulate=1, **options):
         return net, trainer, monitor, list(csv.DictReader(file))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_lightning_trains_and_logs_as_without(accumulate, tmp_path):
     net, _, _, lines = lightning_run(tmp_path, False, accumulate)

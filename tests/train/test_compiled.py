@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 WATCHED = """
 import copy, warnings
 import torch
@@ -110,6 +112,7 @@ print("watched")
 """
 
 
+@pytest.mark.wide
 def test_compiled_models_are_measured_from_outside_and_notice_nothing():
     """In a fresh interpreter, without the shape checks that only tests have."""
     done = subprocess.run(

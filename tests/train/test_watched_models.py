@@ -105,6 +105,7 @@ def test_weights_that_torch_normalizes_stay_as_they_are(make, scope, normalize):
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_is_watched_from_outside(in_place):
     torch.manual_seed(0)

@@ -131,6 +131,7 @@ def test_a_layer_that_runs_several_times_is_measured_at_its_last_call_in_the_for
     assert reading.sigma == pytest.approx(last, rel=2e-6) and abs(first - last) > 1e-3 * last
 
 
+@pytest.mark.wide
 def test_it_works_under_no_grad_inference_mode_and_autocast():
     model = nn.Sequential(CosineSelfAttention(DIM, HEADS), DotSelfAttention(DIM, HEADS))
     for context in (

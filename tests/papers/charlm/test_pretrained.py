@@ -113,6 +113,7 @@ def sublayer(block, norm, X):
             return X + block.attention(X)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
 def test_every_scope_of_every_norm_is_that_of_dense_autograd(norm, tmp_path):
     torch.manual_seed(1)

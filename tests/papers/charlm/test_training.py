@@ -97,6 +97,7 @@ def test_reading_the_curve_leaves_no_trace():
         assert torch.equal(a, b)
 
 
+@pytest.mark.wide
 def test_a_real_kill_changes_no_bit(tmp_path):
     code = (
         "import sys, torch; torch.set_num_threads(1); from pathlib import Path\n"

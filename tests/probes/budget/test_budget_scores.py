@@ -41,6 +41,7 @@ def test_scores_of_one_linear_layer_are_their_definitions():
     assert math.isclose(scores["trace"], trace.item(), rel_tol=0.1)
 
 
+@pytest.mark.wide
 def test_the_budget_ranks_layers_and_heads_right():
     table = compare_scores(
         tiny("llama"), some_ids(2, 16), formats="int8,kv4", probes=48, sigma=False
@@ -52,6 +53,7 @@ def test_the_budget_ranks_layers_and_heads_right():
     assert ("kv4", "low entropy") in ranks and "budget" in str(table)
 
 
+@pytest.mark.wide
 def test_sigma_is_an_upper_bound_of_the_first_order_error():
     table = compare_scores(tiny("gpt2"), some_ids(1, 10), formats="int8", probes=4)
     for scores in table.values["int8"].values():

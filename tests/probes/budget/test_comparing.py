@@ -109,6 +109,7 @@ def test_hidden_states_of_another_engine(tmp_path):
         ls.check_run(tiny("gpt2"), path)
 
 
+@pytest.mark.wide
 def test_a_run_that_is_wrong_by_a_quarter_of_its_budget_is_outside(tmp_path):
     """The margin on top of chance: 1.05 times the quantile is inside, 1.25 times is not."""
     model = tiny("gpt2")

@@ -24,6 +24,7 @@ def priced(**options):
     return ls.error_budget(tiny("llama"), some_ids(3, 12), **given)
 
 
+@pytest.mark.wide
 def test_a_run_that_was_interrupted_resumes(tmp_path, monkeypatch):
     whole, worked = priced(), []
     price = prediction._price_sequence
@@ -45,6 +46,7 @@ def test_a_run_that_was_interrupted_resumes(tmp_path, monkeypatch):
     assert worked[4:] == [(b, ["int4:16"]) for b in range(3)]
 
 
+@pytest.mark.wide
 def test_a_study_gives_its_budgets_back(tmp_path):
     made = priced(out=tmp_path)
     study = ls.Study.open(tmp_path)
@@ -55,6 +57,7 @@ def test_a_study_gives_its_budgets_back(tmp_path):
         found.tolerance(0, "bf16")
 
 
+@pytest.mark.wide
 def test_every_number_is_a_row_of_the_study(tmp_path):
     made = priced(out=tmp_path)
     study, text = ls.Study.open(tmp_path), io.StringIO()
@@ -70,6 +73,7 @@ def test_every_number_is_a_row_of_the_study(tmp_path):
     assert not study.sigma and not study.failed and study.unfinished == ""
 
 
+@pytest.mark.wide
 def test_worst_cases_are_kept_and_resumed(tmp_path, monkeypatch):
     made = priced(out=tmp_path, formats="bf16,int8", worst=True)
     assert set(made.worst) == {"int8"} and made.worst == priced(worst=True, formats="int8").worst
@@ -92,6 +96,7 @@ def test_worst_cases_are_kept_and_resumed(tmp_path, monkeypatch):
         priced(metric="kl", worst=True)
 
 
+@pytest.mark.wide
 def test_progress_covers_the_worst_case(tmp_path):
     shares = []
     priced(formats="int8", worst=True, progress=lambda done, total: shares.append(done / total))
@@ -99,6 +104,7 @@ def test_progress_covers_the_worst_case(tmp_path):
     assert 0.5 < shares[-2] < 1 == shares[-1]
 
 
+@pytest.mark.wide
 def test_what_cannot_be_resumed_is_refused(tmp_path):
     with pytest.raises(ls.UserError, match="functions cannot be recognised"):
         priced(out=tmp_path, formats={"mine": torch.round})

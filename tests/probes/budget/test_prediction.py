@@ -25,6 +25,7 @@ def budget():
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["bf16", "int8", "w8a8", "kv8"])
 def test_predictions_are_close_to_real_runs(budget, name):
     total = budget.total(name)
@@ -44,6 +45,7 @@ def test_a_linear_layer_has_the_error_of_its_weight():
     assert got.second_order["int4:16"] < 1e-9
 
 
+@pytest.mark.wide
 def test_intervals_contain_the_first_order_error():
     """The exact first-order error, by differences, lies inside in 93 to 97 % of draws."""
     model, ids = tiny("gpt2"), some_ids(2, 12)
@@ -65,6 +67,7 @@ def test_intervals_contain_the_first_order_error():
     assert 0.92 <= hits / draws <= 0.98
 
 
+@pytest.mark.wide
 def test_kl_is_predicted_in_nats_per_token():
     for kind in ("gpt2_lm", "llama_lm"):
         got = ls.error_budget(
@@ -138,6 +141,7 @@ def test_rows_shares_and_exports(budget, tmp_path):
     assert len(budget.plot().lines) >= 4
 
 
+@pytest.mark.wide
 def test_tolerances_hold_for_a_correct_run_and_not_for_a_wrong_one(budget):
     ids, right = some_ids(3, 24), tiny("llama").double()
     port = tiny("llama").bfloat16()
@@ -291,6 +295,7 @@ def test_errors_that_repeat_are_in_the_budget(kind):
     assert "repeat" not in usual.shares("bf16", by="kind") and not usual.warnings()
 
 
+@pytest.mark.wide
 def test_errors_seldom_look_repeated_by_chance():
     """At most 1 % of sequences of models without repeats; 3 of 60 happen in one of 50 tests."""
     found = []

@@ -44,6 +44,7 @@ def as_numpy(tensors):
     }
 
 
+@pytest.mark.wide
 def test_states_before_the_final_norm_are_recognised(tmp_path):
     path = tmp_path / "states.safetensors"
     states = dump(in_bf16(tiny("llama")), before_norm=True)

@@ -95,6 +95,7 @@ def test_errors_of_operations_add_up_to_the_error_of_the_run(kind, attention):
         assert torch.all((linear - (v * dy).flatten(1).sum(dim=1)).abs() <= 0.05 * dy.norm())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("format", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_expected_errors_are_those_observed(kind, format):

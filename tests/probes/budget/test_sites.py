@@ -14,6 +14,7 @@ from tests.probes.budget.tiny import some_ids, tiny
 FORMATS = "int8,int4:8,fp8,w8a8,kv4"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["bert", "llama", "gpt2", "qwen3"])
 def test_products_are_those_of_the_derivative(kind):
     subject = read_subject(tiny(kind), some_ids(), head=False, length=64, samples=2)
@@ -30,6 +31,7 @@ def test_products_are_those_of_the_derivative(kind):
                 assert abs(got - expected) <= 1e-5 * Je[b].norm(), (f.name, b, k)
 
 
+@pytest.mark.wide
 def test_a_site_alone_is_one_of_the_products():
     subject = read_subject(tiny("llama"), some_ids(1), head=False, length=64, samples=1)
     metric = read_metric("output")
@@ -66,6 +68,7 @@ def test_embeddings_and_a_tied_head_count_only_if_asked():
     assert "model.embed_tokens" in names("llama_lm", True)
 
 
+@pytest.mark.wide
 def test_a_tied_weight_is_rounded_once_for_both_its_uses():
     ids, options = some_ids(2, 12), {"formats": "int8,w8a8", "metric": "kl", "probes": 64}
     got = ls.error_budget(tiny("gpt2_lm"), ids, observe=True, embeddings=True, **options)

@@ -110,6 +110,7 @@ def test_layers_are_the_blocks_that_the_tokens_pass(name):
             assert (a - b).norm() <= 1e-5 * b.norm()
 
 
+@pytest.mark.wide
 def test_what_several_layers_share_belongs_to_none_of_them():
     torch.manual_seed(0)
     subject = read_subject(AlbertModel(SHARED), some_ids(1, 9), head=False, length=9, samples=1)
@@ -122,6 +123,7 @@ def test_what_several_layers_share_belongs_to_none_of_them():
     assert {r.layer for r in budget.rows if r.format == "w8a8" and r.kind == "weight"} == {None}
 
 
+@pytest.mark.wide
 def test_names_are_those_of_the_model_that_was_given(tmp_path):
     model, ids = tiny("llama_lm"), some_ids()
     modules = dict(model.named_modules())

@@ -157,6 +157,7 @@ def test_parameters_that_only_scale_are_left_alone():
     assert not any("norm" in name or "recurrent_param" in name for name in names)
 
 
+@pytest.mark.wide
 def test_scores_and_worst_cases_know_every_weight():
     table = compare_scores(Odd(), some_ids(2, 8), formats="int8", probes=32, sigma=False)
     assert {site.name for site in table.values["int8"]} == set(weights(Odd()))

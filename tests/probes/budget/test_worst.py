@@ -42,6 +42,7 @@ def test_the_worst_case_is_at_least_the_dense_one_and_close_to_it():
         assert total <= budget.worst[name] <= 1.1 * total
 
 
+@pytest.mark.wide
 def test_no_choice_of_signs_exceeds_the_worst_case():
     ids = torch.arange(8)[None]
     budget = ls.error_budget(tiny("gpt2"), ids, formats="int8,kv4", probes=4, worst=True)
