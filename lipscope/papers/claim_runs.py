@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lipscope import __version__
-from lipscope._types import UserError
+from lipscope import UserError, __version__
 from lipscope.papers.claims import Claim, NotAvailable, Numbers
 from lipscope.papers.setting import Setting
 from lipscope.study.jobs import Outcome

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 
-from lipscope import papers
-from lipscope._types import UserError
+from lipscope import UserError, papers
 from lipscope.papers.claims import PAPERS, Claim
 
 

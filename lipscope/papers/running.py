@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from lipscope import __version__
+from lipscope import UserError, __version__
 from lipscope._ambient import entry_point
 from lipscope._files import whole_file
 from lipscope._notebook_bar import with_bar
-from lipscope._types import UserError
 from lipscope.papers import registry
 from lipscope.papers.claim_runs import (
     INFO,
