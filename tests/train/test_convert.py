@@ -7,8 +7,9 @@ import torch
 import transformers
 
 import lipscope as ls
-from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
+from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.contractive import ATTENTIONS
+from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.train.convert import convert_model
 from lipscope.train.monitor import SmoothnessMonitor
 from tests.models import zoo
@@ -193,11 +194,81 @@ def test_the_monitor_watches_a_converted_model_and_it_converts_again():
         [row.after.value for row in report.layers], rel=1e-4
     )
     monitor.close()
-    again = convert_model(model, "cosine", inputs)
-    assert [row.before.value for row in again.layers] == pytest.approx(
-        [row.after.value for row in report.layers]
-    )
-    assert sum(isinstance(m, AttentionLayer) for m in model.modules()) == 2
+    with pytest.raises(ls.UserError, match=r"already contains lipscope's attention \(h.0.attn"):
+        convert_model(model, "cosine", inputs)
+
+
+def test_what_is_left_behind_is_named():
+    expected = {
+        "dot": {"query bias"},
+        "l2": {"key weights"},
+        "ball": {"key weights", "query bias", "lengths of queries"},
+        "cosine": {"query bias", "key bias"},
+    }
+    for to, words in expected.items():
+        report = convert_model(zoo.make("bert"), to, sample("bert"))
+        assert {word for row in report.layers for word in row.left} == words
+
+
+def test_l2_keeps_the_queries_and_the_values_that_queries_can_make():
+    model = zoo.make("bert")
+    old = copy.deepcopy(core(model, "bert", 0))
+    output = copy.deepcopy(model.encoder.layer[0].attention.output.dense)
+    convert_model(model, "l2", sample("bert"))
+    new = core(model, "bert", 0)
+    f = new.layer.as_map(5)
+    Q, V = (m.weight.detach().double().unflatten(0, (2, -1)) for m in (old.query, old.value))
+    for h in range(2):
+        onto_queries = Q[h].T @ torch.linalg.solve(Q[h] @ Q[h].T, Q[h])
+        own = slice(h * 4, (h + 1) * 4)
+        assert torch.allclose(f.Q[own].double(), Q[h])
+        assert torch.allclose(f.V[own].double(), V[h] @ onto_queries, atol=1e-5)
+    assert torch.equal(f.O, output.weight)
+    expected = output.bias + output.weight @ old.value.bias
+    assert torch.allclose(new.bias, expected, atol=1e-6)
+
+
+def test_carrying_over_draws_no_random_numbers_and_fresh_ones_do():
+    model = zoo.make("bert")
+    state = torch.random.get_rng_state()
+    convert_model(model, "l2", sample("bert"))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    fresh = zoo.make("bert")
+    torch.manual_seed(7)
+    convert_model(fresh, "l2", sample("bert"), fresh=True)
+    torch.manual_seed(7)
+    own = core(fresh, "bert", 0)
+    assert torch.equal(L2SelfAttention(8, 2).query.weight, own.layer.query.weight)
+    assert own.bias is None
+
+
+def test_modes_frozen_layers_and_hooks_are_left_as_they_were():
+    model = zoo.make("gpt2").train()
+    model.h[1].eval().requires_grad_(False)
+    convert_model(model, "l2", sample("gpt2"))
+    for block, flag in zip(model.h, (True, False), strict=True):
+        assert block.training == block.attn.layer.training == flag
+        assert {p.requires_grad for p in block.attn.parameters()} == {flag}
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("l3", {}, "no attention 'l3' to convert to; choose one of dot, l2"),
+        ("l2", {"constant": 0.5}, "is for contractive and contractive-ball attention"),
+        ("contractive", {"constant": 0.0}, "constant must be a positive number"),
+    ],
+)
+def test_a_wrong_target_is_refused(to, options, message):
+    with pytest.raises(ls.UserError, match=message):
+        convert_model(zoo.make("gpt2"), to, sample("gpt2"), **options)
+
+
+def test_progress_is_called_before_every_measurement():
+    seen = []
+    convert_model(zoo.make("gpt2"), "l2", sample("gpt2"), progress=lambda *part: seen.append(part))
+    assert seen == [(0, 2), (0.5, 2), (1, 2), (1.5, 2)]
 
 
 @pytest.mark.parametrize(("name", "message"), REFUSED.items())
