@@ -16,7 +16,7 @@ from lipscope.models import tokenizers
 from lipscope.models.attention import NAME
 from lipscope.models.capture import RecordedCall
 from lipscope.models.running import ModelRunner, Preflight, preflight
-from lipscope.models.scopes import WITHOUT_ROUTE, check_scope_names
+from lipscope.models.scopes import SCOPES, WITHOUT_ROUTE, check_scope_names
 from lipscope.models.sites import Memory, Site, Survey, record
 from lipscope.models.structure import Layer, block_calls, routed_layers
 
@@ -102,7 +102,7 @@ class Model:
         # Preflights by input shape: a model may route attention differently at another length.
         self._checks: dict[tuple[Any, ...], Preflight] = {}
         self._layers: list[Layer] | None = None
-        self._memory = Memory()
+        self._memory: Memory = {}
 
     def __repr__(self) -> str:
         card = self.card
@@ -199,10 +199,11 @@ class Model:
         self.check_scopes(scopes)
         chosen = self._chosen_layers(layers)
         self.check_heads(heads, chosen)
+        whole = [scope for scope in scopes if SCOPES[scope].per == "model"]
         within = [
-            survey.site(scope, i, heads) for i in chosen for scope in scopes if scope != "model"
+            survey.site(scope, i, heads) for i in chosen for scope in scopes if scope not in whole
         ]
-        return within + [survey.site("model") for scope in scopes if scope == "model"]
+        return within + [survey.site(scope) for scope in whole]
 
     @entry_point
     def survey(
@@ -239,12 +240,12 @@ class Model:
         """Raise UserError for a scope that does not exist, or not for this model."""
         check_scope_names(scopes)
         for scope in scopes:
-            if scope in ("suffix", "model") and not self.preflight.hidden:
+            if SCOPES[scope].last and not self.preflight.hidden:
                 raise UserError(
                     f"{self.card.architecture} returns no hidden states, so scope {scope} is not "
                     "available; use block"
                 )
-            if not self.preflight.routed and scope not in WITHOUT_ROUTE:
+            if SCOPES[scope].routed and not self.preflight.routed:
                 raise UserError(
                     f"{self.preflight.reason}, so scope {scope} is not available; "
                     f"use scope {', '.join(WITHOUT_ROUTE[:-1])} or {WITHOUT_ROUTE[-1]}"

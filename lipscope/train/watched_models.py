@@ -16,12 +16,13 @@ from lipscope._torch_internals import give
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model import Model
+from lipscope.models.scopes import SCOPES
 from lipscope.models.sites import Survey
 from lipscope.nn.wrapped import attributes_kept, check_whole, evaluating, unwrapped
 from lipscope.train.recording import entries, hook, to_be_kept, uncompiled
 from lipscope.train.watched_modules import GoneError, MeasuredMap, WeakAttribute, listed, wide
 
-WATCHED = ("attention", "normed", "residual", "block")
+WATCHED = tuple(name for name, kind in SCOPES.items() if kind.per == "layer" and not kind.last)
 INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 
 
