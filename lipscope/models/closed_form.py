@@ -20,7 +20,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, Rope
 from lipscope.models.attention import AttentionCall
 from lipscope.models.capture import RecordedCall
-from lipscope.models.running import ModelRunner, attention_call, run_to
+from lipscope.models.maps import ModelRunner, attention_call, run_to
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Largest relative error of q, k, v and the output; dtypes not listed are too coarse to decide."""

@@ -15,10 +15,10 @@ from lipscope._types import UserError
 from lipscope.models import tokenizers
 from lipscope.models.attention import NAME
 from lipscope.models.capture import RecordedCall
-from lipscope.models.running import ModelRunner, Preflight, preflight
+from lipscope.models.maps import ModelRunner
 from lipscope.models.scopes import SCOPES, WITHOUT_ROUTE, check_scope_names
 from lipscope.models.sites import Memory, Site, Survey, record
-from lipscope.models.structure import Layer, block_calls, routed_layers
+from lipscope.models.structure import Layer, Preflight, block_calls, preflight, routed_layers
 
 RANKS = {"inputs_embeds": 3, "pixel_values": 4}
 """Number of dimensions of an input, samples first."""

@@ -23,8 +23,7 @@ from lipscope.models.closed_form import (
     same,
     select_heads,
 )
-from lipscope.models.maps import Heads, Rerun
-from lipscope.models.running import ModelRunner
+from lipscope.models.maps import Heads, ModelRunner, Rerun
 from lipscope.models.scopes import SCOPES
 from lipscope.models.structure import Layer
 

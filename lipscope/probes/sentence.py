@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lipscope._types import UserError
 from lipscope.models.capture import RecordedCall
+from lipscope.models.maps import run_to
 from lipscope.models.model import Model
-from lipscope.models.running import run_to
 
 AT_ONCE = 16
 """Number of texts per forward pass."""
