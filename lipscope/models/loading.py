@@ -155,7 +155,10 @@ def _load(
         random_init=random_init,
         dtype=str(wanted).removeprefix("torch."),
         device=str(next(trunk.parameters()).device),
-        versions=_versions(),
+        versions={
+            "python": platform.python_version(),
+            **{p.__name__: p.__version__ for p in (torch, transformers, tokenizers, safetensors)},
+        },
         option=None if reader is None else _option(reader, tokenizer, random_init),
     )
     return Model(
@@ -167,12 +170,6 @@ def _load(
         with_head=module if head else None,
         prefix=_prefix(module, trunk) if reader is None or head else _saved_prefix(trunk),
     )
-
-
-def _versions() -> dict[str, str]:
-    packages = (torch, transformers, tokenizers, safetensors)
-    found = {package.__name__: package.__version__ for package in packages}
-    return {"python": platform.python_version(), **found}
 
 
 def _option(
@@ -250,7 +247,7 @@ def _read(
 ) -> PreTrainedModel:
     """The model of a repository, or the same architecture with random weights."""
     config = repository.config()
-    kinds = _causal_classes(config) if head else _base_classes(config)
+    kinds = _model_classes(config, MODEL_FOR_CAUSAL_LM_MAPPING if head else MODEL_MAPPING)
     if head and not kinds:
         raise UserError(
             f"{repository.name} is of type {config.model_type!r}, which has no causal "
@@ -324,19 +321,12 @@ def _read(
     return _in_force(model)
 
 
-def _base_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]:
-    """The headless model classes that belong to a configuration."""
+def _model_classes(
+    config: PretrainedConfig, mapping: Any = MODEL_MAPPING
+) -> tuple[type[PreTrainedModel], ...]:
+    """The model classes that belong to a configuration; by default those without a head."""
     try:
-        kinds: Any = MODEL_MAPPING.get(type(config), ())
-    except ValueError:  # transformers lists the class, but this installation lacks it
-        return ()
-    return kinds if isinstance(kinds, tuple) else (kinds,)
-
-
-def _causal_classes(config: PretrainedConfig) -> tuple[type[PreTrainedModel], ...]:
-    """The classes with a head that predicts the next token."""
-    try:
-        kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+        kinds: Any = mapping.get(type(config), ())
     except ValueError:  # transformers lists the class, but this installation lacks it
         return ()
     return kinds if isinstance(kinds, tuple) else (kinds,)
@@ -398,7 +388,7 @@ def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedMod
 
 def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     """The part up to the last hidden state, without heads; the encoder of an encoder-decoder."""
-    trunk: Any = module if type(module) in _base_classes(module.config) else module.base_model
+    trunk: Any = module if type(module) in _model_classes(module.config) else module.base_model
     if not getattr(module.config, "is_encoder_decoder", False):
         return trunk, type(trunk).__name__
     encoder = module.get_encoder()
@@ -445,13 +435,10 @@ def _tokenizer(given: Any, reader: Repository | None) -> Any:
     return given
 
 
-def _is_seed(given: Any) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**63
-
-
 def check_loading(given: Any, random_init: Any) -> torch.dtype:
     """The dtype to measure in, once it and the seed of random weights are known to be valid."""
-    if random_init is not None and not _is_seed(random_init):
+    seed = isinstance(random_init, int) and not isinstance(random_init, bool)
+    if random_init is not None and not (seed and 0 <= random_init < 2**63):
         raise UserError(f"random_init must be an integer from 0 to 2^63 - 1, got {random_init!r}")
     wanted = DTYPES.get(given) if isinstance(given, str) else given or torch.float64
     if wanted is None or wanted not in DTYPES.values():

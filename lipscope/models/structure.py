@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -85,7 +85,7 @@ def watching(modules: Iterable[nn.Module]) -> Iterator[list[Event]]:
     events: list[Event] = []
 
     def note(found: Captured) -> None:
-        value = torch.empty(0)
+        value = torch.empty(0, dtype=torch.float32)
         company = False
         if has_tokens(found.value):
             inward = found.side == "input"
@@ -161,7 +161,8 @@ def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Modul
     for event in events:
         match event.side:
             case "input":
-                calls.append(_BlockCall(event.module, list(inside), entry=event.value))
+                nothing = torch.empty(0, dtype=torch.float32)
+                calls.append(_BlockCall(event.module, list(inside), event.value, exit=nothing))
                 inside.append(calls[-1])
             case "output":
                 inside.pop().exit = event.value
@@ -181,7 +182,9 @@ def block_calls(trunk: nn.Module, run: Callable[[], Any]) -> tuple[list[nn.Modul
         for one in sorted(lists, key=lambda one: isinstance(one, nn.Sequential)):
             # Members that read no tokens are embeddings.
             chain = [call for call in calls if call.module in set(one) and call.entry.numel()]
-            if len(chain) >= len(one) - isinstance(one, nn.Sequential) and _chained(chain):
+            if len(chain) >= len(one) - isinstance(one, nn.Sequential) and all(
+                a.exit.numel() and _same(b.entry, a.exit) for a, b in pairwise(chain)
+            ):
                 break
             chain = []
     numbers = {id(call): i for i, call in enumerate(chain)}
@@ -196,12 +199,7 @@ class _BlockCall:
     module: nn.Module
     inside: list[_BlockCall]
     entry: Tensor
-    exit: Tensor = field(default_factory=lambda: torch.empty(0))
-
-
-def _chained(calls: list[_BlockCall]) -> bool:
-    """Whether each call reads what the one before returned."""
-    return all(a.exit.numel() and _same(b.entry, a.exit) for a, b in pairwise(calls))
+    exit: Tensor
 
 
 def _block_of(core: nn.Module, cores: set[nn.Module], trunk: nn.Module) -> nn.Module | None:
@@ -224,27 +222,28 @@ def _read_block(
     # The last input of the core before its heads: a core may be entered more than once.
     own = next(e for e in reversed(events[:first]) if e.module is core and e.side == "input")
     prenorm = not _same(own.value, entry)
+    # The first linear map after the heads, if it reads them. Inside the core the heads may be gated
+    # first, so values need not match; outside they must.
+    linear = next(
+        (
+            e
+            for e in events[first + 1 :]
+            if e.side == "input" and getattr(getattr(e.module, "weight", None), "ndim", 0) == 2
+        ),
+        None,
+    )
+    reads = linear is not None and (
+        linear.module in set(core.modules()) or _same(linear.value, events[first].value)
+    )
     return Layer(
         block=blocks[core],
         core=core,
         heads=cores[core],
-        projection=_projection(core, events, first),
+        projection=linear.module if linear is not None and reads else None,
         residual=_residual(entry, events[first + 1 :], prenorm),
         prenorm=prenorm,
         alone=not more and not own.company,
     )
-
-
-def _projection(core: nn.Module, events: list[Event], at: int) -> nn.Module | None:
-    """The first linear map after the heads, if it reads them."""
-    # Inside the core the heads may be gated first, so values need not match; outside they must.
-    inside = set(core.modules())
-    for event in events[at + 1 :]:
-        if event.side == "input" and getattr(getattr(event.module, "weight", None), "ndim", 0) == 2:
-            if event.module in inside or _same(event.value, events[at].value):
-                return event.module
-            return None
-    return None
 
 
 def _residual(entry: Tensor, events: list[Event], prenorm: bool) -> Tap | None:
