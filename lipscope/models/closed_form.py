@@ -65,9 +65,10 @@ def closed_form(
     X = call.hidden
     with torch.no_grad():
         own = attention_call(runner, core, call)
-        if hasattr(core, "closed_heads"):
+        closed_heads: Any = getattr(core, "closed_heads", None)
+        if closed_heads is not None:
             try:
-                f = core.closed_heads(X.shape[-2]).to(X.device, X.dtype)
+                f = closed_heads(X.shape[-2]).to(X.device, X.dtype)
             except UserError:  # it has none after all, for this length or these settings
                 return None
             return (f, None) if same(f.heads_apart()(X), own.output()) else None

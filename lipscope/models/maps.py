@@ -218,12 +218,15 @@ def _differentiated(
         J = jacobian(value, X)
     scores = largest_score(X)
     J = replace(J, rounding=replace(J.rounding, condition=scores))
-    # Where attention takes most of the time, and bfloat16 less of it.
-    long = X.is_cuda and X.dtype == torch.float32 and X.shape[-2] >= LONG
-    if not (digits.used and long and scores.max() <= ROUGH_SCORES):
+    if not (digits.used and _takes_long(X) and scores.max() <= ROUGH_SCORES):
         return J
     low = replace(J, mv=digits.in_low_precision(J.mv), rmv=digits.in_low_precision(J.rmv))
     return replace(J, mv=digits.exact(J.mv), rmv=digits.exact(J.rmv), low_precision=low)
+
+
+def _takes_long(X: Tensor) -> bool:
+    """Whether attention takes most of the time, and bfloat16 less of it."""
+    return X.is_cuda and X.dtype == torch.float32 and X.shape[-2] >= LONG
 
 
 def _check_derivative(f: Callable[[Tensor], Tensor], J: LinearOperator, X: Tensor) -> None:
