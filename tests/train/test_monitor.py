@@ -10,8 +10,7 @@ from torch import nn
 import lipscope as ls
 from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.train.monitor import RESTART_EVERY, SmoothnessMonitor, SmoothnessWarning
-from lipscope.train.sigma_table import HEADER
+from lipscope.train.monitor import HEADER, RESTART_EVERY, SmoothnessMonitor, SmoothnessWarning
 from lipscope.train.watched_modules import ModuleWatch
 from tests.train.watched import DIM, HEADS, TOKENS, Small, batches, unchecked
 
