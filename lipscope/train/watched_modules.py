@@ -288,6 +288,7 @@ def _chosen(model: nn.Module, layers: Sequence[str | nn.Module] | None) -> dict[
     model = unwrapped(model)
     if layers is None:
         attention = AttentionLayer | nn.MultiheadAttention
+        found: dict[str, nn.Module]
         found = {name: m for name, m in known.items() if isinstance(m, attention)}
         if not found:
             raise UserError(

@@ -294,7 +294,7 @@ def test_an_interrupt_passes_and_leaves_neither_hooks_nor_tokens(place):
     with pytest.raises(KeyboardInterrupt):
         monitor.step()
     assert not model._forward_pre_hooks
-    assert [tap.call for tap in monitor.watch._taps.values()] == [None]
+    assert [tap.found for tap in monitor.watch._taps.values()] == [None]
 
 
 def test_what_is_wrong_is_said(tmp_path):
