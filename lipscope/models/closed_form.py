@@ -79,19 +79,11 @@ def closed_form(
         # SelfAttention has no words for windows on both sides and chunks.
         if (own.ahead or own.chunk is not None) and own.q.shape[-2] ** 2 > LARGE:
             raise LargeMaskError
-        probed = None
-        if known is None:
-            # Samples of the call's own length that hold zero, then the unit vectors: the rotary
-            # tables and mask fit no other length.
-            n, d = X.shape[-2:]
-            rows = -(-(d + 1) // n)
-            tokens = X.new_zeros(rows * n, d)
-            tokens[1 : d + 1] = torch.eye(d, dtype=X.dtype, device=X.device)
-            probe = (call.single or call).at(tokens.view(rows, n, d))
-            try:
-                probed = attention_call(runner, core, probe)
-            except RuntimeError:  # another argument belongs to this sample: the map is not plain
-                return None
+        try:
+            probe = (call.single or call).at(_probe(X))
+            probed = attention_call(runner, core, probe) if known is None else None
+        except RuntimeError:  # another argument belongs to this sample, and the map is not plain
+            return None
         # Rotary conventions (halves or pairs, full or half tables) do not differ in shape:
         # try each reading and keep the first whose projections reproduce q, k and v.
         for layout, order, rope in _rotations(call, own):
@@ -145,6 +137,16 @@ def select_heads(f: SelfAttention, heads: tuple[int, ...]) -> SelfAttention:
         biases=None if f.biases is None else (torch.cat(bq), torch.cat(bk), torch.cat(bv)),
         kernel=replace(f.kernel, sinks=sinks),
     )
+
+
+def _probe(X: Tensor) -> Tensor:
+    """Zero and the d unit vectors as tokens, [rows, n, d], padded with zeros."""
+    # Rows of n tokens, as in the recorded call: its rotary tables and mask fit no other length.
+    n, d = X.shape[-2:]
+    rows = -(-(d + 1) // n)
+    tokens = X.new_zeros(rows * n, d)
+    tokens[1 : d + 1] = torch.eye(d, dtype=X.dtype, device=X.device)
+    return tokens.view(rows, n, d)
 
 
 def _rotations(

@@ -116,24 +116,14 @@ def _load(
 ) -> Model:
     wanted = check_loading(dtype, random_init)
     with _quiet():
+        reader = None
         if isinstance(source, nn.Module):
-            module = ordinary_module(_live(source, device))
-            reader = None
-            known = module.config.name_or_path
-            commit = None
-            # transformers notes "None" for what was read without a name, as `_read` does it.
-            name = type(module).__name__ if known in (None, "", "None") else str(known)
-            if random_init is not None:
-                device = module.device
-                with live_modules:  # another thread may have set it for a measurement
-                    config = copy.deepcopy(module.config)
-                module = _random(type(module), config, random_init)
+            module, name = _live(source, device, random_init)
+            device = next(source.parameters()).device
         else:
-            repository = _repository(source, revision, weights=random_init is None)
-            module = _read(repository, random_init, wanted, head)
-            reader = repository
-            name = repository.name
-            commit = repository.revision
+            reader = _repository(source, revision, weights=random_init is None)
+            module = _read(reader, random_init, wanted, head)
+            name = reader.name
         owned = reader is not None or random_init is not None
         if head:
             _check_head(module, name)
@@ -148,7 +138,7 @@ def _load(
         words = _tokenizer(tokenizer, reader)
     card = Card(
         name=name,
-        revision=commit,
+        revision=None if reader is None else reader.revision,
         architecture=architecture,
         weights=digest,
         tokenizer=None if words is None else tokenizer_hash(words),
@@ -356,7 +346,10 @@ def _in_force(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedModel:
+def _live(
+    module: nn.Module, device: str | torch.device | None, random_init: int | None
+) -> tuple[PreTrainedModel, str]:
+    """A live module, or one like it with random weights; and its name."""
     if not isinstance(module, PreTrainedModel):
         raise UserError(
             f"load takes transformers models, got {type(module).__name__}; "
@@ -383,7 +376,14 @@ def _live(module: nn.Module, device: str | torch.device | None) -> PreTrainedMod
             f"a live module is measured where it is, on {module.device}; "
             f"drop device={str(device)!r}, or move the module first"
         )
-    return module
+    known = module.config.name_or_path
+    # transformers notes "None" for what was read without a name, as `_read` does it.
+    name = type(module).__name__ if known in (None, "", "None") else str(known)
+    if random_init is None:
+        return ordinary_module(module), name
+    with live_modules:  # another thread may have set it for a measurement
+        config = copy.deepcopy(module.config)
+    return _random(type(module), config, random_init), name
 
 
 def _trunk(module: PreTrainedModel) -> tuple[PreTrainedModel, str]:
