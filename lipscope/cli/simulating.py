@@ -21,7 +21,7 @@ class SimulateCommand(TyperCommand):
     """Appends the table of presets to the help text."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from lipscope.dynamics.presets import PRESETS
+        from lipscope.dynamics.simulation import PRESETS
 
         super().format_help(ctx, formatter)
         typer.echo(" Presets\n")
