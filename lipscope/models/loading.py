@@ -126,7 +126,13 @@ def _load(
             name = reader.name
         owned = reader is not None or random_init is not None
         if head:
-            _check_head(module, name)
+            # Weights that were not in the files are NaN by now.
+            empty = [key for key, p in module.named_parameters() if bool(p.isnan().any())]
+            if empty:
+                raise UserError(
+                    f"{name} has no weights for its language-model head ({empty[0]}); "
+                    "use metric output"
+                )
         trunk, architecture = _trunk(module)
         # Hashed before casting: the hash identifies the stored weights, whatever they run in.
         with live_modules:  # another thread may have lent other weights to the module
@@ -180,15 +186,6 @@ def _option(
 def _found_anywhere(name: str) -> str:
     """A name that means the same from another directory, where a folder's would be the hub's."""
     return str(Path(name).absolute()) if Path(name).is_dir() else name
-
-
-def _check_head(module: PreTrainedModel, name: str) -> None:
-    # Weights that were not in the files are NaN by now.
-    empty = [key for key, p in module.named_parameters() if bool(p.isnan().any())]
-    if empty:
-        raise UserError(
-            f"{name} has no weights for its language-model head ({empty[0]}); use metric output"
-        )
 
 
 def weights_hash(module: nn.Module) -> str:

@@ -452,21 +452,16 @@ def make_layer(f: SelfAttention, to: str, constant: float | None, fresh: bool) -
             f"{f.heads} heads of size {f.Q.shape[0] // f.heads} do not add up to the dimension {d} "
             "of a token"
         )
-    if fresh:
-        layer = _empty(to, d, f, constant)
-    else:
-        # The initial weights are overwritten: drawing them must not advance the caller's generator.
-        with torch.random.fork_rng(devices=[]):
-            layer = _empty(to, d, f, constant)
+    layer: AttentionLayer
+    # Initial weights that are overwritten must not advance the caller's generator.
+    with float32_by_default(), torch.random.fork_rng(devices=[], enabled=not fresh):
+        if constant is not None:
+            layer = make_contractive(to, d, f.heads, f.causal, constant)
+        else:
+            layer = ATTENTIONS[to](d, f.heads, f.causal)
+    if not fresh:
         _carry_over(f, layer)
     return layer.to(f.Q.device, f.Q.dtype)
-
-
-def _empty(to: str, d: int, f: SelfAttention, constant: float | None) -> AttentionLayer:
-    with float32_by_default():
-        if constant is not None:
-            return make_contractive(to, d, f.heads, f.causal, constant)
-        return ATTENTIONS[to](d, f.heads, f.causal)
 
 
 @torch.no_grad()

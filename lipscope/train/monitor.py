@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from html import escape
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._ambient import entry_point, unaffected
+from lipscope._checks import check_whole
 from lipscope._display import html_table
 from lipscope._files import whole_file
 from lipscope._types import Status, UserError
@@ -183,7 +184,7 @@ class SmoothnessMonitor:
         Args:
             number: The number of the step that begins.
         """
-        _check_step(number)
+        check_whole("the number of a step", number, 0)
         self._announced = True
         self._next = number
         self._look(number)
@@ -201,7 +202,7 @@ class SmoothnessMonitor:
             The readings of this step; empty if it was not due.
         """
         number = self._default_number() if number is None else number
-        _check_step(number)
+        check_whole("the number of a step", number, 0)
         self._next = number + 1
         try:
             readings = self._measure(number) if number % self.every == 0 else []
@@ -401,19 +402,13 @@ def _on_one_line(error: Exception) -> str:
 
 
 def _check(every: int, max_sigma: float, tol: float) -> None:
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UserError(f"every must be an integer number of steps, at least 1, got {every!r}")
+    check_whole("every", every, 1)
     if not _is_number(max_sigma) or not max_sigma > 0:
         raise UserError(f"max_sigma must be a positive number, got {max_sigma!r}")
     if not _is_number(tol) or not 0 < tol < 1:
         raise UserError(
             f"tol must lie between 0 and 1 (the relative residual to reach), got {tol!r}"
         )
-
-
-def _check_step(number: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, Integral) or number < 0:
-        raise UserError(f"the number of a step must be an integer of at least 0, got {number!r}")
 
 
 def _is_number(x: object) -> bool:
