@@ -21,7 +21,12 @@ from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.theorems.input_dependent import Centred, centred, features, narrow
 from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
-from lipscope.theorems.statement import DOT, NO_ROPE, PLAIN_SCORES, Bound, Head, over_heads
+from lipscope.theorems.statement import (
+    PLAIN_DOT,
+    Bound,
+    Head,
+    over_heads,
+)
 
 STEPS = 8
 """Number of steps of the right Riemann sum of B, each one evaluation."""
@@ -147,22 +152,19 @@ def third_cumulant(x: Base, s: AtRadius, rho: float) -> Tensor:
     a_max = x.a_far.amax(dim=1)
     core = torch.minimum(v_max * s.a_size, a_max * s.v_size)
     if len(s.P) <= GRAM:
-        core = torch.minimum(core, _gram(x, s))
+        # The root of the largest eigenvalue of sqrt(P_j P_l) <V x'_j, V x'_l> <A' x'_j, A' x'_l>.
+        steps = x.v.y.shape[-1] + x.a.y.shape[-1] + 16
+        G = (x.v.y @ x.v.y.mT) * (x.a.y @ x.a.y.mT) * s.root[:, :, None] * s.root[:, None, :]
+        size = length_up(s.root * x.v_far * x.a_far)
+        slack = length_up(s.root * (x.v_far * x.a.slack + x.a_far * x.v.slack))
+        square = norm_up(G) + 2 * size * slack + gamma(steps) * size.square()
+        core = torch.minimum(core, square.sqrt() * (1 + 4 * U))
     shifts = (
         V * rho * (s.root * x.a_far).amax(1)
         + A * rho * (s.root * x.v_far).amax(1)
         + V * A * rho * rho * s.pi
     )
     return core + shifts + s.sigma * s.e_a + s.e_v * s.q
-
-
-def _gram(x: Base, s: AtRadius) -> Tensor:
-    """The root of the largest eigenvalue of sqrt(P_j P_l) <V x'_j, V x'_l> <A' x'_j, A' x'_l>."""
-    steps = x.v.y.shape[-1] + x.a.y.shape[-1] + 16
-    G = (x.v.y @ x.v.y.mT) * (x.a.y @ x.a.y.mT) * s.root[:, :, None] * s.root[:, None, :]
-    size = length_up(s.root * x.v_far * x.a_far)
-    slack = length_up(s.root * (x.v_far * x.a.slack + x.a_far * x.v.slack))
-    return (norm_up(G) + 2 * size * slack + gamma(steps) * size.square()).sqrt() * (1 + 4 * U)
 
 
 def second_derivative(x: Base, rho: float) -> float:
@@ -263,11 +265,8 @@ def _finite(part: Callable[[Base, float], float], x: Base, rho: float) -> float:
 BOUNDS = (
     Bound(
         name="certified",
-        kind="upper",
-        norm="2",
         domain=Around,
-        hypotheses=(DOT, PLAIN_SCORES, NO_ROPE),
-        cite="lipscope",
+        hypotheses=PLAIN_DOT,
         where="docs/theory/certified.md#b",
         fn=certified_upper,
         confidence=1 - Solver().failure,

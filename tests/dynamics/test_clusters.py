@@ -113,11 +113,6 @@ def test_an_interior_limit_point_is_no_vertex():
     assert not found.extreme[found.labels[5]] and "4 of 5 are vertices" in found.summary
 
 
-def test_consensus_is_one_cluster():
-    found = ls.dynamics.find_clusters(planted(torch.ones(12, 2, dtype=torch.float64)))
-    assert len(found) == 1 and found.clear and found.extreme.all()
-
-
 def test_a_late_departure_is_not_formed():
     flow = planted(SQUARE[torch.arange(12) % 4])
     positions = flow.positions.clone()

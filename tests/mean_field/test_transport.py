@@ -9,8 +9,7 @@ import torch
 from torch import Generator
 
 import lipscope as ls
-from lipscope.linalg.spectral import spectral_norm
-from lipscope.mean_field.measures import DiscreteMeasure, derivative, push
+from lipscope.mean_field.measures import DiscreteMeasure, push
 from lipscope.mean_field.transport import conditional_distance, distances, wasserstein
 from lipscope.mean_field.upper_bounds import d_p_bound
 from tests.mean_field.weighted import line, norm, one_head, randn, random_weights
@@ -255,16 +254,3 @@ def test_random_pairs_stay_below_the_bounds(seed):
     for p in (1.1, 2, 4, math.inf):
         ratio = conditional_distance(push(f, mu), push(f, nu), p) / conditional_distance(mu, nu, p)
         assert ratio <= d_p_bound(f, 1.0, p)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_hardys_inequality_holds_for_any_law_of_positions(seed):
-    """Averaging over the past in L^2, weights of many orders of magnitude: at most 2."""
-    g = Generator().manual_seed(seed)
-    w = torch.rand(60, generator=g, dtype=torch.float64) ** [0.2, 1, 6, 20][seed % 4] + 1e-12
-    mu = DiscreteMeasure(
-        torch.zeros(60, 1, dtype=torch.float64),
-        w / w.sum(),
-        torch.linspace(0, 1, 60, dtype=torch.float64),
-    )
-    assert 1 < spectral_norm(derivative(one_head(0.0, causal=True), mu)).value <= 2
