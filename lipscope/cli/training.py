@@ -107,6 +107,6 @@ def train(
 
 
 def _joined(sources: list[str]) -> str:
-    from lipscope.study.texts import Prose, content
+    from lipscope.study.reading import Prose, content
 
     return Prose("\n".join(content(read_text(source)) for source in sources))

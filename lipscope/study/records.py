@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from lipscope._types import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 T = TypeVar("T")
 
@@ -199,3 +204,23 @@ def record_of(kind: type[T], facts: Any) -> T:
     known = facts if isinstance(facts, dict) else {}
     empty = {f.name: _EMPTY[str(f.type)][1] for f in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: known.get(name, value) for name, value in empty.items()})
+
+
+WHOLE = ("layer", "head")
+"""Columns of integers that may be missing."""
+
+
+def data_frame(records: Iterable[tuple[Any, ...]], columns: Sequence[str]) -> pd.DataFrame:
+    """A DataFrame with these columns; `layer` and `head` are nullable integers.
+
+    Raises:
+        UserError: If pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise UserError(
+            "to_dataframe needs pandas; install it with: pip install 'lipscope[data]'"
+        ) from error
+    frame = pd.DataFrame.from_records(list(records), columns=list(columns))
+    return frame.astype({name: "Int64" for name in WHOLE if name in columns})

@@ -18,7 +18,7 @@ from torch import Tensor
 from lipscope import __version__
 from lipscope._ambient import entry_point
 from lipscope._checks import check_arguments
-from lipscope._notebook_bar import with_bar
+from lipscope._display import with_bar
 from lipscope._types import UserError
 from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.spectral import Solver
@@ -26,32 +26,35 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.models.scopes import SCOPES, Scope, check_scope_names
 from lipscope.models.sites import Survey
-from lipscope.study.clusters import check_engine, open_engine
-from lipscope.study.engines import Engine, Start
+from lipscope.study.engines import Engine, Start, open_engine
 from lipscope.study.jobs import (
     WHOLE_MODEL,
     Command,
     Outcome,
     Request,
+    Shard,
+    check_engine,
+    check_shard,
     grouped,
     run_in_process,
 )
-from lipscope.study.probe import Place, Probe, Sigma
-from lipscope.study.ranks import RankEngine, open_rank_engine
-from lipscope.study.reading import FixedInputs, SampledText, Text, read, sample_tokens
-from lipscope.study.records import Description, Fingerprint, StudyHeader
-from lipscope.study.sharding import Shard, check_shard
-from lipscope.study.store import Kept, Store
-from lipscope.study.study import Study
-from lipscope.study.work import (
+from lipscope.study.probe import (
     NUMERIC_VERSION,
+    Place,
+    Probe,
     ProbeWork,
+    Sigma,
     config_digest,
     portable,
     start_probes,
     survey,
     threads_for,
 )
+from lipscope.study.ranks import RankEngine, open_rank_engine
+from lipscope.study.reading import FixedInputs, SampledText, Text, read, sample_tokens
+from lipscope.study.records import Description, Fingerprint, StudyHeader
+from lipscope.study.store import Kept, Store
+from lipscope.study.study import Study
 
 Progress = Callable[[float, float], None]
 """Called with the work done and the total work, at the start and after every job."""

@@ -38,9 +38,7 @@ from lipscope.study.records import (
     StudyHeader,
     record_of,
 )
-from lipscope.study.salvage import RECORDS, ROWS, Record, Table, record_checksum, row_checksum
-from lipscope.study.salvage import read as read_table
-from lipscope.study.validation import (
+from lipscope.study.salvage import (
     ABOUT,
     CLAIM,
     COMMANDS,
@@ -49,11 +47,18 @@ from lipscope.study.validation import (
     MOST_COMMANDS,
     MOST_JOBS,
     NORMS,
+    RECORDS,
+    ROWS,
     TOKENS,
+    Record,
+    Table,
     parsed_commands,
+    record_checksum,
+    row_checksum,
     valid_record,
     valid_row,
 )
+from lipscope.study.salvage import read as read_table
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

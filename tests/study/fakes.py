@@ -149,8 +149,8 @@ def many_rows(number: int) -> list[Row]:
 
 def keep_and_merge(top: str, jobs: int, synchronous: str = "") -> None:
     """Write a study and merge it; note each job on stderr when the store has acknowledged it."""
-    from lipscope.study.merging import merge
     from lipscope.study.store import Store
+    from lipscope.study.study import merge_directories as merge
 
     place = Path(top) / "new" / "study"
     store = Store.create(place, info())

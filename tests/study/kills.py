@@ -33,8 +33,7 @@ from pathlib import Path
 
 from lipscope._files import whole_file
 from lipscope._types import UserError
-from lipscope.study.clusters import open_engine
-from lipscope.study.engines import Engine
+from lipscope.study.engines import Engine, open_engine
 from lipscope.study.jobs import Job, run_in_process
 from lipscope.study.store import Store
 from tests.study.fakes import Start, answer, info, jobs

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from lipscope._types import UserError
-from lipscope.study.clusters import open_engine
-from lipscope.study.engines import Engine, SchedulerLostError, _Queue, _Worker
+from lipscope.study.engines import Engine, SchedulerLostError, _Queue, _Worker, open_engine
 from lipscope.study.jobs import Job, run_in_process
 from tests.study.fakes import (
     Start,

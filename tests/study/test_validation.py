@@ -10,18 +10,19 @@ import pytest
 from lipscope.cli import main
 from lipscope.study.directory import FILE
 from lipscope.study.jobs import Command, Request, command_lines, count_jobs
-from lipscope.study.salvage import record_checksum, row_checksum
-from lipscope.study.store import Store, _stored
-from lipscope.study.validation import (
+from lipscope.study.salvage import (
     CLAIM,
     INFO,
     MOST_COMMANDS,
     NORMS,
     TOKENS,
     _commands,
+    record_checksum,
+    row_checksum,
     valid_record,
     valid_row,
 )
+from lipscope.study.store import Store, _stored
 from tests.study.damage import make
 from tests.study.fakes import info, row
 
