@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+from typing import ClassVar
 
 import nbformat
 import pytest
@@ -18,7 +19,7 @@ from tests.test_notebooks import ROOT
 class Bar:
     """A stand-in for tqdm's bar."""
 
-    made: list["Bar"] = []
+    made: ClassVar[list["Bar"]] = []
 
     def __init__(self, desc, total, **options):
         self.desc, self.total, self.options, self.n, self.closed = desc, total, options, 0.0, False

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
-    Generator,
     Iterable,
     Iterator,
     Mapping,
@@ -213,14 +212,12 @@ MOST_COMPARED = 10_000_000
 """Elements that `command_lines` compares before it keeps every line."""
 
 
-class _Keys(NamedTuple):
-    """The row keys of a request: every place at every sample, without listing the product."""
-
-    places: frozenset[tuple[str, int | None, int | None]]
-    samples: frozenset[tuple[int, int]]
-
-    @classmethod
-    def of(cls, asked: Request) -> _Keys:
+def command_lines(commands: Sequence[Command]) -> list[str]:
+    """The command lines, without those that ask for nothing but what another one asks for."""
+    made = [one for one in commands if one.line]
+    # Every place at every sample, without listing the product.
+    keys: list[tuple[frozenset[Any], frozenset[Any]]] = []
+    for asked in (one.asked for one in made):
         places = frozenset(
             (scope, layer, head)
             for layer, scopes, heads in asked.places()
@@ -229,24 +226,16 @@ class _Keys(NamedTuple):
         )
         samples = frozenset((n, sample) for n, some in asked.groups for sample in some)
         # A product with nothing is nothing.
-        return cls(places, samples) if places and samples else cls(frozenset(), frozenset())
-
-    def within(self, other: _Keys) -> bool:
-        return self.places <= other.places and self.samples <= other.samples
-
-
-def command_lines(commands: Sequence[Command]) -> list[str]:
-    """The command lines, without those that ask for nothing but what another one asks for."""
-    made = [one for one in commands if one.line]
-    keys = [_Keys.of(one.asked) for one in made]
-    if len(made) * sum(len(one.places) + len(one.samples) for one in keys) > MOST_COMPARED:
+        keys.append((places, samples) if places and samples else (frozenset(), frozenset()))
+    if len(made) * sum(len(places) + len(samples) for places, samples in keys) > MOST_COMPARED:
         return [one.line for one in made]
     return [
         one.line
         for i, one in enumerate(made)
         if not any(
             (one.verb, one.probe_prefix) == (other.verb, other.probe_prefix)
-            and keys[i].within(keys[j])
+            and keys[i][0] <= keys[j][0]
+            and keys[i][1] <= keys[j][1]
             # Of two that ask for the same, the later one stays.
             and (keys[i] != keys[j] or i < j)
             for j, other in enumerate(made)
@@ -297,12 +286,6 @@ def grouped(pairs: Sequence[tuple[int, int]]) -> tuple[Group, ...]:
 def _block(n: int, sample: int) -> int:
     """The number of the group, among those of one length, that a sample belongs to."""
     return sample // max(1, GROUPED_TOKENS // n)
-
-
-def run_in_process(work: Work, jobs: Sequence[Any]) -> Generator[Outcome]:
-    """Run one job after the other in this process; fatal errors keep their traceback."""
-    for job in jobs:
-        yield work(job) if job.fatal else attempt(work, job)
 
 
 def attempt(work: Work, job: Any) -> Outcome:

@@ -21,15 +21,7 @@ from typing import Any, NamedTuple
 
 from lipscope._types import UserError
 from lipscope.study.jobs import WHOLE_MODEL, Command
-from lipscope.study.records import (
-    BUDGET,
-    FAILING,
-    OBSERVED,
-    WORST_CASE,
-    Description,
-    Fingerprint,
-    well_typed,
-)
+from lipscope.study.records import BUDGET, COLUMNS, FAILING, OBSERVED, WORST_CASE
 
 INFO = "info"
 TOKENS = "tokens"
@@ -43,54 +35,156 @@ ABOUT = "about"
 COMMANDS = "commands"
 """Keys of facts."""
 
-MOST_NAME = 1_000
-MOST_TEXT = 100_000
-"""Characters of a name, and of a status, a token or a command line."""
-
 MOST_PLACES = 100_000
 MOST_TOKENS = 2**31
-MOST_SAMPLES = 2**53
-"""Layers and heads of a model, tokens of a sample, samples of a length."""
-
 MOST_COMMANDS = 1_000
 MOST_JOBS = 1_000_000
-"""Commands of a study, and jobs that they ask for together."""
+"""Layers and heads of a model, tokens of a sample, commands of a study, and jobs that they ask for
+together."""
+
+Record = tuple[Any, ...]
+
+# A form is a number for a text of at most so many characters, a range for integers, a type, a list
+# for lists of one form, a tuple for a list of several, a dict for an object, or a function. Keys
+# that an object lacks, or that the form does not have, are right.
+_NAME = 1_000
+_TEXT = 100_000
+_PLACE = range(MOST_PLACES + 1)
+_LENGTH = range(1, MOST_TOKENS + 1)
+_COUNT = range(2**53 + 1)
+_SEED = range(-(2**63), 2**64 + 1)
 
 
-def valid_row(record: tuple[Any, ...]) -> bool:
-    """Whether a row, as it is stored, has the right types and ranges and no contradiction."""
-    try:
-        probe, scope, layer, head, n, sample, kind, norm, *rest = record
-        value, lower, upper, residual, status, radius, dtype, device, seconds, *last = rest
-        reason, extra = last
-        if not (_is_text(extra, MOST_TEXT) and _is_extra(json.loads(extra))):
-            return False
-    except (ValueError, RecursionError):  # too few fields, no JSON, deep nesting
-        return False
-    return (
-        all(_is_text(x, MOST_NAME) for x in (probe, scope, kind, norm, dtype, device))
-        and _is_text(status, MOST_NAME)
-        and _is_text(reason, MOST_TEXT)
-        and _is_whole(layer, -1, MOST_PLACES)
-        and _is_whole(head, -1, MOST_PLACES)
-        and _is_whole(n, 1, MOST_TOKENS)
-        and _is_whole(sample, 0, MOST_SAMPLES)
-        and all(x is None or type(x) is float for x in (value, residual, radius, seconds))
-        and type(lower) is type(upper) is float
-        and not (math.isnan(lower) or math.isnan(upper))
-        # NaN is stored as NULL.
-        and (status in FAILING if value is None else lower <= value <= upper)
-        and all(x is None or x >= 0 for x in (radius, seconds))
+def _fits(x: Any, form: Any) -> bool:
+    """Whether what JSON or SQLite holds has a form."""
+    if isinstance(form, int):
+        return isinstance(x, str) and len(x) <= form
+    if isinstance(form, range):
+        return type(x) is int and x in form
+    if isinstance(form, type):
+        return type(x) is form
+    if isinstance(form, list):
+        return isinstance(x, list) and all(_fits(one, form[0]) for one in x)
+    if isinstance(form, tuple):
+        return isinstance(x, list) and len(x) == len(form) and all(map(_fits, x, form))
+    if isinstance(form, dict):
+        return type(x) is dict and all(_fits(x[key], form[key]) for key in form if key in x)
+    return bool(form(x))
+
+
+def _maybe(form: Any) -> Callable[[Any], bool]:
+    return lambda x: x is None or _fits(x, form)
+
+
+def _table(most: int) -> Callable[[Any], bool]:
+    """The form of an object whose keys and values are texts."""
+    return lambda x: (
+        type(x) is dict
+        and len(x) <= _NAME
+        and all(_fits(text, most) for pair in x.items() for text in pair)
     )
 
 
-def valid_record(record: tuple[Any, ...]) -> bool:
+def _is_number(x: Any) -> bool:
+    return type(x) is float or _fits(x, range(-(2**63), 2**63 + 1))
+
+
+def _is_size(x: Any) -> bool:
+    return type(x) in (int, float) and x >= 0
+
+
+def _is_square(x: Any) -> bool:
+    return _is_number(x) and not x < 0  # NaN where a run overflows
+
+
+_IDENTITY = {
+    **dict.fromkeys(("weights", "config", "revision", "tokenizer", "text", "dtype", "mask"), _NAME),
+    "special_tokens": bool,
+    "tol": _is_size,
+    "seed": _SEED,
+    "numeric_version": range(2**31 + 1),
+    "gap": _maybe(_is_size),
+}
+_ABOUT = {
+    **dict.fromkeys(("model", "architecture", "device", "text", "command"), _TEXT),
+    "layers": _PLACE,
+    "heads": _PLACE,
+    "text_tokens": _COUNT,
+    "scopes": _table(_TEXT),
+    "versions": _table(_TEXT),
+    "difference_to_eager": lambda x: type(x) in (int, float) and abs(x) <= math.inf,
+    "confidence": lambda x: type(x) in (int, float) and 0 <= x <= 1,
+    "random_init": _maybe(_SEED),
+}
+_COMMAND = {
+    "verb": _NAME,
+    "line": _TEXT,
+    "probe": _TEXT,
+    "asked": {
+        "groups": [(_LENGTH, [_COUNT])],
+        "layers": [_PLACE],
+        "heads": [(_PLACE, [_PLACE])],
+        "scopes": [_NAME],
+    },
+}
+_ROW = {
+    **dict.fromkeys(("probe", "scope", "kind", "norm", "status", "dtype", "device"), _NAME),
+    "layer": range(-1, MOST_PLACES + 1),
+    "head": range(-1, MOST_PLACES + 1),
+    "n": _LENGTH,
+    "sample": _COUNT,
+    **dict.fromkeys(("value", "residual"), _maybe(float)),
+    **dict.fromkeys(("radius", "seconds"), _maybe(lambda x: type(x) is float and x >= 0)),
+    **dict.fromkeys(("lower", "upper"), lambda x: type(x) is float and not math.isnan(x)),
+    "reason": _TEXT,
+    "extra": {
+        "settings": _maybe(dict),
+        "detail": _TEXT,
+        "format": _TEXT,
+        "order": range(MOST_JOBS + 1),
+        "not_offered": lambda x: type(x) is dict and _fits(list(x.values()), [_TEXT]),
+    },
+}
+_SITE = (_NAME, _maybe(_PLACE), _NAME, _maybe(_PLACE))
+_PART = {
+    "n": _LENGTH,
+    "summed": bool,
+    "sites": [_SITE],
+    "q": [[_is_number]],
+    "size": _is_square,
+    "observed": _maybe(_is_square),
+    "curved": _maybe((_is_square, _is_square)),
+}
+_CLAIM = {
+    **dict.fromkeys(("id", "device", "code", "version"), _NAME),
+    "used": _table(_NAME),
+    "numbers": dict,
+    "quick": bool,
+    "seed": _SEED,
+    "seconds": _is_number,
+}
+
+
+def valid_row(record: Record) -> bool:
+    """Whether a row, as it is stored, has the right types and ranges and no contradiction."""
+    try:
+        row = dict(zip(COLUMNS, record, strict=True))
+        row["extra"] = json.loads(row["extra"]) if _fits(row["extra"], _TEXT) else None
+    except (ValueError, RecursionError):  # too few fields, no JSON, deep nesting
+        return False
+    if not _fits(row, _ROW):
+        return False
+    # NaN is stored as NULL.
+    if row["value"] is None:
+        return row["status"] in FAILING
+    return bool(row["lower"] <= row["value"] <= row["upper"])
+
+
+def valid_record(record: Record) -> bool:
     """Whether a record (kind, key, value) is what its kind promises; unknown kinds are."""
     try:
         kind, key, value = record
-        if not _is_text(kind, MOST_NAME) or not _is_text(key, MOST_TEXT):
-            return False
-        if not isinstance(value, str | bytes):
+        if not _fits(kind, _NAME) or not _fits(key, _TEXT) or not isinstance(value, str | bytes):
             return False
         check = _FACTS.get(key) if kind == INFO else _KINDS.get(kind)
         return check is None or check(key, value)
@@ -99,97 +193,35 @@ def valid_record(record: tuple[Any, ...]) -> bool:
         return False
 
 
-def parsed_commands(value: Any) -> list[Command]:
-    """The commands of a record that passed `valid_record`, or of none."""
-    return [Command.from_json(one) for one in json.loads(value)] if value else []
-
-
-def _identity(key: str, value: str | bytes) -> bool:
-    facts = json.loads(value)
-    return (
-        well_typed(Fingerprint, facts)
-        and _texts(facts, MOST_NAME)
-        and facts.get("tol", 0) >= 0
-        and (facts.get("gap") is None or facts["gap"] >= 0)
-        and _is_whole(facts.get("seed", 0), -(2**63), 2**64)
-        and _is_whole(facts.get("numeric_version", 0), 0, 2**31)
-    )
-
-
-def _about(key: str, value: str | bytes) -> bool:
-    facts = json.loads(value)
-    counts = {"layers": MOST_PLACES, "heads": MOST_PLACES, "text_tokens": MOST_SAMPLES}
-    tables = [facts.get(name, {}) for name in ("scopes", "versions")]
-    return (
-        well_typed(Description, facts)
-        and _texts(facts, MOST_TEXT)
-        and all(_is_whole(facts.get(name, 0), 0, most) for name, most in counts.items())
-        and 0 <= facts.get("confidence", 0) <= 1
-        and abs(facts.get("difference_to_eager", 0)) <= math.inf
-        and _is_whole(facts.get("random_init") or 0, -(2**63), 2**64)
-        and all(len(table) <= MOST_NAME for table in tables)
-        and all(_is_text(x, MOST_TEXT) for table in tables for pair in table.items() for x in pair)
-    )
-
-
-def _texts(facts: dict[str, Any], most: int) -> bool:
-    return all(len(x) <= most for x in facts.values() if isinstance(x, str))
-
-
 @lru_cache(maxsize=2)  # a command reads this record several times, and it may be long
 def _commands(key: str, value: str | bytes) -> bool:
     listed = json.loads(value)
-    if not isinstance(listed, list) or len(listed) > MOST_COMMANDS:
+    if not isinstance(listed, list) or len(listed) > MOST_COMMANDS or not _fits(listed, [_COMMAND]):
         return False
     jobs = 0
     for one in listed:
-        command = Command.from_json(one)
-        asked = command.asked
-        places = [*asked.layers, *asked.heads]
-        heads = asked.heads.values()
-        if not (
-            _is_text(command.verb, MOST_NAME)
-            and _is_text(command.line, MOST_TEXT)
-            and _is_text(command.probe_prefix, MOST_TEXT)
-            and all(_is_text(scope, MOST_NAME) for scope in asked.scopes)
-            and all(_is_whole(x, 0, MOST_PLACES) for x in places)
-            and all(_is_whole(head, 0, MOST_PLACES) for some in heads for head in some)
-            and all(_is_whole(n, 1, MOST_TOKENS) for n, _ in asked.groups)
-            and all(samples for _, samples in asked.groups)
-            and all(_is_whole(s, 0, MOST_SAMPLES) for _, some in asked.groups for s in some)
-            and all(
-                len(set(some)) == len(some)
-                for some in (asked.layers, asked.scopes, *heads, *(s for _, s in asked.groups))
-            )
-            and set(asked.layers) <= set(asked.heads)
-        ):
+        asked = Command.from_json(one).asked
+        samples = [some for _, some in asked.groups]
+        lists = (asked.layers, asked.scopes, *asked.heads.values(), *samples)
+        if not all(samples) or any(len(set(some)) < len(some) for some in lists):
+            return False
+        if not set(asked.layers) <= set(asked.heads):
             return False
         jobs += len(asked.groups) * (len(asked.layers) + 1)
     return jobs <= MOST_JOBS
 
 
 def _tokens(key: str, value: str | bytes) -> bool:
-    n, sample = json.loads(key)
+    where = json.loads(key)
     tokens = json.loads(value)
-    return (
-        _is_whole(n, 1, MOST_TOKENS)
-        and _is_whole(sample, 0, MOST_SAMPLES)
-        and type(tokens) is list
-        and len(tokens) == n
-        and all(_is_text(token, MOST_TEXT) for token in tokens)
-    )
+    return _fits(where, (_LENGTH, _COUNT)) and _fits(tokens, [_TEXT]) and len(tokens) == where[0]
 
 
 def _norms(key: str, value: str | bytes) -> bool:
-    scope, layer, head, n, sample = json.loads(key)
-    if not (
-        _is_text(scope, MOST_NAME)
-        and all(x is None or _is_whole(x, 0, MOST_PLACES) for x in (layer, head))
-        and _is_whole(n, 1, MOST_TOKENS)
-        and _is_whole(sample, 0, MOST_SAMPLES)
-        and isinstance(value, bytes)
-        and len(value) == 8 * n
-    ):
+    where = json.loads(key)
+    if not _fits(where, (_NAME, _maybe(_PLACE), _maybe(_PLACE), _LENGTH, _COUNT)):
+        return False
+    if not isinstance(value, bytes) or len(value) != 8 * where[3]:
         return False
     norms = array("f", value)
     # The sum is NaN if one of them is. Each list has norm 1, up to rounding.
@@ -197,76 +229,30 @@ def _norms(key: str, value: str | bytes) -> bool:
 
 
 def _budget(key: str, value: str | bytes) -> bool:
-    metric, probes, embeddings, observe, seed, b, n, format = json.loads(key)
+    where = json.loads(key)
     part = json.loads(value)
-    sites = part["sites"]
-    products = part["q"]
-    return (
-        _is_text(metric, MOST_NAME)
-        and _is_text(format, MOST_NAME)
-        and type(embeddings) is type(observe) is type(part["summed"]) is bool
-        and _is_whole(probes, 0, MOST_JOBS)
-        and _is_whole(seed, -(2**63), 2**64)
-        and _is_whole(b, 0, MOST_SAMPLES)
-        and _is_whole(n, 1, MOST_TOKENS)
-        and part["n"] == n
-        and all(_is_site(*site) for site in sites)
-        # One row per probe, one column per site.
-        and len(products) == (probes if sites else 0)
-        and all(len(row) == len(sites) and all(map(_is_number, row)) for row in products)
-        and _is_square(part["size"])
-        and (part["observed"] is None or _is_square(part["observed"]))
-        and (part["curved"] is None or [_is_square(x) for x in part["curved"]] == [True, True])
-    )
-
-
-def _is_extra(extra: Any) -> bool:
-    """Whether the extra of a row is an object, and what lipscope writes there has its type."""
-    if type(extra) is not dict:
+    form = (_NAME, range(MOST_JOBS + 1), bool, bool, _SEED, _COUNT, _LENGTH, _NAME)
+    if not (_fits(where, form) and _fits(part, _PART) and part.keys() >= _PART.keys()):
         return False
-    refused = extra.get("not_offered", {})
-    return (
-        isinstance(extra.get("settings"), dict | None)
-        and all(_is_text(extra.get(name, ""), MOST_TEXT) for name in ("detail", "format"))
-        and _is_whole(extra.get("order", 0), 0, MOST_JOBS)
-        and isinstance(refused, dict)
-        and all(_is_text(why, MOST_TEXT) for why in refused.values())
-    )
-
-
-def _is_site(name: Any, layer: Any, kind: Any, head: Any) -> bool:
-    return (
-        _is_text(name, MOST_NAME)
-        and _is_text(kind, MOST_NAME)
-        and all(x is None or _is_whole(x, 0, MOST_PLACES) for x in (layer, head))
-    )
+    # One row per probe, one column per site.
+    sites = len(part["sites"])
+    rows = where[1] if sites else 0
+    products = part["q"]
+    return part["n"] == where[6] and len(products) == rows and {*map(len, products)} <= {sites}
 
 
 def _worst_case(key: str, value: str | bytes) -> bool:
-    metric, format = json.loads(key)
-    names = _is_text(metric, MOST_NAME) and _is_text(format, MOST_NAME)
-    return names and _is_number(json.loads(value))
+    return _fits(json.loads(key), (_NAME, _NAME)) and _is_number(json.loads(value))
 
 
 def _claim(key: str, value: str | bytes) -> bool:
     record = json.loads(value)
-    texts = [record.pop(name) for name in ("id", "device", "code", "version")]
-    used = record.pop("used")
-    numbers = record.pop("numbers")
-    return (
-        all(_is_text(text, MOST_NAME) for text in texts)
-        and type(record.pop("quick")) is bool
-        and _is_whole(record.pop("seed"), -(2**63), 2**64)
-        and _is_number(record.pop("seconds"))
-        and all(_is_text(x, MOST_NAME) for pair in used.items() for x in pair)
-        and isinstance(numbers, dict)
-        and not record
-    )
+    return _fits(record, _CLAIM) and record.keys() == _CLAIM.keys()
 
 
 _FACTS: dict[str, Callable[[str, str | bytes], bool]] = {
-    IDENTITY: _identity,
-    ABOUT: _about,
+    IDENTITY: lambda key, value: _fits(json.loads(value), _IDENTITY),
+    ABOUT: lambda key, value: _fits(json.loads(value), _ABOUT),
     COMMANDS: _commands,
 }
 _KINDS: dict[str, Callable[[str, str | bytes], bool]] = {
@@ -277,25 +263,6 @@ _KINDS: dict[str, Callable[[str, str | bytes], bool]] = {
     CLAIM: _claim,
 }
 
-
-def _is_text(x: Any, most: int) -> bool:
-    return isinstance(x, str) and len(x) <= most
-
-
-def _is_whole(x: Any, least: int, most: int) -> bool:
-    return type(x) is int and least <= x <= most
-
-
-def _is_square(x: Any) -> bool:
-    return _is_number(x) and not x < 0  # NaN where a run overflows
-
-
-def _is_number(x: Any) -> bool:
-    return type(x) is float or _is_whole(x, -(2**63), 2**63)
-
-
-Record = tuple[Any, ...]
-
 # What SQLite reports when its surroundings fail: locked, read-only, interrupted, I/O, full, cannot
 # open, permissions. Any other error of a fixed SELECT comes from the content of the file.
 _NOT_DAMAGE = (3, 5, 6, 8, 9, 10, 13, 14, 23)
@@ -303,6 +270,8 @@ _SHORT_READ = 522
 
 _SIZES = ("page_count", "page_size")
 
+_TEXTS = [i for i, name in enumerate(COLUMNS[:17]) if _ROW[name] == _NAME]
+_NUMERIC = [i for i in range(17) if i not in _TEXTS]
 _NUMBERS = struct.Struct("<4q6d")
 
 
@@ -313,25 +282,11 @@ def row_checksum(record: Record) -> int:
     value, lower, upper, residual, radius, seconds as doubles, little-endian, NaN where NULL.
     """
     try:
-        probe, scope, layer, head, n, sample, kind, norm, *rest = record
-        value, lower, upper, residual, status, radius, dtype, device, seconds, *last = rest
-        words = (probe, scope, kind, norm, status, dtype, device, *last)
-        texts = zlib.crc32("\0".join(words).encode())
-        numbers = _NUMBERS.pack(
-            layer,
-            head,
-            n,
-            sample,
-            math.nan if value is None else value,
-            lower,
-            upper,
-            math.nan if residual is None else residual,
-            math.nan if radius is None else radius,
-            math.nan if seconds is None else seconds,
-        )
-    except (TypeError, ValueError, OverflowError, struct.error):
+        words = (*(record[i] for i in _TEXTS), *record[17:])
+        numbers = (math.nan if record[i] is None else record[i] for i in _NUMERIC)
+        return zlib.crc32(_NUMBERS.pack(*numbers), zlib.crc32("\0".join(words).encode()))
+    except (IndexError, TypeError, ValueError, OverflowError, struct.error):
         return -1
-    return zlib.crc32(numbers, texts)
 
 
 def record_checksum(record: Record) -> int:
@@ -360,6 +315,11 @@ class Table(NamedTuple):
     def is_intact(self, row: Record) -> bool:
         """Whether a row, checksum included, is as lipscope wrote it and makes sense."""
         return self.checksum(row[:-1]) == row[-1] and self.valid(row[:-1])
+
+    @property
+    def insert(self) -> str:
+        """A statement that stores a record, and replaces one with the same key."""
+        return f"INSERT OR REPLACE INTO {self.name} VALUES ({', '.join('?' * self.columns)})"
 
     def scan(self, order: str = "") -> str:
         """A query for rowids and records that takes no column by name: names may be damaged too."""
@@ -527,15 +487,10 @@ def copy_rows(old: sqlite3.Connection, new: sqlite3.Connection) -> None:
             "this study is damaged, and of an older schema (2), which cannot be repaired; export "
             "it with the lipscope that wrote it, or measure again"
         )
-    marks = ", ".join("?" * ROWS.columns)
-    new.executemany(
-        f"INSERT OR REPLACE INTO rows VALUES ({marks})",
-        [(*row, row_checksum(row)) for row in map(_converted, rows.intact)],
-    )
-    new.executemany(
-        "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
-        [(*record, record_checksum(record)) for record in records.intact],
-    )
+    today = map(_converted, rows.intact)
+    new.executemany(ROWS.insert, [(*row, row_checksum(row)) for row in today])
+    kept = [(*record, record_checksum(record)) for record in records.intact]
+    new.executemany(RECORDS.insert, kept)
 
 
 def _converted(record: Record) -> Record:

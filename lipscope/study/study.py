@@ -517,8 +517,7 @@ def join(stores: Iterable[Store]) -> Joined:
     assert info is not None
     records.pop((INFO, COMMANDS), None)
     joined = Store.create(None, info)
-    joined.write(rows.values())
-    joined.put_all((*name, value) for name, value in records.items())
+    joined.write(rows.values(), records=((*name, value) for name, value in records.items()))
     joined.add_commands(command for _, command in sorted(commands.items()))
     return Joined(joined, len(disputed))
 

@@ -11,7 +11,8 @@ from lipscope.study.directory import FILE
 from lipscope.study.jobs import Command, Request, Shard
 from lipscope.study.salvage import INFO
 from lipscope.study.store import Store
-from lipscope.study.study import Study, join, merge
+from lipscope.study.study import Study, join
+from lipscope.study.study import merge_directories as merge
 from tests.study.fakes import ABOUT, answer, info, row
 from tests.study.printed import exported
 
