@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "": "attack dynamics mean_field nn theorems",
     "_types": "Around Ball Everywhere Point Status UserError",
-    "attack.regions": "Normed",
+    "attack.search": "Normed",
     "attention.layer": "SelfAttention",
     "attention.scores": "Dot L2 Rope",
     "dynamics.simulation": "simulate",
@@ -99,7 +99,7 @@ __all__ = [
 if TYPE_CHECKING:
     from lipscope import attack, dynamics, mean_field, nn, theorems
     from lipscope._types import Around, Ball, Everywhere, Point, Status, UserError
-    from lipscope.attack.regions import Normed
+    from lipscope.attack.search import Normed
     from lipscope.attention.layer import SelfAttention
     from lipscope.attention.scores import L2, Dot, Rope
     from lipscope.dynamics.simulation import simulate

@@ -18,9 +18,8 @@ from lipscope.dynamics.clusters import find_clusters
 from lipscope.dynamics.gaussian import gaussian_flow
 from lipscope.dynamics.particles import flow, layered
 from lipscope.linalg.local import local_lipschitz
-from lipscope.mean_field.attention_on_measures import push
 from lipscope.mean_field.dirac_families import transition, two_diracs
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, push
 from lipscope.mean_field.transport import conditional_distance, wasserstein
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound_geshkovski2023
 from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged, power_law

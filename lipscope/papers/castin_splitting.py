@@ -9,9 +9,8 @@ from torch import Generator
 
 from lipscope.attack.tokens import guided_swaps, projected_swaps, random_swaps
 from lipscope.attention.layer import SelfAttention
-from lipscope.mean_field.attention_on_measures import push
 from lipscope.mean_field.duplication import splitting, splitting_map, splitting_table
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, push
 from lipscope.mean_field.transport import wasserstein
 from lipscope.models.loading import load
 from lipscope.papers.castin_measures import line_attention, sigma_of
