@@ -23,7 +23,7 @@ from benchmarks.attack_comparison import (
     texts_in,
 )
 from lipscope._types import UserError
-from lipscope.probes.sentence import TextReader, sentence_embedding
+from lipscope.probes.token_target import TextReader, sentence_embedding
 from tests.study.conftest import model, prose, tiny
 
 __all__ = ["model", "prose", "tiny"]
