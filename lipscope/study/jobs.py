@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from lipscope._checks import check_whole
 from lipscope._types import UserError
+from lipscope.models.scopes import per
 from lipscope.study.records import FAILED, SIGMA, Row, RowKey, Sensitivity
 
 WHOLE_MODEL = "model"
@@ -77,7 +78,7 @@ class Job(NamedTuple):
     def row_keys(self) -> Iterator[RowKey]:
         """(scope, layer, head, n, sample) of every row this job produces."""
         for scope in self.scopes:
-            for head in self.heads if scope == "heads" else (None,):
+            for head in self.heads if per(scope) == "head" else (None,):
                 for sample in self.samples:
                     yield scope, self.layer, head, self.n, sample
 
@@ -134,12 +135,13 @@ class Request:
 
     def places(self) -> list[tuple[int | None, tuple[str, ...], tuple[int, ...]]]:
         """(layer, scopes, heads) of the jobs at every group; no layer for the whole model."""
-        inside = tuple(scope for scope in self.scopes if scope != WHOLE_MODEL)
+        whole = tuple(scope for scope in self.scopes if per(scope) == "model")
+        inside = tuple(scope for scope in self.scopes if scope not in whole)
         places: list[tuple[int | None, tuple[str, ...], tuple[int, ...]]] = [
             (layer, inside, self.heads[layer]) for layer in self.layers if inside
         ]
-        if WHOLE_MODEL in self.scopes:
-            places.append((None, (WHOLE_MODEL,), ()))
+        if whole:
+            places.append((None, whole, ()))
         return places
 
     def jobs(self, done: Collection[RowKey], probe: str = SIGMA, cost: float = 1.0) -> list[Job]:
@@ -222,7 +224,7 @@ def command_lines(commands: Sequence[Command]) -> list[str]:
             (scope, layer, head)
             for layer, scopes, heads in asked.places()
             for scope in scopes
-            for head in (heads if scope == "heads" else (None,))
+            for head in (heads if per(scope) == "head" else (None,))
         )
         samples = frozenset((n, sample) for n, some in asked.groups for sample in some)
         # A product with nothing is nothing.

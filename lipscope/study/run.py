@@ -24,11 +24,10 @@ from lipscope.linalg.certificate import check_gap
 from lipscope.linalg.spectral import Solver
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.models.scopes import SCOPES, Scope, check_scope_names
+from lipscope.models.scopes import SCOPES, Scope, check_scope_names, per
 from lipscope.models.sites import Survey
 from lipscope.study.engines import Engine, Start, open_engine
 from lipscope.study.jobs import (
-    WHOLE_MODEL,
     Command,
     Outcome,
     Request,
@@ -448,8 +447,9 @@ def _request(
     with threads_for(n * len(samples)):
         trial = survey(model, inputs, n, samples)
         numbers: dict[int, tuple[int, ...]] = {}
+        whole = [scope for scope in scopes if per(scope) == "model"]
         for layer in chosen:
-            sites = [trial.site(scope, layer, heads) for scope in scopes if scope != WHOLE_MODEL]
+            sites = [trial.site(scope, layer, heads) for scope in scopes if scope not in whole]
             numbers[layer] = tuple(
                 dict.fromkeys(
                     head for site in sites for _, head in site.members if head is not None
@@ -460,8 +460,8 @@ def _request(
                 for probe in probes:
                     if site.scope in probe.scopes:
                         probe.check(place)
-        if WHOLE_MODEL in scopes:
-            trial.site(WHOLE_MODEL)  # raises if the model has no such map
+        for scope in whole:
+            trial.site(scope)  # raises if the model has no such map
     return Request(groups=groups, layers=tuple(chosen), heads=numbers, scopes=scopes), trial
 
 
@@ -522,7 +522,7 @@ def _line(
     """The command line of a study; other commands than measure fix what their options lack."""
     lengths = sorted({n for n, _ in request.groups})
     samples = len(inputs.pairs) // len(lengths)
-    heads = request.heads[request.layers[0]] if "heads" in request.scopes else ()
+    heads = request.heads[request.layers[0]] if "head" in map(per, request.scopes) else ()
     some = ",".join(map(str, heads)) if 0 < len(heads) < model.heads else None
     if verb != "measure" and (samples != 1 or some is not None):
         return ""  # only Python can ask for this

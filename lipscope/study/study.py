@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lipscope._checks import name_bad_argument
 from lipscope._files import whole_file
 from lipscope._types import UserError
+from lipscope.models.scopes import per
 from lipscope.study.directory import FILE, claim, require_parts
 from lipscope.study.growth import Growth, check_lengths, fit
 from lipscope.study.jobs import JobCount, command_lines, count_jobs
@@ -261,7 +262,8 @@ class Study:
         was: the answer is a layer, if there is one.
         """
         scopes = {scope for scope, _ in self.maps}
-        layers = scopes - {"heads", "model"} or scopes - {"model"} or scopes
+        layers = {name for name in scopes if per(name) == "layer"}
+        layers = layers or {name for name in scopes if per(name) == "head"} or scopes
         longest = max(row.n for row in self.sigma if row.scope in layers)
         return max(
             (r for r in self.sigma if r.scope in layers and r.n == longest), key=lambda r: r.value
@@ -291,7 +293,7 @@ class Study:
                 f"layer {layer} was not measured; "
                 f"this study has {sorted({str(at) for _, at in self.maps})}"
             )
-        scope = scope or next((s for s in scopes if s != "heads"), scopes[0])
+        scope = scope or next((s for s in scopes if per(s) != "head"), scopes[0])
         rows = [
             r
             for r in self.sigma
