@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from lipscope.cli.options import AsJson, Quiet
+from lipscope.cli import options as opt
 from lipscope.cli.terminal import progress, show_json, show_table
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def simulate(
             metavar="DIR", help="Directory to write to.", show_default="simulation-PRESET"
         ),
     ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Simulate tokens flowing through infinitely many layers; write a figure and its numbers."""
     with progress("simulating", quiet) as report:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._checks import abbreviate, usable_device
-from lipscope._display import Displayed
-from lipscope._notebook_bar import with_bar
+from lipscope._display import Displayed, with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot

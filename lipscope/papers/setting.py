@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipscope import UserError
 from lipscope.models import embedded
-from lipscope.models.loading import load
-from lipscope.models.model import Model
-from lipscope.study.texts import read_file
+from lipscope.study.reading import read_file
+
+if TYPE_CHECKING:
+    from lipscope.models.model import Model
 
 Progress = Callable[[float, float], None]
 T = TypeVar("T")
@@ -209,6 +210,8 @@ class Setting:
         return folder if folder is not None and folder.is_dir() else None
 
     def _load(self, name: str, random_init: int | None, causal: bool) -> Model:
+        from lipscope.models.loading import load  # late: training needs no transformers
+
         folder = self._folder(name)
         if folder is None and random_init is not None:
             return self._random(name, random_init)
@@ -235,6 +238,8 @@ class Setting:
         self, config: dict[str, Any], seed: int, dtype: str = "float64", device: str | None = None
     ) -> Model:
         """A model with random weights from the fields of a `config.json`."""
+        from lipscope.models.loading import load
+
         with tempfile.TemporaryDirectory() as place:
             (Path(place) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             where = device or self.device

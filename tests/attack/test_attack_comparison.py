@@ -19,7 +19,7 @@ from benchmarks.attack_comparison import (
     nearest_other,
 )
 from lipscope._types import UserError
-from lipscope.probes.sentence import TextReader, sentence_embedding
+from lipscope.probes.token_target import TextReader, sentence_embedding
 from tests.study.conftest import model, prose, tiny
 
 __all__ = ["model", "prose", "tiny"]
