@@ -205,12 +205,12 @@ def region_of(domain: Domain | Normed, d: int | None, device: torch.device) -> R
         return x.to(device, torch.float64)
 
     match domain:
-        case Ball() if d is None:
-            raise UserError(
-                "in a Ball, the size of a token must be given for a map that is not a "
-                "SelfAttention; pass ascend(..., dim=...)"
-            )
         case Ball():
+            if d is None:
+                raise UserError(
+                    "in a Ball, the size of a token must be given for a map that is not a "
+                    "SelfAttention; pass ascend(..., dim=...)"
+                )
             return _ball(domain, d, device)
         case Around():
             size = domain.X.shape[1]
