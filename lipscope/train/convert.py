@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lipscope._ambient import entry_point, float32_by_default
-from lipscope._display import html_table, text_table
-from lipscope._notebook_bar import with_bar
+from lipscope._display import html_table, text_table, with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, default_scale

@@ -27,9 +27,8 @@ from lipscope.models.model import Model
 from lipscope.models.model_files import on_one_line
 from lipscope.models.structure import block_calls
 from lipscope.probes.budget.weights import Uses, Weight, find_uses, find_weights
-from lipscope.study.reading import FixedInputs, warn_of_unknown
+from lipscope.study.reading import FixedInputs, TextColumn, content, warn_of_unknown
 from lipscope.study.reading import read as read_whole
-from lipscope.study.texts import TextColumn, content
 
 Source = str | nn.Module | Model | None
 Text = str | Path | TextColumn | Sequence[Any] | Tensor | None
