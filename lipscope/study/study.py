@@ -80,12 +80,12 @@ class Study:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.directory is not None:
             return Study.open, (self.directory.absolute(),)
-        return _in_memory, (self._store.to_bytes(),)
+        return _in_memory, (self.store.to_bytes(),)
 
     @classmethod
     @name_bad_argument
@@ -95,7 +95,7 @@ class Study:
 
     def close(self) -> None:
         """Close the file of the study; nothing can be read from it afterwards."""
-        self._store.close()
+        self.store.close()
 
     def save(self, directory: str | os.PathLike[str]) -> Study:
         """Write a copy of the study to a new or empty directory, and open it.
@@ -112,19 +112,14 @@ class Study:
         return copy_study(self, Path(directory))
 
     @property
-    def store(self) -> Store:
-        """The store behind the study, for probes that add rows to it."""
-        return self._store
-
-    @property
     def directory(self) -> Path | None:
         """The directory the study is saved in; None if it is in memory."""
-        return self._store.directory
+        return self.store.directory
 
     @cached_property
     def info(self) -> StudyHeader:
         """Identity and description of the study."""
-        info = self._store.info()
+        info = self.store.info()
         self._warn()
         return info
 
@@ -136,25 +131,25 @@ class Study:
     @cached_property
     def rows(self) -> list[Row]:
         """All rows, of all probes, in a fixed order."""
-        rows = self._store.rows()
+        rows = self.store.rows()
         self._warn()
         return rows
 
     @property
     def damage(self) -> str:
         """What the reads so far have found to be lost, in one sentence; empty if nothing is."""
-        return damage(self._store)
+        return damage(self.store)
 
     @cached_property
     def commands(self) -> list[str]:
         """The command lines that made the study, without those that a later one includes."""
         known = [self.info.about.command] if self.info.about.command else []
-        return command_lines(self._store.commands()) or known
+        return command_lines(self.store.commands()) or known
 
     @cached_property
     def jobs(self) -> JobCount:
         """How many jobs are done, of how many that were asked for."""
-        return count_jobs(self._store.commands(), self.rows)
+        return count_jobs(self.store.commands(), self.rows)
 
     @property
     def unfinished(self) -> str:
@@ -213,8 +208,9 @@ class Study:
     def maps(self) -> list[tuple[str, int | None]]:
         """(scope, layer) of everything measured, layer by layer."""
         found = {(row.scope, row.layer) for row in self.sigma}
+        order = {scope: i for i, scope in enumerate(self.info.about.scopes)}
         return sorted(
-            found, key=lambda item: (item[1] is None, item[1] or 0, self._scope_order(item[0]))
+            found, key=lambda at: (at[1] is None, at[1] or 0, order.get(at[0], len(order)))
         )
 
     @cached_property
@@ -319,7 +315,7 @@ class Study:
 
     def tokens_of(self, row: Row) -> list[Token]:
         """The tokens behind one row."""
-        found = self._store.sensitivity(row.scope, row.layer, row.head, row.n, row.sample)
+        found = self.store.sensitivity(row.scope, row.layer, row.head, row.n, row.sample)
         self._warn()
         if found is None:
             raise UserError(
@@ -327,7 +323,7 @@ class Study:
                 f"n = {row.n}"
             )
         # Embeddings and pixels have no text: their tokens are named by position.
-        sample = self._store.sample(row.n, row.sample)
+        sample = self.store.sample(row.n, row.sample)
         words = (sample and sample.tokens) or tuple(f"#{i}" for i in range(row.n))
         return [
             Token(i, *item)
@@ -336,8 +332,8 @@ class Study:
 
     def token_records(self) -> Iterator[tuple[Any, ...]]:
         """(scope, layer, head, n, sample, position, token, right, left) of every token and map."""
-        sample_of = cache(self._store.sample)
-        every = self._store.sensitivities()
+        sample_of = cache(self.store.sample)
+        every = self.store.sensitivities()
         self._warn()
         for found in every:
             sample = sample_of(found.n, found.sample)
@@ -404,10 +400,6 @@ class Study:
         from lipscope.report.study_table import summary_html
 
         return summary_html(self)
-
-    def _scope_order(self, scope: str) -> int:
-        known = list(self.info.about.scopes)
-        return known.index(scope) if scope in known else len(known)
 
     def __repr__(self) -> str:
         lengths = sorted({row.n for row in self.sigma})
