@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope._types import UserError
-from lipscope.attention.factored import FactoredAttention
-from lipscope.attention.layer import SelfAttention
+from lipscope.attention.layer import FactoredAttention, SelfAttention
 from lipscope.attention.scores import Dot, Rope
 from lipscope.models.attention import AttentionCall
 from lipscope.models.capture import RecordedCall
