@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lipscope.papers.charlm.characters import penn_treebank
 from lipscope.papers.charlm.language_model import VARIANTS, described
 from lipscope.papers.claims import NotAvailable, Numbers, Quoted, Verdict, claim, judged
 from lipscope.papers.page import Line, Picture
-from lipscope.papers.setting import Setting
+from lipscope.papers.setting import Setting, penn_treebank
 from lipscope.papers.trainings import (
     Plan,
     best_rate,
@@ -325,38 +324,8 @@ def plot_stability(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    claim(
-        "K4",
-        "character models: L2 attention ends behind dot product, contractive L2 behind both, "
-        "and gains with depth",
-        run_usual,
-        judge_order,
-        plot_curves,
-        needs="Penn Treebank, gpu",
-    ),
-    claim(
-        "K5",
-        "the best test losses of L2 attention are close to those of dot product",
-        run_usual,
-        judge_close,
-        losses_table,
-        needs="Penn Treebank, gpu",
-    ),
-    claim(
-        "K7",
-        "at a fixed learning rate dot product fails beyond 10 layers, L2 and contractive L2 "
-        "train to 18",
-        run_fixed,
-        judge_stability,
-        plot_stability,
-        needs="Penn Treebank, gpu",
-    ),
-    claim(
-        "K8",
-        "at a fixed learning rate the best test losses of the three are about equal",
-        run_fixed,
-        judge_best_fixed,
-        plot_stability,
-        needs="Penn Treebank, gpu",
-    ),
+    claim("K4", run_usual, judge_order, plot_curves, needs="Penn Treebank, gpu"),
+    claim("K5", run_usual, judge_close, losses_table, needs="Penn Treebank, gpu"),
+    claim("K7", run_fixed, judge_stability, plot_stability, needs="Penn Treebank, gpu"),
+    claim("K8", run_fixed, judge_best_fixed, plot_stability, needs="Penn Treebank, gpu"),
 ]

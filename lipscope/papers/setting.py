@@ -16,6 +16,7 @@ from lipscope import UserError
 from lipscope.models import embedded
 from lipscope.models.loading import load
 from lipscope.models.model import Model
+from lipscope.papers.charlm.characters import CharacterText
 from lipscope.study.texts import read_file
 
 Progress = Callable[[float, float], None]
@@ -29,6 +30,9 @@ TEXTS = {
     "ptb_test": "ptb.char.test.txt",
 }
 """Files of `--text-dir` by the name a claim uses."""
+
+LOOKED_AT = 1000
+"""Words that decide in which form a file of Penn Treebank is."""
 
 STAND_IN = "stand-in "
 """Begins the note of everything that stands in for what a paper used."""
@@ -250,3 +254,38 @@ def _checked(name: str, folder: Path | None) -> Path | None:
 @cache
 def _prose_digest() -> str:
     return hashlib.sha256(embedded.default_text().encode()).hexdigest()
+
+
+def plain_text(content: str) -> str:
+    """The text of a file of Penn Treebank, one sentence per line.
+
+    Two forms are in circulation: words as they are, and one character per word with "_" for a space
+    (` n o _ i t _ w a s `). Both give the same text, so that losses agree.
+    """
+    words = content.split(maxsplit=LOOKED_AT)[:LOOKED_AT]
+    if not words or any(len(word) > 1 for word in words):
+        return "\n".join(line.strip() for line in content.splitlines() if line.strip())
+    lines = ("".join(line.split()) for line in content.splitlines())
+    return "\n".join(line.replace("_", " ").strip() for line in lines if line)
+
+
+def penn_treebank(setting: Setting, context: int) -> CharacterText:
+    """The training and test part of Penn Treebank, or the embedded prose where it is missing.
+
+    It comes from the user's own files: the licence does not allow shipping them.
+
+    Raises:
+        UserError: If one of the two files is there without the other.
+    """
+    (learned, no_training), (held_out, no_test) = (
+        setting.text(name) for name in ("ptb_train", "ptb_test")
+    )
+    if no_training != no_test:
+        here, missing = ("ptb_test", "ptb_train") if no_training else ("ptb_train", "ptb_test")
+        raise UserError(
+            f"the folder of texts has {TEXTS[here]} but not {TEXTS[missing]}; "
+            "Penn Treebank needs both"
+        )
+    if no_training:
+        return CharacterText.of(learned, context)
+    return CharacterText.of_parts(plain_text(learned), plain_text(held_out), context)

@@ -19,8 +19,7 @@ from lipscope.papers.castin_checks import (
     run_long,
     wilson,
 )
-from lipscope.papers.claims import Kind
-from lipscope.papers.quoted import QUOTED
+from lipscope.papers.claims import QUOTED, Kind
 from lipscope.papers.setting import Setting
 
 

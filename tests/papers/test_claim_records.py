@@ -8,9 +8,14 @@ from lipscope import UserError
 from lipscope.cli import main
 from lipscope.models import embedded
 from lipscope.papers import setting as settings
-from lipscope.papers.claim_runs import Record, code_of, find_record, open_claims
-from lipscope.papers.registry import chosen
-from lipscope.papers.running import reproduce_papers
+from lipscope.papers.running import (
+    Record,
+    chosen,
+    code_of,
+    find_record,
+    open_claims,
+    reproduce_papers,
+)
 from lipscope.papers.setting import Setting
 from lipscope.study.directory import FILE
 from lipscope.study.store import Store

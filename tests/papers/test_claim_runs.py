@@ -8,10 +8,15 @@ import pytest
 
 from lipscope import UserError, __version__
 from lipscope.cli import main
-from lipscope.papers.claim_runs import ClaimJob, ClaimWork, group_of, start_claims
 from lipscope.papers.claims import NotAvailable
-from lipscope.papers.registry import claims
-from lipscope.papers.running import reproduce_papers
+from lipscope.papers.running import (
+    ClaimJob,
+    ClaimWork,
+    claims,
+    group_of,
+    reproduce_papers,
+    start_claims,
+)
 from lipscope.papers.setting import Setting
 from lipscope.study.merging import merge
 from tests.papers.planted import claim

@@ -6,9 +6,8 @@ import pytest
 
 from lipscope import UserError
 from lipscope.cli import main
-from lipscope.papers.claims import PAPERS
-from lipscope.papers.quoted import QUOTED
-from lipscope.papers.registry import chosen, claims
+from lipscope.papers.claims import PAPERS, QUOTED
+from lipscope.papers.running import chosen, claims
 
 IDS = [
     *(f"C{i}" for i in range(1, 35)),

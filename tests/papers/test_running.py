@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lipscope.cli import main
-from lipscope.papers.claim_runs import PAGE, Record
 from lipscope.papers.claims import Kind, NotAvailable, judged
-from lipscope.papers.running import decide, reproduce_papers
+from lipscope.papers.running import PAGE, Record, decide, reproduce_papers
 from lipscope.papers.setting import Setting
 from tests.papers.planted import claim
 

@@ -3,8 +3,8 @@
 import pytest
 
 from lipscope import UserError
-from lipscope.papers.charlm.characters import UNKNOWN, penn_treebank, plain_text, split_text
-from lipscope.papers.setting import Setting
+from lipscope.papers.charlm.characters import UNKNOWN, CharacterText
+from lipscope.papers.setting import Setting, penn_treebank, plain_text
 
 WORDS = " no it was n't black monday \n but while the <unk> did n't fall \n" * 3
 SPELLED = "\n".join(" ".join(line.strip().replace(" ", "_")) for line in WORDS.splitlines())
@@ -43,4 +43,4 @@ def test_one_file_without_the_other_is_refused(tmp_path):
 
 def test_a_part_that_is_too_short_is_refused():
     with pytest.raises(UserError, match="has 5 characters"):
-        split_text("a long text of characters", "short", context=8)
+        CharacterText.of_parts("a long text of characters", "short", context=8)
