@@ -12,7 +12,7 @@ import lipscope as ls
 from lipscope import _notebook_bar
 from lipscope._notebook_bar import Bar, in_notebook, with_bar
 from lipscope.papers.charlm import train_character_model
-from tests.test_notebooks import ROOT
+from tests.test_docs import ROOT
 
 
 class Page:

@@ -6,7 +6,7 @@ A token splits where copies of it that move apart react more than the token as a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, permutations
 
 import torch
@@ -224,38 +224,34 @@ def plot_depth(numbers: Numbers) -> Picture:
     )
 
 
-def run_clusters(gaussian: bool) -> Callable[[Setting], Numbers]:
+def run_clusters(gaussian: bool, setting: Setting) -> Numbers:
     """Tokens through the flow with A = V = I, renormalised; uniform in a disc or Gaussian."""
-
-    def run(setting: Setting) -> Numbers:
-        g = Generator().manual_seed(setting.seed)
-        I = torch.eye(2, dtype=torch.float64)
-        f = SelfAttention(I, I, I, kernel=Dot(scale=1.0))
-        rows = []
-        for _ in range(2 if setting.quick else 10):
-            X = torch.randn(40, 2, generator=g, dtype=torch.float64)
-            if not gaussian:
-                length = torch.rand(40, 1, generator=g, dtype=torch.float64).sqrt()
-                X = X / X.norm(dim=1, keepdim=True) * length * 2
-            path = flow(f, X, 8.0, renormalise=True)
-            found = find_clusters(path)
-            rows.append(
-                {
-                    "tokens": 40,
-                    "clusters": len(found),
-                    "clear": found.clear,
-                    "vertices": int(found.extreme.sum()),
-                    "spread": path.renormalised.norm(dim=-1).amax(dim=1).tolist()[::8],
-                }
-            )
-        numbers: Numbers = {"rows": rows}
-        if gaussian:
-            # In the limit of many tokens the law stays Gaussian and blows up at 1 / (2 s).
-            law = gaussian_flow(f, torch.zeros(2, dtype=torch.float64), I / 4, 3.0)
-            numbers |= {"blow-up": law.blow_up, "predicted blow-up": 1 / (2 * 0.25)}
-        return numbers
-
-    return run
+    g = Generator().manual_seed(setting.seed)
+    I = torch.eye(2, dtype=torch.float64)
+    f = SelfAttention(I, I, I, kernel=Dot(scale=1.0))
+    rows = []
+    for _ in range(2 if setting.quick else 10):
+        X = torch.randn(40, 2, generator=g, dtype=torch.float64)
+        if not gaussian:
+            length = torch.rand(40, 1, generator=g, dtype=torch.float64).sqrt()
+            X = X / X.norm(dim=1, keepdim=True) * length * 2
+        path = flow(f, X, 8.0, renormalise=True)
+        found = find_clusters(path)
+        rows.append(
+            {
+                "tokens": 40,
+                "clusters": len(found),
+                "clear": found.clear,
+                "vertices": int(found.extreme.sum()),
+                "spread": path.renormalised.norm(dim=-1).amax(dim=1).tolist()[::8],
+            }
+        )
+    numbers: Numbers = {"rows": rows}
+    if gaussian:
+        # In the limit of many tokens the law stays Gaussian and blows up at 1 / (2 s).
+        law = gaussian_flow(f, torch.zeros(2, dtype=torch.float64), I / 4, 3.0)
+        numbers |= {"blow-up": law.blow_up, "predicted blow-up": 1 / (2 * 0.25)}
+    return numbers
 
 
 def judge_clusters(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -555,8 +551,8 @@ CLAIMS = [
     claim("S6", run_plans, judge_plans),
     claim("S7", run_masked, judge_masked, plot_masked),
     claim("S8", run_depth, judge_depth, plot_depth),
-    claim("S9", run_clusters(False), judge_clusters),
-    claim("S10", run_clusters(True), judge_clusters),
+    claim("S9", partial(run_clusters, False), judge_clusters),
+    claim("S10", partial(run_clusters, True), judge_clusters),
     claim("V1", run_near_equality, judge_near_equality, plot_near_equality),
     claim("V3", run_ascent, judge_ascent),
     claim("V5", run_length_scaling, judge_length_scaling, plot_length_scaling),

@@ -59,26 +59,18 @@ QUOTED: dict[str, Quoted] = {
         for first, folder in ((1, "bert_encoder"), (9, "bert_decoder"), (17, "gpt2_random"))
         for i in range(8)
     },
-    "C1": Quoted(
-        f"{SCRIPT}, bert_encoder, Alice, layer 0: the curve labelled c n^(1/4)",
-        {"constant": 14.3, "exponent": 0.24},
-    ),
-    "C9": Quoted(
-        f"{SCRIPT}, bert_decoder, Alice, layer 0, curve", {"constant": 6.44, "exponent": 0.25}
-    ),
-    "C10": Quoted(
-        f"{SCRIPT}, bert_decoder, Alice, layer 6, curve", {"constant": 6.44, "exponent": 0.25}
-    ),
-    "C18": Quoted(
-        f"{SCRIPT}, gpt2_random, Alice, layer 6: the curve labelled c n^(1/4)",
-        {"constant": 0.445, "exponent": 0.25},
-    ),
-    "C22": Quoted(
-        f"{SCRIPT}, gpt2_random, AG_NEWS, layer 6: the curve labelled c n^(1/4)",
-        {"constant": 0.445, "exponent": 0.25},
-    ),
-    "C25": Quoted(f"{SCRIPT}, gpt_2, Alice, layer 0, curve", {"constant": 35.3, "exponent": 0.26}),
-    "C26": Quoted(f"{SCRIPT}, gpt_2, Alice, layer 6, curve", {"constant": 25.0, "exponent": 0.51}),
+    **{
+        name: Quoted(f"{SCRIPT}, {where}", {"constant": constant, "exponent": exponent})
+        for name, where, constant, exponent in (
+            ("C1", "bert_encoder, Alice, layer 0: the curve labelled c n^(1/4)", 14.3, 0.24),
+            ("C9", "bert_decoder, Alice, layer 0, curve", 6.44, 0.25),
+            ("C10", "bert_decoder, Alice, layer 6, curve", 6.44, 0.25),
+            ("C18", "gpt2_random, Alice, layer 6: the curve labelled c n^(1/4)", 0.445, 0.25),
+            ("C22", "gpt2_random, AG_NEWS, layer 6: the curve labelled c n^(1/4)", 0.445, 0.25),
+            ("C25", "gpt_2, Alice, layer 0, curve", 35.3, 0.26),
+            ("C26", "gpt_2, Alice, layer 6, curve", 25.0, 0.51),
+        )
+    },
     "C27": Quoted(f"{SCRIPT}, gpt_2, Alice, layer 0, over radius"),
     "C28": Quoted(f"{SCRIPT}, gpt_2, Alice, layer 6, over radius"),
     "C29": Quoted(f"{SCRIPT}, gpt_2, Alice, layer 6, size of tokens over length"),

@@ -156,10 +156,13 @@ def run_flow(setting: Setting) -> Numbers:
         flow = trained_flow(attention, learned, steps, setting.seed)
         found[name] = flow.log_density(test).detach()
     # Differences on the same pairs: what they have in common does not add to the error.
-    rows = {name: _scores(values - found["Gaussian"]) for name, values in found.items()}
+    gains = {name: values - found["Gaussian"] for name, values in found.items()}
     setting.progress(2, 3)
     return {
-        "rows": rows,
+        "rows": {
+            name: {"gain": x.mean().item(), "error": x.std().item() / math.sqrt(len(x))}
+            for name, x in gains.items()
+        },
         "mass": integral(lambda x: flow.log_density(x).exp(), 201),
         "layers": [
             {
@@ -171,10 +174,6 @@ def run_flow(setting: Setting) -> Numbers:
         ],
         **_checks(flow, test[:64]),
     }
-
-
-def _scores(gain: Tensor) -> dict[str, float]:
-    return {"gain": gain.mean().item(), "error": gain.std().item() / math.sqrt(len(gain))}
 
 
 def _checks(flow: PairFlow, x: Tensor) -> dict[str, float]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
@@ -20,7 +22,7 @@ from lipscope.papers.charlm.language_model import VARIANTS
 from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged
 from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import Setting, penn_treebank
-from lipscope.papers.trainings import Plan, Schedule, Stack
+from lipscope.papers.trainings import Plan, Stack
 
 DIM = 32
 HEADS = 4
@@ -64,6 +66,10 @@ def run_inversion(setting: Setting) -> Numbers:
             ContractiveL2Attention(DIM, HEADS, c).double().requires_grad_(False) for c in CONSTANTS
         ]
     f = dot.as_map(TOKENS)
+
+    def scaled(factor: float, x: Tensor) -> Tensor:
+        return factor * dot(x)
+
     sizes = SIZES[::2] if setting.quick else SIZES
     count, steps = (1, 50) if setting.quick else (8, 200)
     g = torch.Generator().manual_seed(setting.seed)
@@ -79,16 +85,12 @@ def run_inversion(setting: Setting) -> Numbers:
                     "constant": c,
                     "size": size,
                     "dot sigma": c / unit * largest_sigma(f, X),
-                    "dot": inverse_error(_scaled(dot, c / unit), X, steps),
+                    "dot": inverse_error(partial(scaled, c / unit), X, steps),
                     "contractive sigma": largest_sigma(layer.as_map(TOKENS), X),
                     "contractive": inverse_error(layer, X, steps),
                 }
             )
     return {"rows": rows}
-
-
-def _scaled(g: nn.Module, factor: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: factor * g(x)
 
 
 def largest_sigma(f: Callable[[Tensor], Tensor], X: Tensor) -> float:
@@ -146,18 +148,8 @@ PLAN = Plan(
     steps=1000,
     seeds=1,
 )
-QUICK_PLAN = Plan(
-    depths=(2,),
-    rates=(1e-2,),
-    variants=("dot", "L2 tied"),
-    width=32,
-    heads=2,
-    context=32,
-    batch=8,
-    steps=60,
-    seeds=1,
-    warmup=10,
-)
+SMALL: dict[str, Any] = {"width": 32, "heads": 2, "context": 32, "batch": 8}
+QUICK_PLAN = replace(PLAN, **SMALL, rates=(1e-2,), steps=60, warmup=10)
 
 
 def run_output_range(setting: Setting) -> Numbers:
@@ -169,8 +161,7 @@ def run_output_range(setting: Setting) -> Numbers:
         variant = VARIANTS[name]
         shape = plan.architecture(len(text.alphabet), variant, plan.depths[0])
         stack = Stack(shape, [setting.seed], [plan.rates[0]], "cpu", variant.model)
-        schedule = Schedule(plan.steps, plan.batch, plan.rate, plan.clip)
-        stack.train(text, schedule, plan.steps, lambda *_: None)
+        stack.train(text, plan)
         loss = stack.test_losses(text, 64)[0].item()
         layers = [m for m in stack.model(0).modules() if isinstance(m, AttentionLayer)]
         rows += [

@@ -7,12 +7,11 @@ the plans below are lipscope's own, and every verdict is about them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise, product
 from statistics import mean
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -74,12 +73,16 @@ QUICK_PLANS = {
     ),
 }
 
-_TRAINED: WeakKeyDictionary[Setting, dict[str, dict[str, Any]]] = WeakKeyDictionary()
-"""What was trained under a setting: a figure and the table beside it share their models."""
-
 
 def trained(setting: Setting, start: str) -> Numbers:
-    """The cells of the plans whose names start so, as `benchmarks.training_grid` stores them."""
+    """The cells of the plans whose names start so, as `benchmarks.training_grid` stores them.
+
+    A figure and the table beside it share their models.
+    """
+    return setting.shared(("trained", start), lambda: _trained(setting, start))
+
+
+def _trained(setting: Setting, start: str) -> Numbers:
     known = QUICK_PLANS if setting.quick else PLANS
     plans = {name: plan for name, plan in known.items() if name.startswith(start)}
     text = penn_treebank(setting, max(plan.context for plan in plans.values()))
@@ -87,25 +90,20 @@ def trained(setting: Setting, start: str) -> Numbers:
         raise NotAvailable(
             "a GPU: give --device cuda (minutes on one GPU); --quick trains small models on a CPU"
         )
-    done = _TRAINED.setdefault(setting, {})
-    wanted = [
-        (f"{name}/{variant}/{depth}", plan, variant, depth)
-        for name, plan in plans.items()
-        for variant, depth in product(plan.variants, plan.depths)
-    ]
     # Deep models take longer: progress counts blocks.
-    total = sum(depth for *_, depth in wanted)
+    total = sum(len(plan.variants) * sum(plan.depths) for plan in plans.values())
     before = 0
+    cells = {}
 
-    def progress(depth: int) -> Callable[[float], None]:
-        return lambda share: setting.progress(before + share * depth, total)
+    def progress(depth: int, share: float) -> None:
+        setting.progress(before + share * depth, total)
 
-    for key, plan, variant, depth in wanted:
-        if key not in done:
-            made = VARIANTS[variant]
-            cell = train_cell(plan, made, depth, text, setting.device, progress(depth))[2]
-            done[key] = strict(cell)
-        before += depth
+    for name, plan in plans.items():
+        for variant, depth in product(plan.variants, plan.depths):
+            said = partial(progress, depth)
+            cell = train_cell(plan, VARIANTS[variant], depth, text, setting.device, said)[2]
+            cells[f"{name}/{variant}/{depth}"] = strict(cell)
+            before += depth
     return {
         "settings": {
             "unigram_loss": text.unigram_loss,
@@ -113,7 +111,7 @@ def trained(setting: Setting, start: str) -> Numbers:
             "torch": torch.__version__,
         },
         "bigram_loss": text.bigram_loss,
-        "cells": {key: done[key] for key, *_ in wanted},
+        "cells": cells,
     }
 
 
@@ -220,7 +218,7 @@ def judge_stability(numbers: Numbers, quoted: Quoted) -> Verdict:
         fine = stable_rates(numbers, plan)
         last = "; ".join(
             f"depth {depth}: "
-            + ", ".join(f"{name} {_largest(fine[name][depth])}" for name in COMPARED)
+            + ", ".join(f"{name} {max(fine[name][depth], default='none')}" for name in COMPARED)
             for depth in numbers["settings"]["plans"][plan]["depths"]
         )
         tried = ", ".join(f"{rate:g}" for rate in numbers["settings"]["plans"][plan]["rates"])
@@ -234,10 +232,6 @@ def judge_stability(numbers: Numbers, quoted: Quoted) -> Verdict:
     return judged(
         holds, f"{'. '.join(parts)} ({_size(numbers, 'fixed rate')}; post-norm unless it says pre)"
     )
-
-
-def _largest(rates: list[float]) -> str:
-    return f"{max(rates):g}" if rates else "none"
 
 
 def judge_best_fixed(numbers: Numbers, quoted: Quoted) -> Verdict:

@@ -78,7 +78,17 @@ def reproduction_html(outcomes: Sequence[Outcome], setting: str) -> str:
     """The page as a string."""
     counts = Counter(one.word for one in outcomes)
     headline = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    body = [section("verdicts", "Which claims hold?", VERDICTS, _summary(outcomes))]
+    lines = [
+        [
+            f'<a href="#claim-{escape(one.claim.id)}">{escape(one.claim.id)}</a> '
+            f"{escape(one.claim.says)}",
+            # One column, so that the table fits a telephone.
+            "<br>".join(escape(text) for text in (one.word, _range(one)) if text),
+        ]
+        for one in outcomes
+    ]
+    summary = table(["claim", "verdict, interval"], lines, "Verdicts", raw=True)
+    body = [section("verdicts", "Which claims hold?", VERDICTS, summary)]
     for paper in PAPERS:
         body += [_claim(one) for one in outcomes if one.claim.paper == paper]
     return Page(
@@ -96,19 +106,6 @@ VERDICTS = (
     "tested. DIFFERS: it does not, with the reason that was tested. STAND-IN: the verdict is about "
     "a model or text that stands in for the paper's. NEEDS: something that you must bring."
 )
-
-
-def _summary(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        [
-            f'<a href="#claim-{escape(one.claim.id)}">{escape(one.claim.id)}</a> '
-            f"{escape(one.claim.says)}",
-            # One column, so that the table fits a telephone.
-            "<br>".join(escape(text) for text in (one.word, _range(one)) if text),
-        ]
-        for one in outcomes
-    ]
-    return table(["claim", "verdict, interval"], lines, "Verdicts", raw=True)
 
 
 def _range(one: Outcome) -> str:

@@ -216,7 +216,12 @@ def chosen(paper: str | None = None, only: Sequence[str] | None = None) -> list[
     if only is None:
         return found
     known = {claim.id: claim for claim in found}
-    names = [name for part in only for name in _named(part, known)]
+    names: list[str] = []
+    for part in only:
+        name = part.strip()
+        span = re.fullmatch(r"([A-Z])(\d{1,3})-\1(\d{1,3})", name)
+        ends = range(int(span[2]), int(span[3]) + 1) if span else ()
+        names += [f"{span[1]}{i}" for i in ends if span] or [name]
     for name in names:
         if name not in known:
             raise UserError(
@@ -224,14 +229,6 @@ def chosen(paper: str | None = None, only: Sequence[str] | None = None) -> list[
                 "`lipscope reproduce --list` names them all"
             )
     return [claim for claim in found if claim.id in names]
-
-
-def _named(part: str, known: dict[str, Claim]) -> list[str]:
-    """One id, or a range such as C1-C8."""
-    span = re.fullmatch(r"([A-Z])(\d{1,3})-\1(\d{1,3})", part.strip())
-    if span is None:
-        return [part.strip()]
-    return [f"{span[1]}{i}" for i in range(int(span[2]), int(span[3]) + 1)] or [part.strip()]
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,12 @@ class Setting:
     def _load(self, name: str, random_init: int | None, causal: bool) -> Model:
         folder = self._folder(name)
         if folder is None and random_init is not None:
-            return self._random(name, random_init)
+            if name not in CONFIGS:
+                raise UserError(
+                    f"there is no configuration for {name}; put its folder into --models"
+                )
+            # A configuration without numbers is the default one, which is the released model's.
+            return self.from_config(CONFIGS[name], random_init)
         if not causal or (name == "gpt2" and folder is not None):
             return load(folder, device=self.device, random_init=random_init)
         source = folder or embedded.folder()
@@ -228,12 +233,6 @@ class Setting:
             fields = json.loads(config.read_text(encoding="utf-8")) | {"is_decoder": True}
             config.write_text(json.dumps(fields), encoding="utf-8")
             return load(place, device=self.device)
-
-    def _random(self, name: str, seed: int) -> Model:
-        if name not in CONFIGS:
-            raise UserError(f"there is no configuration for {name}; put its folder into --models")
-        # A configuration without numbers is the default one, which is the released model's.
-        return self.from_config(CONFIGS[name], seed)
 
     def from_config(
         self, config: dict[str, Any], seed: int, dtype: str = "float64", device: str | None = None

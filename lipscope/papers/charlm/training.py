@@ -104,11 +104,6 @@ class Training:
         device: torch.device,
         attention: MakeAttention = make_attention,
     ) -> None:
-        if len(text.alphabet) != architecture.vocabulary:
-            raise UserError(
-                f"the text has an alphabet of {len(text.alphabet)} characters and the model a "
-                f"vocabulary of {architecture.vocabulary}; make them equal"
-            )
         _check_memory(architecture, recipe, device)
         self.text = text
         self.architecture = architecture
@@ -202,9 +197,15 @@ class Training:
             return False
         tensors, facts = found
         there = facts["settings"]
-        _check_same(
-            {**there, "norm": norm_in_words(there.get("norm", "unknown"))}, self.settings, directory
-        )
+        there["norm"] = norm_in_words(there.get("norm", "unknown"))
+        for name, value in self.settings.items():
+            if there.get(name) != value:  # the numbers would be of neither
+                what = f"{name} {there.get(name)}, not {value}"
+                raise UserError(
+                    f"{directory} holds a training with "
+                    f"{'another text' if name == 'text' else what}; "
+                    "give the same options to resume it, or another --out"
+                )
         # The settings agree, so every tensor has its place: strict loading is a check of that.
         self.model.load_state_dict(_under("model.", tensors))
         names = [name for name, _ in self.model.named_parameters()]
@@ -413,15 +414,3 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, value in tensors.items()
         if name.startswith(prefix)
     }
-
-
-def _check_same(there: dict[str, Any], asked: dict[str, Any], directory: Path) -> None:
-    """Refuse to resume a checkpoint with other settings: its numbers would be of neither."""
-    for name, value in asked.items():
-        if there.get(name) != value:
-            was = "another text" if name == "text" else f"{name} {there.get(name)}"
-            raise UserError(
-                f"{directory} holds a training with {was}"
-                + ("" if name == "text" else f", not {value}")
-                + "; give the same options to resume it, or another --out"
-            )
