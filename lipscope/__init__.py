@@ -21,7 +21,7 @@ _CONTENTS = {
     "L2": "attention.scores",
     "LinearOperator": "linalg.operator",
     "Model": "models.model",
-    "Normed": "attack.regions",
+    "Normed": "attack.search",
     "Point": "_types",
     "Rope": "attention.scores",
     "SelfAttention": "attention.layer",
@@ -123,7 +123,7 @@ if TYPE_CHECKING:
     from lipscope._types import Point as Point
     from lipscope._types import Status as Status
     from lipscope._types import UserError as UserError
-    from lipscope.attack.regions import Normed as Normed
+    from lipscope.attack.search import Normed as Normed
     from lipscope.attention.layer import SelfAttention as SelfAttention
     from lipscope.attention.scores import L2 as L2
     from lipscope.attention.scores import Dot as Dot

@@ -19,8 +19,7 @@ from lipscope._ambient import callers_device, entry_point, ordinary_module, plai
 from lipscope._checks import check_fields
 from lipscope._types import Around, Ball, Domain, Point, UserError
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attack.regions import Normed, Region, region_of
-from lipscope.attack.search import Found, Search, measured
+from lipscope.attack.search import Found, Normed, Region, Search, measured, region_of
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot
 from lipscope.linalg.differentiate import Map, device_of, jacobian

@@ -21,9 +21,8 @@ from lipscope.attack.search import Found, measured
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, default_scale
 from lipscope.theorems.castin2024 import Adversary, adversaries, crowd_gain, tuned_witness
-from lipscope.theorems.heads import once
 from lipscope.theorems.kim2021 import quadratic_witness
-from lipscope.theorems.statement import visibility
+from lipscope.theorems.statement import once, visibility
 
 OPPOSITE = "opposite crowd"
 HALF_WAY = "crowd half way"

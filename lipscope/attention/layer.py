@@ -148,7 +148,7 @@ class SelfAttention(Displayed):
     def measure_of(self, X: Tensor) -> Any:
         """Return the uniform measure of the tokens of `X`, on which copies may move apart."""
         # By name: measures stand above this package and are built on it.
-        import_module("lipscope.mean_field.attention_on_measures").check_liftable(self)
+        import_module("lipscope.mean_field.measures").check_liftable(self)
         return import_module("lipscope.mean_field.measures").as_measure(X, self.causal)
 
     def head(self, h: int) -> SelfAttention:

@@ -20,8 +20,7 @@ from lipscope._types import UserError
 from lipscope.cli import interruption
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.progress import Progress
+    from rich.console import RenderableType
 
 
 class ExitCode(IntEnum):
@@ -178,17 +177,6 @@ def progress(doing: str = "measuring", quiet: bool = False) -> Iterator[Report]:
     if quiet or not console.is_terminal:
         yield Report(doing, (lambda *_: None) if quiet else Lines())
         return
-    with _bar(console) as bar:
-        task = bar.add_task("loading", total=None)
-        yield Report(
-            doing,
-            lambda doing, done, total: bar.update(
-                task, description=doing, completed=done, total=total
-            ),
-        )
-
-
-def _bar(console: Console) -> Progress:
     from rich.progress import (
         BarColumn,
         Progress,
@@ -197,13 +185,16 @@ def _bar(console: Console) -> Progress:
         TimeRemainingColumn,
     )
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True)
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield Report(
+            doing,
+            lambda doing, done, total: bar.update(
+                task, description=doing, completed=done, total=total
+            ),
+        )
 
 
 def show_table(table: RenderableType, quiet: bool = False) -> None:

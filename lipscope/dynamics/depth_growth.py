@@ -25,8 +25,7 @@ from lipscope.dynamics.particles import Flow, layered
 from lipscope.linalg.estimate import Estimate, as_single
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, derivative
 
 
 @dataclass(frozen=True, eq=False)

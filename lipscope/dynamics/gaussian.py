@@ -25,7 +25,7 @@ from lipscope.attention.scores import L2, default_scale
 from lipscope.dynamics.integration import Ending, Progress, check_tolerance, instants, integrate
 from lipscope.dynamics.particles import value_matrix
 from lipscope.linalg.differentiate import check_tensor
-from lipscope.mean_field.attention_on_measures import check_liftable
+from lipscope.mean_field.measures import check_liftable
 
 Affine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

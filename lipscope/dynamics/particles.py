@@ -25,8 +25,7 @@ from lipscope.dynamics.integration import (
 )
 from lipscope.fused.primitive import attend
 from lipscope.linalg.differentiate import check_input
-from lipscope.mean_field.attention_on_measures import lifted, scored
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, lifted, scored
 
 SCORES = 1 << 18
 """Scores computed at once on a CPU: they stay in its cache, which makes exponentials cheaper."""

@@ -26,14 +26,16 @@ from lipscope.attention.scores import L2
 from lipscope.linalg.estimate import Estimate, as_batch, as_single
 from lipscope.linalg.operator import LinearOperator
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.mean_field.attention_on_measures import (
+from lipscope.mean_field.measures import (
+    DiscreteMeasure,
+    as_measure,
     check_liftable,
+    check_measure,
     derivative,
     push,
     query_derivative,
     stacked,
 )
-from lipscope.mean_field.measures import DiscreteMeasure, as_measure, check_measure
 from lipscope.mean_field.transport import conditional_distance, wasserstein
 
 

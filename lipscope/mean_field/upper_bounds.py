@@ -23,7 +23,7 @@ from lipscope._display import Displayed
 from lipscope._types import Ball, Domain, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot
-from lipscope.mean_field.attention_on_measures import check_liftable
+from lipscope.mean_field.measures import check_liftable
 from lipscope.theorems import geshkovski2023
 
 

@@ -20,10 +20,9 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.estimate import as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.theorems.heads import Head, over_heads
 from lipscope.theorems.input_dependent import Centred, Features, centred, features, narrow
 from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
-from lipscope.theorems.statement import DOT, NO_ROPE, PLAIN_SCORES, Bound
+from lipscope.theorems.statement import DOT, NO_ROPE, PLAIN_SCORES, Bound, Head, over_heads
 
 STEPS = 8
 """Number of steps of the right Riemann sum of B, each one evaluation."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from lipscope._types import Ball, Domain
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, over_heads, reach
 from lipscope.theorems.rounding import exp_up, up
 from lipscope.theorems.statement import (
     CAUSAL,
@@ -19,6 +18,9 @@ from lipscope.theorems.statement import (
     ROTATION,
     SINKS_UNBIASED,
     Bound,
+    Head,
+    over_heads,
+    reach,
 )
 
 

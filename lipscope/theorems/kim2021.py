@@ -18,7 +18,6 @@ from torch import Tensor
 from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.factored_values import Split, splits
-from lipscope.theorems.heads import Head, best_head, heads_of, hypotenuse
 from lipscope.theorems.rounding import (
     TINY,
     down,
@@ -39,8 +38,12 @@ from lipscope.theorems.statement import (
     SELF_SEEN,
     TWO_TOKENS,
     Bound,
+    Head,
     Hypothesis,
     Visibility,
+    best_head,
+    heads_of,
+    hypotenuse,
     visibility,
 )
 

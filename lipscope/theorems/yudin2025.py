@@ -8,10 +8,17 @@ from torch import Tensor
 
 from lipscope._types import Domain, Point
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, over_heads
 from lipscope.theorems.input_dependent import Features, features
 from lipscope.theorems.rounding import frobenius_up, gamma, norm_up, up
-from lipscope.theorems.statement import DOT, NO_QUERY_BIAS, NO_ROPE, PLAIN_SCORES, Bound
+from lipscope.theorems.statement import (
+    DOT,
+    NO_QUERY_BIAS,
+    NO_ROPE,
+    PLAIN_SCORES,
+    Bound,
+    Head,
+    over_heads,
+)
 
 
 def softmax_jacobian_norm(P: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:

@@ -7,7 +7,7 @@ import lipscope as ls
 from lipscope._types import Around, Ball, Everywhere, Point, UserError
 from lipscope.attack.ascent import Climb, _climb, ascend, sigma_gradient
 from lipscope.attack.constructions import explicit_inputs
-from lipscope.attack.regions import Normed, region_of
+from lipscope.attack.search import Normed, region_of
 from tests.cases import KINDS, problem
 from tests.naive import dense_jacobian
 

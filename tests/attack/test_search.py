@@ -7,8 +7,7 @@ import lipscope as ls
 from lipscope._types import Around, Ball
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.perturbation import singular_response
-from lipscope.attack.regions import Normed
-from lipscope.attack.search import measured
+from lipscope.attack.search import Normed, measured
 from lipscope.linalg.spectral import fresh_seed, spectral_norm
 
 CLIMB = Climb(steps=2, restarts=1, seed=5)

@@ -10,7 +10,7 @@ from scipy.integrate import solve_ivp
 import lipscope as ls
 from lipscope.dynamics.gaussian import affine_velocity
 from lipscope.dynamics.integration import Ending
-from lipscope.mean_field.attention_on_measures import velocity
+from lipscope.mean_field.measures import velocity
 from tests.dynamics.problems import draw, identity, random_head, two_heads, types_unchecked
 
 A = torch.tensor([[0.5, 0.3], [-0.2, 0.4]], dtype=torch.float64)

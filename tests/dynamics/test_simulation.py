@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.dynamics.presets import LAWS, PRESETS, gaussian_law, tokens_of
-from lipscope.dynamics.simulation import LOOKS
+from lipscope.dynamics.simulation import LAWS, LOOKS, PRESETS, gaussian_law, tokens_of
 from tests.dynamics.problems import types_unchecked
 
 

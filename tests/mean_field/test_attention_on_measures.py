@@ -8,14 +8,14 @@ from torch import Generator
 
 import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
-from lipscope.mean_field.attention_on_measures import (
+from lipscope.mean_field.measures import (
+    DiscreteMeasure,
     derivative,
     push,
     query_derivative,
     stacked,
     velocity,
 )
-from lipscope.mean_field.measures import DiscreteMeasure
 from lipscope.mean_field.transport import wasserstein
 from tests.cases import problem
 from tests.checks import assert_matches_dense

@@ -8,8 +8,8 @@ from torch import Generator
 
 import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.dirac_families import _repeated, transition, two_diracs
+from lipscope.mean_field.measures import derivative
 from lipscope.mean_field.upper_bounds import w2_bound, w2_bound_geshkovski2023
 from tests.mean_field.weighted import one_head, randn
 from tests.naive import dense_jacobian

@@ -9,7 +9,6 @@ from torch import Generator
 
 import lipscope as ls
 from lipscope.linalg.local import local_lipschitz
-from lipscope.mean_field.attention_on_measures import derivative, push, velocity
 from lipscope.mean_field.duplication import (
     MAPS,
     gains,
@@ -19,7 +18,7 @@ from lipscope.mean_field.duplication import (
     splitting,
     splitting_map,
 )
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, derivative, push, velocity
 from lipscope.mean_field.transport import wasserstein
 from tests.mean_field.weighted import (
     dense_derivative,

@@ -11,8 +11,7 @@ from torch import Generator
 
 import lipscope as ls
 from lipscope.linalg.spectral import spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative, push
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, derivative, push
 from lipscope.mean_field.transport import conditional_distance, wasserstein
 from lipscope.mean_field.upper_bounds import (
     averaging,

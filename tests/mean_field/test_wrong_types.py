@@ -8,7 +8,7 @@ import pytest
 SCRIPT = """
 import torch
 import lipscope as ls
-from lipscope.mean_field.attention_on_measures import derivative
+from lipscope.mean_field.measures import derivative
 from lipscope.mean_field.duplication import jump_ratio
 from lipscope.mean_field.upper_bounds import averaging
 from lipscope.mean_field.duplication import largest_gain, splitting_map

@@ -23,8 +23,8 @@ from lipscope.theorems.certified import (
     third_cumulant,
     weights_within,
 )
-from lipscope.theorems.heads import heads_of
 from lipscope.theorems.rounding import gamma
+from lipscope.theorems.statement import heads_of
 from tests.cases import problem
 from tests.naive import dense_jacobian, naive_layer
 from tests.theorems.reference import certificate, second_derivative_bound

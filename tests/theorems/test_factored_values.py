@@ -20,14 +20,13 @@ from lipscope.theorems.factored_values import (
     splits,
     whole_rest,
 )
-from lipscope.theorems.heads import heads_of
 from lipscope.theorems.kim2021 import (
     distance_upper,
     largest_coordinate_upper,
     phi_inverse,
 )
 from lipscope.theorems.sharper import distance_reaction, tighter_distance_upper
-from lipscope.theorems.statement import visibility
+from lipscope.theorems.statement import heads_of, visibility
 from tests.naive import dense_jacobian
 from tests.theorems.soundness import ascended
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.theorems.heads import heads_of, reach
-from lipscope.theorems.statement import visibility
+from lipscope.theorems.statement import heads_of, reach, visibility
 
 EYE = torch.eye(4, dtype=torch.float64)
 NONE = torch.zeros(4, dtype=torch.float64)

@@ -10,10 +10,10 @@ import torch
 
 import lipscope as ls
 from lipscope._types import Point
-from lipscope.theorems.heads import heads_of
 from lipscope.theorems.input_dependent import Features, _query_term, centred, features, local_upper
 from lipscope.theorems.registry import bounds
 from lipscope.theorems.rounding import gamma
+from lipscope.theorems.statement import heads_of
 from tests.cases import problem
 from tests.naive import dense_jacobian, naive_softmax
 
