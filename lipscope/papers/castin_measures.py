@@ -23,11 +23,8 @@ from lipscope.dynamics.gaussian import gaussian_flow
 from lipscope.dynamics.particles import flow, layered
 from lipscope.linalg.local import local_lipschitz
 from lipscope.mean_field.dirac_families import transition, two_diracs
-<<<<<<< HEAD
 from lipscope.mean_field.duplication import splitting, splitting_map, splitting_table
-=======
 from lipscope.mean_field.measures import DiscreteMeasure, push
->>>>>>> main
 from lipscope.mean_field.transport import conditional_distance, wasserstein
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound_geshkovski2023
 from lipscope.models.loading import load
