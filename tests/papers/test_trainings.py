@@ -8,10 +8,11 @@ from torch.nn.functional import cross_entropy
 
 from lipscope.papers.charlm.characters import CharacterText
 from lipscope.papers.charlm.language_model import Architecture, CharacterLSTM, CharacterTransformer
-from lipscope.papers.trainings import Schedule, Stack
+from lipscope.papers.trainings import Plan, Stack
 
 TEXT = CharacterText.of("to be, or not to be: that is the question. " * 9, 8)
 STEPS, BATCH = 4, 3
+FIXED = Plan((), (), (), steps=STEPS, batch=BATCH, warmup=0, decay=False, clip=None, every=STEPS)
 
 
 def architecture(attention: str, invertible: bool = False) -> Architecture:
@@ -59,7 +60,7 @@ def test_a_stack_trains_other_models_too():
 
 def check_members(a: Architecture, build=CharacterTransformer):
     stack = Stack(a, [3, 4], [1e-2, 1e-3], "cpu", build)
-    stack.train(TEXT, Schedule(STEPS, BATCH, lambda _: 1.0, 0.5), STEPS, lambda *_: None)
+    stack.train(TEXT, replace(FIXED, clip=0.5))
     for member, (seed, rate) in enumerate(((3, 1e-2), (4, 1e-3))):
         expected = alone(a, seed, rate, build).state_dict()
         for name, weight in stack.model(member).state_dict().items():
@@ -70,7 +71,7 @@ def test_the_history_is_what_each_step_saw():
     a = architecture("dot")
     stack = Stack(a, [3, 4], [1e-2, 1e-3], "cpu")
     before = stack.theta.detach().clone()
-    history = stack.train(TEXT, Schedule(STEPS, BATCH, lambda _: 1.0, None), STEPS, lambda *_: None)
+    history = stack.train(TEXT, FIXED)
     assert history.losses.shape == history.gradients.shape == history.weights.shape == (STEPS, 2)
     torch.testing.assert_close(history.weights[0], before.norm(dim=1))
     starts = torch.randint(
@@ -90,9 +91,9 @@ def test_the_history_is_what_each_step_saw():
 def test_a_member_that_diverges_leaves_the_others_alone():
     a = architecture("dot")
     pair = Stack(a, [0, 1], [float("inf"), 1e-3], "cpu")
-    pair.train(TEXT, Schedule(STEPS, BATCH, lambda _: 1.0, None), STEPS, lambda *_: None)
+    pair.train(TEXT, FIXED)
     single = Stack(a, [1], [1e-3], "cpu")
-    single.train(TEXT, Schedule(STEPS, BATCH, lambda _: 1.0, None), STEPS, lambda *_: None)
+    single.train(TEXT, FIXED)
     assert not pair.theta[0].isfinite().any()
     torch.testing.assert_close(pair.theta[1], single.theta[0], rtol=1e-3, atol=2e-5)
 
