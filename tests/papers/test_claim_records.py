@@ -1,7 +1,5 @@
 """Records of claims: found under the same conditions alone, damage reported."""
 
-import json
-
 import pytest
 
 from lipscope import UserError
@@ -19,7 +17,6 @@ from lipscope.papers.running import (
 from lipscope.papers.setting import Setting
 from lipscope.study.directory import FILE
 from lipscope.study.store import Store
-from lipscope.study.validation import CLAIM
 from tests.papers.planted import claim
 
 
@@ -29,16 +26,6 @@ def two(setting):
 
 def text(setting):
     return {"x": 2, "length": len(setting.text("alice")[0])}
-
-
-def test_a_record_is_kept_in_the_store_of_a_study(registered, tmp_path):
-    registered.append(claim(two))
-    (outcome,) = reproduce_papers(out=tmp_path)
-    store = Store.open(tmp_path)
-    ((key, value),) = store.records(CLAIM)
-    store.close()
-    assert key == outcome.record.key and key.startswith("C1 full seed 0 cpu ")
-    assert Record(**json.loads(value)) == outcome.record
 
 
 def test_numbers_name_the_prose_and_another_text_runs_the_claim_again(

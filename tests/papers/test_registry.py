@@ -28,13 +28,6 @@ def test_all_67_claims_are_registered_once_with_their_source():
         assert QUOTED[claim.id].source
 
 
-def test_quoted_numbers_of_the_figures():
-    assert QUOTED["C26"].values == {"constant": 25.0, "exponent": 0.51}
-    assert QUOTED["C33"]["R"] == 10
-    with pytest.raises(KeyError):
-        QUOTED["C2"]["exponent"]
-
-
 def test_claims_are_chosen_by_name_range_and_paper():
     assert [c.id for c in chosen(None, ["C3", "S1-S3"])] == ["C3", "S1", "S2", "S3"]
     assert {c.paper for c in chosen("kim2021")} == {"kim2021"}

@@ -9,13 +9,12 @@ import torch
 
 from benchmarks.attention_hybrids import DotScoresL2Values, L2ScoresDotValues
 from benchmarks.training_figures import draw_breaking, draw_grid
-from benchmarks.training_grid import first_steps, keep, run_cell, settings
+from benchmarks.training_grid import keep, run_cell, settings
 from benchmarks.training_page import PAGE, RESULTS, filled
 from benchmarks.training_plans import PLANS, VARIANTS
 from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.l2_attention import L2SelfAttention
 from lipscope.papers.charlm.characters import CharacterText
-from lipscope.papers.trainings import History
 
 TEXT = CharacterText.of("to be, or not to be: that is the question. " * 9, 8)
 QUICK = {
@@ -82,16 +81,3 @@ def test_a_hybrid_has_the_scores_of_one_and_the_values_of_the_other(hybrid, scor
     expected = layer.out((P @ other.project(X)[2]).transpose(-3, -2).flatten(-2))
     torch.testing.assert_close(layer(X), expected)
     assert math.isinf(layer.lipschitz_bound(5))
-
-
-def test_a_rise_is_half_a_nat_above_the_best_so_far():
-    losses = torch.tensor([[3.0, 3.0, 3.0], [2.0, 3.4, 2.0], [2.4, 3.6, math.nan], [2.6, 2.0, 2.0]])
-    sizes = torch.tensor([[1.0] * 3, [5.0] * 3, [7.0] * 3, [9.0] * 3])
-    found = first_steps(History(losses, sizes, 10 * sizes))
-    assert found["rise"] == [3, 2, 2]
-    assert found["gradient"] == {"start": [1.0] * 3, "largest": [7.0, 5.0, 5.0]}
-    assert found["weights"]["largest"] == [70.0, 50.0, 50.0]
-    assert first_steps(History(losses[:2, :2], sizes[:2, :2], sizes[:2, :2]))["rise"] == [
-        None,
-        None,
-    ]
