@@ -25,7 +25,7 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.models.embedded import default_text
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.papers.claims import Kind, Numbers, Quoted, Verdict, claim, judged, power_law
+from lipscope.papers.claims import Claim, Kind, Numbers, Quoted, Verdict, judged, power_law
 from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import STAND_IN, Setting
 from lipscope.probes.bounds import for_one_sequence
@@ -52,13 +52,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "n_heads": 4,
         "hidden_dim": 96,
     },
-    "GPT-2": {
-        "model_type": "gpt2",
-        "vocab_size": 2000,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-    },
+    "GPT-2": {"model_type": "gpt2", "vocab_size": 2000, "n_embd": 64, "n_layer": 2, "n_head": 4},
     "Llama": {"model_type": "llama", **SMALL, "num_key_value_heads": 2},
     "Mistral": {"model_type": "mistral", **SMALL, "num_key_value_heads": 2},
 }
@@ -84,24 +78,25 @@ def run_implementations(setting: Setting) -> Numbers:
         for n in lengths:
             ids = torch.randint(10, 1900, (1, n), generator=g)
             for site in model.sites(ids, scopes=["attention"], layers=[0, model.layers - 1]):
-                if isinstance(site.f, SelfAttention):
-                    found = _enclosed(for_one_sequence(site.f), site.X[0])
-                    rows.append({"model": name, "layer": site.layer, "n": n} | found)
+                if not isinstance(site.f, SelfAttention):
+                    continue
+                f = for_one_sequence(site.f)
+                sigma = local_lipschitz(f, site.X[0])
+                upper = [row for row in bounds(f, Point(site.X[0])) if row.kind == "upper"]
+                best = min(upper, key=lambda row: row.value)
+                rows.append(
+                    {
+                        "model": name,
+                        "layer": site.layer,
+                        "n": n,
+                        "sigma": float(sigma.value),
+                        "paper": next((row.value for row in upper if row.name == CASTIN), None),
+                        "best": best.value,
+                        "name": best.name,
+                        "broken": [row.name for row in upper if row.value < float(sigma.lower)],
+                    }
+                )
     return {"rows": rows}
-
-
-def _enclosed(f: SelfAttention, X: Tensor) -> dict[str, Any]:
-    """sigma, the bound of the paper where it applies, and the smallest upper bound."""
-    found = bounds(f, Point(X))
-    upper = [row for row in found if row.kind == "upper"]
-    best = min(upper, key=lambda row: row.value)
-    return {
-        "sigma": float(local_lipschitz(f, X).value),
-        "paper": next((row.value for row in upper if row.name == CASTIN), None),
-        "best": best.value,
-        "name": best.name,
-        "broken": [row.name for row in upper if row.value < float(local_lipschitz(f, X).lower)],
-    }
 
 
 def judge_implementations(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -330,7 +325,7 @@ def plot_long(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    claim("N1", run_implementations, judge_implementations, plot_implementations),
-    claim("N2", run_attacks, judge_attacks, plot_attacks, needs="AG_NEWS text"),
-    claim("S11", run_long, judge_long, plot_long, needs="gpu, a long-context model"),
+    Claim("N1", run_implementations, judge_implementations, plot_implementations),
+    Claim("N2", run_attacks, judge_attacks, plot_attacks, needs="AG_NEWS text"),
+    Claim("S11", run_long, judge_long, plot_long, needs="gpu, a long-context model"),
 ]

@@ -21,7 +21,7 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver
 from lipscope.models.model import Model
 from lipscope.papers.castin_text import released_statistic
-from lipscope.papers.claims import QUOTED, Claim, Numbers, Quoted, Verdict, claim, judged, power_law
+from lipscope.papers.claims import QUOTED, Claim, Numbers, Quoted, Verdict, judged, power_law
 from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import Setting
 from lipscope.theorems.castin2024 import large_radius_limit, theorem_witness
@@ -258,22 +258,16 @@ def run_theorems(setting: Setting) -> Numbers:
         }
         for name, layer in layers.items():
             for R, n in ((0.5, 4), (2.0, 16), (4.0, 64)):
-                rows.append({"case": name, "R": R, "n": n} | _between(layer, R, n, setting.seed))
+                ball = Ball(R, n)
+                found = {row.name: row.value for row in bounds(layer, ball)}
+                row = {"case": name, "R": R, "n": n, "upper": found["Castin et al., ball"]}
+                row["lower"] = found.get("Castin et al., ball, from below")
+                row["witness"] = None
+                if row["lower"] is not None:
+                    row["witness"] = sigma(layer, theorem_witness(layer, ball), setting.seed)
+                inputs = explicit_inputs(layer, ball, seed=setting.seed)
+                rows.append(row | {"largest": max(one.value for one in inputs)})
     return {"rows": rows}
-
-
-def _between(f: SelfAttention, R: float, n: int, seed: int) -> dict[str, float | None]:
-    """The largest sigma of the explicit inputs between the bounds of the theorem."""
-    found = {row.name: row.value for row in bounds(f, Ball(R, n))}
-    lower = found.get("Castin et al., ball, from below")
-    at_witness = None if lower is None else sigma(f, theorem_witness(f, Ball(R, n)), seed)
-    largest = max(one.value for one in explicit_inputs(f, Ball(R, n), seed=seed))
-    return {
-        "upper": found["Castin et al., ball"],
-        "lower": lower,
-        "witness": at_witness,
-        "largest": largest,
-    }
 
 
 def judge_theorems(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -399,7 +393,7 @@ def judge_large_radius(numbers: Numbers, quoted: Quoted) -> Verdict:
 
 
 def _adversarial(id: str, model: str, where: str) -> Claim:
-    return claim(
+    return Claim(
         id,
         partial(run_adversarial, id, model),
         judge_adversarial,
@@ -415,9 +409,9 @@ CLAIMS = [
     _adversarial("C31", BERT, "BERT decoder, layer 6, head 7, R = 21.5"),
     _adversarial("C32", "gpt2", "random GPT-2, layer 6, head 0, R = 100"),
     _adversarial("C33", "gpt2", "GPT-2, layer 0, head 0, R = 10"),
-    claim("C34", run_released_bound, judge_released_bound, needs=BERT),
-    claim("S1", run_theorems, judge_theorems),
-    claim("S2", run_regimes, judge_regimes, plot_regimes, needs=f"{BERT}, Alice text"),
-    claim("S3", run_quadratic, judge_quadratic, plot_by_radius),
-    claim("S4", run_large_radius, judge_large_radius),
+    Claim("C34", run_released_bound, judge_released_bound, needs=BERT),
+    Claim("S1", run_theorems, judge_theorems),
+    Claim("S2", run_regimes, judge_regimes, plot_regimes, needs=f"{BERT}, Alice text"),
+    Claim("S3", run_quadratic, judge_quadratic, plot_by_radius),
+    Claim("S4", run_large_radius, judge_large_radius),
 ]

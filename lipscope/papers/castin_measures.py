@@ -28,7 +28,7 @@ from lipscope.mean_field.measures import DiscreteMeasure, push
 from lipscope.mean_field.transport import conditional_distance, wasserstein
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound_geshkovski2023
 from lipscope.models.loading import load
-from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged, power_law
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged, power_law
 from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import Setting
 from lipscope.probes.token_target import layer_sigma
@@ -546,19 +546,19 @@ def plot_which_split(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    claim("S5", run_mean_field, judge_mean_field, plot_mean_field),
-    claim("S6", run_plans, judge_plans),
-    claim("S7", run_masked, judge_masked, plot_masked),
-    claim("S8", run_depth, judge_depth, plot_depth),
-    claim("S9", partial(run_clusters, False), judge_clusters),
-    claim("S10", partial(run_clusters, True), judge_clusters),
-    claim("V1", run_near_equality, judge_near_equality, plot_near_equality),
-    claim("V3", run_ascent, judge_ascent),
-    claim("V5", run_length_scaling, judge_length_scaling, plot_length_scaling),
-    claim("N3", run_end_of_root, judge_end_of_root, plot_end_of_root),
-    claim("V2", run_where_split, judge_where_split),
-    claim("V4", run_split_attack, judge_split_attack),
-    claim("V6", run_copies, judge_copies),
-    claim("V7", run_features, judge_features, needs="bert-base-uncased, AG_NEWS text"),
-    claim("V8", run_which_split, judge_which_split, plot_which_split),
+    Claim("S5", run_mean_field, judge_mean_field, plot_mean_field),
+    Claim("S6", run_plans, judge_plans),
+    Claim("S7", run_masked, judge_masked, plot_masked),
+    Claim("S8", run_depth, judge_depth, plot_depth),
+    Claim("S9", partial(run_clusters, False), judge_clusters),
+    Claim("S10", partial(run_clusters, True), judge_clusters),
+    Claim("V1", run_near_equality, judge_near_equality, plot_near_equality),
+    Claim("V3", run_ascent, judge_ascent),
+    Claim("V5", run_length_scaling, judge_length_scaling, plot_length_scaling),
+    Claim("N3", run_end_of_root, judge_end_of_root, plot_end_of_root),
+    Claim("V2", run_where_split, judge_where_split),
+    Claim("V4", run_split_attack, judge_split_attack),
+    Claim("V6", run_copies, judge_copies),
+    Claim("V7", run_features, judge_features, needs="bert-base-uncased, AG_NEWS text"),
+    Claim("V8", run_which_split, judge_which_split, plot_which_split),
 ]

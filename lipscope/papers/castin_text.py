@@ -31,7 +31,6 @@ from lipscope.papers.claims import (
     Numbers,
     Quoted,
     Verdict,
-    claim,
     judged,
     power_law,
 )
@@ -334,7 +333,7 @@ def _figure(id: str, subject: Subject, text: str, layer: int, axis: str) -> Clai
     else:
         says = "the figure shows σ over n"
         judge = judge_plotted
-    return claim(
+    return Claim(
         id,
         partial(measure_figure, subject, text),
         partial(judge, layer),

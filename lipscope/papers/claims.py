@@ -220,41 +220,27 @@ class Claim:
     """One claim: an id, what the paper says, and how it is tested.
 
     id:    as in the table of the documentation, for example "C25"
-    paper: "castin2024" or "kim2021"
-    says:  the claim in our own words
-    needs: what the full test needs: "nothing", "gpu", "bert-base-uncased", "Alice text", ...
     run:   measures; what it returns is stored
     judge: compares stored numbers with the quoted ones
     plot:  the figure beside the paper's, drawn from stored numbers
+    needs: what the full test needs: "nothing", "gpu", "bert-base-uncased", "Alice text", ...
+    says:  the claim in our own words; by default those of SAYS
     """
 
     id: str
-    paper: str
-    says: str
-    needs: str
     run: Callable[[Setting], Numbers]
     judge: Callable[[Numbers, Quoted], Verdict]
     plot: Callable[[Numbers], Picture] | None = None
+    needs: str = "nothing"
+    says: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "says", self.says or SAYS[self.id])
 
-def claim(
-    id: str,
-    run: Callable[[Setting], Numbers],
-    judge: Callable[[Numbers, Quoted], Verdict],
-    plot: Callable[[Numbers], Picture] | None = None,
-    needs: str = "nothing",
-    says: str = "",
-) -> Claim:
-    """A claim; the letter of its id says of which paper."""
-    return Claim(
-        id=id,
-        paper="kim2021" if id[0] in "KA" else "castin2024",
-        says=says or SAYS[id],
-        needs=needs,
-        run=run,
-        judge=judge,
-        plot=plot,
-    )
+    @property
+    def paper(self) -> str:
+        """A name in PAPERS; the letter of the id says which."""
+        return "kim2021" if self.id[0] in "KA" else "castin2024"
 
 
 @dataclass(frozen=True)

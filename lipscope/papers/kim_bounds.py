@@ -19,7 +19,7 @@ from lipscope.attention.scores import L2
 from lipscope.linalg.differentiate import jacobian
 from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged, power_law
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged, power_law
 from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import Setting
 from lipscope.theorems.registry import bounds
@@ -389,8 +389,8 @@ def plot_rates(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    claim("K1", run_tightness, judge_tightness, plot_tightness),
-    claim("K2", run_looseness, judge_looseness, plot_looseness),
-    claim("K9", run_unbounded, judge_unbounded, plot_unbounded),
-    claim("K10", run_rates, judge_rates, plot_rates),
+    Claim("K1", run_tightness, judge_tightness, plot_tightness),
+    Claim("K2", run_looseness, judge_looseness, plot_looseness),
+    Claim("K9", run_unbounded, judge_unbounded, plot_unbounded),
+    Claim("K10", run_rates, judge_rates, plot_rates),
 ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lipscope.nn.attention_layer import DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention, ContractiveMLP
 from lipscope.nn.invertible import InvertibleResidual
-from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Picture, columns
 from lipscope.papers.setting import Setting
 
@@ -237,5 +237,5 @@ def plot_flow(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    claim("A1", run_flow, judge_flow, plot_flow),
+    Claim("A1", run_flow, judge_flow, plot_flow),
 ]

@@ -19,7 +19,7 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.nn.attention_layer import AttentionLayer, DotSelfAttention
 from lipscope.nn.contractive import ContractiveL2Attention
 from lipscope.papers.charlm.language_model import VARIANTS
-from lipscope.papers.claims import Numbers, Quoted, Verdict, claim, judged
+from lipscope.papers.claims import Claim, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import Setting, penn_treebank
 from lipscope.papers.trainings import Plan, Stack
@@ -244,6 +244,6 @@ def plot_output_range(numbers: Numbers) -> Picture:
 
 
 CLAIMS = [
-    claim("K3", run_inversion, judge_inversion, plot_inversion),
-    claim("K6", run_output_range, judge_output_range, plot_output_range, needs="Penn Treebank"),
+    Claim("K3", run_inversion, judge_inversion, plot_inversion),
+    Claim("K6", run_output_range, judge_output_range, plot_output_range, needs="Penn Treebank"),
 ]

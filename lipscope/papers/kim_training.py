@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lipscope.papers.charlm.language_model import VARIANTS, described
-from lipscope.papers.claims import NotAvailable, Numbers, Quoted, Verdict, claim, judged
+from lipscope.papers.claims import Claim, NotAvailable, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Line, Picture
 from lipscope.papers.setting import Setting, penn_treebank
 from lipscope.papers.trainings import (
@@ -74,7 +74,7 @@ QUICK_PLANS = {
 }
 
 
-def trained(setting: Setting, start: str) -> Numbers:
+def trained(start: str, setting: Setting) -> Numbers:
     """The cells of the plans whose names start so, as `benchmarks.training_grid` stores them.
 
     A figure and the table beside it share their models.
@@ -115,14 +115,6 @@ def _trained(setting: Setting, start: str) -> Numbers:
     }
 
 
-def run_usual(setting: Setting) -> Numbers:
-    return trained(setting, "usual")
-
-
-def run_fixed(setting: Setting) -> Numbers:
-    return trained(setting, "fixed rate")
-
-
 def best_losses(numbers: Numbers) -> dict[str, dict[int, list[float]]]:
     """The lowest test loss of every seed along training, at the best rate, by variant and depth.
 
@@ -130,14 +122,11 @@ def best_losses(numbers: Numbers) -> dict[str, dict[int, list[float]]]:
     """
     found: dict[str, dict[int, list[float]]] = {}
     for (variant, depth), cell in cells_of(numbers, "usual").items():
-        by_seed = [[lowest(cell, m) for m in members] for members in by_rate(cell).values()]
+        curves = zip(*(point["test"] for point in cell["curve"]), strict=True)
+        lowest = [min((x for x in curve if x is not None), default=math.inf) for curve in curves]
+        by_seed = [[lowest[m] for m in members] for members in by_rate(cell).values()]
         found.setdefault(variant, {})[depth] = min(by_seed, key=mean)
     return found
-
-
-def lowest(cell: dict[str, Any], member: int) -> float:
-    """The lowest finite test loss on the curve of a member."""
-    return min((x for p in cell["curve"] if (x := p["test"][member]) is not None), default=math.inf)
 
 
 def judge_order(numbers: Numbers, quoted: Quoted) -> Verdict:
@@ -317,9 +306,12 @@ def plot_stability(numbers: Numbers) -> Picture:
     )
 
 
+run_usual = partial(trained, "usual")
+run_fixed = partial(trained, "fixed rate")
+
 CLAIMS = [
-    claim("K4", run_usual, judge_order, plot_curves, needs="Penn Treebank, gpu"),
-    claim("K5", run_usual, judge_close, losses_table, needs="Penn Treebank, gpu"),
-    claim("K7", run_fixed, judge_stability, plot_stability, needs="Penn Treebank, gpu"),
-    claim("K8", run_fixed, judge_best_fixed, plot_stability, needs="Penn Treebank, gpu"),
+    Claim("K4", run_usual, judge_order, plot_curves, needs="Penn Treebank, gpu"),
+    Claim("K5", run_usual, judge_close, losses_table, needs="Penn Treebank, gpu"),
+    Claim("K7", run_fixed, judge_stability, plot_stability, needs="Penn Treebank, gpu"),
+    Claim("K8", run_fixed, judge_best_fixed, plot_stability, needs="Penn Treebank, gpu"),
 ]

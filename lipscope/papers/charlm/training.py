@@ -104,7 +104,19 @@ class Training:
         device: torch.device,
         attention: MakeAttention = make_attention,
     ) -> None:
-        _check_memory(architecture, recipe, device)
+        # Refuse what cannot fit before anything is allocated. These are lower bounds: weights,
+        # gradients and Adam's two moments; the activations of the blocks.
+        a = architecture
+        weights = a.depth * 12 * a.width**2 + (2 * a.vocabulary + a.context) * a.width
+        tokens = recipe.batch * a.context * (a.vocabulary + 6 * a.width * a.depth)
+        needed = 4 * (4 * weights + tokens)
+        total = memory_of(device)
+        if needed > total:
+            raise UserError(
+                f"this training needs more than {needed / 2**30:.3g} GiB and {device} has "
+                f"{total / 2**30:.3g}; try a smaller width ({a.width}), depth ({a.depth}), "
+                f"context ({a.context}) or batch ({recipe.batch})"
+            )
         self.text = text
         self.architecture = architecture
         self.recipe = recipe
@@ -387,21 +399,6 @@ def train(
             f"Stopped; {kept_step} is saved in {directory}. Run the same command to resume."
         )
         raise
-
-
-def _check_memory(a: Architecture, recipe: Recipe, device: torch.device) -> None:
-    """Refuse a training that cannot fit into memory, before anything is allocated."""
-    # Lower bounds: weights, gradients and Adam's two moments; the activations of the blocks.
-    weights = a.depth * 12 * a.width**2 + (2 * a.vocabulary + a.context) * a.width
-    tokens = recipe.batch * a.context * (a.vocabulary + 6 * a.width * a.depth)
-    needed = 4 * (4 * weights + tokens)
-    total = memory_of(device)
-    if needed > total:
-        raise UserError(
-            f"this training needs more than {needed / 2**30:.3g} GiB and {device} has "
-            f"{total / 2**30:.3g}; try a smaller width ({a.width}), depth ({a.depth}), "
-            f"context ({a.context}) or batch ({recipe.batch})"
-        )
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
