@@ -234,7 +234,8 @@ def exists(name: str) -> bool:
 
 
 def unknown_names(text: str) -> list[str]:
-    """The paths and dotted names of a page that do not exist."""
+    """The paths and dotted names of a page that do not exist, diffs aside."""
+    text = re.sub(r"^```diff\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     start = r"(?<![\w./-])"
     paths = re.findall(start + r"((?:lipscope|tests|benchmarks|examples|docs)/[\w./-]*\w)", text)
     wrong = [path for path in paths if not (ROOT / path).exists()]

@@ -29,8 +29,7 @@ from lipscope.papers.claims import Claim, Kind, Numbers, Quoted, Verdict, judged
 from lipscope.papers.page import Line, Picture, columns
 from lipscope.papers.setting import STAND_IN, Setting
 from lipscope.probes.bounds import for_one_sequence
-from lipscope.probes.sentence import TextReader, sentence_embedding
-from lipscope.probes.token_target import output_change
+from lipscope.probes.token_target import TextReader, output_change, sentence_embedding
 from lipscope.study.reading import special_frame
 from lipscope.theorems.registry import bounds
 

@@ -20,18 +20,18 @@ import torch
 
 from lipscope import UserError, __version__
 from lipscope._ambient import entry_point
-from lipscope._notebook_bar import with_bar
+from lipscope._display import with_bar
 from lipscope.papers.claims import PAPERS, QUOTED, Claim, Kind, NotAvailable, Numbers, Verdict
 from lipscope.papers.page import reproduction_html
 from lipscope.papers.setting import STAND_IN, TEXTS, TOKENIZER, Progress, Setting
 from lipscope.report.document import write
-from lipscope.study.clusters import check_engine, open_engine
+from lipscope.study.engines import open_engine
 from lipscope.study.jobs import Outcome as JobOutcome
+from lipscope.study.jobs import check_engine, check_shard
 from lipscope.study.records import Description, Fingerprint, StudyHeader, record_of
 from lipscope.study.run import run_jobs
-from lipscope.study.sharding import check_shard
+from lipscope.study.salvage import CLAIM
 from lipscope.study.store import Store
-from lipscope.study.validation import CLAIM
 
 MODULES = (
     *("castin_checks", "castin_heads", "castin_measures", "castin_text"),

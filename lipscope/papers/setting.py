@@ -17,7 +17,7 @@ from lipscope.models import embedded
 from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.papers.charlm.characters import CharacterText
-from lipscope.study.texts import read_file
+from lipscope.study.reading import read_file
 
 Progress = Callable[[float, float], None]
 T = TypeVar("T")

@@ -30,8 +30,8 @@ from lipscope.papers.running import (
 )
 from lipscope.papers.setting import Setting
 from lipscope.study.directory import FILE
-from lipscope.study.merging import merge
 from lipscope.study.store import Store
+from lipscope.study.study import merge_directories as merge
 from tests.papers.planted import claim
 
 IDS = [
