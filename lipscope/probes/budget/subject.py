@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,11 @@ def read_subject(
     else:
         model, module = _opened(source, head)
         own = own_attention(model.trunk)
-        rows = [] if inputs is None else _whole_inputs(model, inputs)
+        rows = []
+        if inputs is not None:
+            whole = read_whole(model, inputs=inputs)
+            assert isinstance(whole, FixedInputs)
+            rows = [NamedInputs(whole.arguments([i]), n) for i, n in enumerate(whole.lengths)]
         if not rows and model.trunk.main_input_name != "input_ids":
             raise UserError(
                 f"{model.card.name} reads {model.trunk.main_input_name}, not text; give it from "
@@ -316,13 +321,6 @@ def length_of(sample: Sample) -> int:
     return sample.shape[1] if isinstance(sample, Tensor) else sample.length
 
 
-def _whole_inputs(model: Model, inputs: Any) -> list[Sample]:
-    """The rows of what a model of transformers reads in place of text, checked."""
-    whole = read_whole(model, inputs=inputs)
-    assert isinstance(whole, FixedInputs)
-    return [NamedInputs(whole.arguments([i]), n) for i, n in enumerate(whole.lengths)]
-
-
 def _rows_of(inputs: Any) -> list[Sample]:
     """The rows of what a module of any kind reads."""
     given = inputs if isinstance(inputs, Mapping) else {"inputs": inputs}
@@ -399,15 +397,15 @@ def hidden_states(subject: Subject) -> Iterator[list[Tensor]]:
 
 def last_hidden(output: Any) -> Tensor:
     """The tokens that a trunk returns."""
-    found = getattr(output, "last_hidden_state", None)
-    if isinstance(output, Mapping):
-        found = output.get("last_hidden_state")
-    if not has_tokens(output if found is None else found):
+    by_name = output.get if isinstance(output, Mapping) else partial(getattr, output)
+    found = by_name("last_hidden_state", None)
+    found = output if found is None else found
+    if not has_tokens(found):
         raise UserError(
             f"the output of the model, {type(output).__name__}, holds no floating-point numbers to "
             "compare; pass metric=function, which returns them"
         )
-    return first_tensor(output if found is None else found)
+    return first_tensor(found)
 
 
 def with_last(states: list[Tensor], output: Any) -> list[Tensor]:
@@ -417,10 +415,25 @@ def with_last(states: list[Tensor], output: Any) -> list[Tensor]:
 
 
 @contextmanager
-def changing_cache(change: Callable[[AttentionCall], AttentionCall]) -> Iterator[None]:
-    """Replace the arguments of every attention call of the runs inside."""
-    with listening(lambda call: change(call).output()):
+def changing_cache(change: Callable[[int, str, Tensor, AttentionCall], Tensor]) -> Iterator[None]:
+    """Replace the keys and values of the runs inside by change(number of the call, kind, x, call).
+
+    kind: "key" or "value"
+    """
+    calls = count()
+
+    def visit(call: AttentionCall) -> Tensor:
+        number = next(calls)
+        k = change(number, "key", call.k, call)
+        return replace(call, k=k, v=change(number, "value", call.v, call)).output()
+
+    with listening(visit):
         yield
+
+
+def own_node(x: Tensor) -> Tensor:
+    """A node of its own in the graph: its gradient does not include other uses of the tensor."""
+    return (x if x.requires_grad else x.detach().requires_grad_()).view_as(x)
 
 
 def _opened(source: Source, head: bool) -> tuple[Model, nn.Module]:
