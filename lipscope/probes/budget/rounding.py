@@ -37,7 +37,6 @@ from lipscope.probes.budget.subject import (
     Subject,
     arithmetic,
     hidden_states,
-    layers_entered,
     with_last,
 )
 from lipscope.probes.budget.tracing import (
@@ -73,14 +72,6 @@ class Rounding:
     def name(self) -> str:
         """The name of the site: all operations of a kind in a layer are one."""
         return f"{'other' if self.layer is None else f'layer {self.layer}'} {self.kind}"
-
-    @property
-    def aligned(self) -> bool:
-        """Whether the errors of the entries may have a common sign.
-
-        The weights of a norm lie close to 1 and all round to 1. Matrices have entries of all sizes.
-        """
-        return self.kind == WEIGHT and self.exact.ndim == 1
 
 
 class RoundingTrace(TorchFunctionMode):
@@ -353,8 +344,7 @@ def follow_run(reference: Subject, low: Subject, sample: Sample) -> Followed:
     sample = given[""] if isinstance(sample, Tensor) else replace(sample, arguments=given)
     with (
         using_attention(low.module, low.attention),
-        layers_entered(low, partial(setattr, trace, "layer")),
-        hidden_states(low) as seen,
+        hidden_states(low, partial(setattr, trace, "layer")) as seen,
         _attention_as_one(trace) if low.attention == NAME else nullcontext(),
         torch.enable_grad(),
         trace,
@@ -435,7 +425,9 @@ def squared_errors(
     for r, g in zip(roundings, found, strict=True):
         product = none[:, None] if g is None else _parts(g) * _parts(r.error[None])
         sums.append(product.sum(dim=1))
-        together = aligned and r.aligned
+        # The weights of a norm lie close to 1 and may all round to 1, with one sign. Matrices have
+        # entries of all sizes.
+        together = aligned and r.kind == WEIGHT and r.exact.ndim == 1
         squares.append(sums[-1].square() if together else product.square().sum(dim=1))
     # One transfer for all of them: each one would wait for the device.
     both = torch.stack([torch.stack(squares, dim=1), torch.stack(sums, dim=1)]).double().cpu()

@@ -27,8 +27,8 @@ from lipscope.probes.budget.subject import (
     Sample,
     Subject,
     changing_cache,
+    hidden_states,
     last_hidden,
-    layers_entered,
     own_node,
 )
 from lipscope.probes.budget.tracing import Connected, batches, gradients
@@ -152,7 +152,7 @@ def _graph(
     try:
         with ExitStack() as stack:
             if any(f.activation for f in formats):
-                stack.enter_context(layers_entered(subject, partial(layer.__setitem__, 0)))
+                stack.enter_context(hidden_states(subject, partial(layer.__setitem__, 0)))
                 stack.enter_context(capture(dict.fromkeys(names, "input"), take_input))
             if any(f.cache for f in formats):
                 check_routed(subject)

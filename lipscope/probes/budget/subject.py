@@ -219,7 +219,8 @@ def read_subject(
         if model is not None:
             for row in ids:
                 model.check_inputs({"input_ids": row})
-            warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
+            if model.tokenizer is not None:
+                warn_of_unknown(model, [i for row in ids for i in row.flatten().tolist()])
         rows = [row.to(device) for row in ids]
     subject = Subject(
         module=module,
@@ -263,15 +264,10 @@ def with_layers(subject: Subject) -> Subject:
     """Find the layers of a model, and how it uses its parameters, in one run."""
     sample = subject.sequences[0]
     data = [sample] if isinstance(sample, Tensor) else list(sample.arguments.values())
-    found: list[tuple[list[nn.Module], list[int]]] = []
-
-    def run() -> None:
-        found.append(block_calls(subject.module, lambda: subject.run(sample)))
-
+    run = partial(block_calls, subject.module, partial(subject.run, sample))
     with subject.ready():
-        uses = find_uses(subject.module, data, run)
+        uses, (layers, attending) = find_uses(subject.module, data, run)
     names = {part: name for name, part in subject.module.named_modules()}
-    layers, attending = found[0]
     return replace(
         subject,
         layers=tuple(names[block] for block in layers),
@@ -360,36 +356,30 @@ def arithmetic(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def layers_entered(subject: Subject, enter: Callable[[int | None], Any]) -> Iterator[None]:
-    """Call `enter` with the number of every layer that runs inside, and with None behind it."""
+def hidden_states(
+    subject: Subject, enter: Callable[[int | None], Any] = lambda layer: None
+) -> Iterator[list[Tensor]]:
+    """Collect the input of the first block and the output of every block of the runs inside.
+
+    `enter` is called with the number of every layer that runs, and with None behind it.
+    """
+    states: list[Tensor] = []
     calls = count()
     depth = 0
 
     def visit(found: Captured) -> None:
         nonlocal depth
         if found.side == "input":
+            if not states:
+                states.append(found.value.hidden)
             if depth == 0:
                 enter(next(calls) % len(subject.layers))
             depth += 1
             return
+        states.append(first_tensor(found.value))
         depth -= 1
         if depth == 0:
             enter(None)
-
-    with capture(dict.fromkeys(subject.blocks, "both"), visit):
-        yield
-
-
-@contextmanager
-def hidden_states(subject: Subject) -> Iterator[list[Tensor]]:
-    """Collect the input of the first block and the output of every block of the runs inside."""
-    states: list[Tensor] = []
-
-    def visit(found: Captured) -> None:
-        if found.side == "output":
-            states.append(first_tensor(found.value))
-        elif not states:
-            states.append(found.value.hidden)
 
     with capture(dict.fromkeys(subject.blocks, "both"), visit):
         yield states
