@@ -36,8 +36,7 @@ from lipscope.attack.tokens import guided_swaps
 from lipscope.models.embedded import default_text
 from lipscope.probes.token_target import TextReader, output_change, sentence_embedding
 from lipscope.report.palette import colour
-from lipscope.study.reading import check_vocabulary, special_frame
-from lipscope.study.texts import content
+from lipscope.study.reading import check_vocabulary, content, special_frame
 
 TOKENS = "token swap"
 DIRECTION = "singular direction"

@@ -1,12 +1,17 @@
-"""Results in a console and in a notebook: what they hold, shapes in place of tensors."""
+"""Results in a console and in a notebook: shapes in place of tensors, and a progress bar."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
+from functools import wraps
 from html import escape
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MANY = 6
 """Numbers and entries beyond this are counted, not shown."""
@@ -102,3 +107,31 @@ def _named(value: object) -> bool:
 def _same(value: object, default: object) -> bool:
     """Whether a field has its default value; tensors never do."""
     return value is default or (not hasattr(value, "shape") and value == default)
+
+
+def with_bar(doing: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function that takes `progress`: in a notebook, None means a bar."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            # A Jupyter kernel; IPython in a terminal has a shell without one.
+            shell = sys.modules.get("IPython")
+            in_notebook = shell is not None and hasattr(shell.get_ipython(), "kernel")
+            if kwargs.get("progress") is not None or not in_notebook:
+                return function(*args, **kwargs)
+            from tqdm.auto import tqdm
+
+            form = "{desc} {percentage:.0f} % {bar} {remaining} left"
+            with tqdm(desc=doing, total=1.0, leave=False, bar_format=form) as bar:
+
+                def show(done: float, total: float) -> None:
+                    if total:
+                        bar.update(done / total - bar.n)
+
+                # cast: mypy does not know that the function has an argument `progress`.
+                return cast(Any, function)(*args, **{**kwargs, "progress": show})
+
+        return run
+
+    return decorate

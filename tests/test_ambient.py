@@ -232,10 +232,10 @@ _sigma_reparametrised = _parametrised(ls.nn.sigma_reparametrise)
 
 
 def _converted(t: SimpleNamespace) -> object:
-    inputs = t.X8[:1]
-    found = ls.convert_model(copy.deepcopy(t.encoder), "l2", inputs)
+    inputs = t.ids[:1, :6]
+    found = ls.convert_model(copy.deepcopy(t.llama), "l2", inputs)
     torch.manual_seed(0)
-    fresh = ls.convert_model(copy.deepcopy(t.encoder), "cosine", inputs, fresh=True)
+    fresh = ls.convert_model(copy.deepcopy(t.llama), "cosine", inputs, fresh=True)
     return [(list(one.model.state_dict().items()), one.layers) for one in (found, fresh)]
 
 

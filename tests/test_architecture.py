@@ -15,7 +15,7 @@ PACKAGE = ROOT / "lipscope"
 
 # Lowest first; packages on one line never import each other.
 FLOORS = [
-    ("_contents", "_display", "_notebook_bar"),
+    ("_contents", "_display"),
     ("fused",),
     ("_types",),
     ("_checks", "_files", "_torch_internals"),
@@ -59,7 +59,7 @@ SERVICES = {
     "_ambient.float32_by_default",
     "_checks.usable_device",
     "_files.claim_folder",
-    "_notebook_bar.with_bar",
+    "_display.with_bar",
 }
 """What every public function that runs for minutes needs, also one of papers."""
 

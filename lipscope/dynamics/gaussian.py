@@ -153,15 +153,13 @@ def affine_velocity(f: SelfAttention) -> Affine:
     heads = [f.head(h) for h in range(f.heads)]
 
     def velocity(alpha: Tensor, Sigma: Tensor) -> tuple[Tensor, Tensor]:
-        rates, shifts = zip(*(_head_velocity(head, alpha, Sigma) for head in heads), strict=True)
-        M = torch.cat(rates)
-        c = torch.cat(shifts)
+        M, c = map(torch.cat, zip(*(_of_head(h, alpha, Sigma) for h in heads), strict=True))
         return (M, c) if f.O is None else (f.O @ M, f.O @ c)
 
     return velocity
 
 
-def _head_velocity(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tensor, Tensor]:
+def _of_head(f: SelfAttention, alpha: Tensor, Sigma: Tensor) -> tuple[Tensor, Tensor]:
     """M and c of one head: V y + b_v at the mean y of the tilted Gaussian."""
     bq, bk, bv = (0.0 if b is None else b for b in f.biases or (None, None, None))
     scale = default_scale(f.kernel, f.Q.shape[0])

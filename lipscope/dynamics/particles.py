@@ -143,9 +143,18 @@ def flow(
     velocity, points, weights = velocity_of(f, X)
     times = instants(time, frames)
     check_tolerance(tol)
-    resolution = _Resolution(f, value_matrix(f) if renormalise else None)
+    V = value_matrix(f)
+    resolution = _Resolution(f, V if renormalise else None)
+
+    def field(t: float, z: Tensor) -> Tensor:
+        """dz/dt = e^{-tV} Gamma(e^{tV} z) - V z."""
+        if not renormalise:
+            return velocity(z)
+        grow, shrink = torch.linalg.matrix_exp(torch.stack([t * V, -t * V]))
+        return velocity(z @ grow.T) @ shrink.T - z @ V.T
+
     path = integrate(
-        _renormalised_field(velocity, value_matrix(f)) if renormalise else lambda _, x: velocity(x),
+        field,
         points,
         times,
         rtol=tol,
@@ -156,7 +165,7 @@ def flow(
     )
     states = path.states
     if renormalise:
-        grow = torch.linalg.matrix_exp(path.times.to(states)[:, None, None] * value_matrix(f))
+        grow = torch.linalg.matrix_exp(path.times.to(states)[:, None, None] * V)
         states = states @ grow.mT
     return Flow(
         f=f,
@@ -314,18 +323,6 @@ def _softmax_rows(
         later = torch.ones(h, h, dtype=torch.bool, device=S.device).triu(1)
         S.view(heads, h, seen)[..., -h:].masked_fill_(later, -torch.inf)
     return (torch.softmax(S, dim=-1, out=P) @ v).view(heads, h, -1)
-
-
-def _renormalised_field(
-    velocity: Callable[[Tensor], Tensor], V: Tensor
-) -> Callable[[float, Tensor], Tensor]:
-    """dz/dt = e^{-tV} Gamma(e^{tV} z) - V z."""
-
-    def field(t: float, z: Tensor) -> Tensor:
-        grow, shrink = torch.linalg.matrix_exp(torch.stack([t * V, -t * V]))
-        return velocity(z @ grow.T) @ shrink.T - z @ V.T
-
-    return field
 
 
 class _Resolution:

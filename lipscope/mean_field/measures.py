@@ -58,11 +58,36 @@ class DiscreteMeasure(Displayed):
     positions: Tensor | None = None
 
     def __post_init__(self) -> None:
+        weights = self.weights
         _check_points(self.points)
-        _check_weights(self.weights, self.points)
+        _check_one_each("weights", weights, self.points)
+        if weights.dtype != self.points.dtype:
+            raise UserError(
+                f"weights are {weights.dtype} and points are {self.points.dtype}; "
+                "give both one dtype"
+            )
+        bad = weights <= 0
+        if bad.any():
+            i = int(torch.nonzero(bad)[0])
+            raise UserError(
+                f"weights must be positive, but weight {i} is {weights[i].item():g}; "
+                "leave out atoms without mass"
+            )
+        total = weights.double().sum().item()
+        if abs(total - 1) > 16 * len(weights) * torch.finfo(weights.dtype).eps:
+            raise UserError(
+                f"weights must sum to 1, but they sum to {total:.12g}; pass weights / weights.sum()"
+            )
         if self.positions is not None:
-            _check_positions(self.positions, self.points)
-        check_one_device("points", self.points, weights=self.weights, positions=self.positions)
+            _check_one_each("positions", self.positions, self.points)
+            low = self.positions.min().item()
+            high = self.positions.max().item()
+            if low < 0 or high > 1:
+                raise UserError(
+                    f"positions must lie in [0, 1], but they range from {low:g} to {high:g}; "
+                    "rescale them, only their order matters"
+                )
+        check_one_device("points", self.points, weights=weights, positions=self.positions)
 
     @staticmethod
     def uniform(X: Tensor, causal: bool = False) -> DiscreteMeasure:
@@ -188,37 +213,6 @@ def _check_one_each(name: str, x: Tensor, points: Tensor) -> None:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise UserError(f"{name} must be a tensor [{points.shape[0]}], one per point, got {got}")
     check_tensor(name, x)
-
-
-def _check_weights(weights: Tensor, points: Tensor) -> None:
-    _check_one_each("weights", weights, points)
-    if weights.dtype != points.dtype:
-        raise UserError(
-            f"weights are {weights.dtype} and points are {points.dtype}; give both one dtype"
-        )
-    bad = weights <= 0
-    if bad.any():
-        i = int(torch.nonzero(bad)[0])
-        raise UserError(
-            f"weights must be positive, but weight {i} is {weights[i].item():g}; "
-            "leave out atoms without mass"
-        )
-    total = weights.double().sum().item()
-    if abs(total - 1) > 16 * len(weights) * torch.finfo(weights.dtype).eps:
-        raise UserError(
-            f"weights must sum to 1, but they sum to {total:.12g}; pass weights / weights.sum()"
-        )
-
-
-def _check_positions(positions: Tensor, points: Tensor) -> None:
-    _check_one_each("positions", positions, points)
-    if (positions < 0).any() or (positions > 1).any():
-        low = positions.min().item()
-        high = positions.max().item()
-        raise UserError(
-            f"positions must lie in [0, 1], but they range from {low:g} to {high:g}; "
-            "rescale them, only their order matters"
-        )
 
 
 @entry_point

@@ -19,8 +19,8 @@ from lipscope.papers.claims import Claim, NotAvailable, Numbers
 from lipscope.papers.setting import Setting
 from lipscope.study.jobs import Outcome
 from lipscope.study.records import Description, Fingerprint, StudyHeader, record_of
+from lipscope.study.salvage import CLAIM
 from lipscope.study.store import Store
-from lipscope.study.validation import CLAIM
 
 PAGE = "reproduce.html"
 MISSING = "needs: "

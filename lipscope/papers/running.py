@@ -15,8 +15,8 @@ import torch
 
 from lipscope import UserError, __version__
 from lipscope._ambient import entry_point
+from lipscope._display import with_bar
 from lipscope._files import whole_file
-from lipscope._notebook_bar import with_bar
 from lipscope.papers import registry
 from lipscope.papers.claim_runs import (
     INFO,
@@ -34,9 +34,9 @@ from lipscope.papers.claims import PAPERS, Claim, Kind, Verdict
 from lipscope.papers.page import Entry, reproduction_html
 from lipscope.papers.quoted import QUOTED
 from lipscope.papers.setting import STAND_IN, TEXTS, TOKENIZER, Progress, Setting
-from lipscope.study.clusters import check_engine, open_engine
+from lipscope.study.engines import open_engine
+from lipscope.study.jobs import check_engine, check_shard
 from lipscope.study.run import run_jobs
-from lipscope.study.sharding import check_shard
 
 
 @dataclass(frozen=True)

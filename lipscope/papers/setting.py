@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lipscope import UserError
 from lipscope.models import embedded
-from lipscope.study.texts import read_file
+from lipscope.study.reading import read_file
 
 if TYPE_CHECKING:
     from lipscope.models.model import Model

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._checks import check_positive
+from lipscope._display import with_bar
 from lipscope._files import for_terminal
-from lipscope._notebook_bar import with_bar
 from lipscope._types import Around, Ball, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import explicit_inputs
@@ -39,14 +39,12 @@ from lipscope.models.loading import load
 from lipscope.models.model import Model
 from lipscope.probes.bounds import QUICK, for_one_sequence
 from lipscope.probes.token_target import AT_ONCE, layer_sigma
-from lipscope.study.clusters import check_engine
-from lipscope.study.probe import Place, Sigma
+from lipscope.study.jobs import check_engine, check_shard
+from lipscope.study.probe import Place, Sigma, threads_for
 from lipscope.study.reading import Text
 from lipscope.study.records import Row
 from lipscope.study.run import Progress, engine_for, gap_of, read_inputs, run
-from lipscope.study.sharding import check_shard
 from lipscope.study.study import Study
-from lipscope.study.work import threads_for
 
 PROBE = "attack: "
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._checks import check_positive
-from lipscope._notebook_bar import with_bar
+from lipscope._display import with_bar
 from lipscope._types import Ball, Point, UserError
 from lipscope.attack.ascent import Climb, ascend
 from lipscope.attack.constructions import regime
@@ -22,14 +22,12 @@ from lipscope.attention.layer import HeadsApart, SelfAttention
 from lipscope.attention.scores import Dot
 from lipscope.models.loading import load
 from lipscope.models.model import Model
-from lipscope.study.clusters import check_engine
-from lipscope.study.probe import Place, Sigma
+from lipscope.study.jobs import check_engine, check_shard
+from lipscope.study.probe import Place, Sigma, threads_for
 from lipscope.study.reading import Text
 from lipscope.study.records import Row
 from lipscope.study.run import Progress, engine_for, gap_of, read_inputs, run
-from lipscope.study.sharding import check_shard
 from lipscope.study.study import Study
-from lipscope.study.work import threads_for
 from lipscope.theorems.registry import REGISTRY, enclosing, evaluate, failed_hypothesis
 from lipscope.theorems.statement import NO_QUERY_BIAS
 

@@ -15,8 +15,8 @@ from lipscope.linalg.estimate import BatchEstimate, as_batch
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver, spectral_norm
 from lipscope.models.capture import RecordedCall, Tap
+from lipscope.models.maps import run_to
 from lipscope.models.model import Model
-from lipscope.models.running import run_to
 from lipscope.models.sites import Site, Survey
 
 AT_ONCE = 16

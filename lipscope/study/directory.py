@@ -312,7 +312,7 @@ def _without(part: str, entry: tuple[object, ...]) -> tuple[object, ...]:
 def _copied(old: sqlite3.Connection) -> sqlite3.Connection:
     """A study of the oldest schema in today's form, in memory."""
     # Late: it reads tables, which this file is for opening.
-    from lipscope.study.schema2 import copy_rows
+    from lipscope.study.salvage import copy_rows
 
     new = _fresh()
     copy_rows(old, new)

@@ -29,11 +29,10 @@ from lipscope.theorems.rounding import (
 )
 from lipscope.theorems.statement import (
     DISTANCE,
-    DOT,
     HEADS_APART,
     NO_ADDITIVE,
     NO_QUERY_BIAS,
-    NO_ROPE,
+    PLAIN_DOT,
     PLAIN_SCORES,
     SELF_SEEN,
     TWO_TOKENS,
@@ -190,9 +189,7 @@ RESIDUAL = (
 )
 L2_HYPOTHESES = (DISTANCE, PLAIN_SCORES, NO_ADDITIVE, TIED, SELF_SEEN, FACTORED)
 DOT_HYPOTHESES = (
-    DOT,
-    PLAIN_SCORES,
-    NO_ROPE,
+    *PLAIN_DOT,
     NO_ADDITIVE,
     NO_QUERY_BIAS,
     HEADS_APART,
@@ -203,8 +200,6 @@ DOT_HYPOTHESES = (
 BOUNDS = (
     Bound(
         name="Kim et al., L2 attention",
-        kind="upper",
-        norm="2",
         domain=(Ball, Everywhere),
         hypotheses=L2_HYPOTHESES,
         cite="kim2021",
@@ -214,7 +209,6 @@ BOUNDS = (
     ),
     Bound(
         name="Kim et al., L2 attention, largest coordinate",
-        kind="upper",
         norm="inf",
         domain=(Ball, Everywhere),
         hypotheses=L2_HYPOTHESES,
@@ -225,7 +219,6 @@ BOUNDS = (
     Bound(
         name="Kim et al., rate R^2",
         kind="lower",
-        norm="2",
         domain=Ball,
         hypotheses=DOT_HYPOTHESES,
         cite="kim2021",
@@ -237,7 +230,6 @@ BOUNDS = (
     Bound(
         name="Kim et al., no global constant",
         kind="lower",
-        norm="2",
         domain=Everywhere,
         hypotheses=DOT_HYPOTHESES,
         cite="kim2021",

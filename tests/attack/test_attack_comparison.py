@@ -6,21 +6,17 @@ import matplotlib
 import pytest
 import torch
 
-from benchmarks.adversarial_growth import growth_figure
 from benchmarks.attack_comparison import (
     DIRECTION,
     GRADIENT,
-    LOOKS,
     RANDOM,
     SHARES,
     TOKENS,
     Settings,
     Trial,
     compare_attacks,
-    comparison_figure,
     main,
     nearest_other,
-    texts_in,
 )
 from lipscope._types import UserError
 from lipscope.probes.token_target import TextReader, sentence_embedding
@@ -126,36 +122,3 @@ def test_the_script_prints_the_table_and_keeps_numbers_and_figure(tiny, texts, t
 def test_bad_input_is_told_in_a_line(model, lines, swaps, says):
     with pytest.raises(UserError, match=says):
         compare_attacks(model, lines.split("\n"), Settings(swaps, 8))
-
-
-def test_texts_are_lines(tmp_path):
-    (tmp_path / "texts.txt").write_text("one\n\n two \n")
-    assert texts_in(tmp_path / "texts.txt") == ["one", "two"]
-    with pytest.raises(UserError, match="cannot read"):
-        texts_in(tmp_path / "nothing.txt")
-
-
-def test_the_figure_has_a_line_for_every_attack_at_its_median():
-    trials = [
-        Trial(text, attack, budget, budget * (1 + text), budget * i, success=budget > 1)
-        for text in range(3)
-        for i, attack in enumerate(LOOKS, 1)
-        for budget in (0.1, 1, 2)
-        if attack != TOKENS or budget >= 1
-    ]
-    left, right = comparison_figure(trials).axes
-    assert [line.get_label() for line in left.get_lines()] == list(LOOKS)
-    for i, (line, share) in enumerate(zip(left.get_lines(), right.get_lines(), strict=True), 1):
-        budgets = [1, 2] if line.get_label() == TOKENS else [0.1, 1, 2]
-        assert line.get_xdata().tolist() == pytest.approx([2 * b for b in budgets])
-        assert line.get_ydata().tolist() == pytest.approx([i * b for b in budgets])
-        assert share.get_ydata().tolist() == [100 * (b > 1) for b in budgets]
-    assert left.get_xscale() == left.get_yscale() == "log" and "3 texts" in left.get_xlabel()
-
-
-def test_the_growth_has_a_curve_for_every_name():
-    curves = {"real": {8: 1.0, 16: 1.2}, "bound": {8: 30.0, 16: 42.0, 32: 60.0}}
-    (ax,) = growth_figure(curves, "a layer").axes
-    names = [line.get_label() for line in ax.get_lines()]
-    assert names == ["real", "bound", "slope 1/2"] and ax.get_title() == "a layer"
-    assert ax.get_lines()[1].get_ydata().tolist() == [30.0, 42.0, 60.0]

@@ -13,8 +13,8 @@ from lipscope.papers.registry import chosen
 from lipscope.papers.running import reproduce_papers
 from lipscope.papers.setting import Setting
 from lipscope.study.directory import FILE
+from lipscope.study.salvage import CLAIM
 from lipscope.study.store import Store
-from lipscope.study.validation import CLAIM
 from tests.papers.planted import claim
 
 

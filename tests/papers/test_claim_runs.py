@@ -13,7 +13,7 @@ from lipscope.papers.claims import NotAvailable
 from lipscope.papers.registry import claims
 from lipscope.papers.running import reproduce_papers
 from lipscope.papers.setting import Setting
-from lipscope.study.merging import merge
+from lipscope.study.study import merge_directories as merge
 from tests.papers.planted import claim
 
 pytestmark = pytest.mark.timeout(600)

@@ -19,8 +19,8 @@ from lipscope.linalg.spectral import spectral_norm
 from lipscope.models.loading import load
 from lipscope.probes.attack import KINDS, PROBE, TOKEN_SEARCHES, AttackPlan, attack_model
 from lipscope.probes.token_target import layer_sigma, output_change
-from lipscope.study.merging import merge
 from lipscope.study.study import Study
+from lipscope.study.study import merge_directories as merge
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

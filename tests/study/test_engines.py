@@ -7,15 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lipscope._types import UserError
-from lipscope.study.clusters import open_engine
-from lipscope.study.engines import Engine, SchedulerLostError, _Queue, _Worker
-from lipscope.study.jobs import Job, run_in_process
+from lipscope.study.engines import Engine, SchedulerLostError, _Queue, _Worker, open_engine
+from lipscope.study.jobs import Job
 from tests.study.fakes import (
     Start,
     answer,
@@ -36,29 +34,14 @@ def engine():
         yield opened
 
 
-@pytest.fixture(params=["in process", "workers"])
-def run(request, tmp_path):
-    start = Start(tmp_path)
-    if request.param == "in process":
-        return partial(run_in_process, start(1))
-    return partial(request.getfixturevalue("engine").run, start)
-
-
-def test_every_job_has_one_outcome(run):
-    todo = jobs(10)
-    assert sorted(run(todo)) == sorted(answer(job) for job in todo)
-
-
-def test_an_exception_is_the_result_of_its_job_alone(run):
+def test_every_job_has_one_outcome_and_an_exception_is_that_of_its_job(engine, tmp_path):
     todo = jobs(4)
     bad = Job(8, (0,), -2, ("attention",), ())
-    outcomes = {outcome.job: outcome for outcome in run([*todo[:2], bad, *todo[2:]])}
+    found = engine.run(Start(tmp_path), [*todo[:2], bad, *todo[2:]])
+    outcomes = {outcome.job: outcome for outcome in found}
     assert outcomes.pop(bad).failure == "RuntimeError: this job\ncannot be done"
     assert outcomes == {job: answer(job) for job in todo}
-
-
-def test_no_jobs_no_work(run):
-    assert list(run([])) == []
+    assert list(engine.run(Start(tmp_path), [])) == []
 
 
 @pytest.mark.wide

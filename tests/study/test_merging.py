@@ -8,12 +8,11 @@ import pytest
 from lipscope._types import UserError
 from lipscope.cli import main
 from lipscope.study.directory import FILE
-from lipscope.study.jobs import Command, Request
-from lipscope.study.merging import join, merge
-from lipscope.study.sharding import Shard
+from lipscope.study.jobs import Command, Request, Shard
+from lipscope.study.salvage import INFO
 from lipscope.study.store import Store
-from lipscope.study.study import Study
-from lipscope.study.validation import INFO
+from lipscope.study.study import Study, join
+from lipscope.study.study import merge_directories as merge
 from tests.study.fakes import ABOUT, answer, info, row
 from tests.study.printed import exported
 

@@ -20,9 +20,8 @@ from lipscope.linalg.local import local_lipschitz
 from lipscope.models._transformers_internals import random_model
 from lipscope.models.loading import load
 from lipscope.study import reading
-from lipscope.study.reading import SampledText, offset, read
+from lipscope.study.reading import SampledText, TextColumn, offset, read
 from lipscope.study.run import measure
-from lipscope.study.texts import TextColumn
 from tests.models.small import small_configs
 
 WINDOWS: dict[str, Any] = {"lengths": (4, 8), "samples": 2}

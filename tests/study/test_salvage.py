@@ -11,8 +11,8 @@ from lipscope._types import UserError
 from lipscope.study import salvage
 from lipscope.study.directory import FILE
 from lipscope.study.records import SampleTokens
+from lipscope.study.salvage import ABOUT, NORMS
 from lipscope.study.store import Store, _stored, damage
-from lipscope.study.validation import ABOUT, NORMS
 from tests.study.fakes import info, row, sensitivity
 
 

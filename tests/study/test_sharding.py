@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipscope._types import UserError
-from lipscope.study.jobs import Job, Request, grouped
-from lipscope.study.sharding import Shard, check_shard, parse_shard
+from lipscope.study.jobs import Job, Request, Shard, check_shard, grouped, parse_shard
 
 REQUEST = Request(
     groups=grouped([(n, sample) for n in (4, 100, 600) for sample in range(7)]),
@@ -46,7 +45,7 @@ def test_shards_are_about_equal_and_the_same_in_every_process():
     # 2,400 jobs in 8 shards: 300 each, with a standard deviation of 16.
     assert sum(sizes.values()) == 2400 and all(220 < size < 380 for size in sizes.values())
     code = (
-        "from lipscope.study.jobs import Job; from lipscope.study.sharding import Shard;"
+        "from lipscope.study.jobs import Job; from lipscope.study.jobs import Shard;"
         "job = Job(8, (0,), 3, ('model',), ());"
         "print([k for k in range(1, 100) if Shard(k, 99).has(job.place)])"
     )

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from lipscope.study.jobs import Command, Request
 from lipscope.study.records import COLUMNS, Row, SampleTokens, Sensitivity
-from lipscope.study.salvage import record_checksum
+from lipscope.study.salvage import MOST_PLACES, MOST_TOKENS, record_checksum
 from lipscope.study.store import Store
-from lipscope.study.validation import MOST_PLACES, MOST_TOKENS
 from tests.study.fakes import info, row
 
 # Every character, lone surrogates and NUL included.

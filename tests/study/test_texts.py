@@ -8,7 +8,7 @@ import pytest
 import lipscope as ls
 from lipscope.cli import main
 from lipscope.papers.charlm import train_character_model
-from lipscope.study.texts import Prose, TextColumn, content
+from lipscope.study.reading import Prose, TextColumn, content
 from tests.study.tiny import PROSE
 
 

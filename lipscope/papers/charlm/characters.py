@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope import UserError
 from lipscope.papers.setting import TEXTS, Setting
-from lipscope.study.texts import content
+from lipscope.study.reading import content
 
 HELD_OUT = 10
 """The last 1/HELD_OUT of a text is for testing."""

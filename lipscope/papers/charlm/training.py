@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from lipscope import UserError
 from lipscope._ambient import entry_point, float32_by_default
 from lipscope._checks import usable_device
+from lipscope._display import with_bar
 from lipscope._files import claim_folder
-from lipscope._notebook_bar import with_bar
 from lipscope.linalg.golub_kahan import memory_of
 from lipscope.linalg.local import local_lipschitz
 from lipscope.linalg.spectral import Solver

@@ -21,7 +21,7 @@ from scipy.special import ndtri
 from torch import Tensor, nn
 
 from lipscope._ambient import entry_point
-from lipscope._notebook_bar import with_bar
+from lipscope._display import with_bar
 from lipscope._types import UserError
 from lipscope.models.loading import load
 from lipscope.models.model_files import on_one_line
@@ -44,7 +44,7 @@ from lipscope.probes.budget.subject import (
     with_layers,
 )
 from lipscope.probes.budget.tracing import batches, is_float
-from lipscope.study.frames import data_frame
+from lipscope.study.records import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd

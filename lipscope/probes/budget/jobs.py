@@ -27,6 +27,7 @@ from lipscope.probes.budget.result import BudgetRow, ErrorBudget
 from lipscope.probes.budget.sites import ErrorSite
 from lipscope.probes.budget.subject import Subject
 from lipscope.study.jobs import WHOLE_MODEL
+from lipscope.study.probe import NUMERIC_VERSION, config_digest
 from lipscope.study.records import (
     BUDGET,
     OBSERVED,
@@ -38,7 +39,6 @@ from lipscope.study.records import (
 from lipscope.study.run import describe
 from lipscope.study.store import Kept, Store
 from lipscope.study.study import Study
-from lipscope.study.work import NUMERIC_VERSION, config_digest
 
 if TYPE_CHECKING:
     from lipscope.probes.budget.comparing import Tolerance

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lipscope._ambient import entry_point
-from lipscope._notebook_bar import with_bar
+from lipscope._display import with_bar
 from lipscope._types import UserError
 from lipscope.models.model import Card
 from lipscope.probes.budget.comparing import FALSE_ALARMS, state_tolerance
@@ -62,14 +62,12 @@ from lipscope.probes.budget.subject import (
 )
 from lipscope.probes.budget.tracing import batches
 from lipscope.probes.budget.worst import worst_cases
-from lipscope.study.clusters import check_engine
-from lipscope.study.jobs import Command, Outcome, Request
+from lipscope.study.jobs import Command, Outcome, Request, check_engine, check_shard
+from lipscope.study.probe import load_same, portable
 from lipscope.study.reading import text_option
 from lipscope.study.records import BUDGET, WORST_CASE, Fingerprint, Row
 from lipscope.study.run import OpenEngine, command_line, engine_for, run_jobs
-from lipscope.study.sharding import check_shard
 from lipscope.study.store import Kept, Store
-from lipscope.study.work import load_same, portable
 
 PROBES = 16
 

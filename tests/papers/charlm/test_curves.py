@@ -17,7 +17,7 @@ from lipscope.papers.charlm.files import (
 )
 from lipscope.papers.charlm.training import CurvePoint
 from lipscope.report.figures import draw_readings
-from lipscope.train.sigma_table import Reading
+from lipscope.train.monitor import Reading
 
 CURVE = [
     CurvePoint(0, math.nan, 3.5, (1.25, 2.5)),
