@@ -9,8 +9,8 @@ import torch
 
 import lipscope as ls
 from lipscope.linalg.certificate import polynomial_bound, smallest_overlap
-from lipscope.linalg.operator import dense_operator
 from lipscope.linalg.spectral import Run
+from tests.checks import dense_operator
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 50, 10_000])

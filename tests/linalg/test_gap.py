@@ -18,7 +18,8 @@ from lipscope.linalg.certificate import (
     smallest_overlap,
 )
 from lipscope.linalg.golub_kahan import GolubKahan
-from lipscope.linalg.operator import Rounding, dense_operator
+from lipscope.linalg.operator import Rounding
+from tests.checks import dense_operator
 
 SIZE = 1200
 
