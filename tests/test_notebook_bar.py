@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 import lipscope as ls
 from lipscope._display import with_bar
 from lipscope.papers.charlm import train_character_model
-from tests.test_notebooks import ROOT
+from tests.test_docs import ROOT
 
 
 class Bar:
