@@ -95,7 +95,7 @@ class Unkeepable(torch.Tensor):
 model = in_place(Small())
 monitor = ls.SmoothnessMonitor(model, ["l2"], every=1)
 (entry,) = monitor.watch._entries
-entry._keep(model, (batches(1)[0].as_subclass(Unkeepable),), {})
+entry._last(model, (batches(1)[0].as_subclass(Unkeepable),), {})
 with warnings.catch_warnings(record=True) as letters:
     warnings.simplefilter("always")
     (reading,) = monitor.step()
