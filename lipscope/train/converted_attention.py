@@ -14,8 +14,7 @@ from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, default_scale
 from lipscope.nn.attention_layer import AttentionLayer, CosineSelfAttention
 from lipscope.nn.contractive import ATTENTIONS, make_contractive
-from lipscope.nn.l2_attention import L2SelfAttention
-from lipscope.nn.l2_constants import value_factors
+from lipscope.nn.l2_attention import L2SelfAttention, value_factors
 from lipscope.train.recording import real_tokens
 
 SMALLEST = 1e-2
