@@ -24,7 +24,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.dynamics.particles import velocity_of
-from lipscope.dynamics.presets import PRESETS, layer_of, tokens_of
+from lipscope.dynamics.simulation import PRESETS, layer_of, tokens_of
 
 ROUNDS = 3
 STAGES = 6

@@ -82,7 +82,7 @@ def row(layer: int, head: int, n: int, sample: int) -> Row:
 
 
 def seconds(*command: str) -> float:
-    words = [sys.executable, "-m", "lipscope.cli", *command]
+    words = [sys.executable, "-m", "lipscope", *command]
     began = time.perf_counter()
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began

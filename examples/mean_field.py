@@ -24,9 +24,8 @@ from rich.progress import track
 
 import lipscope as ls
 from lipscope.linalg.estimate import as_single
-from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.duplication import MapGain, splitting_map, splitting_table
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, derivative
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound, w2_bound_geshkovski2023
 from lipscope.report import figures
 from lipscope.report.palette import colour, series

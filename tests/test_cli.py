@@ -195,7 +195,7 @@ def test_text_from_stdin(tiny, text, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "lipscope.cli",
+        "lipscope",
         "measure",
         tiny,
         "--text",
@@ -233,7 +233,7 @@ def test_ctrl_c_says_how_to_go_on(tiny, text, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "lipscope.cli",
+        "lipscope",
         "measure",
         tiny,
         "--text",

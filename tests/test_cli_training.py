@@ -272,7 +272,7 @@ def test_kills_of_the_whole_command_change_no_bit(tmp_path, text):
     command = [
         sys.executable,
         "-m",
-        "lipscope.cli",
+        "lipscope",
         "train",
         "--text",
         text,

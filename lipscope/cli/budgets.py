@@ -7,24 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lipscope.cli.options import (
-    AsJson,
-    Cluster,
-    Column,
-    Device,
-    Dtype,
-    ModelName,
-    Quiet,
-    RandomInit,
-    Revision,
-    Seed,
-    ShardOption,
-    StudyOut,
-    Texts,
-    Tokenizer,
-    Workers,
-    check_parallel,
-)
+from lipscope.cli import options as opt
 from lipscope.cli.studies import write_page
 from lipscope.cli.terminal import ExitCode, progress, read_texts, show_json, show_table, tell
 
@@ -34,9 +17,9 @@ Probes = Annotated[int, typer.Option(help="Backward passes per sequence.")]
 
 
 def budget(
-    model: ModelName = None,
-    text: Texts = None,
-    column: Column = None,
+    model: opt.ModelName = None,
+    text: opt.Texts = None,
+    column: opt.Column = None,
     format: Annotated[
         str,
         typer.Option(help="Some of bf16, fp16, int8, int4:32, fp8, w8a8, kv8, kv4, by commas."),
@@ -55,24 +38,24 @@ def budget(
         bool,
         typer.Option("--worst", help="Bound σ after every site, for the worst case. Takes long."),
     ] = False,
-    random_init: RandomInit = None,
-    tokenizer: Tokenizer = None,
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = "float64",
-    seed: Seed = 0,
-    workers: Workers = 1,
-    cluster: Cluster = None,
-    shard: ShardOption = None,
-    out: StudyOut = None,
+    random_init: opt.RandomInit = None,
+    tokenizer: opt.Tokenizer = None,
+    revision: opt.Revision = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "float64",
+    seed: opt.Seed = 0,
+    workers: opt.Workers = 1,
+    cluster: opt.Cluster = None,
+    shard: opt.ShardOption = None,
+    out: opt.StudyOut = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all rows as CSV.")] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Predict what low precision costs, and which layers and heads it comes from."""
     words: Any = read_texts(text, column, quiet)
     with progress("propagating", quiet=quiet) as report:
-        part = check_parallel(workers, cluster, shard)
+        engine = opt.parallel(workers, cluster, shard)
         from lipscope.models.loading import load, load_language_model
         from lipscope.probes.budget.formats import read_formats
         from lipscope.probes.budget.metrics import read_metric
@@ -100,9 +83,7 @@ def budget(
             embeddings=embeddings,
             worst=worst,
             seed=seed,
-            workers=workers,
-            cluster=cluster,
-            shard=part,
+            **engine,
             out=out,
             progress=report,
         )
@@ -129,21 +110,21 @@ def check(
             help="Model id, directory, or file of hidden states (.safetensors, .npz).",
         ),
     ],
-    text: Texts = None,
-    column: Column = None,
+    text: opt.Texts = None,
+    column: opt.Column = None,
     format: Annotated[
         str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="of the file, or bf16")
     ] = None,
     probes: Probes = 8,
     length: Length = 128,
     samples: Samples = 4,
-    random_init: RandomInit = None,
-    tokenizer: Tokenizer = None,
-    device: Device = None,
-    dtype: Dtype = "float64",
-    seed: Seed = 0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    random_init: opt.RandomInit = None,
+    tokenizer: opt.Tokenizer = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "float64",
+    seed: opt.Seed = 0,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Check whether rounding explains how B differs from A; exit code 1 if it does not.
 
@@ -154,8 +135,7 @@ def check(
     words: Any = read_texts(text, column, quiet)
     with progress("comparing", quiet=quiet) as report:
         from lipscope.models.loading import load
-        from lipscope.probes.budget.comparing import check_format, check_run
-        from lipscope.probes.budget.recorded import recorded_path
+        from lipscope.probes.budget.comparing import check_format, check_run, recorded_path
         from lipscope.report.budgets import comparison_table
 
         check_format(format)  # before a model is loaded, which may take a while

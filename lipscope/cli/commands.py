@@ -16,12 +16,11 @@ import typer
 from lipscope import __version__
 from lipscope._types import UserError
 from lipscope.cli import (
-    audits,
     budgets,
-    comparing,
+    doctor,
     interruption,
+    measuring,
     reproducing,
-    scaling,
     simulating,
     studies,
     training,
@@ -34,22 +33,22 @@ app = typer.Typer(
     epilog="Exit codes: 0 done; 1 the answer is no (a threshold, a check); 2 bad input; "
     "3 some rows failed or were lost; 130, 143 interrupted.",
 )
-app.command(cls=studies.MeasureCommand)(studies.measure)
+app.command(cls=measuring.MeasureCommand)(measuring.measure)
 app.command(cls=simulating.SimulateCommand)(simulating.simulate)
 for command in (
     studies.show,
     studies.report,
-    comparing.compare,
+    studies.compare,
     studies.export,
-    scaling.merge,
-    scaling.sweep,
-    audits.bounds,
-    audits.attack,
+    studies.merge,
+    studies.sweep,
+    measuring.bounds,
+    measuring.attack,
     budgets.budget,
     budgets.check,
     reproducing.reproduce,
     training.train,
-    studies.doctor,
+    doctor.doctor,
 ):
     app.command()(command)
 
@@ -66,7 +65,6 @@ def root(
 
 PLAIN = {"σ": "sigma", "α": "alpha", "ᵅ": "^alpha", "→": "->", "…": "...", "“": '"', "”": '"'}
 """What a terminal that has no such character is shown in its place."""
-
 
 REPORTING = {"lipscope", "transformers", "torch", "importlib", "typer", "click"}
 """Packages that load others, and report what fails there."""

@@ -1,4 +1,4 @@
-"""The environment: versions, device, caches; and whether a study is damaged."""
+"""The command `doctor`: versions, device and caches; or whether a study is damaged."""
 
 from __future__ import annotations
 
@@ -7,32 +7,45 @@ import platform
 import warnings
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from lipscope import __version__
 from lipscope._files import for_terminal, kind_of
 from lipscope._types import UserError
+from lipscope.cli import options as opt
+from lipscope.cli.terminal import ExitCode, show_json
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "scipy",
-    "pandas",
-    "pyarrow",
-    "triton",
-)
-
-
+NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy")
+OPTIONAL = ("pandas", "pyarrow", "triton")
 LOADED_BY_TRANSFORMERS = ("torchvision", "torchaudio")
 """Optional packages without which transformers works, unless they are installed and broken."""
 
 
+def doctor(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="A study to check for damage.")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Write what is intact to DIR.repaired.")
+    ] = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Print versions, the device, and whether models can be downloaded; or check a study."""
+    if directory is not None:
+        return check_study(directory, repair)
+    if repair:
+        raise UserError("--repair needs the directory of a study: lipscope doctor DIR --repair")
+    found = report()
+    if as_json:
+        return show_json(found)
+    for name, value in found.items():
+        typer.echo(f"{name:<14} {value}")
+
+
 def report() -> dict[str, str]:
-    """Everything a bug report should contain, by name."""
+    """Collect everything a bug report should contain, by name."""
     import torch
     from huggingface_hub import constants, is_offline_mode
 
@@ -40,7 +53,7 @@ def report() -> dict[str, str]:
     return {
         "lipscope": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        **{name: _version(name) for name in PACKAGES},
+        **{name: _version(name) for name in (*NEEDED, *OPTIONAL)},
         **{name: _loaded(name) for name in LOADED_BY_TRANSFORMERS},
         "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "cuda": ", ".join(devices) or "none",
@@ -50,16 +63,8 @@ def report() -> dict[str, str]:
     }
 
 
-def check_study(directory: Path, repair: bool) -> bool:
-    """Read all of a study, print what is lost, and write the rest to DIR.repaired if asked to.
-
-    Args:
-        directory: The study, which is never written to.
-        repair: Whether to write a copy.
-
-    Returns:
-        Whether the study is intact.
-    """
+def check_study(directory: Path, repair: bool) -> None:
+    """Read all of a study, print what is lost, and write the rest to DIR.repaired if asked to."""
     from lipscope.study.store import content
     from lipscope.study.study import DamageWarning, Study, copy_study
 
@@ -77,7 +82,8 @@ def check_study(directory: Path, repair: bool) -> bool:
             raise UserError(f"{copy} is a link, which --repair does not follow; remove it")
         copy_study(study, copy)
         typer.echo(for_terminal(f"{'what is intact' if lost else 'a copy'} is in {copy}"))
-    return not lost
+    if lost:
+        raise typer.Exit(ExitCode.INCOMPLETE)
 
 
 def _version(name: str) -> str:

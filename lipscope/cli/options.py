@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,11 +57,11 @@ ShardOption = Annotated[
 ]
 
 
-def check_parallel(workers: int, cluster: str | None, shard: str | None) -> tuple[int, int] | None:
-    """Check these options before a model is loaded; the shard as numbers."""
-    from lipscope.study.clusters import check_engine
-    from lipscope.study.sharding import parse_shard
+def parallel(workers: int, cluster: str | None, shard: str | None) -> dict[str, Any]:
+    """Check these options before a model is loaded; return them with the shard as numbers."""
+    from lipscope.study.jobs import check_engine, parse_shard
 
     check_engine(workers, cluster)
     part = None if shard is None else parse_shard(shard)
-    return None if part is None else (part.number, part.count)
+    numbers = None if part is None else (part.number, part.count)
+    return {"workers": workers, "cluster": cluster, "shard": numbers}

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipscope.cli.options import (
-    AsJson,
-    Cluster,
-    Quiet,
-    Seed,
-    ShardOption,
-    Workers,
-    check_parallel,
-)
+from lipscope.cli import options as opt
 from lipscope.cli.terminal import ExitCode, progress, show_json, warn
 
 if TYPE_CHECKING:
@@ -39,16 +32,16 @@ def reproduce(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Run each claim in seconds.")] = False,
     device: Annotated[str, typer.Option(help="Device for large runs, for example cuda.")] = "cpu",
-    seed: Seed = 0,
-    workers: Workers = 1,
-    cluster: Cluster = None,
-    shard: ShardOption = None,
+    seed: opt.Seed = 0,
+    workers: opt.Workers = 1,
+    cluster: opt.Cluster = None,
+    shard: opt.ShardOption = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Directory for numbers and page; rerun to resume."),
     ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Test the claims of the two papers and give a verdict on each.
 
@@ -56,43 +49,36 @@ def reproduce(
     """
     names = None if only is None else only.split(",")
     with progress("reproducing", quiet=quiet or list_claims) as report:
-        from lipscope.papers.registry import chosen
-        from lipscope.papers.running import reproduce_papers
+        from lipscope.papers.running import chosen, reproduce_papers
 
         listed = chosen(paper, names)
-        part = check_parallel(workers, cluster, shard)
-        outcomes = (
-            []
-            if list_claims
-            else reproduce_papers(
-                paper,
-                names,
-                models=models,
-                texts=text_dir,
-                quick=quick,
-                device=device,
-                seed=seed,
-                workers=workers,
-                cluster=cluster,
-                shard=part,
-                out=out,
-                progress=report,
-            )
-        )
-    if list_claims:
-        if as_json:
-            fields = ("id", "paper", "says", "needs")
-            show_json([{name: getattr(claim, name) for name in fields} for claim in listed])
-        elif not quiet:
-            for claim in listed:
+        engine = opt.parallel(workers, cluster, shard)
+        if list_claims:
+            if as_json:
+                fields = ("id", "paper", "says", "needs")
+                show_json([{name: getattr(claim, name) for name in fields} for claim in listed])
+            for claim in () if as_json or quiet else listed:
                 typer.echo(f"{claim.id:<4} {claim.paper:<10}  {claim.says}  [{claim.needs}]")
-        return
+            return
+        outcomes = reproduce_papers(
+            paper,
+            names,
+            models=models,
+            texts=text_dir,
+            quick=quick,
+            device=device,
+            seed=seed,
+            **engine,
+            out=out,
+            progress=report,
+        )
     if as_json:
         show_json([one.as_dict() for one in outcomes])
     elif not quiet:
         for one in outcomes:
             typer.echo(_line(one))
-        typer.echo(_counts(outcomes))
+        counts = Counter(one.word for one in outcomes)
+        typer.echo(", ".join(f"{word} {count}" for word, count in sorted(counts.items())))
         if out is not None:
             typer.echo(f"The page: {out / 'reproduce.html'}")
     failed = [one.claim.id for one in outcomes if one.verdict is None]
@@ -110,10 +96,3 @@ def _line(one: Outcome) -> str:
     between = "" if found is None else f"  [{found[0]:.3g}, {found[1]:.3g}]"
     reason = one.error if verdict is None else verdict.reason
     return for_terminal(f"{one.claim.id:<4} {one.word:<20} {one.claim.says}{between}  {reason}")
-
-
-def _counts(outcomes: list[Outcome]) -> str:
-    counts: dict[str, int] = {}
-    for one in outcomes:
-        counts[one.word] = counts.get(one.word, 0) + 1
-    return ", ".join(f"{word} {count}" for word, count in sorted(counts.items()))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from lipscope.cli.options import AsJson, Quiet
+from lipscope.cli import options as opt
 from lipscope.cli.terminal import progress, show_json, show_table
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class SimulateCommand(TyperCommand):
     """Appends the table of presets to the help text."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from lipscope.dynamics.presets import PRESETS
+        from lipscope.dynamics.simulation import PRESETS
 
         super().format_help(ctx, formatter)
         typer.echo(" Presets\n")
@@ -51,8 +51,8 @@ def simulate(
             metavar="DIR", help="Directory to write to.", show_default="simulation-PRESET"
         ),
     ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Simulate tokens flowing through infinitely many layers; write a figure and its numbers."""
     with progress("simulating", quiet) as report:

@@ -1,185 +1,37 @@
-"""The commands around a study: `measure`, `show`, `report`, `export`; and `doctor`."""
+"""The commands on saved studies: `show`, `report`, `export`, `compare`, `merge` and `sweep`."""
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from lipscope._types import UserError
-from lipscope.cli.options import (
-    AsJson,
-    Cluster,
-    Column,
-    Device,
-    Dtype,
-    Layers,
-    ModelName,
-    Quiet,
-    RandomInit,
-    Revision,
-    Seed,
-    ShardOption,
-    StudyDirectory,
-    StudyOut,
-    Texts,
-    Tokenizer,
-    Workers,
-    check_parallel,
-)
-from lipscope.cli.terminal import (
-    ExitCode,
-    numbers,
-    progress,
-    read_texts,
-    show_json,
-    show_table,
-    tell,
-)
-from lipscope.cli.torchrun import on_ranks
+from lipscope.cli import options as opt
+from lipscope.cli.terminal import ExitCode, progress, show_json, show_table, tell, warn
 
 if TYPE_CHECKING:
     from lipscope.study.study import Study
 
 REPORT = "report.html"
-COMPARISON = "comparison.html"
+COMPARISON = Path("comparison.html")
 
 
-class MeasureCommand(TyperCommand):
-    """Appends the table of scopes and their formulas to the help text."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        from lipscope.models.scopes import SCOPES
-
-        super().format_help(ctx, formatter)
-        typer.echo(" Scopes: the map f whose constant is measured at X, one token per row.\n")
-        for name, scope in SCOPES.items():
-            typer.echo(f"   {name:<10} {scope.formula}\n{'':<14}{scope.description}")
-
-
-@on_ranks
-def measure(
-    model: ModelName = None,
-    text: Texts = None,
-    column: Column = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens per sample.", show_default="8,16,...,256")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Samples per length.")] = 3,
-    layers: Layers = None,
-    heads: Annotated[
-        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
-    ] = None,
-    scope: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Map to measure, listed below; repeatable.", show_default="heads, attention"
-        ),
-    ] = None,
-    random_init: RandomInit = None,
-    special_tokens: Annotated[
-        bool, typer.Option("--special-tokens", help="Add special tokens to samples.")
-    ] = False,
-    tokenizer: Tokenizer = None,
-    revision: Revision = None,
-    tol: Annotated[float, typer.Option(help="Relative residual at which the solver stops.")] = 1e-6,
-    gap: Annotated[
-        float | None,
-        typer.Option(
-            help="Iterate until upper / lower - 1 is at most this: 0.1 by default in float64; "
-            "inf takes bounds as they come."
-        ),
-    ] = None,
-    device: Device = None,
-    dtype: Dtype = "float64",
-    seed: Seed = 0,
-    workers: Workers = 1,
-    cluster: Cluster = None,
-    shard: ShardOption = None,
-    out: StudyOut = None,
-    no_report: Annotated[
-        bool, typer.Option("--no-report", help="Write no report.html beside the study.")
-    ] = False,
-    fail_above: Annotated[
-        float | None, typer.Option(metavar="X", help="Exit with 1 if a measured σ is above X.")
-    ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure how smooth every attention layer of a model is, and how that changes with length."""
-    if fail_above is not None and not fail_above > 0:  # negated: NaN is no threshold either
-        raise UserError(f"--fail-above takes a positive number, got {fail_above}")
-    sizes = numbers("lengths", lengths)
-    where = numbers("layers", layers)
-    which = numbers("heads", heads)
-    words = read_texts(text, column, quiet)
-    with progress(quiet=quiet) as report:
-        part = check_parallel(workers, cluster, shard)  # before a model is loaded
-        from lipscope.models.loading import load
-        from lipscope.study.run import measure as run
-
-        study = run(
-            load(
-                model,
-                tokenizer,
-                dtype=dtype,
-                device=device,
-                revision=revision,
-                random_init=random_init,
-            ),
-            words,
-            sizes,
-            samples,
-            where,
-            which,
-            scope or ("heads", "attention"),
-            tol=tol,
-            gap=gap,
-            seed=seed,
-            workers=workers,
-            cluster=cluster,
-            shard=part,
-            out=out,
-            special_tokens=special_tokens,
-            progress=report,
-        )
-    _print(study, as_json, quiet)
-    # After the table: a failure to draw must not hide the numbers.
-    if out is not None and not no_report:
-        _write_report(study, out / REPORT, quiet=quiet)
-    above = [row for row in study.sigma if row.value > (fail_above or math.inf)]
-    if above:
-        worst = max(above, key=lambda row: row.value)
-        where_it_is = "the whole model" if worst.layer is None else f"layer {worst.layer}"
-        tell(
-            f"{len(above)} of {len(study.sigma)} measured σ are above {fail_above:g}; the largest "
-            f"is {worst.value:.4g}, of {where_it_is} ({worst.scope}) at n = {worst.n}",
-            0,
-        )
-        raise typer.Exit(ExitCode.ANSWER_IS_NO)
-    if fail_above is not None and (study.failed or not study.sigma):
-        missing = f"{len(study.failed)} rows have no value" if study.failed else "the part is empty"
-        measured = "not everything" if study.sigma else "nothing"
-        tell(f"{measured} was measured ({missing}), so --fail-above has no answer", 0)
-        raise typer.Exit(ExitCode.INCOMPLETE)
-    if any(row.status == "failed" for row in study.failed):
-        raise typer.Exit(ExitCode.INCOMPLETE)
-
-
-def show(directory: StudyDirectory, as_json: AsJson = False) -> None:
+def show(directory: opt.StudyDirectory, as_json: opt.AsJson = False) -> None:
     """Print a study again."""
     study = _open(directory)
-    _print(study, as_json)
-    _end_damaged(study)
+    print_study(study, as_json)
+    _end([study.damage])
 
 
 def report(
-    directory: StudyDirectory,
+    directory: opt.StudyDirectory,
     other: Annotated[
         Path | None, typer.Argument(metavar="[DIR2]", help="A second study, shown as reference.")
     ] = None,
@@ -187,7 +39,7 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="File to write.", show_default="DIR/report.html"),
     ] = None,
-    quiet: Quiet = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write a study as one self-contained HTML page, with another one as reference.
 
@@ -195,18 +47,13 @@ def report(
     """
     study = _open(directory)
     against = None if other is None else _open(other)
-    _write_report(
-        study,
-        out or directory / (REPORT if against is None else COMPARISON),
-        against,
-        quiet,
-        typed=out is not None,
-    )
-    _end_damaged(study, against)
+    path = out or directory / (REPORT if against is None else COMPARISON)
+    save_page(study, path, against, quiet, typed=out is not None)
+    _end([study.damage, "" if against is None else against.damage])
 
 
 def export(
-    directory: StudyDirectory,
+    directory: opt.StudyDirectory,
     file: Annotated[
         Path | None, typer.Argument(help="File to write.", show_default="stdout")
     ] = None,
@@ -228,48 +75,121 @@ def export(
         write_csv(study, sys.stdout, tokens)
     else:
         write_file(study, file, "parquet" if parquet else "csv", tokens)
-    _end_damaged(study)
+    _end([study.damage])
 
 
-def doctor(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="A study to check for damage.")
-    ] = None,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Write what is intact to DIR.repaired.")
-    ] = False,
-    as_json: AsJson = False,
+def compare(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Directories that `measure --out` wrote."),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Page to write.", show_default=str(COMPARISON))
+    ] = COMPARISON,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
-    """Print versions, the device, and whether models can be downloaded; or check a study."""
-    from lipscope.cli.doctor import check_study, report
+    """Compare studies: what differs, how sigma grows in each, and where they part most."""
+    from lipscope.report.comparison import compare as find
+    from lipscope.report.comparison import comparison_table, digest
+    from lipscope.report.comparison_page import MOST, comparison_html
+    from lipscope.report.document import write
 
-    if directory is not None:
-        if not check_study(directory, repair):
-            raise typer.Exit(ExitCode.INCOMPLETE)
-        return
-    if repair:
-        raise UserError("--repair needs the directory of a study: lipscope doctor DIR --repair")
+    digests = []
+    damaged = []
+    for each in directories:
+        # One study at a time: a thousand of them do not fit into memory with all their rows.
+        study = _open(each)
+        digests.append(digest(study, cells=len(directories) <= MOST))
+        damaged.append(study.damage)
+        study.close()
+    found = find(digests)
     if as_json:
-        show_json(report())
-        return
-    for name, value in report().items():
-        typer.echo(f"{name:<14} {value}")
+        show_json(found.as_dict())
+    else:
+        show_table(comparison_table(found), quiet)
+    write(comparison_html(digests), out, typed=out != COMPARISON)
+    if not quiet:
+        tell(f"the comparison is in {out}", 0)
+    _end(damaged)
+
+
+def merge(
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="Directory to write to; new, or of an earlier merge."),
+    ],
+    parts: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Parts of one study, in any order.")
+    ],
+    quiet: opt.Quiet = False,
+) -> None:
+    """Join parts of one study, as `measure --shard` writes them."""
+    from lipscope.study.study import merge_directories as join
+
+    found = join(out, parts)
+    if not quiet:
+        tell(f"{found.content} are in {out}", 0)
+    if found.disputed and not quiet:
+        warn(
+            f"{found.disputed} rows were measured more than once, with different results; one of "
+            "each was kept"
+        )
+    _end(found.damaged)
+
+
+def sweep(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="TOML file: models, texts and settings.")
+    ],
+    workers: opt.Workers = 1,
+    cluster: opt.Cluster = None,
+    shard: opt.ShardOption = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Measure models x texts x settings, one study each; rerun to resume."""
+    with progress(quiet=quiet) as report:
+        from lipscope.study.engines import open_engine
+        from lipscope.study.jobs import check_engine, parse_shard
+        from lipscope.study.run import Progress
+        from lipscope.study.sweep import Entry, read_sweep
+
+        check_engine(workers, cluster)
+        wanted = read_sweep(file)
+        if shard is not None:
+            wanted = wanted.part(parse_shard(shard))
+        numbers = {entry.out: i for i, entry in enumerate(wanted.entries, 1)}
+
+        def progress_of(entry: Entry) -> Progress:
+            report.doing = f"{numbers[entry.out]} of {len(numbers)}, {entry.out.name}"
+            return report
+
+        count = Counter[str]()
+        # One cluster for all studies: its workers keep the model from one to the next.
+        with open_engine(workers, cluster) as engine:
+            for ending in wanted.run(lambda: nullcontext(engine), progress_of):
+                count["failed" if ending.failed else ending.how] += 1
+                if ending.failed or not quiet:
+                    tell(f"{ending.entry.out}: {ending.how}", 0)
+    if not quiet:
+        tell(", ".join(f"{number} {how}" for how, number in count.items()) or "nothing to do", 0)
+    if count["failed"]:
+        raise typer.Exit(ExitCode.INCOMPLETE)
 
 
 def _open(directory: Path) -> Study:
-    """Open a study for a command that ends with `_end_damaged`, which tells of damage once."""
+    """Open a study for a command that ends with `_end`, which tells of damage once."""
     from lipscope.study.study import DamageWarning, Study
 
     warnings.simplefilter("ignore", DamageWarning)
     return Study.open(directory)
 
 
-def _end_damaged(*studies: Study | None) -> None:
-    """End with 3 and one sentence if a read has found that rows are lost."""
-    damaged = [study.damage for study in studies if study is not None and study.damage]
-    for sentence in damaged:
+def _end(damage: Sequence[str]) -> None:
+    """End with 3 and a sentence for each study of which rows are lost."""
+    for sentence in filter(None, damage):
         tell(sentence, ExitCode.INCOMPLETE)
-    if damaged:
+    if any(damage):
         raise typer.Exit(ExitCode.INCOMPLETE)
 
 
@@ -277,19 +197,15 @@ def write_page(directory: Path, quiet: bool) -> None:
     """Write the page of a study again if it has one: it would lack what was just added."""
     path = directory / REPORT
     if path.exists():
-        _write_report(_open(directory), path, quiet=quiet)
+        save_page(_open(directory), path, quiet=quiet)
     elif not quiet:
         tell(f"the study is in {directory}; `lipscope report {directory}` writes its page", 0)
 
 
-def _write_report(
-    study: Study,
-    path: Path,
-    against: Study | None = None,
-    quiet: bool = False,
-    typed: bool = False,
+def save_page(
+    study: Study, path: Path, against: Study | None = None, quiet: bool = False, typed: bool = False
 ) -> None:
-    """Write the page, and say where it is."""
+    """Write the page of a study, and print where it is."""
     from lipscope.report.document import write
     from lipscope.report.page import html
 
@@ -298,12 +214,12 @@ def _write_report(
         tell(f"the report is in {path}", 0)
 
 
-def _print(study: Study, as_json: bool, quiet: bool = False) -> None:
-    if as_json:
-        from lipscope.study.export import as_dict
-
-        show_json(as_dict(study))
-        return
+def print_study(study: Study, as_json: bool, quiet: bool = False) -> None:
+    """Print a study as a table or as JSON."""
     from lipscope.report.study_table import summary
+    from lipscope.study.export import as_dict
 
-    show_table(summary(study), quiet)
+    if as_json:
+        show_json(as_dict(study))
+    else:
+        show_table(summary(study), quiet)

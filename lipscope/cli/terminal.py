@@ -20,8 +20,7 @@ from lipscope._types import UserError
 from lipscope.cli import interruption
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.progress import Progress
+    from rich.console import RenderableType
 
 
 class ExitCode(IntEnum):
@@ -103,7 +102,7 @@ def read_texts(
             if kind := TABLES.get(Path(source).suffix.lower()):
                 warn(f"{source} is read as prose, {kind} and all; --column NAME reads one column")
     else:
-        from lipscope.study.texts import TextColumn
+        from lipscope.study.reading import TextColumn
 
         found = [TextColumn(Path(source), column) for source in sources]
     # A single text by itself: a study names it after its file, where a list has no name.
@@ -114,7 +113,7 @@ def read_text(source: str) -> str | Path:
     """The path of a file, or the text on stdin with line endings translated as for a file."""
     if source != "-":
         return Path(source)
-    from lipscope.study.texts import Prose
+    from lipscope.study.reading import Prose
 
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")  # without a byte order mark
@@ -178,17 +177,6 @@ def progress(doing: str = "measuring", quiet: bool = False) -> Iterator[Report]:
     if quiet or not console.is_terminal:
         yield Report(doing, (lambda *_: None) if quiet else Lines())
         return
-    with _bar(console) as bar:
-        task = bar.add_task("loading", total=None)
-        yield Report(
-            doing,
-            lambda doing, done, total: bar.update(
-                task, description=doing, completed=done, total=total
-            ),
-        )
-
-
-def _bar(console: Console) -> Progress:
     from rich.progress import (
         BarColumn,
         Progress,
@@ -197,13 +185,16 @@ def _bar(console: Console) -> Progress:
         TimeRemainingColumn,
     )
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True)
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield Report(
+            doing,
+            lambda doing, done, total: bar.update(
+                task, description=doing, completed=done, total=total
+            ),
+        )
 
 
 def show_table(table: RenderableType, quiet: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipscope.cli.options import AsJson, Quiet
+from lipscope.cli import options as opt
 from lipscope.cli.terminal import progress, read_text, show_json, show_table, tell
 
 if TYPE_CHECKING:
@@ -57,14 +57,19 @@ def train(
             show_default="trained-ATTENTION",
         ),
     ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Train a character language model that `lipscope measure` can load; reruns resume."""
+    options = locals()
+    # Every other option is a setting of the training, by the same name.
+    settings = {k: v for k, v in options.items() if k not in ("text", "out", "as_json", "quiet")}
     with progress("training", quiet) as report:
         from lipscope.papers.charlm.files import write_curves
         from lipscope.papers.charlm.training import train_character_model
+        from lipscope.study.reading import Prose, content
 
+        sources = [read_text(source) for source in text]
         directory = out or Path(f"trained-{attention}")
 
         def kept(now: Training) -> None:
@@ -74,25 +79,9 @@ def train(
                 write_curves(now.curve, directory, now.text.unigram_loss)
 
         training = train_character_model(
-            read_text(text[0]) if len(text) == 1 else _joined(text),
+            sources[0] if len(sources) == 1 else Prose("\n".join(map(content, sources))),
             out=directory,
-            attention=attention,
-            depth=depth,
-            width=width,
-            heads=heads,
-            context=context,
-            norm=norm,
-            invertible=invertible,
-            constant=constant,
-            steps=steps,
-            batch=batch,
-            lr=lr,
-            warmup=warmup,
-            weight_decay=weight_decay,
-            clip=clip,
-            seed=seed,
-            every=every,
-            device=device,
+            **settings,
             progress=report,
             kept=kept,
         )
@@ -104,9 +93,3 @@ def train(
     show_table(curve_table(training.curve, training.text.unigram_loss), quiet)
     if not quiet:
         tell(f"the model and its curves are in {directory}; try `lipscope measure {directory}`", 0)
-
-
-def _joined(sources: list[str]) -> str:
-    from lipscope.study.texts import Prose, content
-
-    return Prose("\n".join(content(read_text(source)) for source in sources))

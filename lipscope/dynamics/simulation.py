@@ -1,26 +1,124 @@
-"""Simulate a preset: its flow, and what is looked for in it."""
+"""Simulate a preset: a flow described by data, and what is looked for in it."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lipscope._ambient import entry_point
 from lipscope._checks import abbreviate, usable_device
-from lipscope._display import Displayed
-from lipscope._notebook_bar import with_bar
+from lipscope._display import Displayed, with_bar
 from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
+from lipscope.attention.scores import Dot
 from lipscope.dynamics.clusters import Clusters, find_clusters
 from lipscope.dynamics.depth_growth import DepthGrowth, growth_along_depth
 from lipscope.dynamics.gaussian import GaussianFlow, gaussian_flow
 from lipscope.dynamics.integration import Progress, check_count, check_time
 from lipscope.dynamics.particles import Flow, flow
-from lipscope.dynamics.presets import PRESETS, Preset, gaussian_law, layer_of, tokens_of
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One head with scores x_j' A x_i, A = score I, and V = drive times a rotation by `turn`.
+
+    law, size:   distribution of the initial tokens, "gaussian" or "disc", and its scale
+    look:        what to look for: "clusters", "moments" or "growth"
+    renormalise: show z = e^{-tV} x instead of x
+    """
+
+    about: str
+    look: str
+    law: str
+    n: int
+    dim: int
+    time: float
+    size: float = 1.0
+    score: float = 1.0
+    drive: float = 1.0
+    turn: float = 0.0
+    causal: bool = False
+    renormalise: bool = True
+
+
+PRESETS = {
+    "clusters": Preset(
+        about="tokens gather at the vertices of a polytope (V = A = I)",
+        look="clusters",
+        law="disc",
+        n=200,
+        dim=2,
+        time=10.0,
+        size=2.0,
+    ),
+    "gaussian": Preset(
+        about="a Gaussian stays Gaussian until its covariance blows up: moments and particles",
+        look="moments",
+        law="gaussian",
+        n=1000,
+        dim=2,
+        time=0.6,
+        score=0.5,
+        turn=math.pi / 6,
+        renormalise=False,
+    ),
+    "masked": Preset(
+        about="under a causal mask the first token moves alone, and leaders need not be vertices",
+        look="clusters",
+        law="disc",
+        n=200,
+        dim=2,
+        time=10.0,
+        size=2.0,
+        causal=True,
+    ),
+    "growth": Preset(
+        about="the whole network amplifies a change less than the product of its layers",
+        look="growth",
+        law="gaussian",
+        n=24,
+        dim=2,
+        time=2.0,
+        renormalise=False,
+    ),
+}
+
+
+def layer_of(preset: Preset, dim: int) -> SelfAttention:
+    """Return the attention of a preset in float64 for tokens of size dim."""
+    identity = torch.eye(dim, dtype=torch.float64)
+    V = preset.drive * identity
+    if dim > 1:
+        cos = math.cos(preset.turn)
+        sin = math.sin(preset.turn)
+        V[:2, :2] = preset.drive * torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
+    return SelfAttention(
+        identity, identity, V, causal=preset.causal, kernel=Dot(scale=preset.score)
+    )
+
+
+def tokens_of(preset: Preset, n: int, dim: int, seed: int) -> Tensor:
+    """n tokens drawn from the law of a preset; a seed gives the same tokens on every device."""
+    g = torch.Generator().manual_seed(seed)
+    normal = torch.randn(n, dim, generator=g, dtype=torch.float64)
+    if preset.law == "gaussian":
+        mean, covariance = gaussian_law(dim, preset.size)
+        return mean + normal @ torch.linalg.cholesky(covariance).T
+    radius = torch.rand(n, 1, generator=g, dtype=torch.float64) ** (1 / dim)
+    return preset.size * radius * normal / normal.norm(dim=1, keepdim=True)
+
+
+def gaussian_law(dim: int, size: float) -> tuple[Tensor, Tensor]:
+    """Mean, size / 2 along the first axis, and covariance, with variances size^2 to size^2 / 4."""
+    mean = torch.zeros(dim, dtype=torch.float64)
+    mean[0] = size / 2
+    return mean, size**2 * torch.linspace(1, 0.25, dim, dtype=torch.float64).diag()
+
 
 MOST_TOKENS = 20_000
 """Attention on as many tokens has a matrix of 3.2 GB."""
@@ -144,7 +242,18 @@ def simulate(
     place = usable_device(device)
     f = layer_of(chosen, dim).to(place)
     X = tokens_of(chosen, n, dim, seed).to(place)
-    path, found = LOOKS[chosen.look](chosen, f, X, time, progress)
+    found: Clusters | Moments | DepthGrowth
+    if chosen.look == "growth":
+        found = growth_along_depth(f, X, time, progress=progress)
+        path = found.flow
+    else:
+        shown = chosen.renormalise
+        path = flow(f, X, time, tol=TOLERANCE, renormalise=shown, progress=progress)
+        found = (
+            find_clusters(path, renormalised=shown)
+            if chosen.look == "clusters"
+            else _moments(f, X, chosen.size, time)
+        )
     return Simulation(
         name=preset,
         preset=chosen,
@@ -158,48 +267,12 @@ def simulate(
     )
 
 
-def _flow(
-    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
-) -> Flow:
-    return flow(f, X, time, tol=TOLERANCE, renormalise=preset.renormalise, progress=progress)
-
-
-def _look_for_clusters(
-    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
-) -> tuple[Flow, Clusters]:
-    path = _flow(preset, f, X, time, progress)
-    return path, find_clusters(path, renormalised=preset.renormalise)
-
-
-def _look_at_moments(
-    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
-) -> tuple[Flow, Moments]:
-    law = [x.to(X) for x in gaussian_law(X.shape[1], preset.size)]
+def _moments(f: SelfAttention, X: Tensor, size: float, time: float) -> Moments:
+    mean, covariance = (x.to(X) for x in gaussian_law(X.shape[1], size))
     horizon = min(HORIZON * time, sys.float_info.max)
-    closed, far = (gaussian_flow(f, law[0], law[1], end) for end in (time, horizon))
-    # Drawn up to BEFORE of the way: at the blow-up itself the covariance is infinite.
-    beyond = (
-        closed if far.blow_up is None else gaussian_flow(f, law[0], law[1], BEFORE * far.blow_up)
-    )
-    moments = Moments(
-        closed=closed, beyond=beyond, blow_up=far.blow_up, searched=far.times[-1].item()
-    )
-    return _flow(preset, f, X, time, progress), moments
-
-
-def _look_at_growth(
-    preset: Preset, f: SelfAttention, X: Tensor, time: float, progress: Progress | None
-) -> tuple[Flow, DepthGrowth]:
-    found = growth_along_depth(f, X, time, progress=progress)
-    return found.flow, found
-
-
-Look = Callable[
-    [Preset, SelfAttention, Tensor, float, Progress | None],
-    tuple[Flow, Clusters | Moments | DepthGrowth],
-]
-LOOKS: dict[str, Look] = {
-    "clusters": _look_for_clusters,
-    "moments": _look_at_moments,
-    "growth": _look_at_growth,
-}
+    closed, far = (gaussian_flow(f, mean, covariance, end) for end in (time, horizon))
+    beyond = closed
+    if far.blow_up is not None:
+        # Drawn up to BEFORE of the way: at the blow-up itself the covariance is infinite.
+        beyond = gaussian_flow(f, mean, covariance, BEFORE * far.blow_up)
+    return Moments(closed=closed, beyond=beyond, blow_up=far.blow_up, searched=far.times[-1].item())

@@ -9,9 +9,9 @@ from lipscope._contents import contents
 _CONTENTS = {
     "DiscreteMeasure": "measures",
     "conditional_distance": "transport",
-    "derivative": "attention_on_measures",
+    "derivative": "measures",
     "largest_gain": "duplication",
-    "push": "attention_on_measures",
+    "push": "measures",
     "splitting": "duplication",
     "splitting_map": "duplication",
     "transition": "dirac_families",
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lipscope.mean_field.attention_on_measures import derivative as derivative
-    from lipscope.mean_field.attention_on_measures import push as push
     from lipscope.mean_field.dirac_families import transition as transition
     from lipscope.mean_field.dirac_families import two_diracs as two_diracs
     from lipscope.mean_field.duplication import largest_gain as largest_gain
     from lipscope.mean_field.duplication import splitting as splitting
     from lipscope.mean_field.duplication import splitting_map as splitting_map
     from lipscope.mean_field.measures import DiscreteMeasure as DiscreteMeasure
+    from lipscope.mean_field.measures import derivative as derivative
+    from lipscope.mean_field.measures import push as push
     from lipscope.mean_field.transport import conditional_distance as conditional_distance
     from lipscope.mean_field.transport import wasserstein as wasserstein

@@ -23,11 +23,10 @@ from lipscope._types import UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.estimate import as_batch, as_single
 from lipscope.linalg.spectral import Solver, spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative, stacked
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, derivative, stacked
 from lipscope.mean_field.upper_bounds import check_scores
 from lipscope.theorems.castin2024 import Adversary, adversaries
-from lipscope.theorems.heads import heads_of
+from lipscope.theorems.statement import heads_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,8 @@ from pathlib import Path
 import platformdirs
 from huggingface_hub import is_offline_mode
 
-from lipscope._files import for_terminal
+from lipscope._files import for_terminal, on_one_line
 from lipscope._types import UserError
-from lipscope.models.model_files import on_one_line
 
 NAME = "all-MiniLM-L6-v2"
 NAMES = (NAME, "embedded")

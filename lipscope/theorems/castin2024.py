@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lipscope._types import Ball, Domain, Point
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, best_head, heads_of, over_heads, reach
 from lipscope.theorems.input_dependent import features, terms
 from lipscope.theorems.rounding import TINY, U, down, gamma, length_up, norm_up, up
 from lipscope.theorems.statement import (
@@ -23,14 +22,18 @@ from lipscope.theorems.statement import (
     HEADS_APART,
     NO_ADDITIVE,
     NO_QUERY_BIAS,
-    NO_ROPE,
+    PLAIN_DOT,
     PLAIN_SCORES,
     ROTATION,
     SINKS_UNBIASED,
     TWO_TOKENS,
     Bound,
+    Head,
     Hypothesis,
-    Visibility,
+    best_head,
+    heads_of,
+    over_heads,
+    reach,
     visibility,
 )
 
@@ -60,42 +63,35 @@ def compact_upper(f: SelfAttention, domain: Domain) -> float:
     """
     assert isinstance(domain, Ball)
     seen = visibility(f, domain.n)
+    viewers = seen.largest_column(torch.ones_like(seen.counts))
 
     def head(h: Head) -> float:
         a = reach(h, domain.R)
-        root = math.sqrt(column_mass(seen, a.range)) * (1 + gamma(8))
-        keys = a.key * min(root, 4 * math.sqrt(seen.viewers) / (3 * math.sqrt(3)))
+        # kappa = max_j sum over the i that see j of 1 / (1 + (n_i - 1) e^(-range - spread_i)), the
+        # largest column sum of P; query i sees n_i keys.
+        least = torch.exp(-(a.range + seen.spread) * (1 + gamma(8))) * (1 - 16 * U)
+        # Beyond 700 the exponential is near underflow and its rounding is no longer relative.
+        least = torch.where(a.range + seen.spread > 700, 0.0, least)
+        most = 1 / (1 + (seen.counts - 1).clamp_min(0) * least * (1 - 4 * U * 700))
+        root = math.sqrt(up(seen.largest_column(most), seen.n + 16)) * (1 + gamma(8))
+        keys = a.key * min(root, 4 * math.sqrt(viewers) / (3 * math.sqrt(3)))
         return up(h.V_norm * (a.query + root + keys))
 
     return over_heads(f, head)
 
 
-def column_mass(seen: Visibility, score_range: float) -> float:
-    """kappa, the largest column sum of P if scores within a row differ by at most score_range.
-
-    kappa = max_j sum over the i that see j of 1 / (1 + (n_i - 1) e^(-range - spread_i)), where
-    query i sees n_i keys.
-    """
-    least = torch.exp(-(score_range + seen.spread) * (1 + gamma(8))) * (1 - 16 * U)
-    # Beyond 700 the exponential is near underflow and its rounding is no longer relative.
-    least = torch.where(score_range + seen.spread > 700, 0.0, least)
-    most = 1 / (1 + (seen.counts - 1).clamp_min(0) * least * (1 - 4 * U * 700))
-    return up(seen.largest_column(most), seen.n + 16)
-
-
 @dataclass(frozen=True, eq=False)
 class Adversary:
-    """A family of inputs: a token at R u, A u = eigenvalue u, against a crowd at `crowd` R u."""
+    """A family of inputs: a token at R u, A u = eigenvalue u, against a crowd at `crowd` R u.
+
+    gamma: half the gap between the scores of token and crowd, over R^2.
+    """
 
     family: str
     eigenvalue: float
     u: Tensor
     crowd: float
-
-    @property
-    def gamma(self) -> float:
-        """Half the gap between the scores of token and crowd, over R^2."""
-        return self.crowd * (1 - self.crowd) / 2 * self.eigenvalue
+    gamma: float
 
 
 def adversaries(
@@ -120,7 +116,13 @@ def adversaries(
     vectors = vectors if lift is None else lift @ vectors
     places = (("opposite", int(values.argmin()), -1.0), ("same side", int(values.argmax()), 0.5))
     return tuple(
-        Adversary(family=family, eigenvalue=values[i].item(), u=vectors[:, i], crowd=crowd)
+        Adversary(
+            family=family,
+            eigenvalue=values[i].item(),
+            u=vectors[:, i],
+            crowd=crowd,
+            gamma=crowd * (1 - crowd) / 2 * values[i].item(),
+        )
         for family, i, crowd in places
     )
 
@@ -262,15 +264,12 @@ REAL_EIGENVALUE = Hypothesis(
     "A = K'Q/sqrt(k) has a real eigenvalue (in every head)",
     lambda f, _: all(adversaries(h.A) for h in heads_of(f, folded=True)),
 )
-PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
 
 BOUNDS = (
     Bound(
         name="Castin et al., ball",
-        kind="upper",
-        norm="2",
         domain=Ball,
-        hypotheses=(*PLAIN, FULL_OR_CAUSAL),
+        hypotheses=(*PLAIN_DOT, FULL_OR_CAUSAL),
         cite="castin2024",
         where="Theorem 1, under a causal mask Theorem 2 (slides, January 2025), upper bound: "
         "docs/theory/bounds.md#castin-et-al-on-a-ball",
@@ -278,21 +277,17 @@ BOUNDS = (
     ),
     Bound(
         name="compact",
-        kind="upper",
-        norm="2",
         domain=Ball,
         hypotheses=(DOT, SINKS_UNBIASED, ROTATION),
-        cite="lipscope",
         where="docs/theory/bounds.md#compact-bound",
         fn=compact_upper,
     ),
     Bound(
         name="Castin et al., ball, from below",
         kind="lower",
-        norm="2",
         domain=Ball,
         hypotheses=(
-            *PLAIN,
+            *PLAIN_DOT,
             NO_QUERY_BIAS,
             FULL_OR_CAUSAL,
             HEADS_APART,
@@ -308,18 +303,14 @@ BOUNDS = (
     Bound(
         name="tuned gap",
         kind="lower",
-        norm="2",
         domain=Ball,
-        hypotheses=(*PLAIN, NO_ADDITIVE, HEADS_APART, TWO_TOKENS),
-        cite="lipscope",
+        hypotheses=(*PLAIN_DOT, NO_ADDITIVE, HEADS_APART, TWO_TOKENS),
         where="docs/theory/bounds.md#tuned-gap",
         fn=tuned_lower,
         witness=tuned_witness,
     ),
     Bound(
         name="large-radius limit with its error",
-        kind="upper",
-        norm="2",
         domain=Point,
         hypotheses=(DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
         cite="castin2024",
@@ -330,7 +321,6 @@ BOUNDS = (
     Bound(
         name="large-radius limit with its error, from below",
         kind="lower",
-        norm="2",
         domain=Point,
         hypotheses=(DOT, PLAIN_SCORES, ROTATION, ONE_HEAD),
         cite="castin2024",

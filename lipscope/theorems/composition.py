@@ -19,9 +19,9 @@ from lipscope._ambient import entry_point
 from lipscope._types import Ball, Everywhere, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import device_of
-from lipscope.theorems.heads import heads_of, hypotenuse
 from lipscope.theorems.registry import bounds
 from lipscope.theorems.rounding import frobenius_up, gamma, length_up, norm_up, up
+from lipscope.theorems.statement import heads_of, hypotenuse
 
 
 @dataclass(frozen=True, eq=False)

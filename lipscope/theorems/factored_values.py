@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from lipscope._types import Domain, Everywhere
-from lipscope.attention.factored import FactoredAttention
-from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, heads_of, once
+from lipscope.attention.layer import FactoredAttention, SelfAttention
 from lipscope.theorems.rounding import (
     TINY,
     frobenius_up,
@@ -27,6 +25,7 @@ from lipscope.theorems.rounding import (
     times_power,
     up,
 )
+from lipscope.theorems.statement import Head, heads_of, once
 
 
 @dataclass(frozen=True, eq=False)

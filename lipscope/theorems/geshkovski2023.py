@@ -7,18 +7,19 @@ from collections.abc import Callable
 
 from lipscope._types import Ball, Domain
 from lipscope.attention.layer import SelfAttention
-from lipscope.theorems.heads import Head, over_heads, reach
 from lipscope.theorems.rounding import exp_up, up
 from lipscope.theorems.statement import (
     CAUSAL,
     DOT,
     FULL,
     NO_QUERY_BIAS,
-    NO_ROPE,
-    PLAIN_SCORES,
+    PLAIN_DOT,
     ROTATION,
     SINKS_UNBIASED,
     Bound,
+    Head,
+    over_heads,
+    reach,
 )
 
 
@@ -99,15 +100,12 @@ def _over_heads(
     return over_heads(f, head)
 
 
-PLAIN = (DOT, PLAIN_SCORES, NO_ROPE)
-
 BOUNDS = (
     Bound(
         name="Geshkovski et al., mean field",
-        kind="upper",
         norm="W2",
         domain=Ball,
-        hypotheses=(*PLAIN, FULL, NO_QUERY_BIAS),
+        hypotheses=(*PLAIN_DOT, FULL, NO_QUERY_BIAS),
         cite="geshkovski2023",
         where="stability of attention in W2, as quoted in castin2024: "
         "docs/theory/bounds.md#mean-field",
@@ -115,31 +113,25 @@ BOUNDS = (
     ),
     Bound(
         name="mean field",
-        kind="upper",
         norm="W2",
         domain=Ball,
-        hypotheses=(*PLAIN, FULL),
-        cite="lipscope",
+        hypotheses=(*PLAIN_DOT, FULL),
         where="docs/theory/bounds.md#mean-field",
         fn=sharper_wasserstein_upper,
     ),
     Bound(
         name="masked mean field",
-        kind="upper",
         norm="W2",
         domain=Ball,
-        hypotheses=(*PLAIN, CAUSAL),
-        cite="lipscope",
+        hypotheses=(*PLAIN_DOT, CAUSAL),
         where="docs/theory/bounds.md#mean-field",
         fn=sharper_masked_wasserstein_upper,
     ),
     Bound(
         name="largest token",
-        kind="upper",
         norm="inf2",
         domain=Ball,
         hypotheses=(DOT, SINKS_UNBIASED, ROTATION),
-        cite="lipscope",
         where="docs/theory/bounds.md#largest-token",
         fn=largest_token_upper,
     ),

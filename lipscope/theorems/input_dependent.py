@@ -18,9 +18,18 @@ from torch import Tensor
 from lipscope._types import Domain, Point
 from lipscope.attention.layer import SelfAttention
 from lipscope.attention.scores import Dot, Rope
-from lipscope.theorems.heads import Head, once, over_heads, rope_stretch
 from lipscope.theorems.rounding import TINY, U, frobenius_up, gamma, length_up, norm_up, up
-from lipscope.theorems.statement import DOT, PLAIN_SCORES, ROTATION, Bound, visibility
+from lipscope.theorems.statement import (
+    DOT,
+    PLAIN_SCORES,
+    ROTATION,
+    Bound,
+    Head,
+    once,
+    over_heads,
+    rope_stretch,
+    visibility,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,11 +197,8 @@ def local_upper(f: SelfAttention, domain: Domain) -> float:
 BOUNDS = (
     Bound(
         name="input-dependent",
-        kind="upper",
-        norm="2",
         domain=Point,
         hypotheses=(DOT, PLAIN_SCORES, ROTATION),
-        cite="lipscope",
         where="docs/theory/bounds.md#input-dependent-bound",
         fn=local_upper,
     ),

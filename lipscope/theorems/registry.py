@@ -15,7 +15,7 @@ from lipscope._types import Around, Ball, Domain, Everywhere, Point, UserError
 from lipscope.attention.layer import SelfAttention
 from lipscope.linalg.differentiate import check_one_device
 from lipscope.theorems.rounding import gamma, length_up
-from lipscope.theorems.statement import Bound, Kinds, check_masks
+from lipscope.theorems.statement import Bound, Kinds, visibility
 
 SOURCES = (
     "input_dependent",
@@ -166,6 +166,7 @@ def bounds(f: SelfAttention, domain: Domain, norm: str | float = "2") -> BoundRo
     # copies also keep what the theorems find out about them, each fact once per call.
     f = f.double()
     domain = _in_float64(domain)
+    visibility(f, domain.n)  # raises unless the masks are for n tokens
     rows = []
     refused = []
     for bound in REGISTRY:
@@ -250,4 +251,3 @@ def _check(f: SelfAttention, domain: Domain) -> None:
                 f"the layer reads tokens of size {f.Q.shape[1]}"
             )
         check_one_device("f", f.Q, X=domain.X)
-    check_masks(f, domain.n)

@@ -16,7 +16,6 @@ import torch
 from lipscope._types import Ball, Domain, Everywhere
 from lipscope.attention.layer import SelfAttention
 from lipscope.theorems.factored_values import Way, splits, whole_rest
-from lipscope.theorems.heads import heads_of, hypotenuse, of_order_one
 from lipscope.theorems.kim2021 import (
     L2_HYPOTHESES,
     RESIDUAL,
@@ -26,7 +25,14 @@ from lipscope.theorems.kim2021 import (
     spectral,
 )
 from lipscope.theorems.rounding import exp_up, frobenius_up, gamma, scaled_up, times_power, up
-from lipscope.theorems.statement import Bound, Visibility, visibility
+from lipscope.theorems.statement import (
+    Bound,
+    Visibility,
+    heads_of,
+    hypotenuse,
+    of_order_one,
+    visibility,
+)
 
 COORDINATE = 0.5 * math.log(4 / 3)
 """ln(2 / sqrt 3), the price of one more coordinate for the logarithm of a column sum."""
@@ -201,11 +207,8 @@ def _through_heads(f: SelfAttention, way: Way) -> tuple[float, int]:
 BOUNDS = (
     Bound(
         name="L2 attention",
-        kind="upper",
-        norm="2",
         domain=(Ball, Everywhere),
         hypotheses=L2_HYPOTHESES,
-        cite="lipscope",
         where="docs/theory/bounds.md#l2-attention " + RESIDUAL,
         fn=tighter_distance_upper,
     ),

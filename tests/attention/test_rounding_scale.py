@@ -6,7 +6,7 @@ import torch
 import lipscope as ls
 from lipscope.attention import linearization
 from lipscope.attention.rounding_scale import norm_above
-from lipscope.mean_field.attention_on_measures import derivative, query_derivative
+from lipscope.mean_field.measures import derivative, query_derivative
 from tests.cases import KINDS, problem
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lipscope.cli import main
-from lipscope.dynamics.presets import PRESETS
+from lipscope.dynamics.simulation import PRESETS
 
 FILES = ["figure.png", "series.csv", "simulation.json"]
 

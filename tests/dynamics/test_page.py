@@ -25,6 +25,6 @@ def test_a_picture_is_there_and_small(picture):
 
 
 def test_every_command_has_its_preset():
-    from lipscope.dynamics.presets import PRESETS
+    from lipscope.dynamics.simulation import PRESETS
 
     assert set(re.findall(r"lipscope simulate --preset (\w+)", PAGE)) == set(PRESETS)

@@ -7,7 +7,7 @@ import torch
 
 import lipscope as ls
 from lipscope.linalg import golub_kahan as storage
-from lipscope.linalg.golub_kahan import Blocks, GolubKahan, Native, memory_of
+from lipscope.linalg.golub_kahan import Basis, GolubKahan, memory_of
 from lipscope.linalg.operator import dense_operator
 from tests.cases import KINDS, problem
 
@@ -113,13 +113,10 @@ def test_every_kind_of_attention(name):
 
 def test_two_bytes_a_number_except_the_first_vector(monkeypatch):
     J = dense_operator(random(2, 40, 30).float())
-    run = GolubKahan(J, random(2, 30).float(), 100, "bfloat16")
+    run = GolubKahan(J, random(2, 30).float(), "bfloat16")
     for _ in range(6):
         run.step()
-    assert isinstance(run.V, Blocks) and [block.dtype for block in run.V.blocks] == [
-        torch.float32,
-        torch.bfloat16,
-    ]
+    assert [block.dtype for block in run.V.blocks] == [torch.float32, torch.bfloat16]
     one = run.V.combine(torch.eye(6)[None, :1].expand(2, 1, 6).double())[0]
     assert torch.equal(one, run.V.blocks[0][0]) and one.dtype == torch.float32
 
@@ -128,7 +125,7 @@ def test_two_bytes_a_number_except_the_first_vector(monkeypatch):
 def test_blocks_do_what_one_tensor_does(rows, monkeypatch):
     monkeypatch.setattr(storage, "BLOCK", rows * 2 * 25 * 8)
     vectors, w = torch.linalg.qr(random(2, 25, 7))[0].permute(2, 0, 1), random(2, 25, seed=3)
-    one, many = Native(8, w), Blocks(w, rounded=False)
+    one, many = Basis(w, "native", 8), Basis(w, "host", 8)
     for k, x in enumerate(vectors):
         one.put(k, x)
         many.put(k, x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg.certificate import Gap, polynomial_bound, smallest_overlap
+from lipscope.linalg.certificate import polynomial_bound, smallest_overlap
 from lipscope.linalg.operator import dense_operator
 from lipscope.linalg.spectral import Run
 
@@ -86,7 +86,7 @@ def miss_rate(spectrum: torch.Tensor, gap: float, overlap: float, members: int =
     """How often a requested gap is closed below the truth, which is 1."""
     J = replace(diagonal(spectrum), batch=members)
     run = Run(J, 0.3, gap, ls.Solver(max_steps=30), random=True)
-    run.overlap, run.aim = overlap, Gap(1 + gap, overlap)
+    run.overlap = overlap
     g = torch.Generator().manual_seed(1)
     run.solve(torch.randn(members, len(spectrum), generator=g, dtype=torch.float64))
     return (run.evaluate("").upper < 1).double().mean().item()

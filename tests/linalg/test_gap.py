@@ -112,9 +112,8 @@ def test_what_is_called_impossible_does_not_come_with_more_steps(name):
     J, overlap = diagonal(SPECTRA[name]), smallest_overlap(SIZE, 1e-11)
     noise = torch.full((1,), 4 * 2.0**-52, dtype=torch.float64)
     e = asked(J, 1e-9, 1e-11)
-    basis = GolubKahan(
-        J, torch.randn(1, SIZE, generator=torch.Generator().manual_seed(1)).double(), 300
-    )
+    g = torch.Generator().manual_seed(1)
+    basis = GolubKahan(J, torch.randn(1, SIZE, generator=g).double())
     floors, bounds = [], []
     for step in range(1, 161):
         basis.step()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg import infinity
+from lipscope.linalg import local
 from lipscope.linalg.operator import dense_operator
 from tests.cases import KINDS, problem
 from tests.naive import dense_jacobian
@@ -17,7 +17,7 @@ def test_matches_the_dense_jacobian(kind: str):
     f, X = problem(kind, 3)
     J = dense_jacobian(f, X)
     exact = J.abs().sum(dim=1).max().item()
-    e = infinity.infinity_norm(ls.jacobian(f, X))
+    e = local.infinity_norm(ls.jacobian(f, X))
     assert e.status is ls.Status.CONVERGED and e.confidence == 1.0
     assert e.lower <= exact <= e.upper
     assert abs(e.value - exact) <= 1e-9 * exact
@@ -26,11 +26,11 @@ def test_matches_the_dense_jacobian(kind: str):
 
 
 def test_members_of_a_batch_are_apart(monkeypatch):
-    monkeypatch.setattr(infinity, "BLOCK", 100)  # several blocks of rows
+    monkeypatch.setattr(local, "BLOCK", 100)  # several blocks of rows
     f, X = problem("causal", 1)
     batch = torch.stack([X, 2 * X, X.flip(0)])
-    e = infinity.infinity_norm(ls.jacobian(f, batch))
-    alone = [infinity.infinity_norm(ls.jacobian(f, x)).value for x in batch]
+    e = local.infinity_norm(ls.jacobian(f, batch))
+    alone = [local.infinity_norm(ls.jacobian(f, x)).value for x in batch]
     assert e.value.tolist() == pytest.approx(alone, rel=1e-12)
 
 
@@ -38,7 +38,7 @@ def test_a_map_without_closed_form():
     torch.manual_seed(0)
     W = torch.randn(5, 3, dtype=torch.float64)
     X = torch.randn(2, 3, dtype=torch.float64)
-    e = infinity.infinity_norm(ls.jacobian(lambda x: torch.tanh(x @ W.T), X))
+    e = local.infinity_norm(ls.jacobian(lambda x: torch.tanh(x @ W.T), X))
     J = torch.autograd.functional.jacobian(lambda x: torch.tanh(x @ W.T), X).reshape(10, 6)
     assert e.value == pytest.approx(J.abs().sum(1).max().item(), rel=1e-12)
 
@@ -46,7 +46,7 @@ def test_a_map_without_closed_form():
 def test_a_derivative_that_is_not_finite_is_said_so():
     M = torch.eye(3, dtype=torch.float64)
     M[1, 2] = math.nan
-    e = infinity.infinity_norm(dense_operator(M))
+    e = local.infinity_norm(dense_operator(M))
     assert e.status is ls.Status.NON_FINITE and e.upper == math.inf and e.lower == 0
 
 
@@ -62,7 +62,7 @@ def test_cancelling_heads_in_low_precision_are_taken_in_float64(dtype):
     e = ls.local_lipschitz(f, X, norm="inf")
     assert e.lower <= truth <= e.upper <= e.lower * (1 + 1e-8) and e.right.dtype == dtype
     # An operator in low precision alone has no statement about its rounding.
-    e = infinity.infinity_norm(ls.jacobian(f, X))
+    e = local.infinity_norm(ls.jacobian(f, X))
     assert e.lower == 0 and e.upper == math.inf and e.confidence == 0 and "float64" in e.note
 
 

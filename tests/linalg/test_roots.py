@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.linalg.roots import TwiceDifferentiable
+from lipscope.linalg.differentiate import TwiceDifferentiable
 
 
 def attention(tied: bool, power: int, d: int, seed: int, mode: str, dtype: torch.dtype):

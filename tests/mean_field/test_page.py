@@ -8,10 +8,9 @@ import torch
 
 from examples import mean_field as example
 from lipscope.linalg.spectral import spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.dirac_families import transition, two_diracs
 from lipscope.mean_field.duplication import jump_ratio, splitting, splitting_map, splitting_table
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, derivative
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound, w2_bound_geshkovski2023
 from lipscope.theorems.geshkovski2023 import masked_wasserstein_upper
 from tests.mean_field.weighted import line, one_head

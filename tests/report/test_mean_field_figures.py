@@ -8,9 +8,8 @@ import torch
 import lipscope as ls
 from examples import mean_field
 from lipscope.linalg.spectral import spectral_norm
-from lipscope.mean_field.attention_on_measures import derivative
 from lipscope.mean_field.duplication import splitting_map
-from lipscope.mean_field.measures import DiscreteMeasure
+from lipscope.mean_field.measures import DiscreteMeasure, derivative
 from lipscope.mean_field.upper_bounds import averaging, d_p_bound, w2_bound, w2_bound_geshkovski2023
 from lipscope.report import figures
 from tests.mean_field.weighted import one_head

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import lipscope as ls
-from lipscope.dynamics.presets import PRESETS
+from lipscope.dynamics.simulation import PRESETS
 from lipscope.report.simulations import (
     check_simulation_folder,
     draw,

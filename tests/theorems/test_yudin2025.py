@@ -8,8 +8,8 @@ import torch
 
 import lipscope as ls
 from lipscope._types import Point
-from lipscope.theorems.heads import heads_of
 from lipscope.theorems.input_dependent import features
+from lipscope.theorems.statement import heads_of
 from lipscope.theorems.yudin2025 import (
     _sharpness,
     centred_upper,

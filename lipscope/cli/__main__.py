@@ -1,7 +1,0 @@
-"""`python -m lipscope.cli` is `lipscope`."""
-
-import sys
-
-from lipscope.cli import main
-
-sys.exit(main())
