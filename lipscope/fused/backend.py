@@ -130,9 +130,10 @@ def torchs_backward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str | 
         or size % 8
     ):
         return None
-    flat = (_flat(x) for x in (q, k, v))
     grouped = q.shape[-3] != k.shape[-3]
-    params = torch.backends.cuda.SDPAParams(*flat, None, 0.0, p.causal, grouped)
+    params = torch.backends.cuda.SDPAParams(
+        _flat(q), _flat(k), _flat(v), None, 0.0, p.causal, grouped
+    )
     if torch.backends.cuda.can_use_cudnn_attention(params):
         return "cudnn"
     return "flash" if torch.backends.cuda.can_use_flash_attention(params) else None
@@ -147,6 +148,7 @@ def torchs_vjp(
     lse = lse.reshape(-1, *lse.shape[-2:]).contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the dropout's random state
     sizes = (q.shape[-2], k.shape[-2], 0.0, pattern.causal)
+    state: tuple[object, ...]
     if library == "cudnn":
         backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         state = (lse[..., None], unused, unused, None, None, None, *sizes)
