@@ -97,6 +97,7 @@ def test_each_study_is_made_once_and_each_model_loaded_once(place, monkeypatch, 
     assert main(["sweep", str(place / "sweep.toml"), "--quiet"]) == 3
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_a_sweep_on_workers_is_the_same_and_compare_reads_it(place, capsys):
     (place / "sweep.toml").write_text(
