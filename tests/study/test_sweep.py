@@ -179,9 +179,9 @@ def test_one_wrong_study_does_not_stop_the_others(place, monkeypatch):
     def failing(entry, *_):
         if entry.measuring["seed"] == 3:
             raise ZeroDivisionError("by zero")
-        return sweep_module.Ending(entry, "measured")
+        return "measured", False
 
-    monkeypatch.setattr(sweep_module, "_measure", failing)
+    monkeypatch.setattr(sweep_module.Entry, "measure", failing)
     monkeypatch.setattr(sweep_module, "load", lambda *_, **__: object())
     endings = list(read_sweep(place / "sweep.toml").run(nullcontext, lambda entry: None))
     assert [ending.failed for ending in endings] == [False, False, True, True] * 2
