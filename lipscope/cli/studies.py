@@ -90,9 +90,7 @@ def compare(
     quiet: opt.Quiet = False,
 ) -> None:
     """Compare studies: what differs, how sigma grows in each, and where they part most."""
-    from lipscope.report.comparison import compare as find
-    from lipscope.report.comparison import comparison_table, digest
-    from lipscope.report.comparison_page import MOST, comparison_html
+    from lipscope.report import comparison
     from lipscope.report.document import write
 
     digests = []
@@ -100,15 +98,16 @@ def compare(
     for each in directories:
         # One study at a time: a thousand of them do not fit into memory with all their rows.
         study = _open(each)
-        digests.append(digest(study, cells=len(directories) <= MOST))
+        cells = len(directories) <= comparison.MOST
+        digests.append(comparison.digest(study, cells))
         damaged.append(study.damage)
         study.close()
-    found = find(digests)
+    found = comparison.compare(digests)
     if as_json:
         show_json(found.as_dict())
     else:
-        show_table(comparison_table(found), quiet)
-    write(comparison_html(digests), out, typed=out != COMPARISON)
+        show_table(comparison.comparison_table(found), quiet)
+    write(comparison.comparison_html(digests), out, typed=out != COMPARISON)
     if not quiet:
         tell(f"the comparison is in {out}", 0)
     _end(damaged)

@@ -130,25 +130,18 @@ def heat_map(ax: Axes, grid: Grid, marks: Marks, texts: bool = True, size: float
         for j, cell in enumerate(line):
             if cell is None:
                 continue
-            face = colour(f"{grid.ramp}{cell.level}")
             spot = f"{i}-{j}"
-            ax.add_patch(
-                Rectangle((j, i), 0.96, 0.94, facecolor=face, edgecolor="none", gid=f"cell-{spot}")
-            )
             step = f"{grid.ramp}{cell.level}"
+            face = colour(step)
+            shape = Rectangle((j, i), 0.96, 0.94, facecolor=face, edgecolor="none")
+            ax.add_patch(shape).set_gid(f"cell-{spot}")
             marks[f"cell-{spot}"] = Mark((cell.title,), f"cell {step}", coloured=True)
             if texts:
-                ax.text(
-                    j + 0.48,
-                    i + 0.49,
-                    cell.text,
-                    ha="center",
-                    va="center",
-                    size=size,
-                    color=text_on(face),
-                    gid=f"text-{spot}",
-                    parse_math=False,
+                style: dict[str, Any] = {"ha": "center", "va": "center", "parse_math": False}
+                text = ax.text(
+                    j + 0.48, i + 0.49, cell.text, size=size, color=text_on(face), **style
                 )
+                text.set_gid(f"text-{spot}")
                 marks[f"text-{spot}"] = Mark(kind=f"on {step}", coloured=True)
     ax.set_xlim(0, len(grid.columns))
     ax.set_ylim(len(grid.rows), 0)
@@ -201,16 +194,11 @@ def guides(ax: Axes, lengths: Sequence[int], lowest: float, size: float = FONT) 
     for exponent, line in GUIDES:
         ends = [lengths[0], lengths[-1]]
         y = [GUIDE_START * lowest * (n / ends[0]) ** exponent for n in ends]
-        ax.plot(ends, y, line, color=colour("muted"), linewidth=1.4, gid=f"guide-{exponent}")
-        ax.annotate(
-            power(exponent, 2 if exponent == 0.25 else 1),
-            (ends[1], y[1]),
-            (5, 0),
-            textcoords="offset points",
-            va="center",
-            size=size,
-            color=colour("muted"),
-        )
+        grey = colour("muted")
+        ax.plot(ends, y, line, color=grey, linewidth=1.4, gid=f"guide-{exponent}")
+        name = power(exponent, 2 if exponent == 0.25 else 1)
+        style: dict[str, Any] = {"va": "center", "size": size, "color": grey}
+        ax.annotate(name, (ends[1], y[1]), (5, 0), textcoords="offset points", **style)
 
 
 def finish_growth(

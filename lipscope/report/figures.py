@@ -171,24 +171,14 @@ def draw_transitions(found: Sequence[Transition], ax: Axes) -> Axes:
     for i, curve in enumerate(found):
         tint = colour(series(i, len(found)))
         n = [float(count) for count in curve.n]
-        ax.plot(
-            n,
-            curve.sigma.tolist(),
-            color=tint,
-            label=f"R = {curve.R:g}, plateau {curve.plateau:.3g}",
-        )
+        name = f"R = {curve.R:g}, plateau {curve.plateau:.3g}"
+        ax.plot(n, curve.sigma.tolist(), color=tint, label=name)
         if curve.predicted <= n[-1]:
             ax.vlines(curve.predicted, 1, curve.plateau, color=tint, linewidth=0.8, linestyle=":")
             ax.plot([curve.predicted], [curve.plateau], "o", color=tint, markersize=5)
-    ax.plot(
-        [],
-        [],
-        "o:",
-        color=colour("muted"),
-        markersize=5,
-        linewidth=0.8,
-        label="n = exp(2γR²), predicted",
-    )
+    grey = colour("muted")
+    name = "n = exp(2γR²), predicted"
+    ax.plot([], [], "o:", color=grey, markersize=5, linewidth=0.8, label=name)
     # sqrt n has no end: the axes follow the other curves.
     ax.set_xlim(2, ends[-1])
     ax.set_ylim(1, 10 * max(curve.sigma.max().item() for curve in found))

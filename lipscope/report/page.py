@@ -11,7 +11,7 @@ from pathlib import Path
 from lipscope._checks import name_bad_argument
 from lipscope._types import UserError
 from lipscope.report import words
-from lipscope.report.comparison import digest, labels, random_seed
+from lipscope.report.comparison import comparison_html, digest, labels
 from lipscope.report.content import (
     Heat,
     Strip,
@@ -86,8 +86,6 @@ def write_report(
         return write(html(study, against), path, typed=True)
     if against is not None:
         raise UserError("a list of studies is compared already; omit against, or give one study")
-    from lipscope.report.comparison_page import comparison_html
-
     return write(comparison_html([digest(one) for one in study]), path, typed=True)
 
 
@@ -153,7 +151,7 @@ def _smooth(study: Study, against: Study | None) -> tuple[str, ...]:
         return (f"{text}\n{words.describe_reference(layers, theirs, labels([study, against])[1])}",)
     told = _told(study)
     # Random weights have no reference of their own: they are one.
-    if told[:2] != ["lipscope", "measure"] or random_seed(study) is not None:
+    if told[:2] != ["lipscope", "measure"] or study.info.about.random_init is not None:
         return (text,)
     place = _directory(study)
     measure = shlex.join([*told, "--random-init", "0", "--out", f"{place}-random"])
@@ -170,15 +168,12 @@ def _measured(
 ) -> list[str]:
     """The sections that need values."""
     curves = length_curves(study)
+    strip = token_part(_first(study, every)) if every else ""
     row = study.peak()
     others = [] if against is None else length_curves(against)
     name = "" if against is None else labels([study, against])[1]
     scope = main_scope([curve.scope for curve in curves])
-    reference = {
-        curve.layer: curve.spreads[row.n].middle
-        for curve in others
-        if curve.scope == scope and row.n in curve.spreads
-    }
+    reference = words.medians(others, scope, row.n)
     return [
         section(
             "rough",
@@ -194,17 +189,8 @@ def _measured(
             words.describe_growth(study),
             growth_part(curves, others, name),
         ),
-        section(
-            "tokens",
-            "Which tokens carry it?",
-            words.describe_tokens(study),
-            token_part(_first(study, every)) if every else "",
-        ),
-        section(
-            "worst",
-            "How far is it from the worst case?",
-            *_worst(study),
-        ),
+        section("tokens", "Which tokens carry it?", words.describe_tokens(study), strip),
+        section("worst", "How far is it from the worst case?", *_worst(study)),
     ]
 
 

@@ -23,6 +23,7 @@ from lipscope.dynamics.particles import Flow
 from lipscope.dynamics.simulation import Moments, Simulation
 from lipscope.report.figures import new_axes
 from lipscope.report.palette import colour
+from lipscope.study.export import finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,19 +141,14 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
     what = "limit points" if found.clear else "centres of groups"
     centres = found.centres.numpy()
     extreme = found.extreme.numpy()
-    end = simulation.flow.times[-1].item()
+    style: dict[str, Any] = {"s": 60, "edgecolors": ORANGE, "zorder": 3}
+    at = centres
+    if simulation.dim == 1:
+        at = np.insert(centres, 0, simulation.flow.times[-1].item(), axis=1)
     for which, face, name in ((extreme, ORANGE, "vertices"), (~extreme, "white", "not vertices")):
-        if not which.any():
-            continue
-        points = centres[which]
-        x, y = (
-            (np.full(len(points), end), points[:, 0])
-            if simulation.dim == 1
-            else (points[:, 0], points[:, 1])
-        )
-        ax.scatter(
-            x, y, s=60, c=face, edgecolors=ORANGE, zorder=3, label=f"{what}: {which.sum()} {name}"
-        )
+        if which.any():
+            text = f"{what}: {which.sum()} {name}"
+            ax.scatter(at[which, 0], at[which, 1], c=face, label=text, **style)
     if simulation.dim == 2 and extreme.sum() > 2:
         corners = centres[extreme]
         # Corners of a convex polygon in the order of their angles around its centre.
@@ -160,16 +156,9 @@ def _centres(ax: Axes, simulation: Simulation, found: Clusters) -> None:
         hull = corners[[*around, around[0]]]
         ax.plot(hull[:, 0], hull[:, 1], color=ORANGE, linewidth=1, linestyle="--")
     if simulation.preset.causal and simulation.dim > 1:
-        first = simulation.shown[0, 0]
-        ax.scatter(
-            first[0],
-            first[1],
-            marker="x",
-            s=90,
-            c=colour("s5"),
-            zorder=4,
-            label="first token, at rest",
-        )
+        x, y = simulation.shown[0, 0, :2]
+        tint = colour("s5")
+        ax.scatter(x, y, marker="x", s=90, c=tint, zorder=4, label="first token, at rest")
     ax.legend(**BELOW)
 
 
@@ -241,26 +230,15 @@ def _spread(ax: Axes, simulation: Simulation, found: Moments) -> None:
     top = 3 * (largest if len(largest) else ours[0]).max().item()
     for i in range(min(simulation.dim, 2)):
         tint = (BLUE, ORANGE)[i]
-        _curve(
-            ax, closed.times, ours[:, i], color=tint, label=f"coordinate {i + 1}, closed equation"
-        )
+        name = f"coordinate {i + 1}, closed equation"
+        _curve(ax, closed.times, ours[:, i], color=tint, label=name)
         if simulation.n > 1:
+            style = {"marker": "o", "linestyle": "", "markersize": 3, "color": tint}
             times = simulation.flow.times[::4]
-            values = theirs[::4, i]
-            _curve(
-                ax,
-                times,
-                values,
-                marker="o",
-                linestyle="",
-                markersize=3,
-                color=tint,
-                label="particles",
-            )
+            _curve(ax, times, theirs[::4, i], **style, label="particles")
     if found.blow_up is not None:
-        ax.axvline(
-            found.blow_up, color=GREY, linestyle=":", label=f"blow-up at t = {found.blow_up:.4g}"
-        )
+        name = f"blow-up at t = {found.blow_up:.4g}"
+        ax.axvline(found.blow_up, color=GREY, linestyle=":", label=name)
     ax.set_ylim(0, top)
     ax.set_xlabel("depth t")
     ax.set_ylabel("standard deviation of the tokens")
@@ -320,13 +298,10 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
     """The rows of the summary table, as (name, text)."""
     found = simulation.found
     flow = simulation.flow
+    tokens = f"{simulation.n} of dimension {simulation.dim}, seed {simulation.seed}"
     lines = [
         ("preset", f"{simulation.name}: {simulation.preset.about}"),
-        (
-            "tokens",
-            f"{simulation.n} of dimension {simulation.dim}, seed {simulation.seed}, "
-            f"{simulation.device}",
-        ),
+        ("tokens", f"{tokens}, {simulation.device}"),
         ("flow", flow.summary),
     ]
     if isinstance(found, Clusters):
@@ -340,15 +315,10 @@ def summary(simulation: Simulation) -> list[tuple[str, str]]:
         if found.closed.ok and flow.ok and simulation.n > 1:
             ours = found.closed.covariances[end].trace().item()
             theirs = flow.positions[end].var(dim=0).sum().item()
-            lines += [
-                ("variance", f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles")
-            ]
-        blow_up = (
-            f"none before t = {found.searched:.4g}"
-            if found.blow_up is None
-            else f"t = {found.blow_up:.9g}"
-        )
-        lines += [("blow-up", blow_up)]
+            variance = f"{ours:.5g} by the closed equation, {theirs:.5g} of the particles"
+            lines += [("variance", variance)]
+        none = f"none before t = {found.searched:.4g}"
+        lines += [("blow-up", none if found.blow_up is None else f"t = {found.blow_up:.9g}")]
     else:
         lines += [("growth", found.summary)]
     return lines
@@ -375,35 +345,25 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
         "unresolved": flow.unresolved,
     }
     if isinstance(found, Clusters):
-        parts = {name: _plain(getattr(found, name)) for name in CLUSTER}
+        parts = {name: getattr(found, name).tolist() for name in CLUSTER}
         numbers["clusters"] = {"width": found.width} | parts
     elif isinstance(found, Moments):
         x = flow.positions[-1]
+        own = x.T.cov().reshape(x.shape[1], -1).tolist() if len(x) > 1 else None
         numbers["gaussian"] = {
             "blow_up": found.blow_up,
             "searched": found.searched,
             "reached": found.closed.times[-1].item(),
-            "mean": _plain(found.closed.means[-1]),
-            "covariance": _plain(found.closed.covariances[-1]),
-            "particle_mean": _plain(x.mean(0)),
-            "particle_covariance": _plain(x.T.cov().reshape(x.shape[1], -1))
-            if len(x) > 1
-            else None,
+            "mean": found.closed.means[-1].tolist(),
+            "covariance": found.closed.covariances[-1].tolist(),
+            "particle_mean": x.mean(0).tolist(),
+            "particle_covariance": own,
         }
     else:
-        parts = {name: _plain(getattr(found, name)) for name in GROWTH}
+        parts = {name: getattr(found, name).tolist() for name in GROWTH}
         numbers["growth"] = {"overflow": found.overflow} | parts
-    return numbers
-
-
-def _plain(x: Tensor) -> Any:
-    def finite(value: Any) -> Any:
-        if isinstance(value, list):
-            return [finite(v) for v in value]
-        # JSON has neither infinity nor NaN; a blow-up makes both.
-        return value if isinstance(value, bool | int) or math.isfinite(value) else None
-
-    return finite(x.tolist())
+    # JSON has neither infinity nor NaN; a blow-up makes both.
+    return finite(numbers)
 
 
 def _series(simulation: Simulation) -> list[list[Any]]:
@@ -411,23 +371,13 @@ def _series(simulation: Simulation) -> list[list[Any]]:
     flow = simulation.flow
     found = simulation.found
     if isinstance(found, Clusters):
-        return [
-            ["t", "groups"],
-            *([t, c] for t, c in zip(flow.times.tolist(), found.counts.tolist(), strict=True)),
-        ]
+        groups = zip(flow.times.tolist(), found.counts.tolist(), strict=True)
+        return [["t", "groups"], *map(list, groups)]
     if isinstance(found, Moments):
         d = range(simulation.dim)
         head = ["t", *(f"mean_{i}" for i in d), *(f"covariance_{i}_{j}" for i in d for j in d)]
-        lines = torch.cat(
-            [
-                found.closed.times[:, None].to(found.closed.means),
-                found.closed.means,
-                found.closed.covariances.flatten(1),
-            ],
-            dim=1,
-        )
-        return [head, *lines.tolist()]
-    return [
-        ["t", *GROWTH[1:]],
-        *torch.stack([getattr(found, name) for name in GROWTH], dim=1).tolist(),
-    ]
+        means = found.closed.means
+        parts = [found.closed.times[:, None].to(means), means, found.closed.covariances.flatten(1)]
+        return [head, *torch.cat(parts, dim=1).tolist()]
+    columns = [getattr(found, name) for name in GROWTH]
+    return [["t", *GROWTH[1:]], *torch.stack(columns, dim=1).tolist()]

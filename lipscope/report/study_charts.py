@@ -84,13 +84,9 @@ def grid_chart(grid: Grid, name: str, label: str) -> str:
 def ranking(
     curves: Sequence[LengthCurve], n: int, reference: dict[int | None, float], other: str
 ) -> str:
-    """The layers of one scope, the largest median first, beside the reference where there is one.
+    """The layers of one scope, the largest median at length n first.
 
-    Args:
-        curves: The curves of one scope.
-        n: The length.
-        reference: Per layer, the median at the same length in another study.
-        other: The name of that study.
+    `reference` has the medians of another study at that length, by layer, and `other` its name.
     """
     here = [curve for curve in curves if n in curve.spreads]
     ranked = sorted(here, key=lambda curve: -curve.spreads[n].middle)
@@ -155,18 +151,10 @@ def curve_chart(
     others: Sequence[Curve] = (),
     guides: bool = True,
 ) -> str:
-    """Curves over length on log axes; empty if no value is positive.
+    """Draw curves over length on log axes; empty if no value is positive.
 
-    Args:
-        name: A name that is unique on the page.
-        label: What the chart shows, for readers who do not see it.
-        lines: The curves.
-        heights: In pixels, for a window and for a telephone.
-        wide: The larger width.
-        ylabel: What the curves show.
-        about: A line above the chart.
-        others: Curves without marks, which are not among those to choose.
-        guides: Whether powers of n are drawn below.
+    `heights` are those on a window and on a telephone; `others` are curves without marks, which are
+    not among those to choose; `guides` are powers of n below the curves.
     """
     others = [curve for curve in others if curve.x]
     drawn = [*others, *(curve for curve in lines if curve.x)]

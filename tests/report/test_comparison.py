@@ -16,7 +16,7 @@ from lipscope.report.comparison import (
     telling,
     verdict,
 )
-from lipscope.report.comparison_page import MOST, comparison_html
+from lipscope.report.comparison import MOST, comparison_html
 from tests.report.made import HOSTILE, failed, grid, study
 from tests.report.test_page import data_of, read
 from tests.study.fakes import row
