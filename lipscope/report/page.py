@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -36,6 +36,8 @@ from lipscope.study.study import Study
 
 SHORT = 64
 """The length at which bounds are suggested: the search for the worst input takes long beyond."""
+
+OF_BUDGETS = (BUDGET, OBSERVED, WORST_CASE)
 
 NO_BOUNDS = (
     "σ is local: another text, or a longer one, may give a larger value. This study contains no "
@@ -196,7 +198,7 @@ def _measured(
 
 def _worst(study: Study) -> tuple[str, str]:
     """How far sigma is from its bounds, in words and as a chart; or the command that adds them."""
-    if any(not row.probe.startswith((SIGMA, BUDGET, OBSERVED, WORST_CASE)) for row in study.rows):
+    if any(not row.probe.startswith((SIGMA, *OF_BUDGETS)) for row in study.rows):
         # Late: the theorems import torch, which a study without bounds does not need.
         from lipscope.report.bounds import bounds_part, describe_worst_case, surrounded
 
@@ -242,19 +244,16 @@ def _facts(study: Study) -> str:
     """Reasons for failure, the measured maps, and the settings that the numbers depend on."""
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in words.failures(study))
     found = f"<h3>Rows without a value</h3><ul>{reasons}</ul>" if reasons else ""
-    known = study.info.about.scopes
-    maps = "".join(
-        f"<dt>{escape(shown(scope, 30))}</dt>"
-        f"<dd>{escape(shown(known.get(scope, 'not described'), 400))}</dd>"
-        for scope in dict.fromkeys(
-            row.scope
-            for row in study.rows
-            if not row.probe.startswith((BUDGET, OBSERVED, WORST_CASE))
-        )
-    )
-    found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
     identity = study.info.identity
     about = study.info.about
+    measured = [row for row in study.rows if not row.probe.startswith(OF_BUDGETS)]
+    maps = _listed(
+        {
+            shown(scope, 30): about.scopes.get(scope, "not described")
+            for scope in dict.fromkeys(row.scope for row in measured)
+        }
+    )
+    found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     settings = {
         "model": f"{about.model} ({about.architecture}, {about.layers} layers, "
@@ -272,13 +271,17 @@ def _facts(study: Study) -> str:
         "gap": "none requested" if identity.gap is None else f"{identity.gap:g}",
         "versions": versions,
     }
-    facts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(shown(value, 400))}</dd>"
-        for name, value in settings.items()
-    )
     told = "\n".join(shown(line, 2000) for line in study.commands)
     again = command(told) if told else "<p>The input was not a text.</p>"
     return (
-        f'{found}<h3>What was measured</h3><dl class="facts box">{facts}</dl>'
+        f'{found}<h3>What was measured</h3><dl class="facts box">{_listed(settings)}</dl>'
         f"<h3>Command to repeat the measurement</h3>{again}"
+    )
+
+
+def _listed(facts: Mapping[str, str]) -> str:
+    """Names and values as the items of a definition list."""
+    return "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(shown(value, 400))}</dd>"
+        for name, value in facts.items()
     )
