@@ -21,8 +21,7 @@ def budget(
     text: opt.Texts = None,
     column: opt.Column = None,
     format: Annotated[
-        str,
-        typer.Option(help="Some of bf16, fp16, int8, int4:32, fp8, w8a8, kv8, kv4, by commas."),
+        str, typer.Option(help="Some of bf16, fp16, int8, int4:32, fp8, w8a8, kv8, kv4, by commas.")
     ] = "bf16,int8",
     metric: Annotated[
         str, typer.Option(help="output (last hidden state) or kl (next token).")
@@ -64,12 +63,7 @@ def budget(
 
         read_formats(format)  # checked before a model is loaded, which may take a while
         opened = (load_language_model if read_metric(metric).head else load)(
-            model,
-            tokenizer,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            random_init=random_init,
+            model, tokenizer, dtype=dtype, device=device, revision=revision, random_init=random_init
         )
         found = error_budget(
             opened,
@@ -106,8 +100,7 @@ def check(
     b: Annotated[
         str,
         typer.Argument(
-            metavar="B",
-            help="Model id, directory, or file of hidden states (.safetensors, .npz).",
+            metavar="B", help="Model id, directory, or file of hidden states (.safetensors, .npz)."
         ),
     ],
     text: opt.Texts = None,

@@ -128,6 +128,7 @@ def measure(
     with progress(quiet=quiet) as report:
         engine = opt.parallel(workers, cluster, shard)  # before a model is loaded
         from lipscope.models.loading import load
+        from lipscope.report.formats import place_name
         from lipscope.study.run import measure as run
 
         study = run(
@@ -160,10 +161,10 @@ def measure(
     above = [row for row in study.sigma if row.value > (fail_above or math.inf)]
     if above:
         worst = max(above, key=lambda row: row.value)
-        where_it_is = "the whole model" if worst.layer is None else f"layer {worst.layer}"
+        place = f"{place_name(worst.layer)} ({worst.scope}) at n = {worst.n}"
         tell(
             f"{len(above)} of {len(study.sigma)} measured σ are above {fail_above:g}; the largest "
-            f"is {worst.value:.4g}, of {where_it_is} ({worst.scope}) at n = {worst.n}",
+            f"is {worst.value:.4g}, of {place}",
             0,
         )
         raise typer.Exit(ExitCode.ANSWER_IS_NO)
@@ -211,12 +212,7 @@ def bounds(
         from lipscope.report.bounds import bound_summary
 
         loaded = load(
-            model,
-            tokenizer,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            random_init=random_init,
+            model, tokenizer, dtype=dtype, device=device, revision=revision, random_init=random_init
         )
         found = audit_model(
             loaded,
@@ -248,16 +244,14 @@ def attack(
     length: Annotated[int, typer.Option(help="Number of tokens taken from the text.")] = 32,
     swaps: Annotated[int, typer.Option(help="Maximum number of tokens to replace.")] = 3,
     seconds: Annotated[
-        float | None,
-        typer.Option(help="Time limit of --kind tokens.", show_default="no limit"),
+        float | None, typer.Option(help="Time limit of --kind tokens.", show_default="no limit")
     ] = None,
     random_init: opt.RandomInit = None,
     tokenizer: opt.Tokenizer = None,
     revision: opt.Revision = None,
     device: opt.Device = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="float64 is most accurate.", show_default="float64"),
+        str | None, typer.Option(help="float64 is most accurate.", show_default="float64")
     ] = None,
     seed: opt.Seed = 0,
     workers: opt.Workers = 1,
@@ -287,14 +281,7 @@ def attack(
             revision=revision,
             random_init=random_init,
         )
-        study, lines = attack_model(
-            loaded,
-            words,
-            plan,
-            **engine,
-            out=out,
-            progress=report,
-        )
+        study, lines = attack_model(loaded, words, plan, **engine, out=out, progress=report)
     if not lines and shard is None and not quiet:
         warn("the searches ended before a text was measured; give more --seconds")
     if as_json:

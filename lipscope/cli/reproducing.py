@@ -24,8 +24,7 @@ def reproduce(
     ] = None,
     list_claims: Annotated[bool, typer.Option("--list", help="List the claims; run none.")] = False,
     models: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory with bert-base-uncased and gpt2."),
+        Path | None, typer.Option(metavar="DIR", help="Directory with bert-base-uncased and gpt2.")
     ] = None,
     text_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory with the papers' texts.")

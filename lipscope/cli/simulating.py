@@ -62,15 +62,7 @@ def simulate(
         folder = out or Path(f"simulation-{preset}")
         # Before the simulation: minutes of work should not end in a directory error.
         check_simulation_folder(folder)
-        found = run(
-            preset,
-            n=n,
-            dim=dim,
-            time=time,
-            device=device,
-            seed=seed,
-            progress=report,
-        )
+        found = run(preset, n=n, dim=dim, time=time, device=device, seed=seed, progress=report)
         paths = write_simulation(found, folder)
     if as_json:
         from lipscope.report.simulations import numbers_of

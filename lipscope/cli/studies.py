@@ -80,8 +80,7 @@ def export(
 
 def compare(
     directories: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="Directories that `measure --out` wrote."),
+        list[Path], typer.Argument(metavar="DIR...", help="Directories that `measure --out` wrote.")
     ],
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="Page to write.", show_default=str(COMPARISON))

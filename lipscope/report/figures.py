@@ -124,14 +124,16 @@ def _measured(study: Study) -> Study:
 
 
 def new_axes(ax: Axes | None) -> Axes:
-    """The Axes given, or new ones of a figure that notebooks show."""
+    """Return the Axes given, or new ones of a figure that notebooks show."""
+    if ax is not None:
+        return ax
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise UserError(
             "figures need matplotlib; install it with: pip install matplotlib"
         ) from error
-    return plt.subplots()[1] if ax is None else ax
+    return plt.subplots()[1]
 
 
 def draw_readings(readings: Sequence[Reading], ax: Axes | None) -> Axes:

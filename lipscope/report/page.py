@@ -47,9 +47,7 @@ NO_BOUNDS = (
 
 @name_bad_argument
 def write_report(
-    study: Study | Sequence[Study],
-    path: str | os.PathLike[str],
-    against: Study | None = None,
+    study: Study | Sequence[Study], path: str | os.PathLike[str], against: Study | None = None
 ) -> Path:
     """Write a study as one self-contained HTML page, or compare several on one.
 

@@ -44,13 +44,8 @@ PATHS = 400
 LARGEST = 1e200
 """Above this, the ticks and margins of an axis overflow."""
 
-BELOW: dict[str, Any] = {
-    "fontsize": "small",
-    "loc": "upper center",
-    "bbox_to_anchor": (0.5, -0.14),
-    "ncols": 2,
-    "frameon": False,
-}
+BELOW: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.14), "fontsize": "small", "frameon": False}
+BELOW |= {"loc": "upper center", "ncols": 2}
 BLUE = colour("s0")
 ORANGE = colour("s1")
 GREY = colour("muted")
@@ -70,20 +65,6 @@ def plot_simulation(simulation: Simulation) -> list[Axes]:
     return _panels(simulation, plt.figure(figsize=SIZE, layout="constrained")).axes
 
 
-def plot_flow(flow: Flow, ax: Axes | None, renormalised: bool) -> Axes:
-    """The paths of the tokens of any flow."""
-    ax = new_axes(ax)
-    _paths(ax, flow, renormalised)
-    return ax
-
-
-def plot_depth_growth(found: DepthGrowth, ax: Axes | None) -> Axes:
-    """The growth of a small change along depth, and its bounds."""
-    ax = new_axes(ax)
-    _growth(ax, found)
-    return ax
-
-
 def _panels(simulation: Simulation, figure: Figure) -> Figure:
     left, right = figure.subplots(1, 2)
     found = simulation.found
@@ -91,12 +72,12 @@ def _panels(simulation: Simulation, figure: Figure) -> Figure:
         _cloud(left, simulation, found)
         _spread(right, simulation, found)
     else:
-        _paths(left, simulation.flow, simulation.preset.renormalise)
+        plot_flow(simulation.flow, left, simulation.preset.renormalise)
         if isinstance(found, Clusters):
             _centres(left, simulation, found)
             _counts(right, simulation, found)
         else:
-            _growth(right, found)
+            plot_depth_growth(found, right)
     figure.suptitle(
         f"{simulation.name}: n = {simulation.n}, d = {simulation.dim}, seed {simulation.seed}",
         fontsize="medium",
@@ -104,8 +85,9 @@ def _panels(simulation: Simulation, figure: Figure) -> Figure:
     return figure
 
 
-def _paths(ax: Axes, flow: Flow, renormalised: bool) -> None:
-    """The initial tokens and their paths."""
+def plot_flow(flow: Flow, ax: Axes | None, renormalised: bool) -> Axes:
+    """Draw the initial tokens of any flow and their paths."""
+    ax = new_axes(ax)
     z = (flow.renormalised if renormalised else flow.positions).detach().cpu().numpy()
     times, (n, dim) = flow.times.cpu().numpy(), z.shape[1:]
     # Spread over the sequence, because in a causal flow the position decides the fate of a token.
@@ -122,6 +104,7 @@ def _paths(ax: Axes, flow: Flow, renormalised: bool) -> None:
     if dim > 1:
         ax.scatter(z[0, :, 0], z[0, :, 1], s=6, c=tint, alpha=0.7, label="tokens at t = 0")
     _label_axes(ax, dim, renormalised)
+    return ax
 
 
 def _label_axes(ax: Axes, dim: int, renormalised: bool) -> None:
@@ -251,7 +234,9 @@ def _curve(ax: Axes, times: Tensor, values: Tensor, **style: Any) -> None:
     ax.plot(times[drawn], values[drawn], **style)
 
 
-def _growth(ax: Axes, found: DepthGrowth) -> None:
+def plot_depth_growth(found: DepthGrowth, ax: Axes | None) -> Axes:
+    """Draw the growth of a small change along depth, and its bounds."""
+    ax = new_axes(ax)
     curves: tuple[tuple[Tensor, str, str, str], ...] = (
         (found.gronwall, "exp of the integral of ‖D f‖", ":", GREY),
         (found.product, "product of the layers' constants", "--", ORANGE),
@@ -263,6 +248,7 @@ def _growth(ax: Axes, found: DepthGrowth) -> None:
     ax.set_xlabel("depth t")
     ax.set_ylabel("largest growth of a small change")
     ax.legend(fontsize="small", loc="upper left")
+    return ax
 
 
 def write_simulation(simulation: Simulation, out: Path) -> list[Path]:

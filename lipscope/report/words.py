@@ -21,6 +21,7 @@ from lipscope.report.formats import (
     exponent,
     interval,
     layer_name,
+    place_name,
     power,
     shown,
     shown_token,
@@ -47,8 +48,8 @@ FIRST_TOKEN = (
 
 def place(row: Row) -> str:
     """Layer, scope and head of a row."""
-    where = "the whole model" if row.layer is None else layer_name(row.layer)
-    return f"{where}, {shown(row.scope, 30)}" + ("" if row.head is None else f", head {row.head}")
+    head = "" if row.head is None else f", head {row.head}"
+    return f"{place_name(row.layer)}, {shown(row.scope, 30)}{head}"
 
 
 def warning(study: Study) -> str:
