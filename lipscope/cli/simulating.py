@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from lipscope.cli import options as opt
 from lipscope.cli.terminal import progress, show_json, show_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from lipscope.dynamics.simulation import Simulation
 
 
 class SimulateCommand(TyperCommand):
@@ -69,17 +64,12 @@ def simulate(
 
         show_json(numbers_of(found))
     else:
-        show_table(_table(found, paths), quiet)
+        from rich.table import Table
 
+        from lipscope.report.simulations import summary
 
-def _table(found: Simulation, paths: list[Path]) -> Table:
-    from rich.table import Table
-
-    from lipscope.report.simulations import summary
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, value in summary(found):
-        table.add_row(name, value)
-    table.add_row("in", str(paths[0].parent))
-    table.add_row("files", ", ".join(path.name for path in paths))
-    return table
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        files = ", ".join(path.name for path in paths)
+        for line in (*summary(found), ("in", str(folder)), ("files", files)):
+            table.add_row(*line)
+        show_table(table, quiet)

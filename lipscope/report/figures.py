@@ -76,21 +76,18 @@ def growth(study: Study, ax: Axes | None = None, scope: str | None = None) -> Ax
         for i, curve in enumerate(part):
             # One study: a colour per layer. Several: a colour per study, a marker per layer.
             tint = series(i, len(part)) if len(drawn) == 1 else series(k, len(drawn))
-            shape = curve_of(curve, i, _label(curve, name), tint)
+            law = curve.law
+            fit = f", α = {exponent_range(law.alpha, law.low, law.high)}" if law else ""
+            text = f"{name}: {layer_name(curve.layer)}{fit}".removeprefix(": ")
+            shape = curve_of(curve, i, text, tint)
             charts.curves(ax, [shape], {})
             values += [y for side in shape.spread or () for y in side]
     charts.finish_growth(ax, lengths, values, SIZE)
     ax.set_ylabel(f"σ, {shown(scope, 30)}", parse_math=False)
     legend = ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.12, 1.0))
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    for entry in legend.get_texts():
+        entry.set_parse_math(False)
     return ax
-
-
-def _label(curve: LengthCurve, study: str) -> str:
-    law = curve.law
-    growth = f", α = {exponent_range(law.alpha, law.low, law.high)}" if law else ""
-    return f"{study}: {layer_name(curve.layer)}{growth}".removeprefix(": ")
 
 
 def tokens(

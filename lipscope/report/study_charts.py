@@ -29,12 +29,12 @@ SIDES = {
 }
 
 
-def heat_chart(found: Heat, name: str = "heat") -> str:
+def heat_chart(found: Heat) -> str:
     """The heat map at the greatest length; the script shows the others."""
     ends = f"{digits(found.scale.low)} to {digits(found.scale.high)}"
     label = f"Heat map of the median σ over layers and heads, from {ends}."
     kind = ", logarithmic" if found.scale.log else ""
-    return grid_chart(found.grids[-1], name, label) + (
+    return grid_chart(found.grids[-1], "heat", label) + (
         f'<p class="scale"><span>{digits(found.scale.low)}</span><span class="bar"></span>'
         f"<span>{digits(found.scale.high)}</span><span>median σ{kind}</span></p>"
     )
