@@ -101,33 +101,6 @@ def test_json_holds_every_number(tiny, text, tmp_path, capsys):
     )
 
 
-def test_the_recorded_command_measures_the_same(tiny, text, tmp_path, capsys, monkeypatch):
-    first = tmp_path / "a"
-    options = "--lengths 4,6 --samples 1 --scope attention --scope heads --layers 1 --heads 1"
-    options += " --seed 5 --tol 1e-4 --special-tokens"
-    run(f"measure {tiny} --text {text} {options} --out {first}", capsys)
-    study = Study.open(first)
-    command = study.info.about.command.removeprefix("lipscope ")
-    assert command.startswith("measure ")
-    monkeypatch.chdir(Path(text).parent)
-    run(f"{command} --out {tmp_path / 'b'}", capsys)
-    again = Study.open(tmp_path / "b")
-    assert again.info == study.info
-    assert [r._replace(seconds=0) for r in again.rows] == [
-        r._replace(seconds=0) for r in study.rows
-    ]
-
-
-def test_the_recorded_command_finds_a_model_folder_from_anywhere(
-    tiny, text, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(Path(tiny).parent)
-    options = "--lengths 4 --samples 1 --layers 0 --scope attention"
-    out = str(tmp_path / "s")
-    run(f"measure {Path(tiny).name} --text {text} {options} --out {out}", capsys)
-    assert Study.open(out).info.about.command.split()[2] == str(Path(tiny).absolute())
-
-
 def test_text_from_stdin(tiny, text, tmp_path):
     words = f"-m lipscope measure {tiny} --text - --lengths 4 --json --quiet".split()
     command = [sys.executable, *words]

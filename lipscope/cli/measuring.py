@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -26,6 +26,9 @@ from lipscope.cli.terminal import (
     tell,
     warn,
 )
+
+if TYPE_CHECKING:
+    from lipscope.study.study import Study
 
 
 class MeasureCommand(TyperCommand):
@@ -128,7 +131,6 @@ def measure(
     with progress(quiet=quiet) as report:
         engine = opt.parallel(workers, cluster, shard)  # before a model is loaded
         from lipscope.models.loading import load
-        from lipscope.report.formats import place_name
         from lipscope.study.run import measure as run
 
         study = run(
@@ -158,6 +160,13 @@ def measure(
     # After the table: a failure to draw must not hide the numbers.
     if out is not None and not no_report:
         save_page(study, out / REPORT, quiet=quiet)
+    _end(study, fail_above)
+
+
+def _end(study: Study, fail_above: float | None) -> None:
+    """End with the exit code of a threshold, or with 3 if rows failed."""
+    from lipscope.report.formats import place_name
+
     above = [row for row in study.sigma if row.value > (fail_above or math.inf)]
     if above:
         worst = max(above, key=lambda row: row.value)

@@ -67,15 +67,9 @@ def write_report(
         >>> import lipscope as ls
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaModel
-        >>> model = LlamaModel(
-        ...     LlamaConfig(
-        ...         vocab_size=9,
-        ...         hidden_size=4,
-        ...         intermediate_size=4,
-        ...         num_hidden_layers=1,
-        ...         num_attention_heads=1,
-        ...     )
-        ... ).double()
+        >>> sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}
+        >>> config = LlamaConfig(vocab_size=9, num_attention_heads=1, **sizes)
+        >>> model = LlamaModel(config).double()
         >>> study = ls.measure(model, torch.arange(8)[None], lengths=(4,), samples=1)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     page = ls.write_report(study, f"{directory}/report.html")
@@ -245,12 +239,8 @@ def _facts(study: Study) -> str:
     identity = study.info.identity
     about = study.info.about
     measured = [row for row in study.rows if not row.probe.startswith(OF_BUDGETS)]
-    maps = _listed(
-        {
-            shown(scope, 30): about.scopes.get(scope, "not described")
-            for scope in dict.fromkeys(row.scope for row in measured)
-        }
-    )
+    scopes = dict.fromkeys(row.scope for row in measured)
+    maps = _listed({shown(name, 30): about.scopes.get(name, "not described") for name in scopes})
     found += f'<h3>Which maps were measured</h3><dl class="facts">{maps}</dl>' if maps else ""
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     settings = {
