@@ -77,31 +77,25 @@ def measure(
     model: opt.ModelName = None,
     text: opt.Texts = None,
     column: opt.Column = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens per sample.", show_default="8,16,...,256")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Samples per length.")] = 3,
+    lengths: Annotated[str | None, opt.option("Tokens per sample.", "8,16,...,256")] = None,
+    samples: Annotated[int, opt.option("Samples per length.")] = 3,
     layers: opt.Layers = None,
-    heads: Annotated[
-        str | None, typer.Option(help="For example 0,2 or 0-5.", show_default="all")
-    ] = None,
+    heads: Annotated[str | None, opt.option("For example 0,2 or 0-5.", "all")] = None,
     scope: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Map to measure, listed below; repeatable.", show_default="heads, attention"
-        ),
+        opt.option("Map to measure, listed below; repeatable.", "heads, attention"),
     ] = None,
     random_init: opt.RandomInit = None,
     special_tokens: Annotated[
-        bool, typer.Option("--special-tokens", help="Add special tokens to samples.")
+        bool, opt.option("Add special tokens to samples.", name="--special-tokens")
     ] = False,
     tokenizer: opt.Tokenizer = None,
     revision: opt.Revision = None,
-    tol: Annotated[float, typer.Option(help="Relative residual at which the solver stops.")] = 1e-6,
+    tol: Annotated[float, opt.option("Relative residual at which the solver stops.")] = 1e-6,
     gap: Annotated[
         float | None,
-        typer.Option(
-            help="Iterate until upper / lower - 1 is at most this: 0.1 by default in float64; "
+        opt.option(
+            "Iterate until upper / lower - 1 is at most this: 0.1 by default in float64; "
             "inf takes bounds as they come."
         ),
     ] = None,
@@ -113,10 +107,10 @@ def measure(
     shard: opt.ShardOption = None,
     out: opt.StudyOut = None,
     no_report: Annotated[
-        bool, typer.Option("--no-report", help="Write no report.html beside the study.")
+        bool, opt.option("Write no report.html beside the study.", name="--no-report")
     ] = False,
     fail_above: Annotated[
-        float | None, typer.Option(metavar="X", help="Exit with 1 if a measured σ is above X.")
+        float | None, opt.option("Exit with 1 if a measured σ is above X.", metavar="X")
     ] = None,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
@@ -191,17 +185,15 @@ def bounds(
     text: opt.Texts = None,
     column: opt.Column = None,
     layers: opt.Layers = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens per sample.", show_default="64")
-    ] = None,
+    lengths: Annotated[str | None, opt.option("Tokens per sample.", "64")] = None,
     radius: Annotated[
-        float | None, typer.Option(help="Radius of the ball of inputs.", show_default="the text's")
+        float | None, opt.option("Radius of the ball of inputs.", "the text's")
     ] = None,
     random_init: opt.RandomInit = None,
     tokenizer: opt.Tokenizer = None,
     revision: opt.Revision = None,
     device: opt.Device = None,
-    dtype: Annotated[str, typer.Option(help="float64 is most accurate.")] = "float64",
+    dtype: Annotated[str, opt.option("float64 is most accurate.")] = "float64",
     seed: opt.Seed = 0,
     workers: opt.Workers = 1,
     cluster: opt.Cluster = None,
@@ -245,23 +237,19 @@ def bounds(
 
 
 def attack(
-    kind: Annotated[str, typer.Option(help="One of construction, ascent, direction, tokens.")],
+    kind: Annotated[str, opt.option("One of construction, ascent, direction, tokens.")],
     model: opt.ModelName = None,
     text: opt.Texts = None,
     column: opt.Column = None,
     layers: opt.Layers = None,
-    length: Annotated[int, typer.Option(help="Number of tokens taken from the text.")] = 32,
-    swaps: Annotated[int, typer.Option(help="Maximum number of tokens to replace.")] = 3,
-    seconds: Annotated[
-        float | None, typer.Option(help="Time limit of --kind tokens.", show_default="no limit")
-    ] = None,
+    length: Annotated[int, opt.option("Number of tokens taken from the text.")] = 32,
+    swaps: Annotated[int, opt.option("Maximum number of tokens to replace.")] = 3,
+    seconds: Annotated[float | None, opt.option("Time limit of --kind tokens.", "no limit")] = None,
     random_init: opt.RandomInit = None,
     tokenizer: opt.Tokenizer = None,
     revision: opt.Revision = None,
     device: opt.Device = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float64 is most accurate.", show_default="float64")
-    ] = None,
+    dtype: Annotated[str | None, opt.option("float64 is most accurate.", "float64")] = None,
     seed: opt.Seed = 0,
     workers: opt.Workers = 1,
     cluster: opt.Cluster = None,

@@ -28,23 +28,14 @@ class SimulateCommand(TyperCommand):
 
 
 def simulate(
-    preset: Annotated[str, typer.Option(help="Flow to simulate; listed below.")] = "clusters",
-    n: Annotated[
-        int | None, typer.Option("--n", help="Number of tokens.", show_default="the preset's")
-    ] = None,
-    dim: Annotated[
-        int | None, typer.Option(help="Dimension of a token.", show_default="the preset's")
-    ] = None,
-    time: Annotated[
-        float | None, typer.Option(help="Depth to integrate to.", show_default="the preset's")
-    ] = None,
-    device: Annotated[str, typer.Option(help="For example cpu, cuda or cuda:1.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of the initial tokens.")] = 0,
+    preset: Annotated[str, opt.option("Flow to simulate; listed below.")] = "clusters",
+    n: Annotated[int | None, opt.option("Number of tokens.", "the preset's", name="--n")] = None,
+    dim: Annotated[int | None, opt.option("Dimension of a token.", "the preset's")] = None,
+    time: Annotated[float | None, opt.option("Depth to integrate to.", "the preset's")] = None,
+    device: Annotated[str, opt.option("For example cpu, cuda or cuda:1.")] = "cpu",
+    seed: Annotated[int, opt.option("Seed of the initial tokens.")] = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory to write to.", show_default="simulation-PRESET"
-        ),
+        Path | None, opt.option("Directory to write to.", "simulation-PRESET", metavar="DIR")
     ] = None,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,

@@ -36,8 +36,7 @@ def report(
         Path | None, typer.Argument(metavar="[DIR2]", help="A second study, shown as reference.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File to write.", show_default="DIR/report.html"),
+        Path | None, opt.option("File to write.", "DIR/report.html", metavar="FILE")
     ] = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -57,11 +56,9 @@ def export(
     file: Annotated[
         Path | None, typer.Argument(help="File to write.", show_default="stdout")
     ] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="CSV, the default.")] = False,
-    parquet: Annotated[bool, typer.Option("--parquet", help="Parquet; needs FILE.")] = False,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Export tokens and their norms.")
-    ] = False,
+    csv: Annotated[bool, opt.option("CSV, the default.", name="--csv")] = False,
+    parquet: Annotated[bool, opt.option("Parquet; needs FILE.", name="--parquet")] = False,
+    tokens: Annotated[bool, opt.option("Export tokens and their norms.", name="--tokens")] = False,
 ) -> None:
     """Write a study as CSV or Parquet."""
     from lipscope.study.export import write_csv, write_file
@@ -83,7 +80,7 @@ def compare(
         list[Path], typer.Argument(metavar="DIR...", help="Directories that `measure --out` wrote.")
     ],
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Page to write.", show_default=str(COMPARISON))
+        Path, opt.option("Page to write.", str(COMPARISON), metavar="FILE")
     ] = COMPARISON,
     as_json: opt.AsJson = False,
     quiet: opt.Quiet = False,
